@@ -1,0 +1,115 @@
+"""The `isotrain` command: its verbs, and how errors reach the user."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import isotrain
+from isotrain.cli.export import export
+from isotrain.cli.prepare import app as prepare
+from isotrain.cli.recipes import recipes
+from isotrain.cli.train import train
+from isotrain.errors import IsotrainError
+
+# Packages that `pip install isotrain` leaves out, and the extra that brings them.
+_EXTRAS = {"datasets": "hub", "tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
+
+
+class CleanErrors(TyperGroup):
+    """A group whose commands end user errors with a message instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if os.environ.get("ISOTRAIN_DEBUG") == "1":
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except IsotrainError as error:
+            _say(f"error: {error}")
+            raise typer.Exit(1) from None
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "isotrain"):
+                raise
+            extra = _EXTRAS.get(package, "train")
+            _say(f"error: this needs the package {package!r}: pip install 'isotrain[{extra}]'")
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            _say("interrupted")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=CleanErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Post-train language models from one recipe on any device.\n\n"
+        "To start, on any machine:\n\n"
+        "    isotrain prepare tiny --out work/tiny\n\n"
+        "    isotrain train tiny-sft\n\n"
+        "Errors end with a message; ISOTRAIN_DEBUG=1 shows the traceback."
+    ),
+)
+app.command()(train)
+app.command()(recipes)
+app.add_typer(prepare, name="prepare")
+
+
+@app.command()
+def preview(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="How many samples to show.")] = 3,
+) -> None:
+    """Show the first training samples token by token, with the tokens that the loss is taken on."""
+    from isotrain.cli.preview import preview as show
+    from isotrain.recipe.library import locate
+
+    show(str(locate(recipe)), overrides or [], rows)
+
+
+app.command()(export)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"isotrain {isotrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _say(message: str) -> None:
+    """One red message on stderr, as it is: no markup, no wrapping that would break a path."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+
+
+def main() -> None:
+    app(prog_name="isotrain")
+
+
+if __name__ == "__main__":
+    main()

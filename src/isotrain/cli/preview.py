@@ -1,0 +1,121 @@
+"""`isotrain preview`: the first samples, token by token, with the tokens that the loss is taken on."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from isotrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from isotrain.data.encode import Encoder
+    from isotrain.data.sample import Sample
+    from isotrain.recipe.schema import Recipe
+
+_LOSS, _NO_LOSS = "bold green", "dim"
+_OPEN, _CLOSE, _BETWEEN = "⟦", "⟧", "│"
+
+
+def preview(recipe_path: str, overrides: list[str], rows: int) -> None:
+    """Print the first `rows` training samples of a recipe."""
+    from isotrain.data.rows import read_rows
+    from isotrain.recipe.load import load_recipe
+
+    recipe = load_recipe(Path(recipe_path), overrides)
+    encoder = _encoder(recipe)
+    console = Console()
+    # Without colour (a pipe, NO_COLOR) brackets say the same.
+    coloured = console.is_terminal and not console.no_color
+    shown: list[Sample] = []
+    left_out = 0
+    for row in read_rows(recipe.data.train):
+        sample = encoder(row)
+        if sample is None:
+            left_out += 1
+            continue
+        shown.append(sample)
+        console.print(Text(f"{row.origin}: {_counts([sample])}", style="bold"), soft_wrap=True)
+        console.print(_as_text(sample, encoder.tokenizer, coloured), soft_wrap=True)
+        console.print()
+        if len(shown) == rows:
+            break
+    if not shown:
+        raise DataError(f"data.train has no sample to show: {left_out} rows were read and left out")
+    console.print(_legend(coloured), soft_wrap=True)
+    plural = "s" if len(shown) > 1 else ""
+    console.print(Text(f"{len(shown)} sample{plural}: {_counts(shown)}"), soft_wrap=True)
+    if left_out:
+        console.print(Text(f"{left_out} rows on the way were left out (data.too_long: drop)"), soft_wrap=True)
+
+
+def _encoder(recipe: Recipe) -> Encoder:
+    from isotrain.data.encode import Encoder
+    from isotrain.models.load import load_tokenizer, model_directory
+
+    data = recipe.data
+    tokenizer = load_tokenizer(model_directory(recipe.model.path))
+    return Encoder(
+        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+    )
+
+
+def _counts(samples: list[Sample]) -> str:
+    tokens = sum(len(sample) for sample in samples)
+    loss = sum(int(sample.mask_T.sum()) for sample in samples)
+    return f"{tokens:,} tokens, {loss:,} with loss ({loss / tokens:.0%})"
+
+
+def _legend(coloured: bool) -> Text:
+    text = Text()
+    if coloured:
+        text.append("loss", _LOSS)
+        text.append("  ")
+        text.append("no loss", _NO_LOSS)
+    else:
+        text.append(f"{_OPEN}loss{_CLOSE}  no loss")
+    return text.append(f"  {_BETWEEN} token boundary  · space  ⏎ newline  ⇥ tab")
+
+
+def _as_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, coloured: bool) -> Text:
+    pieces = [_visible(piece) for piece in token_texts(tokenizer, sample.tokens_T.tolist())]
+    text = Text()
+    for loss, run in groupby(zip(sample.mask_T.tolist(), pieces, strict=True), key=lambda pair: pair[0]):
+        joined = _BETWEEN.join(piece for _, piece in run).replace(f"\n{_BETWEEN}", "\n")
+        if loss and not coloured:
+            joined = f"{_OPEN}{joined}{_CLOSE}"
+        elif text and not text.plain.endswith(("\n", _CLOSE)):
+            text.append(_BETWEEN, _NO_LOSS)
+        text.append(joined, _LOSS if loss else _NO_LOSS)
+    text.rstrip()
+    return text
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """What each token stands for on its own."""
+    texts = []
+    for token in tokens:
+        name = str(tokenizer.convert_ids_to_tokens(token))
+        text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if "\ufffd" in text:  # a part of a character: the vocabulary's own name for its bytes
+            text = name
+        elif name.startswith("▁") and not text.startswith(" "):  # decoding alone strips the first space
+            text = f" {text}"
+        texts.append(text)
+    return texts
+
+
+def _visible(text: str) -> str:
+    """White space made visible; control characters spelled out, so that data cannot steer the terminal."""
+    seen = []
+    for character in text:
+        if character in " \n\t":
+            seen.append({" ": "·", "\n": "⏎\n", "\t": "⇥"}[character])
+        else:
+            seen.append(character if character.isprintable() else f"\\u{ord(character):04x}")
+    return "".join(seen)

@@ -1,0 +1,86 @@
+"""`isotrain train`: a recipe and overrides in, a run out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from isotrain.recipe import library
+from isotrain.recipe.document import to_yaml
+from isotrain.recipe.load import parse_recipe, read_source, resolved
+from isotrain.recipe.schema import Recipe
+
+
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as optimizer.lr=1e-4."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe, print it with all defaults, and stop.")
+    ] = False,
+) -> None:
+    """Train a model as a recipe says.
+
+    The same recipe runs on every device. An interrupted run goes on where it was when the same command is
+    given again.
+
+    Examples:
+
+        isotrain train tiny-sft
+
+        isotrain train my.yaml optimizer.lr=1e-4 trainer.steps=100
+
+        isotrain train my.yaml --dry-run
+    """
+    path = library.locate(recipe)
+    source = read_source(path)
+    checked = parse_recipe(source, str(path), overrides or [])
+    if dry_run:
+        show(checked)
+        return
+    from isotrain.trainers.launch import launch
+
+    launch(checked, source)
+
+
+def show(recipe: Recipe) -> None:
+    """The resolved recipe on stdout, for people as YAML and for programs as JSON; the summary on stderr."""
+    values = resolved(recipe)
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        # Highlighted text rather than a Syntax block: that would cut long paths at the terminal's width.
+        text = to_yaml(values)
+        Console().print(Syntax(text, "yaml").highlight(text), soft_wrap=True, end="")
+    else:
+        typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
+    typer.echo(summary(recipe), err=True)
+
+
+def summary(recipe: Recipe) -> str:
+    """What a run of this recipe would do, in a few lines."""
+    model, data, trainer, device = recipe.model, recipe.data, recipe.trainer, recipe.device
+    weights = f"LoRA of rank {model.lora.rank}" if model.lora.rank else "all weights"
+    train = data.train if isinstance(data.train, str) else ", ".join(data.train)
+    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs} epoch(s)"
+    rows = {
+        "algorithm": recipe.algorithm.name,
+        "model": f"{model.path} ({model.dtype}, {weights})",
+        "data": f"{train} ({data.batch_size} samples a step)",
+        "length": length,
+        "device": f"{device.type}, {device.ranks} rank(s)",
+        "output": recipe.output,
+    }
+    lines = [f"  {name:<10} {value}" for name, value in rows.items()]
+    return "\n".join([f"{recipe.name}: the recipe is valid, nothing was started", *lines])

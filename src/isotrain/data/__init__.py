@@ -1,0 +1,1 @@
+"""Rows to samples to packed micro-batches."""

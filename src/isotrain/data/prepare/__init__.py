@@ -1,0 +1,1 @@
+"""Public data sets to local files, one module each."""

@@ -1,0 +1,155 @@
+"""A model, its tokenizer and toy conversations, made on the spot for first runs and tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+Architecture = Literal["llama", "qwen2", "qwen3"]
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+# ChatML without generation markers: what most published models have.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_SYSTEM = ("You are a careful calculator.", "Answer in one short line.")
+_QUESTIONS = ("What is {}?", "How much is {}?", "Please work out {}.", "{} = ?", "Tell me the result of {}.")
+_FOLLOW_UPS = ("And {}?", "Now {}.", "What about {}?")
+
+
+def make_tiny(
+    out: Path,
+    *,
+    seed: int = 0,
+    train_rows: int = 2000,
+    validation_rows: int = 200,
+    architecture: Architecture = "llama",
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 512,
+    tie_word_embeddings: bool = True,
+) -> None:
+    """Write `model/`, `train.jsonl` and `validation.jsonl`; the same arguments give the same bytes."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows, salt in (("train", train_rows, 1), ("validation", validation_rows, 2)):
+        lines = [json.dumps(row, ensure_ascii=False) for row in toy_rows(rows, seed=2 * seed + salt)]
+        (out / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    size = make_tokenizer(out / "model", vocab=vocab, seed=seed)
+    make_model(
+        out / "model",
+        seed=seed,
+        architecture=architecture,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=max(vocab, size),
+        tie_word_embeddings=tie_word_embeddings,
+    )
+
+
+def toy_rows(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
+    """Conversations of one to four sums: short enough to learn in a minute, of many lengths."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        messages = []
+        if draw.random() < 0.25:
+            messages.append({"role": "system", "content": draw.choice(_SYSTEM)})
+        for turn in range(draw.choice((1, 1, 1, 2, 3, 4))):
+            sum_, result = _sum(draw)
+            phrases = _FOLLOW_UPS if turn else _QUESTIONS
+            messages.append({"role": "user", "content": draw.choice(phrases).format(sum_)})
+            messages.append({"role": "assistant", "content": f"{sum_} = {result}"})
+        yield {"messages": messages}
+
+
+def _sum(draw: random.Random) -> tuple[str, int]:
+    a, b = draw.randint(0, 9), draw.randint(0, 9)
+    if draw.random() < 0.5:
+        return f"{a} + {b}", a + b
+    return f"{a + b} - {a}", b
+
+
+def make_tokenizer(out: Path, *, vocab: int = 512, seed: int = 0) -> int:
+    """A byte-level BPE trained on toy conversations; returns the number of its tokens."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    # Digits one by one, as sums need them; then as GPT-2 splits.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (m["role"] + "\n" + m["content"] for row in toy_rows(500, seed=seed) for m in row["messages"])
+    backend.train_from_iterator(texts, trainer)
+    hf: Any = transformers  # its constructors have no types
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, pad_token=PAD, additional_special_tokens=[START]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(out)
+    return len(tokenizer)
+
+
+def make_model(
+    out: Path,
+    *,
+    seed: int,
+    architecture: Architecture,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    tie_word_embeddings: bool,
+) -> None:
+    """Random weights in float32, as a Hugging Face directory."""
+    import torch
+    import transformers
+
+    hf: Any = transformers  # its constructors have no types
+    config = hf.AutoConfig.for_model(
+        architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tie_word_embeddings,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+        # Wider than the usual 0.02, which is made for wider models: this one learns in far fewer steps.
+        initializer_range=0.08,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = hf.GenerationConfig(pad_token_id=0, eos_token_id=2)
+    shown = hf.logging.is_progress_bar_enabled()
+    hf.logging.disable_progress_bar()  # one shard needs none
+    try:
+        model.save_pretrained(out)
+    finally:
+        if shown:
+            hf.logging.enable_progress_bar()

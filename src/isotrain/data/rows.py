@@ -1,0 +1,222 @@
+"""Data files and Hub data sets as a stream of plain rows, each knowing where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isotrain.errors import DataError
+
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_PARQUET_BATCH = 1024
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    values: Mapping[str, Any]
+    origin: str
+    """`file:line` for JSON lines, `file row N` (from 0) otherwise: every later error begins with it."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a source; each iteration reads the files anew, so memory does not grow with them."""
+
+    _parts: tuple[Callable[[], Iterator[Row]], ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        for part in self._parts:
+            yield from part()
+
+
+def read_rows(source: str | Sequence[str]) -> Rows:
+    """Rows of `.jsonl`, `.json` and `.parquet` files, directories of them, and Hub data sets, in this order.
+
+    A Hub data set is `name`, `name:split` or `name:config:split`; the split is `train` unless given.
+    """
+    parts: list[Callable[[], Iterator[Row]]] = []
+    for name in _names(source):
+        if (files := _files(name)) is None:
+            parts.append(_HubReader(name))
+        else:
+            parts.extend(_FileReader(file) for file in files)
+    return Rows(tuple(parts))
+
+
+def source_digest(source: str | Sequence[str]) -> str:
+    """SHA-256 over the contents of a source's files; their names and places do not count."""
+    total = hashlib.sha256()
+    for name in _names(source):
+        files = _files(name)
+        if files is None:
+            # Arrow files in the local cache: the rows as they were downloaded.
+            files = [Path(entry["filename"]) for entry in _load_hub(name).cache_files]
+        for file in files:
+            with _opened(file) as stream:
+                content = hashlib.sha256()
+                while chunk := stream.read(_CHUNK):
+                    content.update(chunk)
+            total.update(file.suffix.encode() + content.digest())
+    return total.hexdigest()
+
+
+def _names(source: str | Sequence[str]) -> list[str]:
+    names = [source] if isinstance(source, str) else list(source)
+    if not names:
+        raise DataError("no data given: name a .jsonl or .parquet file, a directory, or a Hub data set")
+    return names
+
+
+def _files(name: str) -> list[Path] | None:
+    """The files behind a name, or None when it can only be a Hub name."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES and not f.name.startswith("."))
+        if not files:
+            raise DataError(f"{name}: the directory has no {', '.join(_SUFFIXES)} file")
+        return files
+    if path.exists():
+        if path.suffix not in _SUFFIXES:
+            raise DataError(f"{name}: unknown kind of file; convert it to .jsonl or .parquet")
+        return [path]
+    if path.suffix in _SUFFIXES or name.startswith(("/", ".", "~")):
+        raise DataError(f"{name}: no such file or directory")
+    return None
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class _FileReader:
+    file: Path
+
+    def __call__(self) -> Iterator[Row]:
+        if self.file.suffix == ".parquet":
+            return _parquet_rows(self.file)
+        return _json_rows(self.file)
+
+
+def _json_rows(file: Path) -> Iterator[Row]:
+    with _opened(file) as stream:
+        if file.suffix == ".json" and _is_array(stream.read(64)):
+            stream.seek(0)
+            yield from _array_rows(file, stream.read())
+            return
+        stream.seek(0)
+        for number, line in enumerate(stream, start=1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                value = _parse(text, f"{file}:{number}")
+                yield Row(_as_row(value, f"{file}:{number}"), f"{file}:{number}")
+
+
+def _is_array(head: bytes) -> bool:
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _array_rows(file: Path, data: bytes) -> Iterator[Row]:
+    for number, value in enumerate(_parse(data.removeprefix(b"\xef\xbb\xbf"), str(file))):
+        yield Row(_as_row(value, f"{file} row {number}"), f"{file} row {number}")
+
+
+def _parse(data: bytes, origin: str) -> Any:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{origin}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        # In a file of lines the origin has the line already; an array has lines of its own.
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise DataError(f"{origin}: broken JSON at {line}column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
+        raise DataError(f"{origin}: JSON that cannot be read: {error}") from None
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_half_characters(value, origin)
+    return value
+
+
+def _refuse_half_characters(value: Any, origin: str) -> None:
+    """Half of a surrogate pair is legal in JSON, but is no text that a tokenizer could take."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{origin}: a \\ud800-\\udfff escape stands alone, which is half a character; remove it"
+        ) from None
+
+
+def _as_row(value: Any, origin: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{origin}: a row must be a JSON object, not {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _parquet_rows(file: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    with _opened(file) as stream:
+        try:
+            for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(_PARQUET_BATCH):
+                for values in batch.to_pylist():
+                    yield Row(_without_nulls(values), f"{file} row {number}")
+                    number += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{file}: broken Parquet after row {number}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _HubReader:
+    name: str
+
+    def __call__(self) -> Iterator[Row]:
+        for number, values in enumerate(_load_hub(self.name)):
+            yield Row(_without_nulls(values), f"{self.name} row {number}")
+
+
+def _load_hub(name: str) -> Any:
+    repository, *rest = name.split(":")
+    if len(rest) > 2:
+        raise DataError(f"{name}: write a Hub data set as name, name:split or name:config:split")
+    split = rest[-1] if rest else "train"
+    config = rest[0] if len(rest) == 2 else None
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{name}: no such file, and Hub data sets need one more package: pip install 'isotrain[hub]'"
+        ) from None
+    try:
+        return datasets.load_dataset(repository, config, split=split)
+    except Exception as error:  # the library raises dozens of kinds; all mean that there is no data
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(
+            f"{name}: neither a file or directory here, nor a Hub data set that can be loaded: {reason[0]}"
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct all fields of its column, null where a row had none; drop those again."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""The only rooms that name a vendor: everything in which devices differ."""

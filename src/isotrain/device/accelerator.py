@@ -1,0 +1,91 @@
+"""A device with a torch device module of its own: what such devices have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+from isotrain.device.base import Memory
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    type: str
+    collectives: str
+    visible_devices_variable: str
+    numerics_variables: tuple[str, ...]
+    flash_packages: tuple[str, ...]
+    """Any of these packages gives transformers flash attention on this device."""
+    peak_bf16_tflops: dict[str, float] = field(default_factory=dict)
+    """By a part of the device's name; the longest match counts."""
+    deterministic_environment: dict[str, str] = field(default_factory=dict)
+    prepare: Callable[[], None] = lambda: None
+    """Run once the device is active, before the first operator."""
+    fused_adamw: bool = True
+
+    @property
+    def module(self) -> ModuleType:
+        module: ModuleType = getattr(torch, self.type)
+        return module
+
+    @property
+    def flash_attention(self) -> bool:
+        return any(importlib.util.find_spec(package) for package in self.flash_packages)
+
+    def available(self) -> bool:
+        return hasattr(torch, self.type) and bool(self.module.is_available())
+
+    def count(self) -> int:
+        return int(self.module.device_count()) if self.available() else 0
+
+    def name(self) -> str:
+        return str(self.module.get_device_name())
+
+    def rank_environment(self, local_ranks: int, deterministic: bool) -> dict[str, str]:
+        # Host threads only feed the device: one per rank unless the user says otherwise.
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
+        return threads | (self.deterministic_environment if deterministic else {})
+
+    def activate(self, local_rank: int) -> torch.device:
+        device = torch.device(self.type, local_rank)
+        self.module.set_device(device)
+        self.prepare()
+        return device
+
+    def make_deterministic(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.module.manual_seed_all(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"host": torch.get_rng_state(), "device": self.module.get_rng_state().cpu()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+        self.module.set_rng_state(state["device"])
+
+    def synchronize(self) -> None:
+        self.module.synchronize()
+
+    def memory(self) -> Memory:
+        _, total = self.module.mem_get_info()
+        return Memory(self.module.memory_allocated(), self.module.max_memory_allocated(), total)
+
+    def reset_peak_memory(self) -> None:
+        self.module.reset_peak_memory_stats()
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        # Only the 16-bit peak is tabulated: float32 runs on other units or in reduced precision modes.
+        if dtype not in (torch.bfloat16, torch.float16):
+            return None
+        name = self.name().lower()
+        matches = [part for part in self.peak_bf16_tflops if part.lower() in name]
+        return self.peak_bf16_tflops[max(matches, key=len)] * 1e12 if matches else None

@@ -1,0 +1,84 @@
+"""The interface behind which devices differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    allocated: int
+    peak: int
+    total: int
+
+
+class Device(Protocol):
+    """Everything that differs between devices; the rest of the code asks here and never names one."""
+
+    @property
+    def type(self) -> str:
+        """The torch device type."""
+
+    @property
+    def collectives(self) -> str:
+        """Backends for `init_process_group`; host tensors can always be exchanged as well."""
+
+    @property
+    def visible_devices_variable(self) -> str | None:
+        """The environment variable that hides devices from a process."""
+
+    @property
+    def numerics_variables(self) -> tuple[str, ...]:
+        """Environment variables that change results, to be recorded with every run."""
+
+    @property
+    def flash_attention(self) -> bool:
+        """Whether transformers' variable-length flash attention runs here."""
+
+    @property
+    def fused_adamw(self) -> bool:
+        """Whether AdamW has a fused kernel here."""
+
+    def available(self) -> bool:
+        """Whether at least one such device can be used by this process."""
+
+    def count(self) -> int:
+        """Devices that this process can see."""
+
+    def name(self) -> str:
+        """The model name of the device, for people."""
+
+    def rank_environment(self, local_ranks: int, deterministic: bool) -> dict[str, str]:
+        """Variables that a rank needs before its first operator runs."""
+
+    def activate(self, local_rank: int) -> torch.device:
+        """Make one device this process's own."""
+
+    def make_deterministic(self) -> None:
+        """Ask for run-to-run identical results."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the host's and the device's generators."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """The state of the host's and the device's generators, as byte tensors."""
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Put back what `rng_state` returned."""
+
+    def synchronize(self) -> None:
+        """Wait for the device's queue."""
+
+    def memory(self) -> Memory:
+        """What this process holds on its device."""
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak-memory measurement."""
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Dense peak in FLOP/s, None where it is not known."""

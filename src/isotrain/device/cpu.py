@@ -1,0 +1,87 @@
+"""The host processor as a training device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from isotrain.device.base import Memory
+
+
+class Cpu:
+    type = "cpu"
+    collectives = "gloo"
+    visible_devices_variable = None
+    numerics_variables = (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "MKL_CBWR",
+        "ATEN_CPU_CAPABILITY",
+        "ONEDNN_MAX_CPU_ISA",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+    )
+    flash_attention = False
+    fused_adamw = True
+
+    def available(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        return len(os.sched_getaffinity(0))
+
+    def name(self) -> str:
+        found = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+        return found.group(1) if found else "cpu"
+
+    def rank_environment(self, local_ranks: int, deterministic: bool) -> dict[str, str]:
+        # Ranks that each use every core fight for them; a fixed share also fixes the order of sums.
+        return {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, self.count() // local_ranks))
+        }
+
+    def activate(self, local_rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def make_deterministic(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {"host": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["host"])
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> Memory:
+        status = _read("/proc/self/status")
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Memory(_kib(status, "VmRSS"), _kib(status, "VmHWM"), total)
+
+    def reset_peak_memory(self) -> None:
+        with contextlib.suppress(OSError):  # a kernel without it goes on reporting the peak since the start
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _kib(status: str, field: str) -> int:
+    found = re.search(rf"{field}:\s*(\d+) kB", status)
+    return int(found.group(1)) * 1024 if found else 0

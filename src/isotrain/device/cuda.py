@@ -1,0 +1,35 @@
+"""NVIDIA GPUs. Written against PyTorch's documented interface; not verified on hardware yet."""
+
+from __future__ import annotations
+
+from isotrain.device.accelerator import Accelerator
+
+CUDA = Accelerator(
+    type="cuda",
+    collectives="cpu:gloo,cuda:nccl",
+    visible_devices_variable="CUDA_VISIBLE_DEVICES",
+    numerics_variables=(
+        "CUDA_VISIBLE_DEVICES",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVIDIA_TF32_OVERRIDE",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    ),
+    flash_packages=("flash_attn",),
+    # Dense bf16 figures of the data sheets (SXM where there are several forms).
+    peak_bf16_tflops={
+        "A100": 312,
+        "A800": 312,
+        "H100": 989,
+        "H800": 989,
+        "H200": 989,
+        "H20": 148,
+        "B200": 2250,
+        "L40S": 362,
+        "A10": 125,
+        "A30": 165,
+        "RTX 4090": 165,
+    },
+    deterministic_environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+)

@@ -1,0 +1,32 @@
+"""Which device a recipe means."""
+
+from __future__ import annotations
+
+import difflib
+
+from isotrain.device.base import Device
+from isotrain.device.cpu import Cpu
+from isotrain.device.cuda import CUDA
+from isotrain.device.npu import NPU
+from isotrain.errors import DeviceError
+
+# In the order in which `auto` prefers them.
+DEVICES: dict[str, Device] = {"cuda": CUDA, "npu": NPU, "cpu": Cpu()}
+
+
+def choose_device(name: str) -> Device:
+    """The device of that name, or the best one present for `auto`."""
+    if name == "auto":
+        return next(device for device in DEVICES.values() if device.available())
+    if name not in DEVICES:
+        near = difflib.get_close_matches(name, DEVICES, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(["auto", *DEVICES])
+        raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
+    device = DEVICES[name]
+    if not device.available():
+        present = [other for other, candidate in DEVICES.items() if candidate.available()]
+        raise DeviceError(
+            f"device.type: no '{name}' device is usable here (usable: {', '.join(present)}); "
+            "check the driver and the PyTorch build, or set device.type=auto"
+        )
+    return device

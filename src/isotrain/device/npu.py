@@ -1,0 +1,41 @@
+"""Ascend NPUs through torch_npu. Run on a simulated device only; not verified on hardware yet."""
+
+from __future__ import annotations
+
+import torch
+
+from isotrain.device.accelerator import Accelerator
+
+
+def _prepare() -> None:
+    # Operators are compiled ahead of time: with varying packed shapes, compiling each one would dominate.
+    torch.npu.set_compile_mode(jit_compile=False)  # type: ignore[attr-defined]
+
+
+NPU = Accelerator(
+    type="npu",
+    collectives="cpu:gloo,npu:hccl",
+    visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
+    numerics_variables=(
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HCCL_DETERMINISTIC",
+        "HCCL_OP_EXPANSION_MODE",
+        "LCCL_DETERMINISTIC",
+        "CLOSE_MATMUL_K_SHIFT",
+        "ATB_MATMUL_SHUFFLE_K_ENABLE",
+        "ATB_LLM_LCOC_ENABLE",
+        "INF_NAN_MODE_ENABLE",
+        "TORCH_NPU_FALLBACK_CPU_DISABLE",
+        "PYTORCH_NPU_ALLOC_CONF",
+    ),
+    # transformers carries its own variable-length attention for this device: no flash_attn package.
+    flash_packages=("torch_npu",),
+    # No official data sheet confirms these (lower published bound per chip): `device.peak_tflops` overrides.
+    peak_bf16_tflops={"910B1": 379, "910B2": 354, "910B3": 295, "910B4": 270, "Ascend910_93": 376},
+    deterministic_environment={
+        "HCCL_DETERMINISTIC": "true",
+        "CLOSE_MATMUL_K_SHIFT": "1",
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    },
+    prepare=_prepare,
+)

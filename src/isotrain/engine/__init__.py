@@ -1,0 +1,1 @@
+"""The training engine on FSDP2: shard, step, checkpoint."""

@@ -1,0 +1,73 @@
+"""From recipe sections to a training engine: configuration ends here."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig
+
+from isotrain.device.base import Device
+from isotrain.engine.engine import TrainingEngine, make_optimizer
+from isotrain.engine.sharding import shard_model
+from isotrain.engine.world import World
+from isotrain.errors import ModelError
+from isotrain.models.load import (
+    WeightFiles,
+    build_causal_lm,
+    load_weights,
+    materialise,
+    model_directory,
+    move_buffers,
+)
+from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
+from isotrain.models.packed import PackedModel
+from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
+
+# Where the Hugging Face model sits inside ours: stripped from names in files.
+PREFIX = "causal_lm."
+
+
+def build_engine(
+    model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World, seed: int
+) -> TrainingEngine:
+    """A model sharded over the world, its weights loaded, ready to train."""
+    packed = _build_model(model, device)
+    dtype = getattr(torch, model.dtype)
+    if model.lora.rank:
+        add_adapters(packed.causal_lm, adapter_config(model.lora), frozen_dtype=dtype)
+    if model.gradient_checkpointing:
+        packed.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    move_buffers(packed, world.device)
+    shard_model(packed, world, dtype)
+    materialise(packed, world.device)
+    named = [(name.removeprefix(PREFIX), p) for name, p in packed.named_parameters()]
+    load_weights(
+        [(base_name(name), p) for name, p in named if not is_adapter(name)],
+        WeightFiles(model_directory(model.path)),
+    )
+    initialise_adapters([(name, p) for name, p in named if is_adapter(name)], seed)
+    adamw = make_optimizer(
+        packed,
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        fused=device.fused_adamw,
+    )
+    return TrainingEngine(packed, adamw, world, optimizer.clip_norm)
+
+
+def _build_model(model: ModelSection, device: Device) -> PackedModel:
+    attention = model.attention
+    if attention == "auto":
+        # The flash kernels have no float32.
+        attention = "flash" if device.flash_attention and model.dtype != "float32" else "segments"
+    if attention == "flash" and not device.flash_attention:
+        raise ModelError(
+            f"model.attention: no flash attention for '{device.type}' here; use auto or segments"
+        )
+    causal_lm = build_causal_lm(model_directory(model.path), attention)
+    return PackedModel(causal_lm, attention, model.head_chunk)
+
+
+def adapter_config(lora: LoraSection) -> LoraConfig:
+    return lora_config(lora.rank, lora.alpha, lora.targets, lora.dropout)

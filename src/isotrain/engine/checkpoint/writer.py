@@ -1,0 +1,186 @@
+"""Writes checkpoints in the background: staged in memory, committed atomically, old ones removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from isotrain.engine.checkpoint.layout import (
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    WRITING,
+    rank_file,
+    sha256_of,
+    step_directory,
+    steps_in,
+    sync,
+)
+from isotrain.models.shards import Shard
+
+# Ranks write at their own pace to one file system; one that is silent for longer than this has failed.
+PEER_TIMEOUT_SECONDS = 1800.0
+
+
+class CheckpointWriter:
+    """One rank's writer. Ranks meet through the file system only: no collective runs beside training.
+
+    Each rank writes its shards into a temporary directory and then a small report; the first rank waits
+    for all reports, writes the manifest, renames the directory and puts the marker in. A failed save leaves
+    earlier checkpoints alone and is told by `failure()`.
+    """
+
+    def __init__(self, root: Path, rank: int, ranks: int, keep: int) -> None:
+        self.root = root
+        self.rank = rank
+        self.ranks = ranks
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        if rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            for leftover in root.glob(f"{WRITING}*"):
+                shutil.rmtree(leftover)
+
+    def save(
+        self, step: int, shards: Mapping[str, Shard], extras: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        """Copy the shards and write them in the background; waits for an earlier save to end first.
+
+        `extras` is this rank's own JSON (its host generators), `state` the loop's, the same on every rank.
+        """
+        self.wait()
+        # The copy is what makes the save consistent: training changes the weights while the thread writes.
+        staged = {
+            name: shard.local.detach().to("cpu", copy=True).contiguous() for name, shard in shards.items()
+        }
+        places = {name: {"shape": shard.shape, "offset": shard.offset} for name, shard in shards.items()}
+        metadata = {"shards": json.dumps(places), "extras": json.dumps(extras)}
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(step, staged, metadata, dict(state)),
+            name=f"checkpoint-{step}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def failure(self) -> str | None:
+        """What went wrong since the last call, if anything did."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _run(
+        self, step: int, staged: dict[str, torch.Tensor], metadata: dict[str, str], state: dict[str, Any]
+    ) -> None:
+        target = step_directory(self.root, step)
+        temporary = self.root / f"{WRITING}{target.name}"
+        try:
+            temporary.mkdir(exist_ok=True)
+            report = self._write_shards(temporary, staged, metadata)
+            if self.rank == 0:
+                self._commit(temporary, target, step, state, report)
+        except Exception as error:  # a thread has no caller to raise to: the loop asks for the failure
+            self._failure = f"checkpoint {target.name} was not saved: rank {self.rank}: {error}"
+            self._tell_peers(temporary, str(error))
+
+    def _write_shards(
+        self, temporary: Path, staged: dict[str, torch.Tensor], metadata: dict[str, str]
+    ) -> dict[str, Any]:
+        path = temporary / rank_file(self.rank)
+        save_file(staged, path, metadata=metadata)
+        sync(path)
+        report = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        self._write_report(temporary, report)
+        return report
+
+    def _write_report(self, temporary: Path, report: dict[str, Any]) -> None:
+        # Renamed into place, so that the first rank never reads half a report.
+        partial = temporary / f"report-{self.rank:05d}.partial"
+        partial.write_text(json.dumps(report))
+        partial.rename(_report(temporary, self.rank))
+
+    def _tell_peers(self, temporary: Path, error: str) -> None:
+        if self.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # also gives a full disk its space back
+            return
+        try:
+            (temporary / rank_file(self.rank)).unlink(missing_ok=True)
+            self._write_report(temporary, {"error": error})
+        except OSError:
+            pass  # the first rank then runs into its time limit and says which rank is silent
+
+    def _commit(
+        self, temporary: Path, target: Path, step: int, state: dict[str, Any], own_report: dict[str, Any]
+    ) -> None:
+        reports = {0: own_report} | {rank: _await_report(temporary, rank) for rank in range(1, self.ranks)}
+        for rank, report in reports.items():
+            if "error" in report:
+                raise OSError(f"rank {rank}: {report['error']}")
+            _report(temporary, rank).unlink()
+        manifest = json.dumps(
+            {
+                "format": FORMAT,
+                "step": step,
+                "ranks": self.ranks,
+                "state": state,
+                "files": {rank_file(rank): report for rank, report in reports.items()},
+            },
+            indent=1,
+        )
+        _write_synced(temporary / MANIFEST, manifest)
+        sync(temporary)
+        if target.exists():  # an earlier save of the same step that turned out to be damaged
+            shutil.rmtree(target)
+        temporary.rename(target)
+        sync(self.root)
+        _write_synced(target / MARKER, hashlib.sha256(manifest.encode()).hexdigest())
+        sync(target)
+        self._remove_old(step)
+
+    def _remove_old(self, newest: int) -> None:
+        complete = [
+            s for s in steps_in(self.root) if s <= newest and (step_directory(self.root, s) / MARKER).exists()
+        ]
+        for step in complete[self.keep :]:
+            directory = step_directory(self.root, step)
+            # Without its marker it is no checkpoint any more, however far the removal gets.
+            (directory / MARKER).unlink()
+            shutil.rmtree(directory)
+
+
+def _report(temporary: Path, rank: int) -> Path:
+    return temporary / f"report-{rank:05d}.json"
+
+
+def _await_report(temporary: Path, rank: int) -> dict[str, Any]:
+    path = _report(temporary, rank)
+    deadline = time.monotonic() + PEER_TIMEOUT_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank} did not report within {PEER_TIMEOUT_SECONDS:.0f} s")
+        time.sleep(0.02)
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,107 @@
+"""Checkpoints out: a run's weights as a Hugging Face model directory or a peft adapter."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isotrain.engine.build import PREFIX, adapter_config
+from isotrain.engine.checkpoint.layout import step_directory, steps_in
+from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.errors import CheckpointError, RecipeError
+from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.lora import ADAPTER
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.load import load_resolved
+from isotrain.recipe.schema import ModelSection
+
+
+def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Path:
+    """Write one checkpoint (the newest valid one by default) of a run to `out`, which must not exist."""
+    if out.exists():
+        raise RecipeError(f"--out: {out} exists already; choose another directory")
+    directory = RunDirectory(run)
+    if not directory.resolved.is_file():
+        raise CheckpointError(f"{run} is not a run directory (no resolved.json)")
+    model = load_resolved(directory.resolved).model
+    reader = _open(directory.checkpoints, step)
+    if adapter_only and not model.lora.rank:
+        raise RecipeError("--adapter: this run trained all weights and has no adapter")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if not model.lora.rank:
+        _write_full(model, reader, partial)
+    elif adapter_only:
+        _write_adapter(model, reader, partial)
+    else:
+        _write_merged(model, reader, partial)
+    load_tokenizer(model_directory(model.path)).save_pretrained(partial)
+    partial.rename(out)
+    return out
+
+
+def _open(root: Path, step: int | None) -> CheckpointReader:
+    candidates = steps_in(root) if step is None else [step]
+    complaints = []
+    for candidate in candidates:
+        directory = step_directory(root, candidate)
+        try:
+            reader = CheckpointReader(directory)
+            problems = reader.problems()
+        except (ValueError, OSError) as error:
+            problems = [str(error)]
+        if not problems:
+            return reader
+        complaints.append(f"{directory.name}: {'; '.join(problems)}")
+    known = ", ".join(str(s) for s in reversed(steps_in(root))) or "none"
+    raise CheckpointError(
+        f"no valid checkpoint in {root} (steps there: {known})" + "".join(f"\n  {c}" for c in complaints)
+    )
+
+
+def _weights(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+    """The trained weights under their Hugging Face names."""
+    prefix = f"weights/{PREFIX}"
+    return {
+        name.removeprefix(prefix): reader.whole(name) for name in reader.shapes() if name.startswith(prefix)
+    }
+
+
+def _write_full(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    # The type in which the base model is published; the float32 master weights stay in the checkpoint.
+    causal_lm = AutoModelForCausalLM.from_pretrained(model_directory(model.path), dtype="auto")
+    missing, unexpected = causal_lm.load_state_dict(_weights(reader), strict=False)
+    tied = set(getattr(causal_lm, "_tied_weights_keys", None) or ())
+    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    causal_lm.save_pretrained(out)
+
+
+def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    config = adapter_config(model.lora)
+    config.base_model_name_or_path = model.path
+    config.inference_mode = True
+    config.save_pretrained(str(out))
+    weights = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor
+        for name, tensor in _weights(reader).items()
+    }
+    save_file(weights, out / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _write_merged(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    adapter = out / "adapter"
+    adapter.mkdir()
+    _write_adapter(model, reader, adapter)
+    # Merged in float32, rounded once: adding in a shorter type would lose updates below its resolution.
+    directory = model_directory(model.path)
+    published = AutoConfig.from_pretrained(directory).dtype or torch.float32
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    shutil.rmtree(adapter)
+    merged.to(published).save_pretrained(out)

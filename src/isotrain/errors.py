@@ -1,0 +1,33 @@
+"""Every error a user can meet: one root, each also a standard type, all picklable."""
+
+
+class IsotrainError(Exception):
+    """The root: the command line prints it without a traceback and exits with 1."""
+
+
+class RecipeError(IsotrainError, ValueError):
+    """A recipe, override or command-line value that cannot be used, with what to write instead."""
+
+
+class DataError(IsotrainError, ValueError):
+    """A row, data file or chat template that cannot be turned into samples."""
+
+
+class ModelError(IsotrainError, ValueError):
+    """A model directory or architecture that cannot be trained or exported."""
+
+
+class DeviceError(IsotrainError, RuntimeError):
+    """A device that is not there, or not usable as the recipe asks."""
+
+
+class CheckpointError(IsotrainError, RuntimeError):
+    """A checkpoint that could not be written, or cannot be resumed from."""
+
+
+class NonFiniteError(IsotrainError, ArithmeticError):
+    """A loss or gradient that is not a finite number."""
+
+
+class LaunchError(IsotrainError, RuntimeError):
+    """A rank that ended with an error."""

@@ -1,0 +1,1 @@
+"""Hugging Face models in, trainable packed forwards, Hugging Face models out."""

@@ -1,0 +1,76 @@
+"""Causal attention over packed samples, exact and without padding, for devices without a flash kernel.
+
+H: query heads, G: key/value heads, T: packed tokens, D: head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from isotrain.errors import ModelError
+
+SEGMENTS = "isotrain_segments"
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segment_lengths: tuple[int, ...],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extras: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature: one SDPA call per sample, so that none sees its neighbour."""
+    for unsupported in ("softcap", "s_aux", "position_bias"):
+        if extras.get(unsupported) is not None:
+            raise ModelError(
+                f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
+                "set model.attention=padded"
+            )
+    pieces = zip(
+        query_1HTD.split(segment_lengths, dim=2),
+        key_1GTD.split(segment_lengths, dim=2),
+        value_1GTD.split(segment_lengths, dim=2),
+        strict=True,
+    )
+    outputs = [_attend(q, k, v, scaling, dropout, sliding_window) for q, k, v in pieces]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    tokens = query.shape[2]
+    mask = None
+    if sliding_window is not None and tokens > sliding_window:
+        place_T = torch.arange(tokens, device=query.device)
+        distance_TT = place_T[:, None] - place_T[None, :]
+        mask = (distance_TT >= 0) & (distance_TT < sliding_window)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+# Without a mask function of the same name, transformers builds no mask: the segments are the mask.
+AttentionInterface.register(SEGMENTS, segment_attention)

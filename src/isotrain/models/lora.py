@@ -1,0 +1,68 @@
+"""Low-rank adapters through peft, initialised alike whatever the number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+import torch
+from accelerate import init_empty_weights
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from isotrain.errors import ModelError
+from isotrain.models.shards import shard_of
+
+ADAPTER = "default"
+
+
+def lora_config(rank: int, alpha: int, targets: str | list[str], dropout: float) -> LoraConfig:
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+        bias="none",
+    )
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, frozen_dtype: torch.dtype) -> None:
+    """Insert adapters (float32, on the meta device) and freeze everything else in the compute type."""
+    with init_empty_weights(include_buffers=False):
+        try:
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ModelError(f"model.lora.targets: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        parameter.data = parameter.data.to(torch.float32 if is_adapter(name) else frozen_dtype)
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The name a wrapped weight has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def initialise_adapters(parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+    """A: Kaiming-uniform, B: zero, as peft does; each drawn on the host from a seed of its own name.
+
+    Neither the number of ranks, nor the device, nor the order of the modules changes the numbers.
+    """
+    for name, parameter in parameters:
+        shard = shard_of(parameter)
+        if ".lora_B." in name:
+            shard.local.zero_()
+            continue
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        whole = torch.empty(shard.shape)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        shard.local.copy_(whole[shard.part()])

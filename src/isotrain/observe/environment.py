@@ -1,0 +1,166 @@
+"""What a run's numbers depend on besides its recipe: machine, packages, variables, command."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+# Families, so that a device's own builds and plug-ins (`torch-*`, `vllm-*`) are seen without being named.
+PACKAGES = (
+    "accelerate",
+    "datasets",
+    "flash-attn*",
+    "intel-openmp",
+    "isotrain",
+    "math-verify",
+    "mkl*",
+    "numpy",
+    "peft",
+    "pyarrow",
+    "ray",
+    "safetensors",
+    "scipy",
+    "sglang*",
+    "tokenizers",
+    "torch*",
+    "transformers",
+    "triton*",
+    "vllm*",
+)
+
+# Variables that change numbers on any device; a device adds its own.
+VARIABLES = (
+    "ATEN_*",
+    "DNNL_*",
+    "GOMP_*",
+    "KMP_*",
+    "MKL_*",
+    "OMP_*",
+    "ONEDNN_*",
+    "OPENBLAS_*",
+    "PYTHONHASHSEED",
+    "PYTORCH_*",
+    "TORCHINDUCTOR_*",
+    "TORCH_*",
+    "VLLM_ATTENTION_*",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_CPU_*",
+    "VLLM_USE_*",
+)
+
+SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+
+# In a command, `prompt_key=` and `tokens_per_micro_batch=` are settings, so only whole words count.
+SECRET_ARGUMENT = re.compile(
+    r"(?:^|[._-])(?:auth|token|secret|password|passwd|credentials?|(?:api|access|secret|private)[._-]?key)$",
+    re.IGNORECASE,
+)
+URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+
+# Instructions that decide which kernels run, and so the order of summation.
+CPU_FEATURES = re.compile(r"amx_\w+|avx\w*|fma|asimd(dp|hp)?|bf16|i8mm|sve(2|bf16)?")
+
+
+def describe_environment(
+    device: Mapping[str, object], variables: Iterable[str], *, command: Sequence[str] | None = None
+) -> dict[str, object]:
+    """One start of a run, as it goes into `environment.json`.
+
+    `variables` are names that matter to the device; `command` is this process's own unless given.
+    """
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": _without_secrets(sys.argv if command is None else command),
+        "commit": _commit(Path(__file__).resolve().parents[3]),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu(),
+        "device": dict(device),
+        "packages": _packages(),
+        "variables": _variables(variables),
+    }
+
+
+def _packages() -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
+        # The first on the path is the one that is imported.
+        if name not in versions and any(fnmatch.fnmatchcase(name, pattern) for pattern in PACKAGES):
+            versions[name] = distribution.version
+    return dict(sorted(versions.items()))
+
+
+def _variables(asked: Iterable[str]) -> dict[str, str]:
+    names = set(asked)
+    home = os.path.expanduser("~")
+    found: dict[str, str] = {}
+    for name, value in sorted(os.environ.items()):
+        if SECRET.search(name):
+            continue
+        # A path in a variable that only matched a pattern is somebody's cache, not a numerical setting.
+        general = "/" not in value and any(fnmatch.fnmatchcase(name, pattern) for pattern in VARIABLES)
+        if name in names or general:
+            found[name] = URL_CREDENTIALS.sub("***@", value.replace(home, "~") if len(home) > 1 else value)
+    return found
+
+
+def _without_secrets(command: Sequence[str]) -> list[str]:
+    shown: list[str] = []
+    hide_next = False
+    for argument in command:
+        name, equals, _ = argument.partition("=")
+        secret = SECRET_ARGUMENT.search(name) is not None
+        if hide_next:
+            shown.append("***")
+        elif secret and equals:
+            shown.append(f"{name}=***")
+        else:
+            shown.append(URL_CREDENTIALS.sub("***@", argument))
+        hide_next = secret and not equals and argument.startswith("-")
+    return shown
+
+
+def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, object]:
+    fields: dict[str, str] = {}
+    try:
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip().lower(), value.strip())
+    except OSError:
+        pass
+    model = fields.get("model name")
+    if model is None and "cpu part" in fields:
+        # Arm kernels give numbers in place of a name.
+        model = f"implementer {fields.get('cpu implementer', '?')} part {fields['cpu part']}"
+    features = (fields.get("flags") or fields.get("features") or "").split()
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "model": model or platform.processor() or "unknown",
+        "count": os.cpu_count(),
+        "usable": len(affinity(0)) if affinity else os.cpu_count(),
+        "features": sorted(feature for feature in features if CPU_FEATURES.fullmatch(feature)),
+    }
+
+
+def _commit(root: Path) -> str | None:
+    """The commit of the checkout that this code runs from, `-dirty` when files differ from it."""
+    # Without this test an installed package would report the commit of whatever project its venv lies in.
+    if not (root / ".git").exists():
+        return None
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(root), *describe]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None

@@ -1,0 +1,129 @@
+"""`metrics.jsonl`: one strict JSON object a step, whose numbers read back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from isotrain.errors import DataError, RecipeError
+from isotrain.observe.run_directory import write_atomically
+
+# JSON has no word for these; strings keep the file readable by every parser.
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLog:
+    """The log of one run, open for appending."""
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_after: int | None = None) -> None:
+        """Starts a new log, or goes on after a step as `resume` says."""
+        self.path = Path(path)
+        self._last_step = 0
+        if resume_after is not None:
+            self._last_step = _cut(self.path, resume_after)
+        elif self.path.exists() and self.path.stat().st_size > 0:
+            raise RecipeError(f"{path} holds the metrics of another run: resume it, or choose another output")
+        # Unbuffered, so that a line is one write call and a kill leaves at most the last line torn.
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+
+    @classmethod
+    def resume(cls, path: str | os.PathLike[str], last_step: int) -> MetricsLog:
+        """Opens a log to go on after `last_step`: later lines and a torn last one are dropped.
+
+        Everything else stays byte for byte. `last_step=0` starts the log afresh.
+        """
+        return cls(path, resume_after=last_step)
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the line of one step; it is out of this process when the call returns."""
+        assert "step" not in values, "the step is an argument of its own"
+        assert step > self._last_step, f"step {step} after step {self._last_step}"
+        row = {"step": int(step), **{name: _encode(float(value)) for name, value in values.items()}}
+        line = memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
+        # One call in all but name: only a full disk writes less, and then the next call raises.
+        while line:
+            line = line[self._file.write(line) :]
+        self._last_step = step
+
+    def sync(self) -> None:
+        """Waits for the disk: after this, not even a power cut loses a line. For use before a checkpoint."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """All rows of a log, `step` included. A torn last line is left out; any other broken line is an error."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): is this the directory of a run that has taken a step?"
+        ) from error
+    return [row for _, row in _lines(path, data)]
+
+
+def _cut(path: Path, last_step: int) -> int:
+    """Drops what is later than `last_step` and returns the last step that is left, 0 for none."""
+    before = path.read_bytes() if path.exists() else b""
+    kept = [(line, row) for line, row in _lines(path, before) if row["step"] <= last_step]
+    # A line that lost only its newline is whole: the newline is given back.
+    after = b"".join(line + b"\n" for line, _ in kept)
+    if after != before:
+        write_atomically(path, after)
+    return int(kept[-1][1]["step"]) if kept else 0
+
+
+def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, float]]]:
+    """The lines of a log without their newline, each with what it says."""
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        torn = number == len(lines)
+        if torn and not line:
+            return
+        try:
+            row = _decode(line)
+        except ValueError as error:
+            if torn:
+                return
+            raise DataError(
+                f"{path}, line {number}: not a metrics row ({error}); remove the line to read the rest"
+            ) from error
+        yield line, row
+
+
+def _encode(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _decode(line: bytes) -> dict[str, float]:
+    row = json.loads(line, parse_constant=_refuse)
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    for name, value in row.items():
+        if isinstance(value, str) and value in NON_FINITE:
+            row[name] = NON_FINITE[value]
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name} is not a number: {value!r}")
+    if not isinstance(row.get("step"), int):
+        raise ValueError("no whole number `step`")
+    return row
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,200 @@
+"""A document against the schema: the model, or all problems noted in the document."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from isotrain.recipe import explain
+from isotrain.recipe.document import Document, Path, dotted
+from isotrain.recipe.fields import SectionType, field_at, leaves, may_be_null, merged, section_paths, variants
+from isotrain.recipe.names import near_section, nearest
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# Comparing names is slow, and nobody reads this many suggestions.
+_SUGGESTIONS = 100
+
+
+def check(document: Document, model: type[Model]) -> Model | None:
+    """The validated model, or None with every problem in `document.problems`."""
+    walk = _Walk(document, model)
+    values = walk.section(document.values, (model,), ())
+    walk.report_missing()
+    try:
+        # Strict JSON: `"3"` is not 3 and 1 is not true, while a list may fill a tuple.
+        valid = model.model_validate_json(_json(values), strict=True)
+    except ValidationError as error:
+        _note(document, model, error.errors(include_url=False, include_input=False))
+        assert document.problems, "the schema refuses what the messages do not name"
+        return None
+    return None if document.problems else valid
+
+
+class _Walk:
+    """Compares the keys of a document with those of the schema."""
+
+    def __init__(self, document: Document, model: SectionType) -> None:
+        self.document = document
+        self.model = model
+        self.suggested: set[str] = set()
+        self.missing: list[tuple[Path, FieldInfo]] = []
+
+    def section(self, values: dict[str, Any], models: tuple[SectionType, ...], path: Path) -> dict[str, Any]:
+        """`values` without unknown keys, with `{}` for each section that was left out or left empty."""
+        fields = merged(models)
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in fields:
+                kept[key] = value
+            else:
+                self.unknown((*path, key), value, list(fields))
+        for name, info in fields.items():
+            below = tuple(variants(info, kept.get(name)))
+            if below:
+                self.subsection(kept, name, info, below, (*path, name))
+            elif name not in kept and all(_requires(model, name) for model in models):
+                self.missing.append(((*path, name), info))
+        return kept
+
+    def subsection(
+        self, kept: dict[str, Any], name: str, info: FieldInfo, below: tuple[SectionType, ...], path: Path
+    ) -> None:
+        # `optimizer:` with every line below it commented out means all defaults.
+        if kept.get(name) is None:
+            if may_be_null(info.annotation):
+                return
+            kept[name] = {}
+        if isinstance(kept[name], dict):
+            kept[name] = self.section(kept[name], below, path)
+            return
+        keys, spelling = list(below[0].model_fields), self.document.spelling.get(path)
+        self.document.complain(path, explain.not_a_section(path, kept[name], spelling, keys))
+        kept[name] = {}
+        # Its required keys are then missing too, but that is the same mistake.
+        self.suggested.add(dotted(path))
+
+    def unknown(self, path: Path, value: Any, known: list[str]) -> None:
+        name = dotted(path)
+        near: str | None = None
+        # A misspelled section is one mistake; one that we do not have at all is looked through key by key.
+        if isinstance(value, dict) and value:
+            near = near_section(name, self.model)
+            if near is None:
+                for key, inner in value.items():
+                    self.unknown((*path, key), inner, known)
+                return
+        elif len(self.document.problems) < _SUGGESTIONS:
+            near = nearest(name, self.model)
+        if near is not None:
+            self.suggested.add(near)
+        self.document.complain(path, explain.unknown_key(name, near, known))
+
+    def report_missing(self) -> None:
+        """Name what is missing, unless it is there under a name that was just corrected."""
+        for path, info in self.missing:
+            name = dotted(path)
+            if not any(name == near or name.startswith(f"{near}.") for near in self.suggested):
+                self.document.complain(path, explain.missing(name, info))
+            self.document.rejected.add(path)
+
+
+def _requires(model: SectionType, name: str) -> bool:
+    return name in model.model_fields and model.model_fields[name].is_required()
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    # Lone surrogates are noted while parsing; here they must only not stop the other checks.
+    return json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _note(document: Document, model: SectionType, errors: list[ErrorDetails]) -> None:
+    """Turn pydantic's errors into our sentences: one for each value, or for each item of a list."""
+    noted_before = frozenset(document.rejected)
+    found: dict[Path, dict[int | None, ErrorDetails]] = {}
+    for details in errors:
+        path, index = _locate(document, model, details)
+        found.setdefault(path, {})[index] = details
+    for path, by_index in found.items():
+        info = field_at(model, path, document.values)
+        if info is None:
+            _note_section(document, path, by_index[None])
+            continue
+        if any(path[: len(other)] == other or other[: len(path)] == path for other in noted_before):
+            continue
+        # `text or a list of texts` fails twice on a list with a number in it: the item says it better.
+        indices = [index for index in by_index if index is not None]
+        for index in indices:
+            _note_item(document, path, index, info)
+        if not indices:
+            _note_value(document, path, by_index[None], info)
+
+
+def _note_item(document: Document, path: Path, index: int, info: FieldInfo) -> None:
+    item = (*path, index)
+    value = _value(document.values, path)[index]
+    document.complain(item, explain.wrong_item(path, index, value, document.spelling.get(item), info))
+
+
+def _note_value(document: Document, path: Path, details: ErrorDetails, info: FieldInfo) -> None:
+    if details["type"] == "value_error":
+        document.complain(path, f"{dotted(path)!r}: {_own_words(details)}")
+        return
+    value = _value(document.values, path)
+    document.complain(path, explain.wrong_value(path, value, document.spelling.get(path), info))
+
+
+def _note_section(document: Document, path: Path, details: ErrorDetails) -> None:
+    """A rule between the fields of a section: shown where the first of them that was written stands."""
+    text = _own_words(details)
+    named = [(*path, word) for word in re.findall(r"\w+", text)]
+    place = next((candidate for candidate in named if candidate in document.places), path)
+    if details["type"] != "value_error" and document.problems:
+        return
+    document.complain(place, f"{dotted(path)}: {text}" if path else text)
+
+
+def _own_words(details: ErrorDetails) -> str:
+    return details["msg"].removeprefix("Value error, ")
+
+
+def _locate(document: Document, model: SectionType, details: ErrorDetails) -> tuple[Path, int | None]:
+    """The dotted path of an error, and the item if it is about one item of a list.
+
+    Pydantic also puts the member of a union into its locations (`('data', 'train', 'list[str]', 0)`); those
+    parts are no keys of the schema and are left out.
+    """
+    fields, known = _known_paths(model)
+    loc = details["loc"]
+    path: Path = ()
+    for position, part in enumerate(loc):
+        if (*path, part) in known:
+            path = (*path, part)
+        if path in fields:
+            rest = [item for item in loc[position + 1 :] if isinstance(item, int)]
+            value = _value(document.values, path)
+            is_item = bool(rest) and isinstance(value, list) and rest[0] < len(value)
+            return path, rest[0] if is_item else None
+    if details["type"].startswith("union_tag"):
+        path = (*path, details["ctx"]["discriminator"].strip("'"))
+    return path, None
+
+
+@lru_cache(maxsize=8)
+def _known_paths(model: SectionType) -> tuple[frozenset[Path], frozenset[Path]]:
+    """The paths of all values, and of all values and sections."""
+    fields: set[Path] = {tuple(leaf.path.split(".")) for leaf in leaves(model)}
+    groups: set[Path] = {tuple(name.split(".")) for name in section_paths(model)}
+    return frozenset(fields), frozenset(fields | groups)
+
+
+def _value(values: Any, path: Path) -> Any:
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values

@@ -1,0 +1,153 @@
+"""The schema seen from outside: every field by its dotted name, with its type in plain words."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+SectionType = type[BaseModel]
+
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": "of letters, digits and . _ + -, starting with a letter or digit",
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A field that holds a value rather than a section."""
+
+    path: str
+    section: SectionType
+    info: FieldInfo
+
+
+def options(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def sections(annotation: Any) -> list[SectionType]:
+    """The sections that a field may hold: none for a value, several for a choice such as `algorithm`."""
+    return [kind for kind in options(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def may_be_null(annotation: Any) -> bool:
+    return type(None) in options(annotation)
+
+
+def variants(info: FieldInfo, values: Any) -> list[SectionType]:
+    """The sections a field may hold, narrowed to the one that the discriminator in `values` names."""
+    found = sections(info.annotation)
+    key = info.discriminator
+    if isinstance(key, str) and isinstance(values, dict):
+        tags = [get_args(section.model_fields[key].annotation) for section in found]
+        chosen = [section for section, names in zip(found, tags, strict=True) if values.get(key) in names]
+        return chosen or found
+    return found
+
+
+def leaves(model: SectionType, prefix: str = "") -> Iterator[Leaf]:
+    """Every value field below `model`, in schema order; once per variant."""
+    for name, info in model.model_fields.items():
+        below = sections(info.annotation)
+        for section in below:
+            yield from leaves(section, f"{prefix}{name}.")
+        if not below:
+            yield Leaf(prefix + name, model, info)
+
+
+def section_paths(model: SectionType, prefix: str = "") -> Iterator[str]:
+    """The dotted name of every section below `model`."""
+    for name, info in model.model_fields.items():
+        below = sections(info.annotation)
+        if below:
+            yield prefix + name
+        for section in below:
+            yield from section_paths(section, f"{prefix}{name}.")
+
+
+def merged(models: Sequence[SectionType]) -> dict[str, FieldInfo]:
+    """The fields of a section that may still be one of several; the deciding field takes all their names."""
+    fields: dict[str, FieldInfo] = {}
+    for model in reversed(models):
+        fields.update(model.model_fields)
+    for name, info in fields.items():
+        kinds = [model.model_fields[name].annotation for model in models if name in model.model_fields]
+        if len(kinds) > 1 and all(get_origin(kind) is Literal for kind in kinds):
+            choices = tuple(choice for kind in kinds for choice in get_args(kind))
+            fields[name] = FieldInfo.merge_field_infos(info, annotation=Literal.__getitem__(choices))
+    return fields
+
+
+def field_at(model: SectionType, path: Sequence[str | int], values: Any) -> FieldInfo | None:
+    """The value field at a path, by the variants that `values` choose; None for a section or nothing."""
+    models = [model]
+    for depth, part in enumerate(path, start=1):
+        info = merged(models).get(str(part))
+        values = values.get(part) if isinstance(values, dict) else None
+        if info is None:
+            return None
+        models = variants(info, values)
+        if not models:
+            return info if depth == len(path) else None
+    return None
+
+
+def expected(info: FieldInfo) -> str:
+    """What a field takes, in plain words: `a whole number, at least 1, or null`."""
+    words = [in_words(option) for option in options(info.annotation) if option is not type(None)]
+    text = " or ".join(words)
+    pattern = next((item.pattern for item in info.metadata if getattr(item, "pattern", None)), None)
+    if pattern:
+        text += f" {_PATTERNS.get(pattern, f'matching {pattern}')}"
+    limits = _limits(info)
+    if limits:
+        text += f", {limits}"
+    if may_be_null(info.annotation):
+        text += ", or null"
+    return text
+
+
+def in_words(annotation: Any, plural: bool = False) -> str:
+    """One member of a union in plain words."""
+    simple = {
+        bool: ("true or false", "true or false values"),
+        int: ("a whole number", "whole numbers"),
+        float: ("a number", "numbers"),
+        str: ("text", "texts"),
+        dict: ("a section", "sections"),
+    }
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in simple:
+        return simple[annotation][plural]
+    if origin is Literal:
+        choices = ", ".join(repr(choice) for choice in args)
+        return choices if plural or len(args) == 1 else f"one of {choices}"
+    if origin is list:
+        return f"a list of {in_words(args[0], plural=True)}"
+    if origin is tuple:
+        return f"a list of {len(args)} {in_words(args[0], plural=True)}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(in_words(option, plural) for option in args)
+    return "sections" if plural else "a section"
+
+
+def _limits(info: FieldInfo) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = [
+        f"{word} {getattr(item, name):g}"
+        for item in info.metadata
+        for name, word in words.items()
+        if getattr(item, name, None) is not None
+    ]
+    shortest = next((item.min_length for item in info.metadata if getattr(item, "min_length", None)), None)
+    if shortest:
+        limits.append(f"not shorter than {shortest}")
+    return " and ".join(limits)

@@ -1,0 +1,69 @@
+"""The recipes that come with isotrain, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from isotrain.errors import RecipeError
+from isotrain.recipe import document
+from isotrain.recipe.load import read_source
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class RecipeInfo:
+    name: str
+    description: str
+    algorithm: str
+    path: Path
+
+
+def folder() -> Path:
+    """Inside the package when installed from a wheel, at the top of the repository in a checkout."""
+    packaged = _PACKAGE / "recipes"
+    return packaged if packaged.is_dir() else _PACKAGE.parents[1] / "recipes"
+
+
+def available() -> list[RecipeInfo]:
+    """The shipped recipes, by name."""
+    return [_info(path) for path in sorted(folder().glob("*.yaml"))]
+
+
+def find(name: str) -> Path:
+    """The file of a shipped recipe; only listed names are found, so that no name leads elsewhere."""
+    names = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+    if name in names:
+        return names[name]
+    near = get_close_matches(name[:100], names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+    raise RecipeError(f"no recipe called {name!r} comes with isotrain; {hint}")
+
+
+def read(name: str) -> str:
+    """The text of a shipped recipe."""
+    return read_source(find(name))
+
+
+def locate(given: str) -> Path:
+    """What the user gave on the command line: a file, or else the bare name of a shipped recipe."""
+    path = Path(given)
+    bare = "/" not in given and "\\" not in given and path.suffix not in (".yaml", ".yml")
+    if not bare or path.is_file():
+        return path
+    try:
+        return find(given)
+    except RecipeError as error:
+        raise RecipeError(f"{given}: no such file, and {error}") from None
+
+
+def _info(path: Path) -> RecipeInfo:
+    text = read_source(path)
+    first = text.partition("\n")[0]
+    values = document.parse(text, str(path)).values
+    algorithm = values.get("algorithm") if isinstance(values, dict) else None
+    name = algorithm.get("name") if isinstance(algorithm, dict) else None
+    description = first.lstrip("# ").strip() if first.startswith("#") else ""
+    return RecipeInfo(path.stem, description, str(name or ""), path)

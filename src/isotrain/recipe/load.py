@@ -1,0 +1,170 @@
+"""YAML file and overrides to a checked recipe, or to every problem in it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from isotrain.errors import RecipeError
+from isotrain.recipe import document as documents
+from isotrain.recipe.check import check
+from isotrain.recipe.document import Document, Place, Problem
+from isotrain.recipe.schema import Recipe
+
+_SHOWN_PROBLEMS = 50
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, apply `key=value` overrides, and check the result."""
+    return parse_recipe(read_source(path), str(path), overrides)
+
+
+def read_source(path: Path, longest: int = documents.MAX_CHARACTERS) -> str:
+    """The text of a recipe file of at most `longest` bytes."""
+    try:
+        with path.open("rb") as file:
+            # One byte more than is allowed, so that a device file or a model file given by mistake ends here.
+            data = file.read(longest + 1)
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file; `isotrain recipes` lists some to start from") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > longest:
+        raise RecipeError(f"{path}: longer than {longest // 1024} KiB; is this a recipe?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8", "replace")
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise RecipeError(f"{path}:{line}:{column}: not UTF-8 text; save the file as UTF-8") from None
+
+
+def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in `text`; `source` is what problems call it."""
+    document = documents.parse(text, source)
+    if document.values is None:
+        raise RecipeError(f"{source}:1:1: the recipe is empty; `isotrain recipes tiny-sft` prints one")
+    if not isinstance(document.values, dict):
+        kind = "a list" if isinstance(document.values, list) else "a single value"
+        where = document.places[()].label
+        raise RecipeError(f"{where}:1: the file is {kind}; a recipe is made of 'key: value' lines")
+    for number, override in enumerate(overrides):
+        _apply(document, override, number)
+    return _checked(document)
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """Every field, defaults included, as plain JSON values in the order of the schema."""
+    return recipe.model_dump(mode="json")
+
+
+def write_resolved(recipe: Recipe, path: Path) -> None:
+    """Write `resolved` as JSON; the file appears whole or not at all."""
+    text = json.dumps(resolved(recipe), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def load_resolved(path: Path) -> Recipe:
+    """Read back what `write_resolved` wrote, checked like any recipe."""
+    # JSON spells a long list of data files out over more bytes than the YAML it came from.
+    text = read_source(path, longest=16 * documents.MAX_CHARACTERS)
+    try:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path}: not a resolved recipe: {error}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: not a resolved recipe: expected a JSON object")
+    return _checked(Document(str(path), values))
+
+
+def difference(a: Recipe, b: Recipe) -> list[str]:
+    """What changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
+    before, after = _flat(resolved(a)), _flat(resolved(b))
+    return [
+        f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        for key in dict.fromkeys([*before, *after])
+        if key not in before or key not in after or before[key] != after[key]
+    ]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _checked(document: Document) -> Recipe:
+    recipe = check(document, Recipe)
+    if recipe is not None:
+        return recipe
+    problems = sorted(document.problems, key=lambda problem: problem.place.order)
+    lines = [str(problem) for problem in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > len(lines):
+        lines.append(f"... and {len(problems) - len(lines)} more problems")
+    raise RecipeError("\n".join(lines))
+
+
+def _apply(document: Document, override: str, number: int) -> None:
+    """Put the value of one `a.b=c` in its place; later overrides win."""
+    label = f"override {override!r}"
+    place = Place((1, number, 0), label)
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts) or key.startswith(("+", "-", "~")):
+        text = "expected key=value, for example optimizer.lr=1e-4"
+        document.problems.append(Problem(place, text))
+        return
+    try:
+        value = documents.parse(text, label, number, root=tuple(parts))
+    except RecipeError as error:
+        document.problems.append(Problem(place, str(error).removeprefix(f"{label}: ")))
+        return
+    if value.values is None and not value.spelling.get(tuple(parts)):
+        hint = f"write {key}=null for no value, or {key}='\"\"' for empty text"
+        document.problems.append(Problem(place, f"nothing after '='; {hint}"))
+        return
+    _put(document, parts, value, place)
+
+
+def _put(document: Document, parts: list[str], value: Document, place: Place) -> None:
+    path = tuple(parts)
+    inside = document.values
+    for depth, part in enumerate(parts[:-1], start=1):
+        if inside.get(part) is None:
+            inside[part] = {}
+            document.places.setdefault(path[:depth], place)
+        inside = inside[part]
+        if not isinstance(inside, dict):
+            text = f"{documents.dotted(path[:depth])!r} holds a value, not a section"
+            document.problems.append(Problem(place, text))
+            return
+    document.forget(path)
+    inside[parts[-1]] = value.values
+    document.places.update(value.places)
+    document.places[path] = place
+    document.spelling.update(value.spelling)
+    document.problems.extend(value.problems)
+    document.rejected.update(value.rejected)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        return "(absent)"
+    value = values[key]
+    # Text that a recipe would have to quote is quoted here too: 'null' is not null.
+    if isinstance(value, str) and documents.as_written(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)

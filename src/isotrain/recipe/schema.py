@@ -1,0 +1,162 @@
+"""What the user writes: the typed, frozen recipe and the only place where defaults live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class DeviceSection(Section):
+    type: str = "auto"
+    """Device to train on: a name from `isotrain.device`, or `auto` for the best one that is present."""
+    ranks: int = Field(default=1, ge=1)
+    """Training processes on this machine, one device each. Under `torchrun` its world size counts."""
+    deterministic: bool = False
+    """Ask the device for run-to-run identical results, at some cost in speed."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak dense TFLOPS of one device in `model.dtype`, for `perf/mfu`; by default the device's own table."""
+
+
+class LoraSection(Section):
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = Field(default=16, ge=1)
+    """Adapter outputs are scaled by `alpha / rank`."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """`all-linear` (every linear layer but the head), or module names such as `[q_proj, v_proj]`."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the adapters."""
+
+
+class ModelSection(Section):
+    path: str = Field(min_length=1)
+    """A local Hugging Face model directory, or a Hub name."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
+    attention: Literal["auto", "flash", "segments", "padded"] = "auto"
+    """Attention over packed samples: `flash` kernels, `segments` (exact SDPA per sample), or `padded`."""
+    gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    head_chunk: int = Field(default=512, ge=1)
+    """Tokens whose vocabulary logits exist at one time."""
+    lora: LoraSection = LoraSection()
+    """Low-rank adapters."""
+
+
+class DataSection(Section):
+    train: str | list[str]
+    """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name."""
+    validation: str | list[str] | None = None
+    """Validation rows, given like `train`."""
+    format: Literal["auto", "messages", "prompt-completion", "text", "sharegpt", "alpaca"] = "auto"
+    """Row format; `auto` looks at the columns."""
+    prompt_key: str = "prompt"
+    """Column of the prompt; a dotted path such as `extra_info.question` reaches into structures."""
+    completion_key: str = "completion"
+    """Column of the completion; a dotted path as for `prompt_key`."""
+    max_length: int = Field(default=1024, ge=2)
+    """Longest sample in tokens."""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """What happens to longer samples: stop and say which, cut the end off, or leave the sample out."""
+    batch_size: int = Field(default=256, ge=1)
+    """Samples per optimizer step, over all ranks."""
+    tokens_per_micro_batch: int = Field(default=16384, ge=2)
+    """Token budget of one packed micro-batch on one device; must hold the longest sample."""
+    shuffle: bool = True
+    """Visit the rows in a new random order in each epoch."""
+
+    @model_validator(mode="after")
+    def _budget_holds_a_sample(self) -> DataSection:
+        if self.tokens_per_micro_batch < self.max_length:
+            raise ValueError(
+                f"tokens_per_micro_batch ({self.tokens_per_micro_batch}) is below "
+                f"max_length ({self.max_length}): raise it to at least {self.max_length}"
+            )
+        return self
+
+
+class SftSection(Section):
+    name: Literal["sft"]
+    """Supervised fine-tuning: cross-entropy over the tokens the assistant wrote."""
+
+
+# A union discriminated on `name` from the second algorithm on: pydantic refuses one of a single member.
+Algorithm = SftSection
+
+
+class OptimizerSection(Section):
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay; biases and norms are not decayed."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of all steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The schedule ends at this share of `lr`."""
+
+
+class TrainerSection(Section):
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the training rows; ignored when `steps` is given."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps to train for."""
+    validate_every: int = Field(default=0, ge=0)
+    """Steps between validations; 0 validates at the end only."""
+    save_every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Newest checkpoints to keep."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the newest valid checkpoint in `output`; `never` refuses a used directory."""
+    non_finite: Literal["raise", "skip"] = "raise"
+    """On a loss or gradient that is not finite: stop, or leave the step's update out."""
+    max_skipped_steps: int = Field(default=10, ge=1)
+    """With `non_finite: skip`, the run stops after this many left-out updates."""
+
+
+class ObserveSection(Section):
+    sinks: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = ["console"]
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    project: str = "isotrain"
+    """Project name for trackers that have one."""
+
+
+class Recipe(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    """Name of the run in trackers and file names."""
+    output: str = Field(min_length=1)
+    """Run directory: recipe, metrics, checkpoints, plots."""
+    seed: int = Field(default=42, ge=0)
+    """Seed of data order, adapter initialisation and dropout."""
+    device: DeviceSection = DeviceSection()
+    """Where to train."""
+    model: ModelSection
+    """What to train."""
+    data: DataSection
+    """What to train on."""
+    algorithm: Algorithm
+    """How to train."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and its schedule."""
+    trainer: TrainerSection = TrainerSection()
+    """How long, and what to do on the way."""
+    observe: ObserveSection = ObserveSection()
+    """What to show."""

@@ -1,0 +1,1 @@
+"""The training loops, each short enough to read in one go."""

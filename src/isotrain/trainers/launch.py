@@ -1,0 +1,87 @@
+"""Starts a recipe's ranks through torch elastic, or joins the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+from isotrain.device.base import Device
+from isotrain.device.detect import choose_device
+from isotrain.engine.world import STORE_VARIABLE
+from isotrain.errors import DeviceError, LaunchError
+from isotrain.recipe.load import write_resolved
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.rank import CRASH_FILE, ERROR_FILE, RECIPE_FILE, SOURCE_FILE
+from isotrain.trainers.supervised import train_supervised
+
+
+def launch(recipe: Recipe, source: str) -> None:
+    """Train as the recipe says; `source` is the recipe's text as the user wrote it."""
+    device = choose_device(recipe.device.type)
+    joins = "RANK" in os.environ
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if joins else recipe.device.ranks
+    if device.visible_devices_variable and ranks > device.count():
+        raise DeviceError(
+            f"device.ranks: {ranks} ranks need as many devices, {device.count()} are visible; "
+            f"lower device.ranks or look at {device.visible_devices_variable}"
+        )
+    if joins or ranks == 1:
+        os.environ.update(device.rank_environment(ranks, recipe.device.deterministic))
+        train_supervised(recipe, source)
+        return
+    with tempfile.TemporaryDirectory(prefix="isotrain-") as job:
+        _run_ranks(recipe, source, device, Path(job))
+
+
+def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
+    write_resolved(recipe, job / RECIPE_FILE)
+    (job / SOURCE_FILE).write_text(source)
+    ranks = recipe.device.ranks
+    shared = {
+        **device.rank_environment(ranks, recipe.device.deterministic),
+        STORE_VARIABLE: str(job / "store"),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        # All ranks are on this machine: their host collectives need no other interface.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    # Elastic reports failed ranks in its own words; ours come from the ranks themselves.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    processes = start_processes(
+        name="rank",
+        entrypoint=sys.executable,
+        args={rank: ("-m", "isotrain.trainers.rank", str(job)) for rank in range(ranks)},
+        envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
+        logs_specs=DefaultLogsSpecs(log_dir=str(job)),
+    )
+    try:
+        result = processes.wait()
+    finally:
+        processes.close()
+    if result is not None and result.is_failed():
+        raise LaunchError(
+            _explain(job, {rank: failure.exitcode for rank, failure in result.failures.items()})
+        )
+
+
+def _explain(job: Path, exit_codes: dict[int, int]) -> str:
+    """The ranks' own words, each once; for a rank that left none, how it ended.
+
+    When one rank stops with an error, the others' collectives break: what they then say explains nothing.
+    """
+    for kind in (ERROR_FILE, CRASH_FILE):
+        words = [file.read_text().strip() for file in sorted(job.glob(kind.format(rank="*")))]
+        if words:
+            return "\n".join(dict.fromkeys(words))
+    ends = (
+        f"rank {rank} was killed by signal {-code}" + (" (out of memory?)" if code == -9 else "")
+        if code < 0
+        else f"rank {rank} ended with exit code {code}"
+        for rank, code in sorted(exit_codes.items())
+    )
+    return "; ".join(ends)

@@ -1,0 +1,45 @@
+"""The process of one rank that `launch` started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from isotrain.errors import IsotrainError
+from isotrain.recipe.load import load_resolved
+from isotrain.trainers.supervised import train_supervised
+
+RECIPE_FILE = "recipe.json"
+SOURCE_FILE = "recipe.yaml"
+ERROR_FILE = "error-{rank}.txt"
+CRASH_FILE = "crash-{rank}.txt"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(job: Path) -> int:
+    _die_with_parent()
+    rank = os.environ["RANK"]
+    try:
+        train_supervised(load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text())
+    except IsotrainError as error:
+        (job / ERROR_FILE.format(rank=rank)).write_text(str(error))
+        return 1
+    except Exception:
+        (job / CRASH_FILE.format(rank=rank)).write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+        return 1
+    return 0
+
+
+def _die_with_parent() -> None:
+    # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,42 @@
+"""Everything a run tells behind one object: metrics file, trackers, progress; silent but on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from isotrain.observe.metrics import MetricsLog, read_metrics
+from isotrain.observe.plots import plot_run
+from isotrain.observe.progress import Progress
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.sinks import Sink
+
+
+class Recorder:
+    """Only the progress at first; the rest joins once it is known which step the run goes on from."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.log: MetricsLog | None = None
+        self.sinks: Sequence[Sink] = ()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self.log is not None:
+            self.log.append(step, values)
+        for sink in self.sinks:
+            sink.write(step, values)
+        self.progress.update(step, values)
+
+    def sync(self) -> None:
+        """A checkpoint of a step must never be newer than the step's metrics on disk."""
+        if self.log is not None:
+            self.log.sync()
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def draw_plots(run: RunDirectory, name: str) -> None:
+    plot_run(read_metrics(run.metrics), run.plots, name=name)

@@ -1,0 +1,119 @@
+"""From a recipe to the parts of a supervised run: configuration ends here."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from isotrain.data.encode import Encoder
+from isotrain.data.feed import Feed
+from isotrain.data.sampler import Sampler
+from isotrain.data.store import TokenStore, cached_store
+from isotrain.device.base import Device
+from isotrain.engine.world import World
+from isotrain.errors import RecipeError
+from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.observe.environment import describe_environment
+from isotrain.observe.progress import Progress
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.load import difference, load_resolved, resolved
+from isotrain.recipe.schema import DataSection, Recipe
+
+# A run may be resumed with these changed: they leave the samples, the loss and the updates as they were.
+_FREE_TO_CHANGE = ("output", "observe.", "device.", "trainer.")
+
+CACHE_VARIABLE = "ISOTRAIN_CACHE"
+
+
+def check_run(recipe: Recipe) -> None:
+    """Refuse a run directory that this recipe cannot go on in."""
+    run = RunDirectory(recipe.output)
+    if run.resolved.is_file():
+        _check_resumable(recipe, load_resolved(run.resolved))
+
+
+def record_start(
+    recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str]
+) -> RunDirectory:
+    """The run directory with this start in it; the leading rank writes it. `data` are the stores' digests."""
+    world.barrier()  # all have checked the previous start before it is overwritten
+    if world.leads:
+        described = {"type": device.type, "name": device.name(), "ranks": world.size}
+        environment = describe_environment(described, device.numerics_variables)
+        RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
+    world.barrier()
+    return RunDirectory(recipe.output)
+
+
+def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
+    if recipe.trainer.resume == "never":
+        raise RecipeError(
+            f"output: {recipe.output} holds a run already; choose another output, or set trainer.resume=auto"
+        )
+    changed = [line for line in difference(previous, recipe) if not line.startswith(_FREE_TO_CHANGE)]
+    if changed:
+        listing = "\n  ".join(changed)
+        raise RecipeError(
+            f"output: {recipe.output} holds a run of another recipe, which cannot be resumed with this one:\n"
+            f"  {listing}\nchoose another output, or change these back"
+        )
+
+
+@contextmanager
+def run_lock(output: Path, leads: bool) -> Iterator[None]:
+    """Refuses a second job in the same run directory; the system frees the lock however a job ends."""
+    if not leads:
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RecipeError(
+                f"output: another process is training in {output}; wait for it or choose another"
+            ) from error
+        yield
+
+
+def open_feeds(recipe: Recipe, world: World, progress: Progress) -> tuple[Feed, Feed | None]:
+    """Training and validation micro-batches; each data set is tokenised once and cached."""
+    data = recipe.data
+    train = _open_store(data.train, recipe, world, progress)
+    limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
+    sampler = Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit)
+    feed = _feed(train, sampler, data, world)
+    if not data.validation:
+        return feed, None
+    validation = _open_store(data.validation, recipe, world, progress)
+    in_order = Sampler(len(validation), data.batch_size, recipe.seed, shuffle=False, limit=len(validation))
+    return feed, _feed(validation, in_order, data, world)
+
+
+def _feed(store: TokenStore, sampler: Sampler, data: DataSection, world: World) -> Feed:
+    return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
+
+
+def _open_store(source: str | list[str], recipe: Recipe, world: World, progress: Progress) -> TokenStore:
+    data = recipe.data
+    tokenizer = load_tokenizer(model_directory(recipe.model.path))
+    encoder = Encoder(
+        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+    )
+    cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / "tokens"
+
+    def report(rows: int) -> None:
+        if rows % 10000 == 0:
+            progress.message(f"tokenising {source}: {rows:,} rows")
+
+    # One rank of a machine builds the store while its others wait; then all map the same files.
+    store = cached_store(source, encoder, cache, report) if world.local_rank == 0 else None
+    world.barrier()
+    return store or cached_store(source, encoder, cache)
+
+
+def total_steps(recipe: Recipe, rows: int) -> int:
+    return recipe.trainer.steps or -(-rows * recipe.trainer.epochs // recipe.data.batch_size)

@@ -1,0 +1,213 @@
+"""The supervised loop: draw, step, validate, record, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isotrain.algorithms import SUPERVISED_LOSSES
+from isotrain.data.feed import Feed, StepData
+from isotrain.device.base import Device
+from isotrain.device.detect import choose_device
+from isotrain.engine.build import build_engine
+from isotrain.engine.checkpoint.reader import newest_valid
+from isotrain.engine.checkpoint.writer import CheckpointWriter
+from isotrain.engine.engine import Loss, StepResult, TrainingEngine
+from isotrain.engine.schedule import Schedule, make_schedule
+from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
+from isotrain.engine.world import World, join_world
+from isotrain.errors import CheckpointError, NonFiniteError
+from isotrain.models.flops import training_flops
+from isotrain.observe.metrics import MetricsLog
+from isotrain.observe.progress import Progress, open_progress
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.sinks import open_sinks
+from isotrain.recipe.load import resolved
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.recorder import Recorder, draw_plots
+from isotrain.trainers.setup import check_run, open_feeds, record_start, run_lock, total_steps
+
+
+@dataclass
+class SupervisedTrainer:
+    engine: TrainingEngine
+    device: Device
+    loss: Loss
+    schedule: Schedule
+    feed: Feed
+    validation: Feed | None
+    writer: CheckpointWriter
+    recorder: Recorder
+    steps: int
+    validate_every: int
+    save_every: int
+    max_skipped: int
+    """Updates that may be left out because a number was not finite."""
+    peak_flops: float | None
+    skipped: int = 0
+
+    def train(self, done: int) -> None:
+        """From the step after `done` to the last."""
+        for step in range(done + 1, self.steps + 1):
+            started = time.perf_counter()
+            data = self.feed.next_step()
+            result = self.engine.step(data.batches, self.loss, self.schedule(step))
+            self.device.synchronize()
+            values = self._values(step, result, data, time.perf_counter() - started)
+            self._count_skipped(step, result)
+            if self.validation is not None and self._is_due(step, self.validate_every):
+                values["val/loss"] = self.engine.evaluate(self.validation.one_pass(), self.loss)
+            self.recorder.write(step, values)
+            if self._is_due(step, self.save_every):
+                self._save(step)
+            if failure := self.writer.failure():
+                self.recorder.progress.message(f"warning: {failure}; training goes on without it")
+        self.writer.wait()
+        if failure := self.writer.failure():
+            raise CheckpointError(failure)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    def _values(self, step: int, result: StepResult, data: StepData, seconds: float) -> dict[str, float]:
+        ranks = self.engine.world.size
+        values = {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": self.schedule(step),
+            "train/tokens": data.tokens,
+            "train/loss_tokens": result.loss_tokens,
+            "timing_s/step": seconds,
+            "perf/throughput": data.tokens / (seconds * ranks),
+            "perf/max_memory_allocated_gb": self.device.memory().peak / 2**30,
+        }
+        if self.peak_flops is not None:
+            flops = training_flops(
+                *self.engine.parameter_counts, self.engine.model.causal_lm.config, data.lengths
+            )
+            values["perf/mfu"] = flops / (seconds * ranks * self.peak_flops)
+        return values
+
+    def _count_skipped(self, step: int, result: StepResult) -> None:
+        if result.applied:
+            return
+        self.skipped += 1
+        what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
+        if self.skipped > self.max_skipped:
+            left_out = f" ({self.skipped} updates left out)" if self.max_skipped else ""
+            raise NonFiniteError(
+                f"{what}: not finite{left_out}; lower optimizer.lr, look at this step's samples, "
+                "or set trainer.non_finite=skip and trainer.max_skipped_steps"
+            )
+        self.recorder.progress.message(f"warning: {what}: not finite, update left out")
+
+    def _save(self, step: int) -> None:
+        self.recorder.sync()
+        state = {
+            "taken": self.feed.sampler.taken,
+            "skipped": self.skipped,
+            "updates": optimizer_updates(self.engine),
+        }
+        shards = engine_shards(self.engine) | generator_shards(self.device)
+        self.writer.save(step, shards, host_generators(), state)
+
+    def resume(self, root: Path, progress: Progress) -> int:
+        """Go on from the newest valid checkpoint, if there is one; returns the steps done."""
+        reader, complaints = newest_valid(root, self.engine.world)
+        for complaint in complaints:
+            progress.message(f"warning: {complaint}")
+        if reader is None:
+            return 0
+        restore(self.engine, self.device, reader)
+        self.feed.sampler.taken = int(reader.state["taken"])
+        self.skipped = int(reader.state["skipped"])
+        progress.message(f"resuming after step {reader.step} of {self.steps}")
+        return reader.step
+
+
+def train_supervised(recipe: Recipe, source: str) -> None:
+    """This rank's part of a supervised run."""
+    device = choose_device(recipe.device.type)
+    with join_world(device) as world:
+        if recipe.device.deterministic:
+            device.make_deterministic()
+        # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
+        device.seed(recipe.seed + world.rank)
+        silent = not world.leads or "console" not in recipe.observe.sinks
+        with (
+            run_lock(Path(recipe.output), world.leads),
+            open_progress(silent=silent, devices=world.size) as progress,
+        ):
+            check_run(recipe)
+            feed, validation = open_feeds(recipe, world, progress)
+            data = {"train": feed.store.digest} | (
+                {"validation": validation.store.digest} if validation else {}
+            )
+            run = record_start(recipe, source, device, world, data)
+            trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
+            done = trainer.resume(run.checkpoints, progress)
+            with _recording(trainer.recorder, recipe, run, world, done):
+                progress.start(trainer.steps, done + 1)
+                trainer.train(done)
+            if world.leads:
+                draw_plots(run, recipe.name)
+                progress.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
+                progress.message(f"next: isotrain export {run.path} --out DIR")
+
+
+def _build_trainer(
+    recipe: Recipe,
+    device: Device,
+    world: World,
+    run: RunDirectory,
+    feed: Feed,
+    validation: Feed | None,
+    recorder: Recorder,
+) -> SupervisedTrainer:
+    model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
+    steps = total_steps(recipe, len(feed.store))
+    peak = recipe.device.peak_tflops
+    return SupervisedTrainer(
+        engine=build_engine(model, optimizer, device=device, world=world, seed=recipe.seed),
+        device=device,
+        loss=SUPERVISED_LOSSES[recipe.algorithm.name],
+        schedule=make_schedule(
+            optimizer.schedule, optimizer.lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio
+        ),
+        feed=feed,
+        validation=validation,
+        writer=CheckpointWriter(run.checkpoints, world.rank, world.size, trainer.keep_checkpoints),
+        recorder=recorder,
+        steps=steps,
+        validate_every=trainer.validate_every,
+        save_every=trainer.save_every,
+        max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
+        peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
+    )
+
+
+@contextmanager
+def _recording(
+    recorder: Recorder, recipe: Recipe, run: RunDirectory, world: World, done: int
+) -> Iterator[None]:
+    """Metrics are cut back to the step that is resumed from, then go on."""
+    if world.leads:
+        observe = recipe.observe
+        recorder.log = MetricsLog.resume(run.metrics, done)
+        recorder.sinks = open_sinks(
+            observe.sinks,
+            run_directory=run.path,
+            project=observe.project,
+            name=recipe.name,
+            config=resolved(recipe),
+            warn=recorder.progress.message,
+        )
+    try:
+        yield
+    finally:
+        recorder.close()

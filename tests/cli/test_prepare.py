@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from isotrain.cli.prepare import app
+
+
+def test_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["tiny", "--out", "work/tiny", "--rows", "20"])
+    assert result.exit_code == 0, result.output
+    assert "wrote work/tiny/train.jsonl (20 rows)" in result.output
+    assert result.output.endswith("Next:\n    isotrain train tiny-sft\n")
+    assert (tmp_path / "work/tiny/model/model.safetensors").is_file()
+
+
+def test_tiny_elsewhere_says_what_to_override(tmp_path: Path) -> None:
+    out = tmp_path / "with space"
+    result = CliRunner().invoke(app, ["tiny", "--out", str(out), "--rows", "10", "--architecture", "qwen3"])
+    assert result.exit_code == 0, result.output
+    assert f"model.path='{out}/model'" in result.output and f"data.train='{out}/train.jsonl'" in result.output
+
+
+def test_gsm8k(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        line = json.dumps({"question": "How many?", "answer": "#### 3"})
+        (tmp_path / f"{split}.jsonl").write_text(line + "\n")
+    result = CliRunner().invoke(app, ["gsm8k", "--out", str(tmp_path / "out"), "--source", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {tmp_path / 'out' / 'test.parquet'} (1 rows)" in result.output
+    assert "data.prompt_key=extra_info.question" in result.output
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = (
+        "import sys, isotrain.cli.prepare, isotrain.cli.preview;"
+        "print({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "set()"

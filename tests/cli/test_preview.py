@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isotrain.cli.preview import preview
+from isotrain.data.prepare.tiny import make_tiny
+from isotrain.errors import DataError
+
+RECIPE = """\
+name: shown
+output: {root}/run
+model:
+  path: {root}/model
+data:
+  train: {root}/train.jsonl
+algorithm:
+  name: sft
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("preview")
+    make_tiny(root, train_rows=3, validation_rows=1, layers=1)
+    (root / "train.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "Hi\\u001b[31m"}], "completion": "A\\tsum é"}\n'
+        '{"prompt": [{"role": "user", "content": "Q"}], "completion": "What is 3?"}\n'
+    )
+    path = root / "recipe.yaml"
+    path.write_text(RECIPE.format(root=root))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_colour_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "CLICOLOR_FORCE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_colour_brackets_mark_the_loss(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preview(str(recipe), [], 1)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out, "neither our colours nor the escapes in the data"
+    assert "\\u001b" in out
+    assert "<|im_start|>│user│⏎\n" in out
+    marked = out.partition("⟦")[2].partition("⟧")[0].replace("│", "")
+    assert marked.startswith("A⇥sum·") and marked.endswith("<|im_end|>")
+    assert "train.jsonl:1: " in out and "train.jsonl:2" not in out
+    assert "⟦loss⟧  no loss" in out and "1 sample: " in out
+
+
+def test_with_colour(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    preview(str(recipe), [], 2)
+    out = capsys.readouterr().out
+    assert "⟦" not in out and "\x1b[1;32m" in out and "\x1b[2m" in out
+    assert "2 samples: " in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    preview(str(recipe), [], 1)
+    out = capsys.readouterr().out
+    assert "⟦" in out and "\x1b[1;32m" not in out
+
+
+def test_rows_left_out_are_counted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preview(str(recipe), ["data.max_length=21", "data.too_long=drop"], 5)
+    out = capsys.readouterr().out
+    assert "train.jsonl:2: " in out and "1 rows on the way were left out" in out
+    with pytest.raises(DataError, match="no sample to show: 2 rows"):
+        preview(str(recipe), ["data.max_length=2", "data.too_long=drop"], 5)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from isotrain.cli import train
+from isotrain.cli.main import app
+from isotrain.errors import IsotrainError
+from isotrain.recipe import document, library
+from isotrain.recipe.load import load_recipe, resolved
+
+RUNNER = CliRunner()
+
+# Runs the command line in a Python in which the packages of the `train` extra are not there.
+WITHOUT_TORCH = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "peft", "accelerate", "safetensors", "pyarrow"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from isotrain.cli.main import main
+main()
+"""
+
+
+def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_dry_run_puts_json_alone_on_stdout() -> None:
+    result = RUNNER.invoke(app, ["train", "tiny-sft", "--dry-run", "optimizer.lr=5e-7", "trainer.steps=null"])
+    assert result.exit_code == 0
+    expected = load_recipe(library.find("tiny-sft"), ["optimizer.lr=5e-7", "trainer.steps=null"])
+    assert json.loads(result.stdout) == resolved(expected)
+    assert "nothing was started" in result.stderr and "1 epoch" in result.stderr
+
+
+def test_dry_run_shows_people_yaml(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(library.find("tiny-sft"), [f"output={'long/' * 50}"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    train.show(recipe)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert document.parse(plain, "stdout").values == resolved(recipe)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "tiny-sft", "--dry-run"], ["recipes"], ["recipes", "tiny-sft"], ["--version"]],
+)
+def test_works_where_torch_is_not_installed(arguments: list[str]) -> None:
+    done = without_torch(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    done = without_torch("train", "tiny-sft", f"output={tmp_path}/run")
+    assert done.returncode == 1
+    assert done.stderr == "error: this needs the package 'torch': pip install 'isotrain[train]'\n"
+
+
+def test_the_recipe_and_its_text_are_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[object] = []
+    fake = SimpleNamespace(launch=lambda recipe, source: started.extend([recipe, source]))
+    monkeypatch.setitem(sys.modules, "isotrain.trainers.launch", fake)
+    path = tmp_path / "mine.yaml"
+    path.write_text(library.read("tiny-sft"))
+    result = RUNNER.invoke(app, ["train", str(path), "seed=7"])
+    assert result.exit_code == 0, result.output
+    assert started == [load_recipe(path, ["seed=7"]), path.read_text()]
+
+
+def test_user_errors_are_a_message_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "bad [red].yaml"
+    path.write_text("nmae: x\n")
+    result = RUNNER.invoke(app, ["train", str(path), "--dry-run"])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith(f"error: {path}:1: unknown key 'nmae'; did you mean 'name'?\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOTRAIN_DEBUG", "1")
+    result = RUNNER.invoke(app, ["train", "no-such-recipe"])
+    assert isinstance(result.exception, IsotrainError)
+
+
+def test_an_interrupt_is_a_short_line_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(given: str) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(library, "locate", interrupt)
+    result = RUNNER.invoke(app, ["train", "tiny-sft"])
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"

@@ -1,0 +1,38 @@
+"""What tests of several rooms share: devices, a tiny model, and where shared data is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import npusim
+import pytest
+
+# Before transformers is imported anywhere: it looks for the device once.
+npusim.load()
+
+from isotrain.data.prepare.tiny import make_tiny  # noqa: E402
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(params=["cpu", "npu"])
+def device_type(request: pytest.FixtureRequest) -> str:
+    """Every test that trains runs on the host and on the simulated accelerator."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token stores of tests do not reach the user's cache."""
+    path = tmp_path_factory.mktemp("cache")
+    os.environ["ISOTRAIN_CACHE"] = str(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer model with its tokenizer and toy conversations, as `isotrain prepare tiny` makes it."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny(path, train_rows=400, validation_rows=40)
+    return path

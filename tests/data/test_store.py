@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import chat_templates as styles
+import numpy as np
+import pytest
+
+from isotrain.data import store as module
+from isotrain.data.encode import Encoder
+from isotrain.data.rows import Row
+from isotrain.data.sample import Sample
+from isotrain.data.store import TokenStore, build_store, cached_store, store_key
+from isotrain.errors import DataError
+
+
+def rows(*lengths: int) -> list[Row]:
+    return [Row({"length": length}, f"a:{number}") for number, length in enumerate(lengths, start=1)]
+
+
+def encode(row: Row) -> Sample | None:
+    length = row.values["length"]
+    if length == 0:
+        return None
+    tokens = np.arange(length, dtype=np.int32) + 70_000
+    return Sample(tokens, tokens % 2 == 0)
+
+
+def test_samples_come_back(tmp_path: Path) -> None:
+    store = build_store(rows(3, 0, 1, 5), encode, tmp_path / "s", "key")
+    assert len(store) == 3 and store.rows == 4 and store.dropped == 1
+    assert store.tokens == 9 and store.loss_tokens == 6
+    assert store.lengths.tolist() == [3, 1, 5] and store.lengths.dtype == np.int64
+    sample = store[2]
+    assert sample.tokens_T.tolist() == [70000, 70001, 70002, 70003, 70004]
+    assert sample.mask_T.tolist() == [True, False, True, False, True]
+    assert sample.tokens_T.dtype == np.int32 and sample.mask_T.dtype == np.bool_
+    assert sample.tokens_T.flags.writeable
+    with pytest.raises(IndexError):
+        store[3]
+
+
+def test_files_and_digest(tmp_path: Path) -> None:
+    store = build_store(rows(2, 1), encode, tmp_path / "s", "key")
+    names = ("tokens.bin", "mask.bin", "offsets.bin")
+    sums = b"".join(hashlib.sha256((tmp_path / "s" / name).read_bytes()).digest() for name in names)
+    assert store.digest == hashlib.sha256(sums).hexdigest()
+    assert np.fromfile(tmp_path / "s" / "offsets.bin", "<i8").tolist() == [0, 2, 3]
+    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+    assert meta["key"] == "key" and meta["rows"] == 2 and meta["digest"] == store.digest
+    other = build_store(rows(1, 2), encode, tmp_path / "t", "key")
+    assert other.digest != store.digest, "the same tokens in other samples are other data"
+
+
+def test_progress_counts_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REPORT_EVERY", 2)
+    seen: list[int] = []
+    build_store(rows(1, 0, 1, 1, 1), encode, tmp_path / "s", "key", seen.append)
+    assert seen == [2, 4, 5]
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def failing() -> Iterator[Row]:
+        yield from rows(1, 2)
+        raise DataError("a:3: broken")
+
+    with pytest.raises(DataError, match="a:3: broken"):
+        build_store(failing(), encode, tmp_path / "s", "key")
+    with pytest.raises(DataError, match="no samples: 2 rows were read and 2 left out"):
+        build_store(rows(0, 0), encode, tmp_path / "s", "key")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_of_two_builders_wins(tmp_path: Path) -> None:
+    def meanwhile() -> Iterator[Row]:
+        yield from rows(1, 2)
+        build_store(rows(1, 2), encode, tmp_path / "s", "first")
+
+    store = build_store(meanwhile(), encode, tmp_path / "s", "second")
+    assert len(store) == 2
+    assert json.loads((tmp_path / "s" / "meta.json").read_text())["key"] == "first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "broken", "empty"])
+def test_damaged_stores_are_not_opened(tmp_path: Path, damage: str) -> None:
+    build_store(rows(2, 2), encode, tmp_path / "s", "key")
+    if damage == "short":
+        (tmp_path / "s" / "mask.bin").write_bytes(b"\0")
+    elif damage == "missing":
+        (tmp_path / "s" / "offsets.bin").unlink()
+    else:
+        (tmp_path / "s" / "meta.json").write_text("{" if damage == "broken" else "{}")
+    with pytest.raises(DataError, match="delete"):
+        TokenStore.open(tmp_path / "s")
+
+
+class TestCache:
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Path:
+        file = tmp_path / "a.jsonl"
+        messages = [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "Paris"}]
+        file.write_text((json.dumps({"messages": messages}) + "\n") * 3)
+        return file
+
+    @pytest.fixture
+    def make_encoder(self, make_tokenizer: Callable[..., Any]) -> Callable[..., Encoder]:
+        def make(template: str = styles.CHATML, max_length: int = 100) -> Encoder:
+            tokenizer = make_tokenizer(template, eos="<|im_end|>")
+            return Encoder(tokenizer, "auto", "prompt", "completion", max_length, "error")
+
+        return make
+
+    def test_builds_once(
+        self,
+        tmp_path: Path,
+        source: Path,
+        make_encoder: Callable[..., Encoder],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        root = tmp_path / "cache"
+        first = cached_store(str(source), make_encoder(), root)
+        monkeypatch.setattr(module, "build_store", None)
+        second = cached_store([str(source)], make_encoder(), root)
+        assert first.directory == second.directory and first.digest == second.digest and len(second) == 3
+
+    def test_the_key_changes_with_all_that_matters(
+        self, make_encoder: Callable[..., Encoder], make_tokenizer: Callable[..., Any]
+    ) -> None:
+        base = make_encoder()
+        keys = [
+            store_key("source", base.tokenizer, base.settings),
+            store_key("other", base.tokenizer, base.settings),
+            store_key("source", base.tokenizer, make_encoder(max_length=99).settings),
+            store_key("source", make_encoder(styles.PHI3).tokenizer, base.settings),
+            store_key("source", make_tokenizer(styles.CHATML, eos="</s>"), base.settings),
+            store_key("source", make_tokenizer(styles.CHATML, kind="metaspace"), base.settings),
+        ]
+        assert len(set(keys)) == len(keys)
+        again = make_encoder()
+        assert keys[0] == store_key("source", again.tokenizer, again.settings)

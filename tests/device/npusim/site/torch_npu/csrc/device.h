@@ -1,0 +1,44 @@
+// What the files of the simulated npu share: its devices, and how its tensors map to host tensors.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+namespace npusim {
+
+constexpr auto kNpu = c10::DeviceType::PrivateUse1;
+
+c10::DeviceIndex device_count();
+c10::DeviceIndex current_device();
+c10::DeviceIndex exchange_device(c10::DeviceIndex index);  // a negative index leaves it unchanged
+bool in_bad_fork();
+
+// Every npu storage is a handle on a host storage that owns the bytes. `host_storage` gives that owner,
+// `adopt` wraps a host storage as npu memory, and `refresh` follows an owner whose bytes have moved.
+c10::Storage host_storage(const c10::Storage& storage);
+c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex index);
+void refresh(const c10::Storage& storage);
+void resize_storage(const c10::Storage& storage, size_t bytes);
+
+// A host tensor on the same bytes; tensors of other devices pass through.
+at::Tensor host_tensor(const at::Tensor& tensor);
+
+c10::Allocator* allocator();
+const at::Generator& default_generator(c10::DeviceIndex index);
+const at::Generator& host_generator(const at::Generator& generator);
+
+// Runs a piece of code with another current device.
+class DeviceScope {
+ public:
+  explicit DeviceScope(c10::DeviceIndex index) : previous_(exchange_device(index)) {}
+  ~DeviceScope() { exchange_device(previous_); }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  c10::DeviceIndex previous_;
+};
+
+}  // namespace npusim

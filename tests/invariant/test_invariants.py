@@ -1,0 +1,148 @@
+"""Ways of computing the same step that must agree: micro-batches, packing, ranks, recomputation, adapters.
+
+Float32, 24 steps, on every device: the largest difference of the losses is at most 1e-5 and their signed mean
+at most 1e-6 (a bias too small for the first bound would show in the second).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isotrain.algorithms import sft_loss
+from isotrain.data.encode import Encoder
+from isotrain.data.packing import PackedBatch, pack
+from isotrain.data.sample import Sample
+from isotrain.data.store import TokenStore, cached_store
+from isotrain.device.detect import choose_device
+from isotrain.engine.build import build_engine
+from isotrain.engine.engine import Loss
+from isotrain.engine.world import join_world
+from isotrain.models.head import TokenHead
+from isotrain.models.load import load_tokenizer
+from isotrain.recipe.schema import ModelSection, OptimizerSection
+from support import run_cli, stable_metrics, tiny_recipe, write_recipe
+
+STEPS, BATCH = 24, 8
+LR = 1e-3
+
+Grouping = Callable[[Sequence[Sample]], list[PackedBatch]]
+
+
+def together(samples: Sequence[Sample]) -> list[PackedBatch]:
+    return [pack(samples)]
+
+
+def one_by_one(samples: Sequence[Sample]) -> list[PackedBatch]:
+    return [pack([sample]) for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def store(tiny: Path, cache: Path) -> TokenStore:
+    tokenizer = load_tokenizer(tiny / "model")
+    encoder = Encoder(tokenizer, "auto", "prompt", "completion", max_length=128, too_long="error")
+    return cached_store(str(tiny / "train.jsonl"), encoder, cache)
+
+
+def losses(
+    tiny: Path,
+    store: TokenStore,
+    device_type: str,
+    *,
+    group: Grouping = together,
+    loss: Loss = sft_loss,
+    lr: float = LR,
+    **model: Any,
+) -> list[float]:
+    """Loss and gradient norm of every step of a short training."""
+    device = choose_device(device_type)
+    section = ModelSection(path=str(tiny / "model"), **{"dtype": "float32", **model})
+    with join_world(device) as world:
+        engine = build_engine(section, OptimizerSection(lr=lr), device=device, world=world, seed=1)
+        numbers = []
+        for step in range(STEPS):
+            samples = [store[step * BATCH + i] for i in range(BATCH)]
+            numbers.append(engine.step(group(samples), loss, lr).loss)
+        return numbers
+
+
+def assert_same(a: Sequence[float], b: Sequence[float]) -> None:
+    assert len(a) == len(b) >= 20
+    difference = torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)
+    assert difference.abs().max().item() <= 1e-5
+    assert abs(difference.mean().item()) <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path, store: TokenStore) -> list[float]:
+    """All samples of a step in one packed micro-batch, on the host."""
+    numbers = losses(tiny, store, "cpu")
+    assert numbers[-1] < 0.9 * numbers[0], "nothing is learned, so nothing would be compared"
+    return numbers
+
+
+def test_the_devices_agree(tiny: Path, store: TokenStore, reference: list[float]) -> None:
+    assert_same(losses(tiny, store, "npu"), reference)
+
+
+def test_accumulation(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+    """1 micro-batch of 8 samples == 8 micro-batches of 1."""
+    assert_same(losses(tiny, store, device_type, group=one_by_one), reference)
+
+
+def test_packed_is_padded(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+    assert_same(losses(tiny, store, device_type, attention="padded"), reference)
+
+
+def test_gradient_checkpointing(
+    tiny: Path, store: TokenStore, reference: list[float], device_type: str
+) -> None:
+    assert_same(losses(tiny, store, device_type, gradient_checkpointing=False), reference)
+
+
+def test_head_chunks(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+    assert_same(losses(tiny, store, device_type, head_chunk=7), reference)
+
+
+def test_loss_through_log_probs(
+    tiny: Path, store: TokenStore, reference: list[float], device_type: str
+) -> None:
+    """The cross-entropy path, whose gradient is taken early, == token log-probs with an ordinary backward."""
+
+    def through_logps(head: TokenHead, loss_tokens: int) -> torch.Tensor:
+        return -head.logps().sum() / loss_tokens
+
+    assert_same(losses(tiny, store, device_type, loss=through_logps, head_chunk=16), reference)
+
+
+def test_adapters_start_as_the_base_model(tiny: Path, store: TokenStore, device_type: str) -> None:
+    """With a learning rate of 0 every step's loss is the untrained model's."""
+    base = losses(tiny, store, device_type, lr=0.0)
+    adapted = losses(tiny, store, device_type, lr=0.0, lora={"rank": 8})
+    assert_same(adapted, base)
+    trained = losses(tiny, store, device_type, lora={"rank": 8})
+    assert trained[0] == adapted[0] and trained[-1] < adapted[-1]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_ranks(tiny: Path, tmp_path: Path, device_type: str, lora_rank: int) -> None:
+    """1 rank == 2 ranks, as a user starts them."""
+    runs = []
+    for ranks in (1, 2):
+        recipe = tiny_recipe(
+            tiny,
+            tmp_path / str(ranks),
+            device_type,
+            device={"ranks": ranks},
+            model={"lora": {"rank": lora_rank}},
+            trainer={"steps": STEPS},
+            data={"tokens_per_micro_batch": 128},
+            optimizer={"lr": LR},
+        )
+        run_cli("train", str(write_recipe(recipe, tmp_path / f"{ranks}.yaml")))
+        runs.append([row["train/loss"] for row in stable_metrics(recipe.output)])
+    assert_same(*runs)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from isotrain.observe.plots import BLUE, ORANGE, RED, plot_run, smooth_line
+
+
+def rows(count: int) -> list[dict[str, float]]:
+    noise = np.random.default_rng(0).normal(0, 0.05, count)
+    made = []
+    for step in range(1, count + 1):
+        row = {"step": step, "train/loss": 3.0 * math.exp(-step / 50) + 1 + noise[step - 1]}
+        row |= {"train/lr": 1e-3 * step / count, "train/grad_norm": 1.0 / step, "perf/throughput": 1000.0}
+        if step % 20 == 0:
+            row["val/loss"] = row["train/loss"] + 0.2
+        made.append(row)
+    return made
+
+
+def pixels_of(image: np.ndarray, colour: str) -> int:
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return int((np.abs(image[..., :3] - wanted).max(axis=-1) < 0.02).sum())
+
+
+def test_the_curves_are_there(tmp_path: Path) -> None:
+    files = plot_run(rows(200), tmp_path / "run" / "plots")
+    assert [file.name for file in files] == ["loss.png", "training.png", "throughput.png"]
+    for file in files:
+        image = imread(file)
+        assert image.shape[:2] == (700, 1200)
+        assert 0.01 < float((image[..., :3].min(axis=-1) < 0.9).mean()) < 0.3, file
+    loss = imread(files[0])
+    assert pixels_of(loss, BLUE) > 1000 and pixels_of(loss, ORANGE) > 100 and pixels_of(loss, RED) == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 49, 50])
+def test_runs_of_any_length(tmp_path: Path, count: int) -> None:
+    files = plot_run(rows(count), tmp_path, name="short")
+    assert len(files) == 3
+    assert pixels_of(imread(files[0]), BLUE) > 5
+
+
+def test_steps_that_are_not_finite_are_marked(tmp_path: Path) -> None:
+    metrics = rows(100)
+    for step, value in ((30, math.nan), (60, math.inf)):
+        metrics[step]["train/loss"] = metrics[step]["train/grad_norm"] = value
+    files = plot_run(metrics, tmp_path)
+    assert pixels_of(imread(files[0]), RED) > 20
+
+
+def test_all_steps_not_finite(tmp_path: Path) -> None:
+    metrics = [{"step": step, "train/loss": math.nan, "perf/throughput": math.nan} for step in range(1, 80)]
+    assert len(plot_run(metrics, tmp_path)) == 2
+
+
+def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    assert plot_run([], tmp_path) == []
+    (file,) = plot_run([{"step": 5, "val/loss": 1.0}], tmp_path)
+    assert file.name == "loss.png"
+
+
+def test_smoothing_keeps_a_straight_line_and_skips_gaps() -> None:
+    line = np.linspace(5.0, 1.0, 60)
+    assert np.allclose(smooth_line(line, 7), line)
+    values = np.ones(60)
+    values[[0, 20, 59]] = [math.nan, math.inf, -math.inf]
+    assert np.allclose(smooth_line(values, 5), 1.0)
+
+
+def test_pyplot_is_never_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from isotrain.observe.plots import plot_run\n"
+        "plot_run([{'step': 1, 'train/loss': 1.0}], pathlib.Path(sys.argv[1]))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from isotrain.observe.progress import (
+    BarProgress,
+    LineProgress,
+    Progress,
+    StepTimer,
+    format_seconds,
+    open_progress,
+)
+
+VALUES = {
+    "train/loss": 1.23456,
+    "train/lr": 3e-3,
+    "train/grad_norm": 0.51,
+    "train/tokens": 4096.0,
+    "perf/throughput": 1234.4,
+    "timing_s/step": 0.8,
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_lines(total: int, first: int, seconds: float, **extra: float) -> list[str]:
+    stream, clock = io.StringIO(), Clock()
+    with LineProgress(stream, clock=clock) as progress:
+        progress.start(total, first)
+        for step in range(first, total + 1):
+            clock.now += seconds
+            progress.update(step, {**VALUES, **extra})
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_reads_as_documented() -> None:
+    lines = run_lines(60, 1, 0.8)
+    assert lines[19] == "step 20/60  loss 1.2346  lr 3.0e-03  grad_norm 0.51  1,234 tok/s  eta 0:32"
+    assert len(lines) == 60, "a short run shows each step"
+    assert lines[-1].endswith("eta 0:00")
+
+
+def test_a_long_run_is_thinned_but_shows_first_and_last() -> None:
+    lines = run_lines(10_000, 1, 0.01)
+    assert 100 <= len(lines) <= 102
+    assert lines[0].startswith("step 1/10000") and lines[-1].startswith("step 10000/10000")
+
+
+def test_slow_steps_of_a_long_run_are_shown_every_half_minute() -> None:
+    lines = run_lines(1_000_000, 999_000, 10.0)
+    assert lines[1].startswith("step 999003/")
+
+
+def test_validation_is_always_shown() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream)
+    progress.start(100_000, 1)
+    for step in range(1, 5):
+        progress.update(step, VALUES | ({"val/loss": 1.5, "val-core/x/acc": 0.25} if step == 3 else {}))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/100000", "3/100000"]
+    assert "val_loss 1.5000  val-core/x/acc 0.25" in lines[1]
+
+
+def test_missing_and_non_finite_values_are_no_trouble() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream, devices=2)
+    progress.start(2, 1)
+    progress.update(1, {})
+    progress.update(2, {"train/loss": float("nan"), "perf/throughput": float("inf")})
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("step 1/2  eta ")
+    assert "loss nan  inf tok/s/device" in lines[1]
+
+
+def test_a_closed_pipe_does_not_stop_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    progress = LineProgress(Gone())
+    progress.start(2, 1)
+    progress.update(1, VALUES)
+    progress.update(2, VALUES)
+
+
+def test_eta_ignores_the_resumed_part_and_the_first_step() -> None:
+    timer = StepTimer(1000, done=900, now=0.0)
+    assert timer.eta() == "?"
+    timer.update(901, 60.0)
+    assert timer.eta() == format_seconds(60 * 99)
+    timer.update(902, 62.0)
+    assert timer.eta() == format_seconds(2 * 98)
+
+
+def test_eta_follows_the_recent_steps() -> None:
+    timer = StepTimer(1000, done=0, now=0.0)
+    now = 0.0
+    for step in range(1, 500):
+        now += 1.0 if step < 400 else 3.0
+        timer.update(step, now)
+    assert timer.eta() == format_seconds(3 * 501)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (32.4, "0:32"), (725, "12:05"), (97384, "27:03:04")]
+)
+def test_times(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_terminal_bar(width: int) -> None:
+    stream = io.StringIO()
+    console = Console(
+        force_terminal=True, file=stream, width=width, color_system=None, _environ={"TERM": "xterm"}
+    )
+    with open_progress(console=console) as progress:
+        assert isinstance(progress, BarProgress)
+        progress.start(60, 11)
+        for step in range(11, 15):
+            progress.update(step, VALUES | ({"val/loss": 1.5} if step == 12 else {}))
+            time.sleep(0.01)
+        progress.message("saved [checkpoints/step-14]")
+    shown = stream.getvalue()
+    assert "14/60" in shown and "loss" in shown and "eta 0:0" in shown
+    assert "step 12/60  val_loss 1.5000" in shown
+    assert "saved [checkpoints/step-14]" in shown, "a message is not markup"
+    if width >= 80:
+        assert "loss 1.2346  lr 3.0e-03  grad_norm 0.51  1,234 tok/s" in shown
+
+
+def test_a_bar_that_never_started_can_be_closed() -> None:
+    with open_progress(
+        console=Console(force_terminal=True, file=io.StringIO(), _environ={"TERM": "xterm"})
+    ) as bar:
+        bar.message("nothing to do")
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    progress = open_progress(console=Console(file=stream))
+    assert isinstance(progress, LineProgress)
+    progress.message("x" * 200)
+    assert stream.getvalue() == "x" * 200 + "\n", "lines in a log file are not wrapped"
+
+
+def test_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_progress(silent=True) as progress:
+        assert type(progress) is Progress
+        progress.start(2, 1)
+        progress.update(1, VALUES)
+        progress.message("x")
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == ""

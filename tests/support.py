@@ -1,0 +1,70 @@
+"""Runs of the real trainer for tests, in this process or as a user starts them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import npusim
+
+from isotrain.observe.metrics import read_metrics
+from isotrain.recipe.schema import Recipe
+
+# Metrics that depend on the clock or the allocator; all others must be the same in every rerun.
+VOLATILE = ("timing_s/", "perf/")
+
+
+def tiny_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str, Any]) -> Recipe:
+    """A short float32 run on the tiny model; `sections` are merged over it."""
+    base: dict[str, Any] = {
+        "name": "test",
+        "output": str(output),
+        "device": {"type": device_type},
+        "model": {"path": str(tiny / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(tiny / "train.jsonl"),
+            "batch_size": 8,
+            "max_length": 128,
+            "tokens_per_micro_batch": 512,
+        },
+        "algorithm": {"name": "sft"},
+        "optimizer": {"lr": 3e-3},
+        "trainer": {"steps": 6},
+        "observe": {"sinks": []},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return Recipe.model_validate(base)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "isotrain.cli.main", *arguments]
+
+
+def run_cli(
+    *arguments: str, timeout: float = 240, check: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The command line in a fresh process that can see the simulated accelerator."""
+    done = subprocess.run(
+        command(*arguments),
+        env={**npusim.environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def write_recipe(recipe: Recipe, path: Path) -> Path:
+    path.write_text(recipe.model_dump_json())  # JSON is YAML
+    return path
+
+
+def stable_metrics(run: Path | str) -> list[dict[str, float]]:
+    """A run's metrics without those that no two runs share."""
+    rows = read_metrics(Path(run) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(VOLATILE)} for row in rows]

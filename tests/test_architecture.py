@@ -1,0 +1,299 @@
+"""The rules of the house, read from the source: who imports whom, who names vendors, what is never used."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
+
+# Lowest first. A package may import itself and packages of lower layers; `cli` may import everything.
+LAYERS = (
+    {"device", "recipe", "observe"},
+    {"models", "data", "algorithms"},
+    {"cluster", "rollout", "reward", "engine"},
+    {"trainers"},
+)
+# They stand beside the layers and read run directories and machines.
+BESIDE = {"parity", "doctor"}
+BESIDE_MAY_IMPORT = {"recipe", "observe"}
+OPEN_TO_ALL = {"errors"}
+
+# `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
+VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
+NAMES_VENDORS = ("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py")
+
+UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+
+Checker = Callable[[Path, Path], Iterator[str]]
+
+
+def imports(tree: ast.Module, module: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything that `module` imports, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = module[: len(module) - node.level] if node.level else ()
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{name}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            )
+            if function in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def file_imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    relative = path.relative_to(root).with_suffix("")
+    # `__init__` keeps its place in the name, so that one leading dot means the same in every file.
+    return imports(ast.parse(path.read_text(encoding="utf-8")), ("isotrain", *relative.parts))
+
+
+def room(path: Path, root: Path) -> str:
+    """The package below `isotrain` that a file is in, or its own name at the top."""
+    first = path.relative_to(root).parts[0]
+    return first.removesuffix(".py")
+
+
+def may_import(package: str) -> set[str] | None:
+    """The packages that one package may import; None for a package that the design does not know."""
+    if package in BESIDE:
+        return BESIDE_MAY_IMPORT
+    lower: set[str] = set()
+    for layer in LAYERS:
+        if package in layer:
+            return lower
+        lower = lower | layer
+    return None
+
+
+def check_arrows(path: Path, root: Path) -> Iterator[str]:
+    package = room(path, root)
+    if package == "cli":
+        return
+    allowed = set() if package in {"__init__", *OPEN_TO_ALL} else may_import(package)
+    if allowed is None:
+        yield f"{path.relative_to(root)}: the design has no package {package!r}"
+        return
+    for line, name in file_imports(path, root):
+        parts = name.split(".")
+        target = parts[1] if parts[0] == "isotrain" and len(parts) > 1 else ""
+        if not target or target in allowed | OPEN_TO_ALL | {package, "__version__"}:
+            continue
+        yield f"{path.relative_to(root)}:{line}: {package} may not import {target}"
+
+
+def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
+    """`algorithms` is torch and the standard library; `recipe` works where torch is not installed."""
+    package = room(path, root)
+    for line, name in file_imports(path, root):
+        top = name.split(".")[0]
+        if package == "algorithms":
+            inside = name == "isotrain.algorithms" or name.startswith("isotrain.algorithms.")
+            wrong = not (top == "torch" or top in sys.stdlib_module_names or inside)
+        else:
+            wrong = package == "recipe" and top in ("torch", "transformers")
+        if wrong:
+            yield f"{path.relative_to(root)}:{line}: {package} may not import {name}"
+
+
+def check_vendors(path: Path, root: Path) -> Iterator[str]:
+    relative = path.relative_to(root).as_posix()
+    if relative.startswith(NAMES_VENDORS):
+        return
+    if VENDOR.search(relative):
+        yield f"{relative}: the file's name names a vendor"
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        found = VENDOR.search(line)
+        if found:
+            yield f"{relative}:{number}: names a vendor: {found.group()!r}"
+
+
+def check_unsafe(path: Path, root: Path) -> Iterator[str]:
+    """Nothing that runs code from data: no pickle in any form, no eval, no exec."""
+    where = path.relative_to(root)
+    for line, name in file_imports(path, root):
+        if name.split(".")[0] in UNSAFE_MODULES or name in ("torch.load", "builtins.eval", "builtins.exec"):
+            yield f"{where}:{line}: uses {name}"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and node.id in ("eval", "exec"):
+            yield f"{where}:{node.lineno}: uses {node.id}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            yield f"{where}:{node.lineno}: uses torch.load"
+        elif isinstance(node, ast.keyword) and ast.unparse(node) == "allow_pickle=True":
+            yield f"{where}:{node.value.lineno}: uses allow_pickle"
+
+
+def check_sizes(path: Path, root: Path) -> Iterator[str]:
+    where, text = path.relative_to(root), path.read_text(encoding="utf-8")
+    count = len(text.splitlines())
+    if count >= LONGEST_FILE:
+        yield f"{where}: {count} lines; which two things does it do?"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length >= LONGEST_FUNCTION:
+                yield f"{where}:{node.lineno}: {node.name} has {length} lines"
+
+
+CHECKERS: tuple[Checker, ...] = (
+    check_arrows,
+    check_outside_imports,
+    check_vendors,
+    check_unsafe,
+    check_sizes,
+)
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_source(checker: Checker) -> None:
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 10
+    violations = [violation for path in files for violation in checker(path, SOURCE)]
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, isotrain.cli.main; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def violations(checker: Checker, root: Path, name: str, source: str) -> list[str]:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source, encoding="utf-8")
+    return list(checker(path, root))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("models/a.py", "import isotrain.engine.step"),
+        ("models/a.py", "from isotrain.engine import step"),
+        ("models/a.py", "from isotrain import engine"),
+        ("models/a.py", "from ..engine import step"),
+        ("models/__init__.py", "from ..engine import step"),
+        ("models/a.py", "def f():\n    from isotrain.engine.step import g"),
+        ("models/a.py", "import importlib\nimportlib.import_module('isotrain.engine')"),
+        ("models/a.py", "from isotrain.data.sample import Sample"),
+        ("device/a.py", "from isotrain.recipe.schema import Recipe"),
+        ("engine/a.py", "import isotrain.rollout"),
+        ("trainers/a.py", "import isotrain.cli.main"),
+        ("trainers/a.py", "import isotrain.parity"),
+        ("parity/a.py", "import isotrain.device"),
+        ("doctor/a.py", "import isotrain.parity"),
+        ("errors.py", "import isotrain.recipe"),
+        ("helpers/a.py", ""),
+        ("utils.py", ""),
+    ],
+)
+def test_arrows_that_point_the_wrong_way(tmp_path: Path, name: str, source: str) -> None:
+    assert len(violations(check_arrows, tmp_path, name, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("cli/a.py", "import isotrain.trainers, isotrain.parity"),
+        ("trainers/a.py", "import isotrain.engine, isotrain.recipe.load, isotrain.data"),
+        (
+            "models/a.py",
+            "from isotrain import __version__\nfrom isotrain.errors import ModelError\nfrom . import b",
+        ),
+        ("models/a.py", "from isotrain.models.b import c\nfrom isotrain.device import base\nimport torch"),
+        ("parity/a.py", "import isotrain.observe.metrics, isotrain.recipe, isotrain.parity.b"),
+        ("errors.py", "import os"),
+    ],
+)
+def test_arrows_that_point_the_right_way(tmp_path: Path, name: str, source: str) -> None:
+    assert not violations(check_arrows, tmp_path, name, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("algorithms/a.py", "import torch, math\nfrom torch.nn import functional\nfrom .b import c", 0),
+        ("algorithms/a.py", "from isotrain.algorithms.b import c", 0),
+        ("algorithms/a.py", "import numpy", 1),
+        ("algorithms/a.py", "from isotrain.errors import IsotrainError", 1),
+        ("recipe/a.py", "import yaml", 0),
+        ("recipe/a.py", "def f():\n    import torch.nn", 1),
+        ("recipe/a.py", "from transformers import AutoModel", 1),
+    ],
+)
+def test_outside_imports(tmp_path: Path, name: str, source: str, count: int) -> None:
+    assert len(violations(check_outside_imports, tmp_path, name, source)) == count
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tensor.cuda()",
+        "# works on CUDA only",
+        "x = 'torch_npu'",
+        "class NpuDevice: ...",
+        "isNPU = 1",
+        "NPUs = 2",
+        "CUDA_VISIBLE_DEVICES = 3",
+        "backend = 'nccl'",
+        "HcclTimeout = 4",
+        "import vllm_ascend",
+        "AscendScheduler = 5",
+        "npu_type = 6",
+        "torchnpu = 7",
+    ],
+)
+def test_vendor_words(tmp_path: Path, line: str) -> None:
+    assert len(violations(check_vendors, tmp_path, "engine/a.py", line)) == 1
+    assert not violations(check_vendors, tmp_path, "device/a.py", line)
+    assert not violations(check_vendors, tmp_path, "rollout/vllm.py", line)
+    assert violations(check_vendors, tmp_path, "rollout/vllm_helpers.py", line)
+
+
+def test_english_words_and_file_names(tmp_path: Path) -> None:
+    text = "inputs = input_ids\n# sorted in ascending order, ascended\nINPUT = 'no vendor'\n"
+    assert not violations(check_vendors, tmp_path, "engine/a.py", text)
+    assert len(violations(check_vendors, tmp_path, "engine/cuda_graph.py", "")) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("import pickle", 1),
+        ("from pickle import loads", 1),
+        ("def f():\n    import cloudpickle as p", 1),
+        ("eval('1')", 1),
+        ("run = exec", 1),
+        ("import torch\ntorch.load('x')", 1),
+        ("from torch import load", 1),
+        ("np.load(path, allow_pickle=True)", 1),
+        ("np.load(path, allow_pickle=False)\nmodel.eval()\n# an unpickled eval('x')\ndcp.load(x)", 0),
+    ],
+)
+def test_unsafe(tmp_path: Path, source: str, count: int) -> None:
+    assert len(violations(check_unsafe, tmp_path, "models/a.py", source)) == count
+
+
+def test_sizes(tmp_path: Path) -> None:
+    def function(lines: int) -> str:
+        return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+    assert not violations(check_sizes, tmp_path, "models/a.py", function(LONGEST_FUNCTION - 1))
+    assert len(violations(check_sizes, tmp_path, "models/a.py", function(LONGEST_FUNCTION))) == 1
+    assert len(violations(check_sizes, tmp_path, "models/a.py", "async " + function(LONGEST_FUNCTION))) == 1
+    assert not violations(check_sizes, tmp_path, "models/a.py", "x = 1\n" * (LONGEST_FILE - 1))
+    assert len(violations(check_sizes, tmp_path, "models/a.py", "x = 1\n" * LONGEST_FILE)) == 1

@@ -1,0 +1,130 @@
+"""The supervised loop, whole: recipe in, run directory out, on every device."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import npusim
+import pytest
+import torch
+
+from isotrain.errors import NonFiniteError, RecipeError
+from isotrain.observe.metrics import read_metrics
+from isotrain.trainers.launch import launch
+from isotrain.trainers.setup import run_lock
+from support import run_cli, stable_metrics, tiny_recipe, write_recipe
+
+
+def test_it_learns_and_leaves_a_whole_run_directory(tiny: Path, tmp_path: Path, device_type: str) -> None:
+    out = tmp_path / "run"
+    recipe = tiny_recipe(
+        tiny,
+        out,
+        device_type,
+        data={"validation": str(tiny / "validation.jsonl")},
+        trainer={"steps": 30, "validate_every": 10, "save_every": 10, "keep_checkpoints": 2},
+        observe={"sinks": ["tensorboard"]},
+    )
+    launch(recipe, "# as written\n")
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-1]["train/loss"] < 0.6 * rows[0]["train/loss"]
+    assert [row["step"] for row in rows if "val/loss" in row] == [10, 20, 30]
+    assert rows[-1]["val/loss"] < rows[9]["val/loss"]
+    assert rows[-1]["perf/throughput"] > 0 and rows[-1]["perf/max_memory_allocated_gb"] > 0
+    assert (out / "recipe.yaml").read_text() == "# as written\n"
+    assert json.loads((out / "resolved.json").read_text())["trainer"]["steps"] == 30
+    (start,) = json.loads((out / "environment.json").read_text())["starts"]
+    assert start["device"]["type"] == device_type and len(start["data"]["train"]) == 64
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000020", "step-00000030"]
+    assert {p.name for p in (out / "plots").iterdir()} >= {"loss.png", "throughput.png"}
+    assert list(out.rglob("*tfevents*"))
+
+
+def test_resume_is_exact(tiny: Path, tmp_path: Path, device_type: str) -> None:
+    """LoRA with dropout: the generators' state matters too."""
+    settings = {
+        "model": {"path": str(tiny / "model"), "dtype": "float32", "lora": {"rank": 4, "dropout": 0.1}},
+        "data": {"validation": str(tiny / "validation.jsonl")},
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch(tiny_recipe(tiny, whole, device_type, **settings, trainer={"steps": 9, "save_every": 3}), "")
+    # The first part is cut off after its checkpoint of step 6: steps 7 and 8 are lost and must come again.
+    recipe = tiny_recipe(tiny, parts, device_type, **settings, trainer={"steps": 9, "save_every": 3})
+    launch(recipe, "")
+    (parts / "checkpoints" / "step-00000009" / "COMPLETE").unlink()
+    torch.manual_seed(999)
+    launch(recipe, "")
+    assert stable_metrics(parts) == stable_metrics(whole)
+    starts = json.loads((parts / "environment.json").read_text())["starts"]
+    assert len(starts) == 2
+
+
+def test_a_finished_run_is_left_as_it_is(tiny: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny, tmp_path / "run", "cpu")
+    launch(recipe, "")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    launch(recipe, "")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_recipe_does_not_resume(tiny: Path, tmp_path: Path) -> None:
+    launch(tiny_recipe(tiny, tmp_path / "run", "cpu"), "")
+    changed = tiny_recipe(tiny, tmp_path / "run", "cpu", optimizer={"lr": 1e-3})
+    with pytest.raises(RecipeError, match=r"optimizer\.lr: 0\.003 -> 0\.001"):
+        launch(changed, "")
+    never = tiny_recipe(tiny, tmp_path / "run", "cpu", trainer={"resume": "never"})
+    with pytest.raises(RecipeError, match="holds a run already"):
+        launch(never, "")
+
+
+def test_a_run_directory_is_used_by_one_job_at_a_time(tiny: Path, tmp_path: Path) -> None:
+    with run_lock(tmp_path / "run", leads=True), pytest.raises(RecipeError, match="another process"):
+        launch(tiny_recipe(tiny, tmp_path / "run", "cpu"), "")
+
+
+def test_non_finite_loss_raises_or_is_skipped(tiny: Path, tmp_path: Path, device_type: str) -> None:
+    explode = {"lr": 1e30, "clip_norm": 0.0, "warmup_ratio": 0.0, "schedule": "constant"}
+    recipe = tiny_recipe(tiny, tmp_path / "raise", device_type, optimizer=explode)
+    with pytest.raises(NonFiniteError, match=r"step 2: loss .*trainer\.non_finite=skip"):
+        launch(recipe, "")
+    policy = {"non_finite": "skip", "max_skipped_steps": 2, "steps": 20}
+    recipe = tiny_recipe(tiny, tmp_path / "skip", device_type, optimizer=explode, trainer=policy)
+    with pytest.raises(NonFiniteError, match="3 updates left out"):
+        launch(recipe, "")
+    rows = read_metrics(tmp_path / "skip" / "metrics.jsonl")
+    numbers = [(row["train/loss"], row["train/grad_norm"]) for row in rows]
+    assert sum(not all(map(math.isfinite, pair)) for pair in numbers) == 2
+
+
+def test_two_ranks_and_torchrun_give_the_same_run(tiny: Path, tmp_path: Path, device_type: str) -> None:
+    recipe = tiny_recipe(tiny, tmp_path / "own", device_type, device={"ranks": 2})
+    file = write_recipe(recipe, tmp_path / "recipe.yaml")
+    run_cli("train", str(file))
+    launched = stable_metrics(tmp_path / "own")
+    assert len(launched) == 6
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            *["-m", "isotrain.cli.main", "train", str(file), f"output={tmp_path / 'joined'}"],
+        ],
+        env={**npusim.environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert stable_metrics(tmp_path / "joined") == launched
+
+
+def test_a_failing_rank_ends_the_job_with_its_words(tiny: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny, tmp_path / "run", "cpu", device={"ranks": 2}, data={"max_length": 4})
+    file = write_recipe(recipe, tmp_path / "recipe.yaml")
+    done = run_cli("train", str(file), check=False)
+    assert done.returncode == 1
+    assert "train.jsonl:1" in done.stderr and "data.max_length" in done.stderr
+    assert "Traceback" not in done.stderr
