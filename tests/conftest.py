@@ -36,3 +36,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     make_tiny(path, train_rows=400, validation_rows=40)
     return path
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The directory of shared data sets, named by ISOTRAIN_SHARED or beside the repository."""
+    root = Path(os.environ.get("ISOTRAIN_SHARED") or Path(__file__).parents[1].parent / "shared") / "data"
+    if not root.is_dir():
+        pytest.skip(f"no shared data at {root}; set ISOTRAIN_SHARED to the directory that holds data/")
+    return root

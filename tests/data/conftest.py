@@ -1,10 +1,8 @@
-"""Tokenizers trained on the spot, and the one place that knows where shared data is."""
+"""Tokenizers trained on the spot."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,15 +35,6 @@ CORPUS = [
     "I think that 12 plus 30 is 42. Yes, and the next one is easy too!\n\n- first\n- second\n",
     "def add(a, b):\n    return a + b\n",
 ] * 20
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The directory of shared data sets, named by ISOTRAIN_SHARED or beside the repository."""
-    root = Path(os.environ.get("ISOTRAIN_SHARED") or Path(__file__).parents[2].parent / "shared") / "data"
-    if not root.is_dir():
-        pytest.skip(f"no shared data at {root}; set ISOTRAIN_SHARED to the directory that holds data/")
-    return root
 
 
 @pytest.fixture(scope="session")

@@ -180,6 +180,11 @@ def test_random_numbers_are_apart_from_the_host() -> None:
     )
 
 
+def test_a_host_generator_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="Expected a 'npu' device type for generator but found 'cpu'"):
+        torch.randn(2, device="npu", generator=torch.Generator())
+
+
 def test_memory_counters() -> None:
     before = torch.npu.memory_allocated()
     torch.npu.reset_peak_memory_stats()

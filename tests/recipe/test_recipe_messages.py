@@ -46,7 +46,7 @@ optimizer.lr: 3
 BAD_LINES = """\
 r.yaml:1: 'name' is the text 'my run'; expected text of letters, digits and . _ + -, starting with a letter or digit
 r.yaml:2: 'output' is 2026; expected text; put it in quotes: "2026"
-r.yaml:3: 'seed' is true; expected a whole number, at least 0
+r.yaml:3: 'seed' is true; expected a whole number, at least 0 and below 4294967296
 r.yaml:4: unknown key 'lr'; did you mean 'optimizer.lr'?
 r.yaml:6: unknown key 'model.partial_pretrain'; did you mean 'model.path'?
 r.yaml:7: 'model.dtype' is the text 'bf16'; expected one of 'bfloat16', 'float32'; did you mean 'bfloat16'?

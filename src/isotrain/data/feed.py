@@ -39,7 +39,7 @@ class Feed:
         return StepData(batches, sum(lengths), lengths)
 
     def one_pass(self) -> Iterator[list[PackedBatch]]:
-        """All rows once, in order, from the beginning; the sampler is left at the end of the pass."""
+        """The sampler's rows once, from the beginning; it is left at the end of the pass."""
         self.sampler.taken = 0
-        while self.sampler.taken < len(self.store):
+        while self.sampler.taken < self.sampler.rows:
             yield self.next_step().batches

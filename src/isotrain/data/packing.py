@@ -79,6 +79,8 @@ def plan_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> list[
     meet in collectives at every layer, so the slowest sets the pace. The plan is a function of the lengths
     alone; all ranks compute it for themselves.
     """
+    longest = max(lengths, default=0)
+    assert longest <= budget, f"a sample of {longest} tokens is beyond the budget of {budget}"
     per_rank = max(1, -(-sum(lengths) // (budget * ranks)))
     while (bins := _fill(lengths, budget, per_rank * ranks)) is None:
         per_rank += 1

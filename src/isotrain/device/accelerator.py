@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -22,10 +23,11 @@ class Accelerator:
     flash_packages: tuple[str, ...]
     """Any of these packages gives transformers flash attention on this device."""
     peak_bf16_tflops: dict[str, float] = field(default_factory=dict)
-    """By a part of the device's name; the longest match counts."""
+    """By whole words of the device's name; the longest match counts."""
     deterministic_environment: dict[str, str] = field(default_factory=dict)
     prepare: Callable[[], None] = lambda: None
     """Run once the device is active, before the first operator."""
+    flash_window: bool = True
     fused_adamw: bool = True
 
     @property
@@ -86,6 +88,6 @@ class Accelerator:
         # Only the 16-bit peak is tabulated: float32 runs on other units or in reduced precision modes.
         if dtype not in (torch.bfloat16, torch.float16):
             return None
-        name = self.name().lower()
-        matches = [part for part in self.peak_bf16_tflops if part.lower() in name]
+        name = self.name()
+        matches = [part for part in self.peak_bf16_tflops if re.search(rf"\b{part}\b", name, re.IGNORECASE)]
         return self.peak_bf16_tflops[max(matches, key=len)] * 1e12 if matches else None

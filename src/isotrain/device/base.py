@@ -41,6 +41,10 @@ class Device(Protocol):
         """Whether transformers' variable-length flash attention runs here."""
 
     @property
+    def flash_window(self) -> bool:
+        """Whether that flash attention respects a sliding window."""
+
+    @property
     def fused_adamw(self) -> bool:
         """Whether AdamW has a fused kernel here."""
 

@@ -25,6 +25,7 @@ class Cpu:
         "ONEDNN_DEFAULT_FPMATH_MODE",
     )
     flash_attention = False
+    flash_window = False
     fused_adamw = True
 
     def available(self) -> bool:

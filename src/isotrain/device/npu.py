@@ -31,7 +31,15 @@ NPU = Accelerator(
     # transformers carries its own variable-length attention for this device: no flash_attn package.
     flash_packages=("torch_npu",),
     # No official data sheet confirms these (lower published bound per chip): `device.peak_tflops` overrides.
-    peak_bf16_tflops={"910B1": 379, "910B2": 354, "910B3": 295, "910B4": 270, "Ascend910_93": 376},
+    peak_bf16_tflops={
+        "Ascend910B1": 379,
+        "Ascend910B2": 354,
+        "Ascend910B3": 295,
+        "Ascend910B4": 270,
+        "Ascend910_93": 376,
+    },
+    # transformers' variable-length attention for this device takes a window and drops it.
+    flash_window=False,
     deterministic_environment={
         "HCCL_DETERMINISTIC": "true",
         "CLOSE_MATMUL_K_SHIFT": "1",

@@ -10,16 +10,11 @@ from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.sharding import shard_model
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
-from isotrain.models.load import (
-    WeightFiles,
-    build_causal_lm,
-    load_weights,
-    materialise,
-    model_directory,
-    move_buffers,
-)
+from isotrain.models.load import build_causal_lm, materialise, model_directory, move_buffers, read_config
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
+from isotrain.models.suitability import has_window
+from isotrain.models.weights import WeightFiles, load_weights
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
 # Where the Hugging Face model sits inside ours: stripped from names in files.
@@ -39,6 +34,7 @@ def build_engine(
     move_buffers(packed, world.device)
     shard_model(packed, world, dtype)
     materialise(packed, world.device)
+    packed.causal_lm.tie_weights()  # giving memory to meta parameters makes two of a shared one
     named = [(name.removeprefix(PREFIX), p) for name, p in packed.named_parameters()]
     load_weights(
         [(base_name(name), p) for name, p in named if not is_adapter(name)],
@@ -57,16 +53,23 @@ def build_engine(
 
 
 def _build_model(model: ModelSection, device: Device) -> PackedModel:
+    directory = model_directory(model.path)
+    # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
+    windowed = has_window(read_config(directory)) and not device.flash_window
     attention = model.attention
     if attention == "auto":
-        # The flash kernels have no float32.
-        attention = "flash" if device.flash_attention and model.dtype != "float32" else "segments"
+        flash = device.flash_attention and model.dtype != "float32" and not windowed
+        attention = "flash" if flash else "segments"
     if attention == "flash" and not device.flash_attention:
         raise ModelError(
             f"model.attention: no flash attention for '{device.type}' here; use auto or segments"
         )
-    causal_lm = build_causal_lm(model_directory(model.path), attention)
-    return PackedModel(causal_lm, attention, model.head_chunk)
+    if attention == "flash" and windowed:
+        raise ModelError(
+            f"model.attention: flash attention on '{device.type}' ignores this model's sliding window; "
+            "use auto or segments"
+        )
+    return PackedModel(build_causal_lm(directory, attention), attention, model.head_chunk)
 
 
 def adapter_config(lora: LoraSection) -> LoraConfig:

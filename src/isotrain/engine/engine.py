@@ -42,8 +42,14 @@ class TrainingEngine:
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
-        """All parameters, and the trained ones among them."""
-        return sum(p.numel() for p in self.model.parameters()), sum(p.numel() for p in self.trained.values())
+        """Parameters that take part in matrix products, and the trained ones among them.
+
+        An input embedding of its own is a table: looking up costs nothing.
+        """
+        causal_lm = self.model.causal_lm
+        table, head = causal_lm.get_input_embeddings().weight, causal_lm.get_output_embeddings().weight
+        multiplied = [p for p in self.model.parameters() if p is head or p is not table]
+        return sum(p.numel() for p in multiplied), sum(p.numel() for p in multiplied if p.requires_grad)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> StepResult:
         """One optimizer update from this rank's micro-batches; every rank must bring equally many."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotrain.engine.build import PREFIX, adapter_config
-from isotrain.engine.checkpoint.layout import step_directory, steps_in
+from isotrain.engine.checkpoint.layout import share, step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
@@ -19,6 +21,8 @@ from isotrain.models.lora import ADAPTER
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
 from isotrain.recipe.schema import ModelSection
+
+logger = logging.getLogger("isotrain")
 
 
 def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Path:
@@ -32,23 +36,26 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
     reader = _open(directory.checkpoints, step)
     if adapter_only and not model.lora.rank:
         raise RecipeError("--adapter: this run trained all weights and has no adapter")
+    write = _write_full if not model.lora.rank else _write_adapter if adapter_only else _write_merged
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    if not model.lora.rank:
-        _write_full(model, reader, partial)
-    elif adapter_only:
-        _write_adapter(model, reader, partial)
-    else:
-        _write_merged(model, reader, partial)
-    load_tokenizer(model_directory(model.path)).save_pretrained(partial)
-    partial.rename(out)
+    try:
+        partial.mkdir(parents=True)
+        write(model, reader, partial)
+        load_tokenizer(model_directory(model.path)).save_pretrained(partial)
+        for file in partial.glob("*.safetensors"):
+            share(file)
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"--out: {out} was not written ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
 def _open(root: Path, step: int | None) -> CheckpointReader:
     candidates = steps_in(root) if step is None else [step]
-    complaints = []
+    complaints: list[str] = []
     for candidate in candidates:
         directory = step_directory(root, candidate)
         try:
@@ -57,11 +64,14 @@ def _open(root: Path, step: int | None) -> CheckpointReader:
         except (ValueError, OSError) as error:
             problems = [str(error)]
         if not problems:
+            for complaint in complaints:
+                logger.warning("warning: %s", complaint)
             return reader
-        complaints.append(f"{directory.name}: {'; '.join(problems)}")
+        complaints.append(f"checkpoint {directory.name} is not used: {'; '.join(problems)}")
     known = ", ".join(str(s) for s in reversed(steps_in(root))) or "none"
     raise CheckpointError(
-        f"no valid checkpoint in {root} (steps there: {known})" + "".join(f"\n  {c}" for c in complaints)
+        f"no valid checkpoint to export in {root} (steps there: {known})"
+        + "".join(f"\n  {complaint}" for complaint in complaints)
     )
 
 
@@ -76,9 +86,13 @@ def _weights(reader: CheckpointReader) -> dict[str, torch.Tensor]:
 def _write_full(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
     # The type in which the base model is published; the float32 master weights stay in the checkpoint.
     causal_lm = AutoModelForCausalLM.from_pretrained(model_directory(model.path), dtype="auto")
-    missing, unexpected = causal_lm.load_state_dict(_weights(reader), strict=False)
-    tied = set(getattr(causal_lm, "_tied_weights_keys", None) or ())
-    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    weights = _weights(reader)
+    named = dict(causal_lm.named_parameters())  # tied ones once, as they are trained and saved
+    if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
+        raise CheckpointError(
+            f"{reader.directory}: its weights are not those of {model.path}: was the model changed since?"
+        )
+    causal_lm.load_state_dict(weights, strict=False)
     causal_lm.save_pretrained(out)
 
 

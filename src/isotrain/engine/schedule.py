@@ -19,15 +19,15 @@ FALLS: dict[str, Callable[[float], float]] = {
 def make_schedule(
     kind: str, lr: float, total_steps: int, warmup_ratio: float, min_lr_ratio: float
 ) -> Schedule:
-    """Linear warm-up that reaches `lr` at its last step, then `kind` down to `lr * min_lr_ratio`."""
+    """Linear warm-up that reaches `lr` at its last step, then `kind` down towards `lr * min_lr_ratio`."""
     warmup = round(total_steps * warmup_ratio)
     fall = FALLS[kind]
 
     def schedule(step: int) -> float:
         if step <= warmup:
             return lr * step / warmup
-        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        floor = 1.0 if kind == "constant" else min_lr_ratio
-        return lr * (floor + (1.0 - floor) * fall(done))
+        # The first step after the warm-up is at the top, and the last one still moves the weights.
+        done = min(1.0, (step - 1 - warmup) / (total_steps - warmup))
+        return lr * (min_lr_ratio + (1.0 - min_lr_ratio) * fall(done))
 
     return schedule

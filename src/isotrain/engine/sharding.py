@@ -17,17 +17,19 @@ def shard_model(model: PackedModel, world: World, dtype: torch.dtype) -> None:
 
     Losses are shares of a global mean already (see `algorithms.sft`): averaging would divide twice.
     """
+    if world.size == 1 and dtype == torch.float32:
+        return  # nothing to split and nothing to cast: FSDP would only copy every weight and gradient
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layer_names = set(model.causal_lm._no_split_modules or ())
     layers = [module for module in model.causal_lm.modules() if type(module).__name__ in layer_names]
     if not layers:
         raise ModelError(f"cannot tell the layers of {type(model.causal_lm).__name__} apart to shard them")
-    # A single rank gathers nothing: freeing and refilling weights would only cost copies.
-    reshard = world.size > 1
     for module in [*layers, model]:
-        fully_shard(
-            module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard and module is not model
-        )
+        if world.size == 1:
+            # A single rank gathers nothing: freeing and refilling weights would only cost copies.
+            fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+            continue
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=module is not model)
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

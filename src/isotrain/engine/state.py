@@ -11,6 +11,7 @@ import torch
 from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.engine import TrainingEngine
+from isotrain.errors import CheckpointError
 from isotrain.models.shards import Shard, shard_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -46,41 +47,48 @@ def optimizer_updates(engine: TrainingEngine) -> int:
 
 
 def generator_shards(device: Device) -> dict[str, Shard]:
-    """The state of this rank's torch generators."""
+    """The state of this rank's torch generators, which means nothing to another kind of device."""
     return {
-        f"generator/{name}": Shard(state, tuple(state.shape), (0,))
+        f"generator/{device.type}/{name}": Shard(state, tuple(state.shape), (0,))
         for name, state in device.rng_state().items()
     }
 
 
 def host_generators() -> dict[str, Any]:
     """The state of Python's and NumPy's generators as JSON."""
-    numpy_state: Any = np.random.get_state(legacy=False)
-    return {
-        "python": random.getstate(),
-        "numpy": [numpy_state["state"]["key"].tolist(), int(numpy_state["state"]["pos"])],
-    }
+    numpy_state: Any = np.random.get_state()
+    _, key, *position_and_gauss = numpy_state
+    return {"python": random.getstate(), "numpy": [key.tolist(), *position_and_gauss]}
 
 
 def restore(engine: TrainingEngine, device: Device, reader: CheckpointReader) -> None:
     """Put an engine back to where a checkpoint was taken.
 
-    The generators are put back only on the number of ranks that saved them: on another, no continuation is
-    the right one, and dropout goes on from the fresh seeds.
+    The generators are put back only on the kind of device and the number of ranks that saved them: on others,
+    no continuation is the right one, and dropout goes on from the fresh seeds.
     """
     world = engine.world
     reader.fill(engine_shards(engine), world.rank)
     for state in engine.optimizer.state.values():
         state["step"].fill_(float(reader.state["updates"]))
-    if reader.ranks != world.size:
+    generators = generator_shards(device)
+    if reader.ranks != world.size or not generators.keys() <= reader.shapes().keys():
         return
-    shards = generator_shards(device)
-    reader.fill(shards, world.rank)
-    device.set_rng_state({name.removeprefix("generator/"): shard.local for name, shard in shards.items()})
-    extras = reader.extras(world.rank)
-    version, internal, gauss = extras["python"]
+    reader.fill(generators, world.rank)
+    try:
+        device.set_rng_state({name.split("/")[-1]: shard.local for name, shard in generators.items()})
+        _set_host_generators(reader.extras(world.rank))
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{reader.directory}: the generators of rank {world.rank} do not fit ({error})"
+        ) from error
+
+
+def _set_host_generators(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    key, position = extras["numpy"]
-    np.random.set_state(
-        {"bit_generator": "MT19937", "state": {"key": np.array(key, dtype=np.uint32), "pos": position}}
-    )
+    key, position, has_gauss, cached = state["numpy"]
+    # NumPy does not check the position, and would read beyond the key.
+    if len(key) != 624 or not 0 <= position <= 624:
+        raise ValueError(f"NumPy's generator is at word {position} of {len(key)}")
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, cached))

@@ -42,8 +42,8 @@ def segment_attention(
         value_1GTD.split(segment_lengths, dim=2),
         strict=True,
     )
-    outputs = [_attend(q, k, v, scaling, dropout, sliding_window) for q, k, v in pieces]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    outputs = [_attend(q, k, v, scaling, dropout, sliding_window).transpose(1, 2) for q, k, v in pieces]
+    return torch.cat(outputs, dim=1), None
 
 
 def _attend(

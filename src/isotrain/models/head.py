@@ -111,8 +111,8 @@ class _NllShare(torch.autograd.Function):
         gradient = ctx.gradient
         grad_weight = None
         if gradient.weight_VD is not None:
-            grad_weight = gradient.weight_VD.mul_(grad).to(ctx.weight_dtype)
-        return gradient.hidden_ND.mul_(grad), grad_weight, None, None, None
+            grad_weight = (gradient.weight_VD * grad).to(ctx.weight_dtype)
+        return gradient.hidden_ND * grad, grad_weight, None, None, None
 
 
 class _Logps(torch.autograd.Function):

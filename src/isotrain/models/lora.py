@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from accelerate import init_empty_weights
@@ -31,14 +31,27 @@ def lora_config(rank: int, alpha: int, targets: str | list[str], dropout: float)
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, frozen_dtype: torch.dtype) -> None:
     """Insert adapters (float32, on the meta device) and freeze everything else in the compute type."""
+    _check_targets(model, config.target_modules)
     with init_empty_weights(include_buffers=False):
-        try:
-            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-        except ValueError as error:
-            raise ModelError(f"model.lora.targets: {error}") from error
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(torch.float32 if is_adapter(name) else frozen_dtype)
+
+
+def _check_targets(model: PreTrainedModel, targets: str | Collection[str] | None) -> None:
+    """Each name must be a linear layer of the model; peft leaves a misspelt one out if another one fits."""
+    if targets is None or isinstance(targets, str):
+        return  # `all-linear`, which leaves the head out by itself
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    known = sorted({name.rpartition(".")[2] for name, module in linear.items() if module is not head})
+    for target in targets:
+        matches = [module for name, module in linear.items() if name == target or name.endswith(f".{target}")]
+        if not matches or head in matches:
+            raise ModelError(
+                f"model.lora.targets: '{target}' cannot carry an adapter; this model has: {', '.join(known)}"
+            )
 
 
 def is_adapter(name: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -25,11 +26,13 @@ class MetricsLog:
         self.path = Path(path)
         self._last_step = 0
         if resume_after is not None:
-            self._last_step = _cut(self.path, resume_after)
+            with _named_errors(self.path):
+                self._last_step = _cut(self.path, resume_after)
         elif self.path.exists() and self.path.stat().st_size > 0:
             raise RecipeError(f"{path} holds the metrics of another run: resume it, or choose another output")
         # Unbuffered, so that a line is one write call and a kill leaves at most the last line torn.
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        with _named_errors(self.path):
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], last_step: int) -> MetricsLog:
@@ -46,13 +49,15 @@ class MetricsLog:
         row = {"step": int(step), **{name: _encode(float(value)) for name, value in values.items()}}
         line = memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
         # One call in all but name: only a full disk writes less, and then the next call raises.
-        while line:
-            line = line[self._file.write(line) :]
+        with _named_errors(self.path):
+            while line:
+                line = line[self._file.write(line) :]
         self._last_step = step
 
     def sync(self) -> None:
         """Waits for the disk: after this, not even a power cut loses a line. For use before a checkpoint."""
-        os.fsync(self._file.fileno())
+        with _named_errors(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -76,6 +81,18 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
             f"{path} cannot be read ({error.strerror}): is this the directory of a run that has taken a step?"
         ) from error
     return [row for _, row in _lines(path, data)]
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """A disk that is full or gone ends the run: a step without its metrics would be missing for good."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(
+            f"output: {path} cannot be written ({error.strerror or error}): "
+            "make room, then give the same command again"
+        ) from error
 
 
 def _cut(path: Path, last_step: int) -> int:

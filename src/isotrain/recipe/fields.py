@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -125,6 +125,8 @@ def in_words(annotation: Any, plural: bool = False) -> str:
         dict: ("a section", "sections"),
     }
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return in_words(args[0], plural)
     if annotation in simple:
         return simple[annotation][plural]
     if origin is Literal:
@@ -142,7 +144,7 @@ def in_words(annotation: Any, plural: bool = False) -> str:
 def _limits(info: FieldInfo) -> str:
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = [
-        f"{word} {getattr(item, name):g}"
+        f"{word} {getattr(item, name)}"
         for item in info.metadata
         for name, word in words.items()
         if getattr(item, name, None) is not None

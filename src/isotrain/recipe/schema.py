@@ -39,7 +39,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    path: str = Field(min_length=1)
+    path: str
     """A local Hugging Face model directory, or a Hub name."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
@@ -58,6 +58,8 @@ class DataSection(Section):
     """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name."""
     validation: str | list[str] | None = None
     """Validation rows, given like `train`."""
+    validation_rows: int | None = Field(default=None, ge=1)
+    """Validate on the first so many rows only."""
     format: Literal["auto", "messages", "prompt-completion", "text", "sharegpt", "alpaca"] = "auto"
     """Row format; `auto` looks at the columns."""
     prompt_key: str = "prompt"
@@ -142,9 +144,9 @@ class ObserveSection(Section):
 class Recipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Name of the run in trackers and file names."""
-    output: str = Field(min_length=1)
+    output: str
     """Run directory: recipe, metrics, checkpoints, plots."""
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, adapter initialisation and dropout."""
     device: DeviceSection = DeviceSection()
     """Where to train."""

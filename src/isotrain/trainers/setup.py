@@ -89,7 +89,8 @@ def open_feeds(recipe: Recipe, world: World, progress: Progress) -> tuple[Feed, 
     if not data.validation:
         return feed, None
     validation = _open_store(data.validation, recipe, world, progress)
-    in_order = Sampler(len(validation), data.batch_size, recipe.seed, shuffle=False, limit=len(validation))
+    rows = min(len(validation), data.validation_rows or len(validation))
+    in_order = Sampler(rows, data.batch_size, recipe.seed, shuffle=False, limit=rows)
     return feed, _feed(validation, in_order, data, world)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
@@ -26,9 +27,8 @@ def rank_file(rank: int) -> str:
 def steps_in(root: Path) -> list[int]:
     """Steps that have a directory, newest first, whether or not it is valid."""
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    return sorted(
-        (int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name))), reverse=True
-    )
+    steps = (int(found[1]) for name in names if (found := re.fullmatch(r"step-([0-9]{8,15})", name)))
+    return sorted((step for step in steps if step_directory(root, step).name in names), reverse=True)
 
 
 def sha256_of(path: Path) -> str:
@@ -48,26 +48,71 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def share(path: Path) -> None:
+    """Let others read a file as far as its directory lets them: safetensors makes it its owner's alone."""
+    with contextlib.suppress(OSError):  # not every file system has modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a committed checkpoint; ValueError says what is wrong with it."""
     marker, manifest = directory / MARKER, directory / MANIFEST
+    if not directory.is_dir():
+        raise ValueError("there is no such checkpoint")
     if not marker.is_file():
         raise ValueError("it was not finished (no COMPLETE marker)")
-    if not manifest.is_file() or sha256_of(manifest) != marker.read_text().strip():
-        raise ValueError("manifest.json is damaged")
-    content: dict[str, Any] = json.loads(manifest.read_text())
-    if content["format"] != FORMAT:
-        raise ValueError(f"it has format {content['format']}, this version reads {FORMAT}")
+    if not manifest.is_file():
+        raise ValueError("manifest.json is missing")
+    data = manifest.read_bytes()
+    if hashlib.sha256(data).hexdigest().encode() != marker.read_bytes().strip():
+        raise ValueError("manifest.json is damaged (SHA-256 differs from the one in COMPLETE)")
+    try:
+        content: dict[str, Any] = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"manifest.json is not JSON ({error})") from error
+    if flaw := _flaw(content, directory):
+        raise ValueError(f"manifest.json {flaw}")
     return content
+
+
+def _flaw(content: Any, directory: Path) -> str | None:
+    """A manifest with the right sum may still come from elsewhere: nothing in it is believed unchecked."""
+    if not isinstance(content, dict):
+        return "is not a JSON object"
+    if content.get("format") != FORMAT:
+        return f"has format {content.get('format')!r:.40}, this version reads {FORMAT}"
+    step, ranks, state, files = (content.get(key) for key in ("step", "ranks", "state", "files"))
+    if not _is_count(step) or step_directory(directory.parent, step) != directory:
+        return f"is of step {step!r:.40}"
+    if not isinstance(state, dict) or not all(_is_count(value) for value in state.values()):
+        return "has a state that is not made of counts"
+    # All names are known beforehand, so that no manifest can lead out of its directory.
+    if not _is_count(ranks) or not isinstance(files, dict) or not 0 < ranks == len(files):
+        return "does not list one file for each rank"
+    for name in map(rank_file, range(ranks)):
+        expected = files.get(name)
+        if not isinstance(expected, dict) or not _is_count(expected.get("size")):
+            return f"does not describe {name}"
+        if not isinstance(expected.get("sha256"), str):
+            return f"does not describe {name}"
+    return None
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    # Up to 2**53 a number passes through JSON readers and float64 sums as it is.
+    return type(value) is int and 0 <= value < 2**53
 
 
 def problem_in(directory: Path, name: str, expected: dict[str, Any]) -> str | None:
     """What is wrong with one file of a checkpoint."""
     path = directory / name
-    if not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != expected["size"]:
-        return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
-    if sha256_of(path) != expected["sha256"]:
-        return f"{name} is damaged (SHA-256 differs)"
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
+        if sha256_of(path) != expected["sha256"]:
+            return f"{name} is damaged (SHA-256 differs)"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
     return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from isotrain.engine.checkpoint.layout import problem_in, rank_file, read_manifest, step_directory, steps_in
 from isotrain.engine.world import World
@@ -33,15 +35,21 @@ class CheckpointReader:
         return int(self.manifest["ranks"])
 
     @property
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.manifest["state"]
-        return state
+    def state(self) -> Mapping[str, int]:
+        """The loop's counts; one that was not saved is a CheckpointError."""
+        return _Counts(self.manifest["state"])
 
-    def problems(self, rank: int = 0, ranks: int = 1) -> list[str]:
-        """What is wrong with the files; each of `ranks` ranks looks at its share of them."""
-        files = sorted(self.manifest["files"].items())[rank::ranks]
-        found = (problem_in(self.directory, name, expected) for name, expected in files)
-        return [problem for problem in found if problem]
+    @property
+    def files(self) -> list[str]:
+        return sorted(self.manifest["files"])
+
+    def problem(self, file: str) -> str | None:
+        """What is wrong with one of the files."""
+        return problem_in(self.directory, file, self.manifest["files"][file])
+
+    def problems(self) -> list[str]:
+        """What is wrong with all of the files."""
+        return [problem for file in self.files if (problem := self.problem(file))]
 
     def extras(self, rank: int) -> dict[str, Any]:
         """The JSON that one rank saved for itself."""
@@ -49,7 +57,7 @@ class CheckpointReader:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """All tensors and their whole shapes."""
-        return {name: tuple(place["shape"]) for name, place in self._file(0).places.items()}
+        return {name: place.shape for name, place in self._file(0).places.items()}
 
     @torch.no_grad()
     def fill(self, shards: Mapping[str, Shard], rank: int) -> None:
@@ -70,6 +78,9 @@ class CheckpointReader:
     def whole(self, name: str) -> torch.Tensor:
         shape = self.shapes()[name]
         first = self._file(0).read(name)
+        # Before memory is taken: what the files hold bounds it, a shape written in them does not.
+        if sum(self._file(writer).count(name) for writer in range(self.ranks)) != math.prod(shape):
+            raise CheckpointError(f"{self.directory}: the parts of '{name}' do not make a whole of {shape}")
         shard = Shard(torch.empty(shape, dtype=first.dtype), shape, (0,) * len(shape))
         self.fill({name: shard}, rank=self.ranks)
         return shard.local
@@ -80,19 +91,46 @@ class CheckpointReader:
         return self._files[rank]
 
 
+class _Counts(dict[str, int]):
+    def __missing__(self, name: str) -> int:
+        raise CheckpointError(f"the checkpoint does not say '{name}': another kind of run wrote it")
+
+
+class _Place(NamedTuple):
+    """Shape of the whole, and where the part begins in it."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 class _RankFile:
     def __init__(self, path: Path) -> None:
-        self._tensors = safe_open(path, "pt")
-        metadata = self._tensors.metadata()
-        self.places: dict[str, dict[str, list[int]]] = json.loads(metadata["shards"])
-        self.extras: dict[str, Any] = json.loads(metadata["extras"])
+        try:
+            self._tensors = safe_open(path, "pt")
+            metadata = self._tensors.metadata()
+            described = dict(json.loads(metadata["shards"]))
+            self.places = {name: self._place(name, where) for name, where in described.items()}
+            self.extras: dict[str, Any] = json.loads(metadata["extras"])
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not a rank's part of a checkpoint ({error})") from error
+
+    def _place(self, name: str, described: dict[str, list[int]]) -> _Place:
+        shape, offset = (tuple(map(operator.index, described[key])) for key in ("shape", "offset"))
+        sizes = self._tensors.get_slice(name).get_shape()
+        for start, size, whole in zip(offset, sizes, shape, strict=True):
+            if not 0 <= start <= start + size <= whole:
+                raise ValueError(f"'{name}' lies outside of its whole")
+        return _Place(shape, offset)
+
+    def count(self, name: str) -> int:
+        """Elements of a tensor that are in this file."""
+        return math.prod(self._tensors.get_slice(name).get_shape()) if name in self.places else 0
 
     def holds(self, name: str, shard: Shard) -> bool:
         place = self.places.get(name)
         return (
             place is not None
-            and tuple(place["shape"]) == shard.shape
-            and tuple(place["offset"]) == shard.offset
+            and place == (shard.shape, shard.offset)
             and tuple(self._tensors.get_slice(name).get_shape()) == tuple(shard.local.shape)
         )
 
@@ -103,12 +141,12 @@ class _RankFile:
     def copy_overlap(self, name: str, shard: Shard) -> int:
         """Copy the region that this file and the shard share; returns its size."""
         place = self.places.get(name)
-        if place is None or tuple(place["shape"]) != shard.shape:
+        if place is None or place.shape != shard.shape:
             return 0
         saved = self._tensors.get_slice(name)
         source, target, size = [], [], 1
         for saved_from, saved_size, wanted_from, wanted_size in zip(
-            place["offset"], saved.get_shape(), shard.offset, shard.local.shape, strict=True
+            place.offset, saved.get_shape(), shard.offset, shard.local.shape, strict=True
         ):
             start = max(saved_from, wanted_from)
             stop = min(saved_from + saved_size, wanted_from + wanted_size)
@@ -122,18 +160,41 @@ class _RankFile:
 
 
 def newest_valid(root: Path, world: World) -> tuple[CheckpointReader | None, list[str]]:
-    """The newest checkpoint without a flaw, agreed on by all ranks, and what this rank found wrong."""
+    """The newest checkpoint without a flaw, agreed on by all ranks, and why newer ones are not used.
+
+    Each rank looks at its share of the files. The leading rank, which speaks for all, knows every reason.
+    """
     complaints: list[str] = []
-    for step in steps_in(root):
+    for step in _agreed_steps(root, world):
         directory = step_directory(root, step)
-        reader = None
-        try:
-            reader = CheckpointReader(directory)
-            found = reader.problems(world.rank, world.size)
-        except (ValueError, OSError) as error:
-            found = [str(error)] if world.leads else []
-        complaints += [f"checkpoint {directory.name} is not used: {problem}" for problem in found]
-        flaws, unreadable = world.sum([len(found), reader is None])
-        if flaws == 0 and unreadable == 0:
-            return reader, complaints
+        reader, reasons = _open(directory)
+        (unreadable,) = world.sum([reader is None])
+        if reader is None or unreadable:
+            reasons = reasons or ["another rank cannot read it"]
+        else:
+            own = reader.files[world.rank :: world.size]
+            flawed = {file for file in own if reader.problem(file)}
+            everyones = world.sum([file in flawed for file in reader.files])
+            if not any(everyones):
+                return reader, complaints
+            if world.leads:
+                named = [file for file, flaws in zip(reader.files, everyones, strict=True) if flaws]
+                reasons = [reader.problem(file) or f"another rank cannot read {file}" for file in named]
+        complaints += [f"checkpoint {directory.name} is not used: {reason}" for reason in reasons]
+    if complaints:
+        complaints.append(f"no valid checkpoint in {root}: the run starts from the beginning")
     return None, complaints
+
+
+def _open(directory: Path) -> tuple[CheckpointReader | None, list[str]]:
+    try:
+        return CheckpointReader(directory), []
+    except (ValueError, OSError) as error:
+        return None, [str(error)]
+
+
+def _agreed_steps(root: Path, world: World) -> list[int]:
+    # On another machine the file system may lag behind, and ranks with different lists would wait forever.
+    steps: list[float] = list(steps_in(root)) if world.leads else []
+    (count,) = world.sum([len(steps)])
+    return [int(step) for step in world.sum(steps or [0] * int(count))] if count else []

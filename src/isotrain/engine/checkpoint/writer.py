@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from isotrain.engine.checkpoint.layout import (
     WRITING,
     rank_file,
     sha256_of,
+    share,
     step_directory,
     steps_in,
     sync,
@@ -41,16 +43,18 @@ class CheckpointWriter:
     """
 
     def __init__(self, root: Path, rank: int, ranks: int, keep: int) -> None:
+        assert keep >= 1, "the newest checkpoint is never removed"
         self.root = root
         self.rank = rank
         self.ranks = ranks
         self.keep = keep
         self._thread: threading.Thread | None = None
-        self._failure: str | None = None
+        self._untold: list[str] = []
+        self._newest_failure: str | None = None
         if rank == 0:
             root.mkdir(parents=True, exist_ok=True)
             for leftover in root.glob(f"{WRITING}*"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def save(
         self, step: int, shards: Mapping[str, Shard], extras: Mapping[str, Any], state: Mapping[str, Any]
@@ -59,31 +63,35 @@ class CheckpointWriter:
 
         `extras` is this rank's own JSON (its host generators), `state` the loop's, the same on every rank.
         """
-        self.wait()
+        self._join()
+        self._newest_failure = None
         # The copy is what makes the save consistent: training changes the weights while the thread writes.
         staged = {
             name: shard.local.detach().to("cpu", copy=True).contiguous() for name, shard in shards.items()
         }
         places = {name: {"shape": shard.shape, "offset": shard.offset} for name, shard in shards.items()}
         metadata = {"shards": json.dumps(places), "extras": json.dumps(extras)}
+        # No daemon: a loop that ends with an error does not take the checkpoint being written with it.
         self._thread = threading.Thread(
-            target=self._run,
-            args=(step, staged, metadata, dict(state)),
-            name=f"checkpoint-{step}",
-            daemon=True,
+            target=self._run, args=(step, staged, metadata, dict(state)), name=f"checkpoint-{step}"
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Until nothing is being written; `failure()` then tells how the newest save failed, told or not."""
+        self._join()
+        if self._newest_failure and self._newest_failure not in self._untold:
+            self._untold.append(self._newest_failure)
 
     def failure(self) -> str | None:
         """What went wrong since the last call, if anything did."""
-        failure, self._failure = self._failure, None
-        return failure
+        told = [self._untold.pop(0) for _ in range(len(self._untold))]
+        return "; ".join(told) or None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _run(
         self, step: int, staged: dict[str, torch.Tensor], metadata: dict[str, str], state: dict[str, Any]
@@ -91,12 +99,16 @@ class CheckpointWriter:
         target = step_directory(self.root, step)
         temporary = self.root / f"{WRITING}{target.name}"
         try:
+            if self.rank == 0:
+                self._remove_leftovers(temporary)
             temporary.mkdir(exist_ok=True)
             report = self._write_shards(temporary, staged, metadata)
             if self.rank == 0:
                 self._commit(temporary, target, step, state, report)
         except Exception as error:  # a thread has no caller to raise to: the loop asks for the failure
-            self._failure = f"checkpoint {target.name} was not saved: rank {self.rank}: {error}"
+            who = "" if isinstance(error, _PeerFailure) else f"rank {self.rank}: "
+            self._newest_failure = f"checkpoint {target.name} was not saved: {who}{error}"
+            self._untold.append(self._newest_failure)
             self._tell_peers(temporary, str(error))
 
     def _write_shards(
@@ -104,6 +116,7 @@ class CheckpointWriter:
     ) -> dict[str, Any]:
         path = temporary / rank_file(self.rank)
         save_file(staged, path, metadata=metadata)
+        share(path)
         sync(path)
         report = {"size": path.stat().st_size, "sha256": sha256_of(path)}
         self._write_report(temporary, report)
@@ -123,7 +136,9 @@ class CheckpointWriter:
             (temporary / rank_file(self.rank)).unlink(missing_ok=True)
             self._write_report(temporary, {"error": error})
         except OSError:
-            pass  # the first rank then runs into its time limit and says which rank is silent
+            # An empty file still fits on a full disk. Failing that, the first rank runs into its time limit.
+            with contextlib.suppress(OSError):
+                _report(temporary, self.rank).touch()
 
     def _commit(
         self, temporary: Path, target: Path, step: int, state: dict[str, Any], own_report: dict[str, Any]
@@ -131,7 +146,7 @@ class CheckpointWriter:
         reports = {0: own_report} | {rank: _await_report(temporary, rank) for rank in range(1, self.ranks)}
         for rank, report in reports.items():
             if "error" in report:
-                raise OSError(f"rank {rank}: {report['error']}")
+                raise _PeerFailure(f"rank {rank}: {report['error']}")
             _report(temporary, rank).unlink()
         manifest = json.dumps(
             {
@@ -148,20 +163,38 @@ class CheckpointWriter:
         if target.exists():  # an earlier save of the same step that turned out to be damaged
             shutil.rmtree(target)
         temporary.rename(target)
-        sync(self.root)
-        _write_synced(target / MARKER, hashlib.sha256(manifest.encode()).hexdigest())
-        sync(target)
+        try:
+            sync(self.root)
+            _write_synced(target / MARKER, hashlib.sha256(manifest.encode()).hexdigest())
+            sync(target)
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
         self._remove_old(step)
 
     def _remove_old(self, newest: int) -> None:
-        complete = [
-            s for s in steps_in(self.root) if s <= newest and (step_directory(self.root, s) / MARKER).exists()
-        ]
-        for step in complete[self.keep :]:
+        """Keeps the last complete ones; one without a marker was never finished, or its removal was not.
+
+        What cannot be removed now is tried again after the next save: the new checkpoint is safe already.
+        """
+        steps = [step for step in steps_in(self.root) if step <= newest]
+        complete = [step for step in steps if (step_directory(self.root, step) / MARKER).exists()]
+        for step in set(steps) - set(complete[: self.keep]):
             directory = step_directory(self.root, step)
             # Without its marker it is no checkpoint any more, however far the removal gets.
-            (directory / MARKER).unlink()
-            shutil.rmtree(directory)
+            with contextlib.suppress(OSError):
+                (directory / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _remove_leftovers(self, temporary: Path) -> None:
+        """A rank that came late to a failed save has made its directory again; names sort by step."""
+        for leftover in self.root.glob(f"{WRITING}*"):
+            if leftover.name < temporary.name:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+class _PeerFailure(Exception):
+    """What another rank reported, or that it did not."""
 
 
 def _report(temporary: Path, rank: int) -> Path:
@@ -173,9 +206,9 @@ def _await_report(temporary: Path, rank: int) -> dict[str, Any]:
     deadline = time.monotonic() + PEER_TIMEOUT_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {rank} did not report within {PEER_TIMEOUT_SECONDS:.0f} s")
+            raise _PeerFailure(f"rank {rank} did not report within {PEER_TIMEOUT_SECONDS:.0f} s")
         time.sleep(0.02)
-    report: dict[str, Any] = json.loads(path.read_text())
+    report: dict[str, Any] = json.loads(path.read_text() or '{"error": "could not even write its report"}')
     return report
 
 

@@ -1,5 +1,6 @@
 """Reference versions, in plain differentiable torch, of the fused operators that training code calls.
 
+The signatures are those of torch_npu 2.5.1 and 2.6.0, which later versions only extend.
 Legend: B batch, S and T tokens, N heads, D head size, H = N * D.
 """
 
@@ -34,11 +35,9 @@ def npu_fusion_attention(
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
-    softmax_layout: str = "",
-    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Attention; returns output, softmax maximum and sum (fp32), an unused tensor, seed, offset, numels."""
-    _require_supported(pse, padding_mask, prefix, sink, (pre_tockens, next_tockens), sparse_mode, atten_mask)
+    _require_supported(pse, padding_mask, prefix, (pre_tockens, next_tockens), sparse_mode, atten_mask)
     dropout = 1.0 - keep_prob
     if input_layout != "TND":
         q, k, v = (_to_heads(x, input_layout, head_num, query) for x in (query, key, value))
@@ -64,13 +63,12 @@ def _require_supported(
     pse: Tensor | None,
     padding_mask: Tensor | None,
     prefix: Sequence[int] | None,
-    sink: Tensor | None,
     window: tuple[int, int],
     sparse_mode: int,
     mask: Tensor | None,
 ) -> None:
-    if any(x is not None for x in (pse, padding_mask, prefix, sink)) or window != (WIDE, WIDE):
-        raise NotImplementedError("the simulation has no pse, padding_mask, prefix, sink or token window")
+    if any(x is not None for x in (pse, padding_mask, prefix)) or window != (WIDE, WIDE):
+        raise NotImplementedError("the simulation has no pse, padding_mask, prefix or token window")
     if sparse_mode not in (0, TOP_LEFT_CAUSAL, BOTTOM_RIGHT_CAUSAL):
         raise NotImplementedError(f"the simulation has no sparse_mode {sparse_mode}")
     if mask is not None and mask.dtype not in (torch.bool, torch.uint8):

@@ -27,7 +27,7 @@ at::Tensor host_tensor(const at::Tensor& tensor);
 
 c10::Allocator* allocator();
 const at::Generator& default_generator(c10::DeviceIndex index);
-const at::Generator& host_generator(const at::Generator& generator);
+const at::Generator& host_generator(const at::Generator& generator);  // what an npu generator draws from
 
 // Runs a piece of code with another current device.
 class DeviceScope {

@@ -8,6 +8,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -15,7 +16,9 @@
 #include <cstring>
 #include <mutex>
 #include <sstream>
+#include <string>
 #include <unordered_set>
+#include <vector>
 
 namespace npusim {
 namespace {
@@ -407,7 +410,8 @@ const at::Generator& default_generator(c10::DeviceIndex index) {
 }
 
 const at::Generator& host_generator(const at::Generator& generator) {
-  if (generator.device().type() != kNpu) return generator;
+  TORCH_CHECK(generator.device().type() == kNpu, "Expected a 'npu' device type for generator but found '",
+              generator.device().type(), "'");
   return static_cast<const Generator*>(generator.unsafeGetGeneratorImpl())->host();
 }
 

@@ -1,0 +1,81 @@
+"""Two or more programs that take turns: each in a process of its own, only one working at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+class Turns:
+    """A worker's side: it works only between the parent's `go` and its own answer."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.rows: list[dict[str, float]] = []
+        self._answer(ready=True)
+
+    def after_step(self, **figures: float) -> None:
+        """To be called after every step; answers, and waits for the next turn, after each `steps` of them."""
+        self.rows.append(figures)
+        if len(self.rows) == self.steps:
+            seconds = time.perf_counter() - self._started
+            rows, self.rows = self.rows, []
+            self._answer(seconds=seconds, rows=rows, peak_bytes=_peak_bytes())
+
+    def _answer(self, **fields: Any) -> None:
+        print("turn " + json.dumps(fields), flush=True)
+        if not sys.stdin.readline():
+            sys.exit()
+        self._started = time.perf_counter()
+
+
+def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any]]]:
+    """Start this script once for each side with `--side NAME`, let them alternate, and return the answers.
+
+    The first turn warms caches and memory up and is left out.
+    """
+    processes = {
+        side: subprocess.Popen(
+            [sys.executable, *sys.argv, "--side", side],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for side in sides
+    }
+    answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    try:
+        for process in processes.values():
+            assert _read(process)["ready"]
+        for turn in range(turns + 1):
+            for side in sides if turn % 2 else reversed(sides):
+                stdin = processes[side].stdin
+                assert stdin is not None
+                stdin.write("go\n")
+                stdin.flush()
+                answers[side].append(_read(processes[side]))
+            line = ", ".join(f"{side} {answers[side][-1]['seconds']:.2f} s" for side in sides)
+            print(f"turn {turn}: {line}", file=sys.stderr, flush=True)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return {side: answers[side][1:] for side in sides}
+
+
+def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("turn "):
+            answer: dict[str, Any] = json.loads(line.removeprefix("turn "))
+            return answer
+    raise SystemExit(f"a side ended early with code {process.wait()}")
+
+
+def _peak_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

@@ -1,0 +1,80 @@
+"""Weights in: each rank reads its own part of the safetensors files of a model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from isotrain.errors import ModelError
+from isotrain.models.shards import shard_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The safetensors files of a model directory, read slice by slice."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open: dict[str, Any] = {}
+        self.file_of = self._index()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        tensor: torch.Tensor = self._slice(name)[part]
+        return tensor
+
+    def _index(self) -> dict[str, str]:
+        index = self.directory / INDEX
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+                return {str(name): str(file) for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(f"{index} is not a weight index ({error})") from error
+        if (self.directory / SINGLE).is_file():
+            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        raise ModelError(
+            f"{self.directory} has no {SINGLE}; convert the weights, pickled ones are never loaded"
+        )
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(self.file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self.directory}/{self.file_of[name]}: '{name}': {error}") from error
+
+    def _file(self, file_name: str) -> Any:
+        if Path(file_name).name != file_name:
+            raise ModelError(
+                f"{self.directory}: the weight index points outside the directory ('{file_name}')"
+            )
+        if file_name not in self._open:
+            try:
+                self._open[file_name] = safe_open(self.directory / file_name, "pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{self.directory}/{file_name} cannot be read: {error}") from error
+        return self._open[file_name]
+
+
+@torch.no_grad()
+def load_weights(parameters: Iterable[tuple[str, nn.Parameter]], files: WeightFiles) -> None:
+    """Fill each parameter's local shard from the tensor of the same name."""
+    for name, parameter in parameters:
+        if name not in files.file_of:
+            raise ModelError(f"{files.directory}: no weights for '{name}'; is this a causal language model?")
+        shard = shard_of(parameter)
+        if files.shape(name) != shard.shape:
+            raise ModelError(
+                f"{files.directory}: '{name}' is {files.shape(name)}, the configuration says {shard.shape}"
+            )
+        shard.local.copy_(files.read(name, shard.part()))

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from isotrain.device import cpu
+from isotrain.device.accelerator import Accelerator
+from isotrain.device.base import Device, Memory
+from isotrain.device.cpu import Cpu
+from isotrain.device.cuda import CUDA
+from isotrain.device.detect import DEVICES, choose_device
+from isotrain.device.npu import NPU
+from isotrain.errors import DeviceError
+
+MEMBERS = [name for name in vars(Device) if not name.startswith("_")]
+
+
+@pytest.fixture
+def device(device_type: str) -> Device:
+    return choose_device(device_type)
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Accelerators report the name that is put here."""
+    names = [""]
+    monkeypatch.setattr(Accelerator, "name", lambda self: names[0])
+    yield names
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_has_the_whole_interface(name: str) -> None:
+    found = DEVICES[name]
+    assert found.type == name and len(MEMBERS) > 15
+    for member in MEMBERS:
+        declared, value = vars(Device)[member], getattr(found, member)
+        if isinstance(declared, property):
+            assert not callable(value), member
+        else:
+            expected = list(inspect.signature(declared).parameters)[1:]
+            assert list(inspect.signature(value).parameters) == expected, member
+    assert isinstance(found.flash_attention, bool) and isinstance(found.fused_adamw, bool)
+    assert "gloo" in found.collectives, "host numbers are exchanged too"
+    hides = found.visible_devices_variable
+    assert hides is None or hides in found.numerics_variables
+
+
+def test_auto_takes_the_accelerator_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_device("auto") is NPU
+    monkeypatch.setattr(Accelerator, "available", lambda self: self.type in ("cuda", "npu"))
+    assert choose_device("auto") is CUDA
+    monkeypatch.setattr(Accelerator, "available", lambda self: False)
+    assert choose_device("auto").type == "cpu"
+
+
+def test_unknown_devices() -> None:
+    with pytest.raises(DeviceError, match=r"device\.type: unknown device 'npus'; did you mean 'npu'\?"):
+        choose_device("npus")
+    with pytest.raises(DeviceError, match="unknown device 'abacus'; use one of: auto, cuda, npu, cpu"):
+        choose_device("abacus")
+
+
+@pytest.mark.skipif(CUDA.available(), reason="there is one")
+def test_an_absent_device() -> None:
+    with pytest.raises(DeviceError, match=r"no 'cuda' device is usable here \(usable: npu, cpu\).*type=auto"):
+        choose_device("cuda")
+    assert CUDA.count() == 0
+
+
+def test_a_torch_that_does_not_know_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "npu")
+    assert not NPU.available() and NPU.count() == 0
+
+
+def test_present_devices(device: Device) -> None:
+    assert device.available() and device.count() >= 1 and device.name()
+    assert NPU.count() == 2 and Cpu().count() == len(os.sched_getaffinity(0))
+
+
+def test_activate_makes_a_device_current() -> None:
+    assert Cpu().activate(1) == torch.device("cpu")
+    torch.npu.set_compile_mode(jit_compile=True)
+    try:
+        assert NPU.activate(1) == torch.device("npu:1")
+        assert torch.npu.current_device() == 1
+        assert torch.npu.is_jit_compile_false(), "operators are not compiled for each shape"
+    finally:
+        assert NPU.activate(0) == torch.device("npu:0")
+
+
+def draw(device_type: str) -> list[float]:
+    on_device = torch.rand(4, device=device_type)
+    return [*torch.rand(4).tolist(), *on_device.tolist()]
+
+
+def test_generators_go_on_from_a_saved_state(device: Device) -> None:
+    device.seed(5)
+    draw(device.type)
+    state = device.rng_state()
+    assert all(part.dtype == torch.uint8 and part.device.type == "cpu" for part in state.values())
+    first, second = draw(device.type), draw(device.type)
+    device.set_rng_state(state)
+    assert draw(device.type) == first and first != second
+
+
+def test_a_seed_fixes_host_and_device(device: Device) -> None:
+    device.seed(5)
+    first = draw(device.type)
+    device.seed(6)
+    other = draw(device.type)
+    device.seed(5)
+    assert draw(device.type) == first
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_accelerator_memory() -> None:
+    before = NPU.memory()
+    NPU.reset_peak_memory()
+    tensor = torch.empty(1 << 20, device="npu")
+    held = NPU.memory()
+    del tensor
+    after = NPU.memory()
+    size = 4 << 20
+    assert held == Memory(before.allocated + size, before.allocated + size, before.total)
+    assert after == Memory(before.allocated, before.allocated + size, before.total)
+    NPU.reset_peak_memory()
+    assert NPU.memory().peak == before.allocated < before.total == 64 << 30
+
+
+def test_host_memory() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("this kernel cannot reset the peak")
+    device, size = Cpu(), 128 << 20
+    before = device.memory()
+    device.reset_peak_memory()
+    tensor = torch.ones(size // 4)
+    held = device.memory()
+    del tensor
+    after = device.memory()
+    assert 0 < before.allocated <= before.peak < before.total
+    assert held.allocated - before.allocated > 0.9 * size
+    assert held.allocated - after.allocated > 0.9 * size
+    assert after.peak - after.allocated > 0.9 * size  # the kernel counts a little late
+    device.reset_peak_memory()
+    assert after.peak - device.memory().peak > 0.9 * size
+
+
+def test_a_system_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_read", lambda path: "")
+    assert Cpu().name() == "cpu"
+    assert (Cpu().memory().allocated, Cpu().memory().peak) == (0, 0)
+
+
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(Cpu, "count", lambda self: 8)
+    for ranks, threads in ((1, "8"), (2, "4"), (3, "2"), (16, "1")):
+        assert Cpu().rank_environment(ranks, deterministic=False) == {"OMP_NUM_THREADS": threads}
+        assert NPU.rank_environment(ranks, deterministic=False) == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_user_decides_on_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert DEVICES[name].rank_environment(2, deterministic=False)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpu", {}),
+        ("cuda", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        (
+            "npu",
+            {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0"},
+        ),
+    ],
+)
+def test_variables_of_deterministic_runs(name: str, expected: dict[str, str]) -> None:
+    loose, strict = (DEVICES[name].rank_environment(1, deterministic=d) for d in (False, True))
+    assert strict == loose | expected
+    assert set(expected) <= set(DEVICES[name].numerics_variables), "what changes results is recorded"
+    assert not set(expected) & set(loose)
+
+
+def test_deterministic_operators(device: Device) -> None:
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        device.make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A10", 125),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GeForce RTX 4090", 165),
+    ],
+)
+def test_the_longest_name_counts(named: list[str], name: str, tflops: float) -> None:
+    named[0] = name
+    assert CUDA.peak_flops(torch.bfloat16) == CUDA.peak_flops(torch.float16) == tflops * 1e12
+    assert CUDA.peak_flops(torch.float32) is None
+
+
+def test_peaks_that_are_not_known(named: list[str]) -> None:
+    named[0] = "some device to come"
+    assert CUDA.peak_flops(torch.bfloat16) is None and NPU.peak_flops(torch.bfloat16) is None
+    assert Cpu().peak_flops(torch.bfloat16) is None
+
+
+def test_peak_of_the_simulated_device() -> None:
+    assert NPU.name().startswith("Ascend910B3") and NPU.peak_flops(torch.bfloat16) == 295e12
+
+
+def test_synchronize(device: Device) -> None:
+    device.synchronize()

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isotrain.models.head import TokenHead
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# Qwen's vocabulary, the largest that people post-train often.
+VOCABULARY = 151_936
+WIDTH = 8
+
+
+def make(
+    device: str, *, tokens: int = 13, width: int = 8, vocabulary: int = 50, dtype: torch.dtype = torch.float32
+) -> Tensors:
+    """Hidden states, head weight and targets, the same on every device."""
+    generator = torch.Generator().manual_seed(3)
+    hidden_ND = torch.randn(tokens, width, generator=generator)
+    weight_VD = torch.randn(vocabulary, width, generator=generator)
+    targets_N = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    hidden_ND, weight_VD = (x.to(device, dtype).requires_grad_() for x in (hidden_ND, weight_VD))
+    return hidden_ND, weight_VD, targets_N.to(device)
+
+
+def reference_logps(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor
+) -> torch.Tensor:
+    return torch.log_softmax(hidden_ND @ weight_VD.t(), -1).gather(1, targets_N[:, None])[:, 0]
+
+
+def test_log_probs_by_hand() -> None:
+    # Logits (0, ln 3) and (0, 0): the second token has probability 3/4, then 1/2.
+    hidden_ND = torch.tensor([[1.0], [0.0]])
+    weight_VD = torch.tensor([[1.0], [3.0]]).log()
+    head = TokenHead(hidden_ND, weight_VD, torch.tensor([1, 1]), chunk=1)
+    expected = torch.tensor([0.75, 0.5]).log()
+    torch.testing.assert_close(head.logps(), expected)
+    torch.testing.assert_close(head.nll_share(4), -expected.sum() / 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 1000])
+def test_chunked_log_probs_equal_the_full_softmax(device_type: str, chunk: int) -> None:
+    factor_N = torch.linspace(-1, 2, 13, device=device_type)
+    hidden_ND, weight_VD, targets_N = make(device_type)
+    logp_N = TokenHead(hidden_ND, weight_VD, targets_N, chunk).logps()
+    (logp_N * factor_N).sum().backward()
+
+    full = make(device_type)
+    expected_N = reference_logps(*full)
+    (expected_N * factor_N).sum().backward()
+    assert logp_N.shape == (13,) and logp_N.device.type == device_type
+    torch.testing.assert_close(logp_N, expected_N, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(hidden_ND.grad, full[0].grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weight_VD.grad, full[1].grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 1000])
+def test_share_equals_cross_entropy(device_type: str, chunk: int) -> None:
+    hidden_ND, weight_VD, targets_N = make(device_type)
+    share = TokenHead(hidden_ND, weight_VD, targets_N, chunk).nll_share(40)
+    (3 * share).backward()
+
+    hidden, weight, targets = make(device_type)
+    expected = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum") / 40
+    (3 * expected).backward()
+    torch.testing.assert_close(share, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(hidden_ND.grad, hidden.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(weight_VD.grad, weight.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_chunk_is_bitwise_a_plain_loss(device_type: str, dtype: torch.dtype) -> None:
+    hidden_ND, weight_VD, targets_N = make(device_type, dtype=dtype)
+    share = TokenHead(hidden_ND, weight_VD, targets_N, chunk=64).nll_share(7)
+    share.backward()
+
+    hidden, weight, targets = make(device_type, dtype=dtype)
+    nll_N = F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="none")
+    (nll_N.sum() / 7).backward()
+    assert torch.equal(share, nll_N.sum() / 7)
+    assert torch.equal(hidden_ND.grad, hidden.grad) and torch.equal(weight_VD.grad, weight.grad)
+
+
+def test_shares_of_parts_add_up(device_type: str) -> None:
+    hidden_ND, weight_VD, targets_N = make(device_type)
+    whole = TokenHead(hidden_ND, weight_VD, targets_N, chunk=4).nll_share(13)
+    parts = [
+        TokenHead(hidden_ND[part], weight_VD, targets_N[part], chunk=4).nll_share(13)
+        for part in (slice(0, 3), slice(3, 13))
+    ]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["logps", "nll_share"])
+def test_a_frozen_weight_gets_no_gradient(device_type: str, loss: str) -> None:
+    gradients = []
+    for frozen in (False, True):
+        hidden_ND, weight_VD, targets_N = make(device_type)
+        weight_VD.requires_grad_(not frozen)
+        head = TokenHead(hidden_ND, weight_VD, targets_N, chunk=5)
+        (head.logps().sum() if loss == "logps" else head.nll_share(13)).backward()
+        assert (weight_VD.grad is None) == frozen
+        gradients.append(hidden_ND.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("loss", ["logps", "nll_share"])
+def test_no_token_gives_a_zero_gradient(device_type: str, loss: str) -> None:
+    hidden_ND, weight_VD, targets_N = make(device_type, tokens=0)
+    head = TokenHead(hidden_ND, weight_VD, targets_N, chunk=5)
+    value = head.logps().sum() if loss == "logps" else head.nll_share(13)
+    value.backward()
+    assert value.item() == 0
+    assert hidden_ND.grad is not None and hidden_ND.grad.shape == (0, 8)
+    assert weight_VD.grad is not None and torch.equal(weight_VD.grad, torch.zeros_like(weight_VD))
+
+
+def test_without_gradients(device_type: str) -> None:
+    head = TokenHead(*make(device_type), chunk=5)
+    with torch.no_grad():
+        share, logp_N = head.nll_share(40), head.logps()
+    assert not share.requires_grad and not logp_N.requires_grad
+    torch.testing.assert_close(share, head.nll_share(40), rtol=1e-6, atol=0)
+    assert torch.equal(logp_N, head.logps())
+
+
+def test_bfloat16_weight_gradient_is_summed_in_float32(device_type: str) -> None:
+    options = {"tokens": 2048, "width": 16, "vocabulary": 32, "dtype": torch.bfloat16}
+    hidden_ND, weight_VD, targets_N = make(device_type, **options)
+    TokenHead(hidden_ND, weight_VD, targets_N, chunk=16).nll_share(1).backward()
+    assert weight_VD.grad is not None and weight_VD.grad.dtype == torch.bfloat16
+
+    hidden, weight, targets = make(device_type, **options)
+    naive = torch.zeros_like(weight)
+    for part in torch.arange(2048, device=device_type).split(16):
+        nll = F.cross_entropy(F.linear(hidden[part], weight).float(), targets[part], reduction="sum")
+        naive += torch.autograd.grad(nll, weight)[0]
+
+    exact_hidden, exact_weight = hidden.detach().cpu().double(), weight.detach().cpu().double()
+    exact_weight.requires_grad_()
+    F.cross_entropy(exact_hidden @ exact_weight.t(), targets.cpu(), reduction="sum").backward()
+
+    def error(gradient: torch.Tensor) -> float:
+        assert exact_weight.grad is not None
+        return float((gradient.cpu().double() - exact_weight.grad).norm() / exact_weight.grad.norm())
+
+    # Rounding to bfloat16 alone is 2^-9 at most; every addition in it adds as much again.
+    assert error(weight_VD.grad) < 2**-8
+    assert error(weight_VD.grad) < 0.25 * error(naive)
+
+
+def peak_bytes(tokens: int, chunk: int, loss: str = "nll_share", frozen: bool = False) -> int:
+    """The most that loss and gradient hold on the device beyond their inputs; the counter is exact."""
+    gc.collect()  # what earlier tests left behind must not be freed meanwhile
+    hidden_ND, weight_VD, targets_N = make("npu", tokens=tokens, width=WIDTH, vocabulary=VOCABULARY)
+    head = TokenHead(hidden_ND, weight_VD.requires_grad_(not frozen), targets_N, chunk)
+    before = torch.npu.memory_allocated()
+    torch.npu.reset_peak_memory_stats()
+    (head.nll_share(tokens) if loss == "nll_share" else head.logps().sum()).backward()
+    return int(torch.npu.max_memory_allocated() - before)
+
+
+def test_memory_grows_with_the_chunk_and_not_with_the_tokens() -> None:
+    all_logits, chunk_logits = 8192 * VOCABULARY * 4, 32 * VOCABULARY * 4  # 4.6 GiB, 19 MiB
+    weight = VOCABULARY * WIDTH * 4
+    short, long = peak_bytes(256, 32), peak_bytes(8192, 32)
+    # Only the gradient of the hidden states grows with the tokens, and what is cast on the way.
+    assert 0 <= long - short < 2 * 8192 * WIDTH * 4 < all_logits / 1000
+    # Logits, log-probs and their gradient, and the weight's gradient as it is summed.
+    assert long < 3 * chunk_logits + 4 * weight < all_logits / 50
+    assert 2 * short - 4 * weight < peak_bytes(256, 64) <= 2 * short
+    for loss in ("nll_share", "logps"):
+        assert peak_bytes(256, 32, loss) < 3 * chunk_logits + 4 * weight
+        assert peak_bytes(256, 32, loss, frozen=True) < 3 * chunk_logits + weight / 10
+
+
+def test_memory_without_gradients_is_that_of_one_chunk() -> None:
+    with torch.no_grad():
+        head = TokenHead(*make("npu", tokens=256, width=WIDTH, vocabulary=VOCABULARY), 32)
+        before = torch.npu.memory_allocated()
+        torch.npu.reset_peak_memory_stats()
+        head.nll_share(256)
+    assert torch.npu.max_memory_allocated() - before < 2.1 * 32 * VOCABULARY * 4

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from isotrain.device.detect import choose_device
+from isotrain.engine.build import build_engine
+from isotrain.engine.world import join_world
+from isotrain.errors import ModelError
+from isotrain.models.head import TokenHead
+from isotrain.models.load import IMPLEMENTATIONS, build_causal_lm
+from isotrain.models.packed import PackedModel
+from isotrain.recipe.schema import ModelSection, OptimizerSection
+
+LENGTHS = (9, 1, 20, 4)
+TOKENS = sum(LENGTHS)
+
+
+def load(directory: Path, device: str, attention: str, dtype: torch.dtype = torch.float32) -> PackedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=IMPLEMENTATIONS[attention]
+    )
+    return PackedModel(model.eval().to(device), attention, head_chunk=7)
+
+
+def tokens(device: str) -> torch.Tensor:
+    return torch.randint(0, 60, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def hidden_states(
+    model: PackedModel, tokens_T: torch.Tensor, lengths: tuple[int, ...] = LENGTHS
+) -> torch.Tensor:
+    place = torch.arange(len(tokens_T), device=tokens_T.device)
+    positions_T = torch.cat([place[:length] for length in lengths])
+    hidden_TD: torch.Tensor = model(
+        tokens_T, positions_T, lengths, place, tokens_T, lambda head: head.hidden_ND
+    )
+    return hidden_TD
+
+
+def one_by_one(model: PreTrainedModel, tokens_T: torch.Tensor) -> torch.Tensor:
+    parts = [model.base_model(sample[None]).last_hidden_state[0] for sample in tokens_T.split(LENGTHS)]
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens see the last five only."""
+    path = tmp_path_factory.mktemp("windowed")
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(params=["tiny", "windowed"])
+def directory(request: pytest.FixtureRequest, tiny: Path, windowed: Path) -> Path:
+    return tiny / "model" if request.param == "tiny" else windowed
+
+
+@torch.no_grad()
+def test_segments_and_padding_equal_samples_one_by_one(directory: Path, device_type: str) -> None:
+    tokens_T = tokens(device_type)
+    padded = load(directory, device_type, "padded")
+    expected = one_by_one(padded.causal_lm, tokens_T)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(hidden_states(padded, tokens_T), expected, rtol=0, atol=1e-5)
+    packed = hidden_states(load(directory, device_type, "segments"), tokens_T)
+    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
+def test_flash_equals_segments(tiny: Path, dtype: torch.dtype, tolerance: float) -> None:
+    tokens_T = tokens("npu")
+    flash = hidden_states(load(tiny / "model", "npu", "flash", dtype), tokens_T)
+    segments = hidden_states(load(tiny / "model", "npu", "segments", dtype), tokens_T)
+    assert flash.dtype == dtype
+    torch.testing.assert_close(flash, segments, rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_a_window_is_respected_whatever_attention_is_chosen(windowed: Path) -> None:
+    device, results = choose_device("npu"), []
+    for attention in ("auto", "segments"):
+        section = ModelSection.model_validate({"path": str(windowed), "attention": attention})
+        with join_world(device) as world:
+            engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
+            results.append(hidden_states(engine.model.eval(), tokens("npu")))
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("attention", ["segments", "padded", "flash"])
+def test_samples_do_not_see_each_other(tiny: Path, attention: str) -> None:
+    model = load(tiny / "model", "npu", attention)
+    tokens_T = tokens("npu")
+    changed = tokens_T.clone()
+    changed[:10] = 7  # the first two samples
+    with torch.no_grad():
+        before, after = hidden_states(model, tokens_T), hidden_states(model, changed)
+    assert torch.equal(before[10:], after[10:]) and not torch.equal(before[:10], after[:10])
+
+
+@pytest.mark.parametrize("attention", ["segments", "padded", "flash"])
+def test_order_in_the_pack_does_not_matter(tiny: Path, attention: str) -> None:
+    model, tokens_T = load(tiny / "model", "npu", attention), tokens("npu")
+    swapped = torch.cat([tokens_T[9:], tokens_T[:9]])
+    with torch.no_grad():
+        hidden_TD = hidden_states(model, tokens_T)
+        other_TD = hidden_states(model, swapped, (*LENGTHS[1:], LENGTHS[0]))
+    torch.testing.assert_close(torch.cat([other_TD[-9:], other_TD[:-9]]), hidden_TD, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["segments", "padded", "flash"])
+def test_gradients_equal_samples_one_by_one(tiny: Path, attention: str) -> None:
+    model, reference = (load(tiny / "model", "npu", kind) for kind in (attention, "padded"))
+    tokens_T = tokens("npu")
+    factor_TD = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(1)).npu()
+    (hidden_states(model, tokens_T) * factor_TD).sum().backward()
+    (one_by_one(reference.causal_lm, tokens_T) * factor_TD).sum().backward()
+    expected = dict(reference.causal_lm.base_model.named_parameters())
+    for name, p in model.causal_lm.base_model.named_parameters():
+        q = expected[name]
+        assert p.grad is not None and q.grad is not None
+        scale = float(q.grad.abs().max())
+        torch.testing.assert_close(p.grad / scale, q.grad / scale, rtol=0, atol=1e-5, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["segments", "flash"])
+def test_positions_are_the_given_ones(tiny: Path, attention: str) -> None:
+    model, tokens_T = load(tiny / "model", "npu", attention), tokens("npu")[:20]
+    place = torch.arange(20, device="npu")
+    spread = model(tokens_T, 3 * place, (20,), place, tokens_T, lambda head: head.hidden_ND)
+    reference = load(tiny / "model", "npu", "padded").causal_lm.base_model
+    expected = reference(tokens_T[None], position_ids=3 * place[None]).last_hidden_state[0]
+    torch.testing.assert_close(spread, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(spread, hidden_states(model, tokens_T, (20,)), atol=1e-2)
+
+
+def test_samples_do_not_meet_in_a_convolution(tmp_path: Path) -> None:
+    config = Lfm2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    torch.manual_seed(0)
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    try:
+        build_causal_lm(tmp_path, "segments")
+    except ModelError:
+        return  # refusing is as good
+    model, tokens_T = load(tmp_path, "cpu", "segments"), tokens("cpu")
+    with torch.no_grad():
+        expected = one_by_one(load(tmp_path, "cpu", "padded").causal_lm, tokens_T)
+        torch.testing.assert_close(hidden_states(model, tokens_T), expected, rtol=0, atol=1e-5)
+
+
+def test_the_objective_gets_the_predicting_positions(tiny: Path, device_type: str) -> None:
+    model, tokens_T = load(tiny / "model", device_type, "segments"), tokens(device_type)
+    everything = hidden_states(model, tokens_T)
+    predict_N = torch.tensor([2, 30, 2], device=device_type)
+    targets_N = torch.tensor([5, 6, 7], device=device_type)
+    positions_T = torch.cat([torch.arange(length, device=device_type) for length in LENGTHS])
+    head = model(tokens_T, positions_T, LENGTHS, predict_N, targets_N, lambda head: head)
+    assert isinstance(head, TokenHead) and head.chunk == 7 and head.targets_N is targets_N
+    assert torch.equal(head.hidden_ND, everything[predict_N])
+    assert head.weight_VD is model.causal_lm.get_output_embeddings().weight

@@ -1,0 +1,30 @@
+"""README's five-minute start, typed literally in a clean clone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_five_minute_start(tmp_path: Path) -> None:
+    section = (REPOSITORY / "README.md").read_text().split("## Five minutes, offline")[1].split("\n## ")[0]
+    typed = "\n".join(re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL))
+    assert "isotrain train" in typed
+    clone = tmp_path / "isotrain"
+    subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True, timeout=60)
+    # A new user's shell: none of this project's settings, and a home of its own.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ISOTRAIN", "NPU_SIM", "PYTHONPATH", "VIRTUAL"))}
+    kept["PATH"] = ":".join(p for p in kept["PATH"].split(":") if ".venv" not in p)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", typed], cwd=clone, env=kept, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "2 + 3 =" in done.stdout, done.stdout[-2000:]
