@@ -1,0 +1,33 @@
+"""How strong the divergence penalty is from step to step (arXiv:1909.08593).
+
+A controller is its own state: `dataclasses.asdict` writes it as JSON, the constructor reads it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class FixedKl:
+    coefficient: float = 0.001
+
+    def updated(self, kl: float, sequences: int) -> FixedKl:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """Steers the divergence towards `target`, by at most 20 % in `horizon` trajectories."""
+
+    coefficient: float = 0.001
+    target: float = 0.1
+    horizon: int = 10_000
+
+    def updated(self, kl: float, sequences: int) -> AdaptiveKl:
+        """The controller after a step with mean divergence `kl` over so many trajectories."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coefficient=self.coefficient * (1 + error * sequences / self.horizon))
+
+
+KL_CONTROLLERS: dict[str, type[FixedKl] | type[AdaptiveKl]] = {"fixed": FixedKl, "adaptive": AdaptiveKl}

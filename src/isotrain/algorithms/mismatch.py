@@ -1,0 +1,71 @@
+"""How far the probabilities of the rollout engine are from those of the trained model.
+
+N: response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from isotrain.algorithms.flat import widen
+
+
+class Mismatch(NamedTuple):
+    """Sums over tokens, and the one maximum, from which the metrics of a whole batch are made."""
+
+    number: float
+    largest: float
+    difference: float
+    difference_squared: float
+    trained: float
+    trained_squared: float
+    rollout: float
+    rollout_squared: float
+    product: float
+
+    def metrics(self) -> dict[str, float]:
+        """A mean difference below 0.01 is healthy. Not a number where there are too few tokens to say."""
+        n = self.number
+        mean = self.difference / n if n else math.nan
+        spread = self.difference_squared - n * mean**2
+        trained = n * self.trained_squared - self.trained**2
+        rollout = n * self.rollout_squared - self.rollout**2
+        common = n * self.product - self.trained * self.rollout
+        return {
+            "training/rollout_probs_diff_mean": mean,
+            "training/rollout_probs_diff_max": self.largest if n else math.nan,
+            "training/rollout_probs_diff_std": math.sqrt(max(spread, 0.0) / (n - 1)) if n > 1 else math.nan,
+            "training/rollout_actor_probs_pearson_corr": (
+                common / math.sqrt(trained * rollout) if trained > 0 and rollout > 0 else math.nan
+            ),
+        }
+
+
+def mismatch(logp_N: torch.Tensor, rollout_logp_N: torch.Tensor, mask_N: torch.Tensor) -> Mismatch:
+    """The sums over the tokens under the mask, on the host in float64."""
+    trained, rollout = (
+        widen(logp[mask_N].detach()).cpu().double().exp() for logp in (logp_N, rollout_logp_N)
+    )
+    difference = (trained - rollout).abs()
+    return Mismatch(
+        number=float(len(difference)),
+        largest=difference.max().item() if len(difference) else 0.0,
+        difference=difference.sum().item(),
+        difference_squared=difference.square().sum().item(),
+        trained=trained.sum().item(),
+        trained_squared=trained.square().sum().item(),
+        rollout=rollout.sum().item(),
+        rollout_squared=rollout.square().sum().item(),
+        product=(trained * rollout).sum().item(),
+    )
+
+
+def combine(parts: Iterable[Mismatch]) -> Mismatch:
+    """The mismatch of all parts together."""
+    parts = list(parts)
+    total = Mismatch(*(math.fsum(column) for column in zip(*parts, strict=True)))
+    return total._replace(largest=max(part.largest for part in parts))

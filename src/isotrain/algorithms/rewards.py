@@ -1,0 +1,39 @@
+"""From scores of trajectories to rewards of tokens.
+
+R: trajectories, N: their response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from isotrain.algorithms.flat import widen, written
+
+
+def token_rewards(
+    scores_R: torch.Tensor,
+    mask_N: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    kl_N: torch.Tensor | None = None,
+    kl_coefficient: float = 0.0,
+) -> torch.Tensor:
+    """The score on the last token that the policy wrote, minus `kl_coefficient kl` on each that it wrote.
+
+    The last written token, not the last one: what a tool answered at the very end earns nothing, and a
+    reward there would be passed over. A trajectory in which the policy wrote nothing has no reward.
+    """
+    at_M, counts = written(mask_N, lengths)
+    ends = accumulate(counts)
+    last = [(r, end - 1) for r, (end, count) in enumerate(zip(ends, counts, strict=True)) if count]
+    rows = torch.tensor([r for r, _ in last], dtype=torch.int64, device=mask_N.device)
+    places = torch.tensor([place for _, place in last], dtype=torch.int64, device=mask_N.device)
+    scores_R = widen(scores_R.detach()).to(mask_N.device)
+    rewards_N = scores_R.new_zeros(len(mask_N))
+    rewards_N[at_M[places]] = scores_R[rows]
+    if kl_N is not None:
+        rewards_N = rewards_N - kl_coefficient * torch.where(mask_N, widen(kl_N.detach()), 0.0)
+    return rewards_N

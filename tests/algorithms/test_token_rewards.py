@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from steps import LENGTHS, MASK, numbers
+
+from isotrain.algorithms.flat import sums
+from isotrain.algorithms.rewards import token_rewards
+
+MASK_N = torch.tensor(MASK).bool()
+
+
+def test_the_score_is_on_the_last_written_token(device_type: str) -> None:
+    scores_R = torch.tensor([1.0, 2.0, 3.0], device=device_type)
+    # The second trajectory ends in a tool token: its score is one token earlier.
+    result = token_rewards(scores_R, MASK_N.to(device_type), LENGTHS)
+    assert result.tolist() == [0, 0, 0, 0, 1.0, 0, 0, 2.0, 0, 3.0]
+    assert result.device.type == device_type
+
+
+def test_penalty_by_hand() -> None:
+    # 5 on the last token, minus 0.5 x 2 on both that the policy wrote.
+    mask_N, kl_N = torch.tensor([1, 0, 1]).bool(), torch.tensor([2.0, torch.nan, 2.0])
+    rewards_N = token_rewards(torch.tensor([5.0]), mask_N, [3], kl_N=kl_N, kl_coefficient=0.5)
+    assert rewards_N.tolist() == [-1.0, 0.0, 4.0]
+
+
+def test_the_sum_is_the_score_minus_the_penalty() -> None:
+    scores_R, kl_N = numbers(0, 3), numbers(1)
+    rewards_N = token_rewards(scores_R, MASK_N, LENGTHS, kl_N=kl_N, kl_coefficient=0.1)
+    expected_R = scores_R - 0.1 * sums(torch.where(MASK_N, kl_N, 0.0), LENGTHS)
+    torch.testing.assert_close(sums(rewards_N, LENGTHS), expected_R)
+
+
+def test_where_nothing_was_written_there_is_no_reward() -> None:
+    mask_N = torch.tensor([0, 0, 1]).bool()
+    assert token_rewards(torch.tensor([5.0, 6.0]), mask_N, [2, 1]).tolist() == [0.0, 0.0, 6.0]
+    assert token_rewards(torch.tensor([5.0]), mask_N[:2], [2]).tolist() == [0.0, 0.0]
+    assert token_rewards(torch.zeros(0), mask_N[:0], []).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_other_types_are_promoted(dtype: torch.dtype) -> None:
+    result = token_rewards(torch.tensor([1, 0, 1], dtype=dtype), MASK_N, LENGTHS)
+    assert result.dtype == torch.float32 and result.sum().item() == 2
