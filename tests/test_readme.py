@@ -20,11 +20,17 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
     assert "isotrain train" in typed
     clone = tmp_path / "isotrain"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True, timeout=60)
-    # A new user's shell: none of this project's settings, and a home of its own.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ISOTRAIN", "NPU_SIM", "PYTHONPATH", "VIRTUAL"))}
-    kept["PATH"] = ":".join(p for p in kept["PATH"].split(":") if ".venv" not in p)
+    # A new user's shell: none of this project's settings.
+    ours = ("ISOTRAIN", "NPU_SIM", "PYTHONPATH", "VIRTUAL")
+    shell = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    shell["PATH"] = ":".join(part for part in shell["PATH"].split(":") if ".venv" not in part)
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", typed], cwd=clone, env=kept, capture_output=True, text=True, timeout=1500
+        ["bash", "-euo", "pipefail", "-c", typed],
+        cwd=clone,
+        env=shell,
+        capture_output=True,
+        text=True,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "2 + 3 =" in done.stdout, done.stdout[-2000:]

@@ -1,10 +1,11 @@
 """Causal attention over packed samples, exact and without padding, for devices without a flash kernel.
 
-H: query heads, G: key/value heads, T: packed tokens, D: head size.
+H: query heads, G: key/value heads, T: packed tokens, D: head size, S: samples of equal length L.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,21 +30,34 @@ def segment_attention(
     sliding_window: int | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: one SDPA call per sample, so that none sees its neighbour."""
+    """transformers' attention signature: SDPA within each sample, so that none sees its neighbour."""
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if extras.get(unsupported) is not None:
             raise ModelError(
                 f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
                 "set model.attention=padded"
             )
+    # Neighbours of equal length share one call: a batch keeps more cores busy than its samples one by one.
+    runs = [(length, len(list(same))) for length, same in groupby(segment_lengths)]
     pieces = zip(
-        query_1HTD.split(segment_lengths, dim=2),
-        key_1GTD.split(segment_lengths, dim=2),
-        value_1GTD.split(segment_lengths, dim=2),
+        runs,
+        query_1HTD.split([length * count for length, count in runs], dim=2),
+        key_1GTD.split([length * count for length, count in runs], dim=2),
+        value_1GTD.split([length * count for length, count in runs], dim=2),
         strict=True,
     )
-    outputs = [_attend(q, k, v, scaling, dropout, sliding_window).transpose(1, 2) for q, k, v in pieces]
-    return torch.cat(outputs, dim=1), None
+    outputs = []
+    for (length, count), *tensors in pieces:
+        query, key, value = (_as_batch(tensor, length, count) for tensor in tensors)
+        output_SHLD = _attend(query, key, value, scaling, dropout, sliding_window)
+        outputs.append(output_SHLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def _as_batch(packed_1HTD: torch.Tensor, length: int, count: int) -> torch.Tensor:
+    """Samples of one length that lie one after the other, as a batch; a view."""
+    batch_SHLD: torch.Tensor = packed_1HTD[0].unflatten(1, (count, length)).transpose(0, 1)
+    return batch_SHLD
 
 
 def _attend(

@@ -111,8 +111,13 @@ class _NllShare(torch.autograd.Function):
         gradient = ctx.gradient
         grad_weight = None
         if gradient.weight_VD is not None:
-            grad_weight = (gradient.weight_VD * grad).to(ctx.weight_dtype)
-        return gradient.hidden_ND * grad, grad_weight, None, None, None
+            grad_weight = _scaled(gradient.weight_VD, grad).to(ctx.weight_dtype)
+        return _scaled(gradient.hidden_ND, grad), grad_weight, None, None, None
+
+
+def _scaled(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    # A loss that is the last word has gradient 1. Where looking is free, that saves a pass over the weight.
+    return tensor if factor.is_cpu and factor.item() == 1.0 else tensor * factor
 
 
 class _Logps(torch.autograd.Function):
