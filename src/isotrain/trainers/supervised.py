@@ -150,6 +150,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             )
             run = record_start(recipe, source, device, world, data)
             trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
+            progress.message(_introduction(recipe, device, trainer))
             done = trainer.resume(run.checkpoints, progress)
             with _recording(trainer.recorder, recipe, run, world, done):
                 progress.start(trainer.steps, done + 1)
@@ -188,6 +189,18 @@ def _build_trainer(
         save_every=trainer.save_every,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
+    )
+
+
+def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
+    """What is about to happen, before the first step has taken its time."""
+    engine, store = trainer.engine, trainer.feed.store
+    everything = sum(p.numel() for p in engine.model.parameters())
+    trained = sum(p.numel() for p in engine.trained.values())
+    return (
+        f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
+        f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
+        f"  {len(store):,} samples, {store.tokens:,} tokens, {store.loss_tokens:,} of them with loss"
     )
 
 

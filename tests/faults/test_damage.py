@@ -1,0 +1,165 @@
+"""A damaged checkpoint is named and passed over; the run goes on from an older one as if nothing happened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isotrain.engine.checkpoint.layout import steps_in
+from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.launch import launch
+from support import run_cli, stable_metrics, tiny_recipe, write_recipe
+
+STEPS = (3, 6, 9)
+
+
+def damageable(tiny: Path, output: Path, device_type: str, ranks: int = 1) -> Recipe:
+    return tiny_recipe(
+        tiny,
+        output,
+        device_type,
+        device={"ranks": ranks},
+        model={"lora": {"rank": 4, "dropout": 0.1}},
+        trainer={"steps": STEPS[-1], "save_every": STEPS[0]},
+        observe={"sinks": ["console"]},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A finished run on each device, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def whole(device_type: str) -> Path:
+        if device_type not in made:
+            made[device_type] = tmp_path_factory.mktemp(device_type) / "whole"
+            launch(damageable(tiny, made[device_type], device_type), "")
+        return made[device_type]
+
+    return whole
+
+
+def step(run: Path, number: int) -> Path:
+    return run / "checkpoints" / f"step-{number:08d}"
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    path = checkpoint / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off(checkpoint: Path) -> None:
+    path = checkpoint / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def delete(checkpoint: Path) -> None:
+    (checkpoint / "rank-00000.safetensors").unlink()
+
+
+def change_the_manifest(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_text(path.read_text().replace('"taken": ', '"taken": 1'))
+
+
+def take_the_marker(checkpoint: Path) -> None:
+    (checkpoint / "COMPLETE").unlink()
+
+
+DAMAGES = {
+    flip_a_byte: "rank-00000.safetensors is damaged (SHA-256 differs)",
+    cut_off: "rank-00000.safetensors has ",
+    delete: "rank-00000.safetensors is missing",
+    change_the_manifest: "manifest.json is damaged",
+    take_the_marker: "it was not finished (no COMPLETE marker)",
+}
+
+
+def assert_mended(run: Path, whole: Path) -> None:
+    assert stable_metrics(run) == stable_metrics(whole)
+    assert steps_in(run / "checkpoints") == list(reversed(STEPS))
+    assert all(not CheckpointReader(step(run, number)).problems() for number in STEPS)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_run_goes_on_from_the_newest_valid_one(
+    tiny: Path,
+    tmp_path: Path,
+    whole_runs: Callable[[str], Path],
+    device_type: str,
+    damage: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = whole_runs(device_type)
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    damage(step(run, 9))
+    capsys.readouterr()
+    launch(damageable(tiny, run, device_type), "")
+    said = capsys.readouterr().out
+    assert f"warning: checkpoint step-00000009 is not used: {DAMAGES[damage]}" in said
+    assert "step-00000006" not in said and "resuming after step 6 of 9" in said
+    assert_mended(run, whole)
+
+
+def test_several_damaged_ones_are_all_named(
+    tiny: Path, tmp_path: Path, whole_runs: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = whole_runs("cpu")
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    flip_a_byte(step(run, 9))
+    cut_off(step(run, 6))
+    capsys.readouterr()
+    launch(damageable(tiny, run, "cpu"), "")
+    said = capsys.readouterr().out
+    assert "step-00000009 is not used" in said and "step-00000006 is not used" in said
+    assert "resuming after step 3 of 9" in said
+    assert_mended(run, whole)
+
+
+def test_with_all_damaged_it_starts_afresh_and_says_so(
+    tiny: Path,
+    tmp_path: Path,
+    whole_runs: Callable[[str], Path],
+    device_type: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = whole_runs(device_type)
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    for number, damage in zip(STEPS, (flip_a_byte, delete, take_the_marker), strict=True):
+        damage(step(run, number))
+    capsys.readouterr()
+    launch(damageable(tiny, run, device_type), "")
+    said = capsys.readouterr().out
+    assert all(f"step-{number:08d} is not used" in said for number in STEPS)
+    assert f"no valid checkpoint in {run / 'checkpoints'}: the run starts from the beginning" in said
+    assert "resuming" not in said and "step 1/9" in said
+    assert_mended(run, whole)
+
+
+def test_export_refuses_it_by_name(tmp_path: Path, whole_runs: Callable[[str], Path]) -> None:
+    run = Path(shutil.copytree(whole_runs("cpu"), tmp_path / "run"))
+    flip_a_byte(step(run, 6))
+    done = run_cli("export", str(run), "--step", "6", "--out", str(tmp_path / "model"), check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "checkpoint step-00000006 is not used: rank-00000.safetensors is damaged" in done.stderr
+    assert "steps there: 3, 6, 9" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.slow
+def test_damage_that_only_a_silent_rank_sees_is_named(tiny: Path, tmp_path: Path) -> None:
+    """Ranks share the checking, but only the first one talks."""
+    file = write_recipe(damageable(tiny, tmp_path / "run", "cpu", ranks=2), tmp_path / "recipe.yaml")
+    run_cli("train", str(file), OMP_NUM_THREADS="1")
+    whole = Path(shutil.copytree(tmp_path / "run", tmp_path / "whole"))
+    (step(tmp_path / "run", 9) / "rank-00001.safetensors").unlink()
+    done = run_cli("train", str(file), OMP_NUM_THREADS="1")
+    assert "step-00000009 is not used: rank-00001.safetensors is missing" in done.stdout
+    assert "resuming after step 6 of 9" in done.stdout
+    assert_mended(tmp_path / "run", whole)
