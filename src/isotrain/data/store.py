@@ -126,6 +126,11 @@ def build_store(
         except OSError:
             if not (directory / _META).is_file():
                 raise
+    except OSError as error:
+        raise DataError(
+            f"{directory.parent}: the tokens cannot be kept there ({error.strerror or error}); "
+            "make room, or set ISOTRAIN_CACHE to another directory"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return TokenStore.open(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from isotrain.engine.world import STORE_VARIABLE
 from isotrain.errors import DeviceError, LaunchError
 from isotrain.recipe.load import write_resolved
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.rank import CRASH_FILE, ERROR_FILE, RECIPE_FILE, SOURCE_FILE
+from isotrain.trainers.rank import CRASH_FILE, ERROR_FILE, LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
 from isotrain.trainers.supervised import train_supervised
 
 
@@ -45,6 +46,7 @@ def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
     shared = {
         **device.rank_environment(ranks, recipe.device.deterministic),
         STORE_VARIABLE: str(job / "store"),
+        LAUNCHER_VARIABLE: str(os.getpid()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         # All ranks are on this machine: their host collectives need no other interface.
@@ -74,14 +76,16 @@ def _explain(job: Path, exit_codes: dict[int, int]) -> str:
 
     When one rank stops with an error, the others' collectives break: what they then say explains nothing.
     """
-    for kind in (ERROR_FILE, CRASH_FILE):
-        words = [file.read_text().strip() for file in sorted(job.glob(kind.format(rank="*")))]
-        if words:
-            return "\n".join(dict.fromkeys(words))
-    ends = (
-        f"rank {rank} was killed by signal {-code}" + (" (out of memory?)" if code == -9 else "")
-        if code < 0
-        else f"rank {rank} ended with exit code {code}"
+
+    def words(kind: str) -> list[str]:
+        return [file.read_text().strip() for file in sorted(job.glob(kind.format(rank="*")))]
+
+    # The first failure makes the launcher end the others with SIGTERM: that one explains nothing either.
+    killed = [
+        f"rank {rank} was killed by signal {-code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
         for rank, code in sorted(exit_codes.items())
-    )
-    return "; ".join(ends)
+        if code < 0 and code != -signal.SIGTERM
+    ]
+    ended = [f"rank {rank} ended with exit code {code}" for rank, code in sorted(exit_codes.items())]
+    reasons = words(ERROR_FILE) or killed or words(CRASH_FILE) or ended
+    return "\n".join(dict.fromkeys(reasons))

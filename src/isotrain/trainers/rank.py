@@ -17,6 +17,7 @@ RECIPE_FILE = "recipe.json"
 SOURCE_FILE = "recipe.yaml"
 ERROR_FILE = "error-{rank}.txt"
 CRASH_FILE = "crash-{rank}.txt"
+LAUNCHER_VARIABLE = "ISOTRAIN_LAUNCHER"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,6 +40,8 @@ def _die_with_parent() -> None:
     # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
+        os._exit(1)  # it was killed while this process was still starting
 
 
 if __name__ == "__main__":

@@ -38,5 +38,9 @@ class Recorder:
             sink.close()
 
 
-def draw_plots(run: RunDirectory, name: str) -> None:
-    plot_run(read_metrics(run.metrics), run.plots, name=name)
+def draw_plots(run: RunDirectory, name: str, progress: Progress) -> None:
+    """The curves of a finished run; a full disk costs the pictures, not the run."""
+    try:
+        plot_run(read_metrics(run.metrics), run.plots, name=name)
+    except OSError as error:
+        progress.message(f"warning: no curves in {run.plots}: {error}")

@@ -156,7 +156,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
                 progress.start(trainer.steps, done + 1)
                 trainer.train(done)
             if world.leads:
-                draw_plots(run, recipe.name)
+                draw_plots(run, recipe.name, progress)
                 progress.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
                 progress.message(f"next: isotrain export {run.path} --out DIR")
 
