@@ -33,4 +33,5 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
         timeout=1500,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "2 + 3 =" in done.stdout, done.stdout[-2000:]
+    # The form of an answer is learned in a minute; the sums themselves are not.
+    assert re.search(r"^\d+ \S \d+ = \d+$", done.stdout.strip().splitlines()[-1]), done.stdout[-500:]
