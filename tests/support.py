@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import npusim
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
@@ -68,3 +73,14 @@ def stable_metrics(run: Path | str) -> list[dict[str, float]]:
     """A run's metrics without those that no two runs share."""
     rows = read_metrics(Path(run) / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not name.startswith(VOLATILE)} for row in rows]
+
+
+@contextmanager
+def rank_of_two(rank: int) -> Iterator[DeviceMesh]:
+    """A mesh as one of two ranks sees it, without the other."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        # A name of its own: torch keeps what it knows of a mesh for the next equal one in the process.
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=(f"seen_by_{rank}",))
+    finally:
+        dist.destroy_process_group()

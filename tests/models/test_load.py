@@ -4,18 +4,14 @@ import gc
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, GraniteConfig, PhiConfig, PreTrainedModel
 
 from isotrain.data.prepare.tiny import Architecture, make_tiny
@@ -28,6 +24,7 @@ from isotrain.models.load import build_causal_lm, load_tokenizer, materialise, m
 from isotrain.models.shards import shard_of
 from isotrain.models.weights import WeightFiles, load_weights
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from support import rank_of_two
 
 LENGTHS = (7, 1, 12)
 
@@ -129,17 +126,6 @@ def test_building_an_engine_takes_the_memory_of_its_weights(directory: Path) -> 
         tied = 4 * 512 * 64 * engine.model.causal_lm.config.tie_word_embeddings  # for a moment there are two
         assert weights <= device.memory().allocated - before < 1.01 * weights
         assert device.memory().peak - before < 1.01 * weights + tied
-
-
-@contextmanager
-def rank_of_two(rank: int) -> Iterator[DeviceMesh]:
-    """A mesh as one of two ranks sees it, without the other."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-    try:
-        # A name of its own: torch keeps what it knows of a mesh for the next equal one in the process.
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=(f"seen_by_{rank}",))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isotrain.algorithms.sft import sft_loss
 from isotrain.data.packing import pack
@@ -28,6 +25,7 @@ from isotrain.models.load import build_causal_lm
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.shards import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from support import rank_of_two
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 BATCH = pack([Sample(np.arange(3, 12, dtype=np.int32), np.ones(9, np.bool_))])
@@ -170,17 +168,6 @@ def test_initial_values_do_not_depend_on_the_device(tiny: Path) -> None:
     assert found[0].keys() == found[1].keys() and len(found[0]) == 2 * 7 * 2
     for name, tensor in found[0].items():
         assert torch.equal(tensor, found[1][name]), name
-
-
-@contextmanager
-def rank_of_two(rank: int) -> Iterator[DeviceMesh]:
-    """A mesh as one of two ranks sees it, without the other."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-    try:
-        # A name of its own: torch keeps what it knows of a mesh for the next equal one in the process.
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=(f"seen_by_{rank}",))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_initial_values_do_not_depend_on_the_split() -> None:

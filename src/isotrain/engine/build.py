@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from peft import LoraConfig
 
@@ -25,7 +27,8 @@ def build_engine(
     model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World, seed: int
 ) -> TrainingEngine:
     """A model sharded over the world, its weights loaded, ready to train."""
-    packed = _build_model(model, device)
+    directory = model_directory(model.path)
+    packed = _build_model(directory, model, device)
     dtype = getattr(torch, model.dtype)
     if model.lora.rank:
         add_adapters(packed.causal_lm, adapter_config(model.lora), frozen_dtype=dtype)
@@ -38,7 +41,7 @@ def build_engine(
     named = [(name.removeprefix(PREFIX), p) for name, p in packed.named_parameters()]
     load_weights(
         [(base_name(name), p) for name, p in named if not is_adapter(name)],
-        WeightFiles(model_directory(model.path)),
+        WeightFiles(directory),
     )
     initialise_adapters([(name, p) for name, p in named if is_adapter(name)], seed)
     adamw = make_optimizer(
@@ -52,8 +55,7 @@ def build_engine(
     return TrainingEngine(packed, adamw, world, optimizer.clip_norm)
 
 
-def _build_model(model: ModelSection, device: Device) -> PackedModel:
-    directory = model_directory(model.path)
+def _build_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
     # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
     windowed = has_window(read_config(directory)) and not device.flash_window
     attention = model.attention

@@ -82,13 +82,17 @@ def run_lock(output: Path, leads: bool) -> Iterator[None]:
 def open_feeds(recipe: Recipe, world: World, progress: Progress) -> tuple[Feed, Feed | None]:
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
-    train = _open_store(data.train, recipe, world, progress)
+    tokenizer = load_tokenizer(model_directory(recipe.model.path))
+    encoder = Encoder(
+        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+    )
+    train = _open_store(data.train, encoder, world, progress)
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
     sampler = Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit)
     feed = _feed(train, sampler, data, world)
     if not data.validation:
         return feed, None
-    validation = _open_store(data.validation, recipe, world, progress)
+    validation = _open_store(data.validation, encoder, world, progress)
     rows = min(len(validation), data.validation_rows or len(validation))
     in_order = Sampler(rows, data.batch_size, recipe.seed, shuffle=False, limit=rows)
     return feed, _feed(validation, in_order, data, world)
@@ -98,12 +102,7 @@ def _feed(store: TokenStore, sampler: Sampler, data: DataSection, world: World) 
     return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
 
 
-def _open_store(source: str | list[str], recipe: Recipe, world: World, progress: Progress) -> TokenStore:
-    data = recipe.data
-    tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    encoder = Encoder(
-        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
-    )
+def _open_store(source: str | list[str], encoder: Encoder, world: World, progress: Progress) -> TokenStore:
     cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / "tokens"
 
     def report(rows: int) -> None:
