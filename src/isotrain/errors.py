@@ -31,3 +31,19 @@ class NonFiniteError(IsotrainError, ArithmeticError):
 
 class LaunchError(IsotrainError, RuntimeError):
     """A rank that ended with an error."""
+
+
+class RolloutError(IsotrainError, RuntimeError):
+    """A generation engine that failed, with its name."""
+
+
+class WeightUpdateError(RolloutError):
+    """A weight update that an engine did not take whole, or not in time."""
+
+
+class RewardError(IsotrainError, RuntimeError):
+    """A reward that cannot be computed at all; a single sample's failure is counted instead."""
+
+
+class ClusterError(IsotrainError, RuntimeError):
+    """A Ray cluster that cannot be joined, lacks devices, or lost a worker."""

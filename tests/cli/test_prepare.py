@@ -16,7 +16,11 @@ def test_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["tiny", "--out", "work/tiny", "--rows", "20"])
     assert result.exit_code == 0, result.output
     assert "wrote work/tiny/train.jsonl (20 rows)" in result.output
-    assert result.output.endswith("Next:\n    isotrain train tiny-sft\n")
+    assert "wrote work/tiny/prompts-validation.jsonl (2 rows)" in result.output
+    assert result.output.endswith(
+        "Next:\n    isotrain train tiny-sft\nor, learning from rewards:\n    isotrain train tiny-grpo\n"
+    )
+    assert (tmp_path / "work/tiny/reward.py").is_file()
     assert (tmp_path / "work/tiny/model/model.safetensors").is_file()
 
 
@@ -25,6 +29,8 @@ def test_tiny_elsewhere_says_what_to_override(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["tiny", "--out", str(out), "--rows", "10", "--architecture", "qwen3"])
     assert result.exit_code == 0, result.output
     assert f"model.path='{out}/model'" in result.output and f"data.train='{out}/train.jsonl'" in result.output
+    assert f"data.train='{out}/prompts.jsonl'" in result.output
+    assert f"reward.function.path='{out}/reward.py:score'" in result.output
 
 
 def test_gsm8k(tmp_path: Path) -> None:

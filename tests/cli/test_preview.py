@@ -71,3 +71,59 @@ def test_rows_left_out_are_counted(recipe: Path, capsys: pytest.CaptureFixture[s
     assert "train.jsonl:2: " in out and "1 rows on the way were left out" in out
     with pytest.raises(DataError, match="no sample to show: 2 rows"):
         preview(str(recipe), ["data.max_length=2", "data.too_long=drop"], 5)
+
+
+ONLINE = (
+    RECIPE.replace("name: sft", "name: grpo")
+    + """\
+rollout: {{n: 2, max_tokens: 8}}
+reward:
+  function: {{path: reward.py:score}}
+  answer_key: extra.answer
+"""
+)
+
+
+class TestPrompts:
+    @pytest.fixture(scope="class")
+    def online(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        root = tmp_path_factory.mktemp("prompts")
+        make_tiny(root, train_rows=3, validation_rows=1, layers=1)
+        (root / "train.jsonl").write_text(
+            '{"prompt": [{"role": "user", "content": "Hi\\u001b[31m"}], '
+            '"extra": {"answer": "4\\n\\u001b2"}}\n'
+            '{"prompt": "What is 3?", "extra": {"answer": [3]}}\n'
+            '{"prompt": "And 4?", "extra": {}}\n'
+        )
+        path = root / "recipe.yaml"
+        path.write_text(ONLINE.format(root=root))
+        return path
+
+    def test_prompts_and_answers(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        preview(str(online), [], 2)
+        out = capsys.readouterr().out
+        assert "\x1b" not in out and "⟦" not in out, (
+            "escapes in the data are spelled; there is no loss to mark"
+        )
+        first, second, _ = out.split("\n\n")
+        assert "train.jsonl:1: " in first and "\\u001b" in first
+        assert first.endswith("<|im_start|>│assistant│⏎\nanswer (extra.answer): 4⏎\\u001b2")
+        assert "user│⏎\n" in second and second.endswith("answer (extra.answer): [3]")
+        assert "2 prompts: " in out and "token boundary" in out and "warning" not in out
+
+    def test_a_missing_answer(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        preview(str(online), [], 3)
+        out = capsys.readouterr().out
+        assert out.count("warning: ") == 1
+        assert "warning: no 'extra.answer'" in out and "the row has 'prompt', 'extra'" in out
+        preview(str(online), ["reward.function=null", "reward.model.path=somewhere"], 3)
+        out = capsys.readouterr().out
+        assert "warning" not in out and "a reward model needs none" in out
+
+    def test_too_long(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        preview(str(online), ["data.max_length=14", "data.too_long=drop"], 1)
+        assert "1 rows on the way were left out" in capsys.readouterr().out
+        with pytest.raises(DataError, match="no prompt to show: 3 rows"):
+            preview(str(online), ["data.max_length=2", "data.too_long=drop"], 1)
+        with pytest.raises(DataError, match=r"data\.too_long: truncate"):
+            preview(str(online), ["data.too_long=truncate"], 1)

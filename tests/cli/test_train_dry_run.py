@@ -14,7 +14,7 @@ from isotrain.cli import train
 from isotrain.cli.main import app
 from isotrain.errors import IsotrainError
 from isotrain.recipe import document, library
-from isotrain.recipe.load import load_recipe, resolved
+from isotrain.recipe.load import load_recipe, parse_recipe, resolved
 
 RUNNER = CliRunner()
 
@@ -54,6 +54,38 @@ def test_dry_run_shows_people_yaml(
     train.show(recipe)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert document.parse(plain, "stdout").values == resolved(recipe)
+
+
+ONLINE = """\
+name: a
+output: b
+model: {path: c}
+data: {train: d, batch_size: 8}
+algorithm: {name: grpo}
+rollout: {n: 4, staleness: 1, engines: 2, tensor_parallel: 4}
+reward:
+  gsm8k:
+  function: {path: "rewards.py:score"}
+cluster: {placement: separate}
+"""
+
+
+def test_the_summary_of_an_online_recipe_says_what_would_run_where() -> None:
+    lines = train.summary(parse_recipe(ONLINE, "r.yaml")).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        *("algorithm", "model", "data", "rollout", "reward", "cluster", "length", "device", "output")
+    ]
+    assert lines[3:7] == [
+        "  data       d (8 prompts a step)",
+        "  rollout    vllm, 4 answer(s) a prompt of at most 512 tokens",
+        "  reward     gsm8k (strict) + rewards.py:score",
+        "  cluster    separate, 2 engine(s) of 4 devices each, up to 1 version(s) behind, Ray auto",
+    ]
+
+
+def test_the_summary_says_where_a_run_without_a_cluster_section_goes() -> None:
+    recipe = parse_recipe(ONLINE, "r.yaml", ["cluster=null", "rollout={n: 2}"])
+    assert "  cluster    colocated, 1 engine(s), Ray auto" in train.summary(recipe).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import chat_templates as styles
 import numpy as np
 import pytest
 
+from isotrain.data import mapped
 from isotrain.data import store as module
 from isotrain.data.encode import Encoder
 from isotrain.data.rows import Row
@@ -57,7 +58,7 @@ def test_files_and_digest(tmp_path: Path) -> None:
 
 
 def test_progress_counts_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_REPORT_EVERY", 2)
+    monkeypatch.setattr(mapped, "_REPORT_EVERY", 2)
     seen: list[int] = []
     build_store(rows(1, 0, 1, 1, 1), encode, tmp_path / "s", "key", seen.append)
     assert seen == [2, 4, 5]
@@ -86,13 +87,19 @@ def test_the_first_of_two_builders_wins(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "broken", "empty"])
+@pytest.mark.parametrize("damage", ["short", "missing", "broken", "empty", "bounds", "figures"])
 def test_damaged_stores_are_not_opened(tmp_path: Path, damage: str) -> None:
     build_store(rows(2, 2), encode, tmp_path / "s", "key")
     if damage == "short":
         (tmp_path / "s" / "mask.bin").write_bytes(b"\0")
     elif damage == "missing":
         (tmp_path / "s" / "offsets.bin").unlink()
+    elif damage == "bounds":
+        np.array([0, -2, 4], "<i8").tofile(tmp_path / "s" / "offsets.bin")
+    elif damage == "figures":
+        meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+        del meta["loss_tokens"]
+        (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
     else:
         (tmp_path / "s" / "meta.json").write_text("{" if damage == "broken" else "{}")
     with pytest.raises(DataError, match="delete"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotrain.data.encode import Encoder
 from isotrain.data.prepare.tiny import Architecture, make_tiny
+from isotrain.data.prompts import PromptEncoder, cached_prompts
 from isotrain.data.rows import read_rows
 
 
@@ -24,9 +26,10 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert torch.equal(state, torch.random.get_rng_state()), "the caller's random numbers are its own"
     a, b, c = (sums(tmp_path / name) for name in "abc")
     assert a == b
-    for name in ("train.jsonl", "validation.jsonl", "model/model.safetensors"):
+    for name in ("train.jsonl", "validation.jsonl", "prompts.jsonl", "model/model.safetensors"):
         assert a[name] != c[name]
     assert a["train.jsonl"] != a["validation.jsonl"]
+    assert a["prompts.jsonl"] != a["prompts-validation.jsonl"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -60,3 +63,25 @@ def test_rows_are_right_and_of_many_lengths(tmp_path: Path) -> None:
             a, operation, b = left.split()
             assert int(right) == (int(a) + int(b) if operation == "+" else int(a) - int(b))
     assert len(lengths) > 20
+
+
+def test_the_task_for_rewards(tmp_path: Path) -> None:
+    make_tiny(tmp_path, train_rows=200, validation_rows=20)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    encoder = PromptEncoder(tokenizer, "prompt", 64, "error")
+    store = cached_prompts(str(tmp_path / "prompts.jsonl"), encoder, tmp_path / "cache")
+    assert len(store) == 200
+    for number in range(len(store)):
+        text, answer = tokenizer.decode(store.prompt(number)), store.row(number)["answer"]
+        assert answer in text and text.endswith("<|im_start|>assistant\n")
+    answers = [store.row(number)["answer"] for number in range(len(store))]
+    assert 70 < answers.count("digits") < 130 and set(answers) == {"digits", "capitals"}
+
+
+def test_the_reward(tmp_path: Path) -> None:
+    make_tiny(tmp_path, train_rows=5, validation_rows=1, layers=1)
+    score = runpy.run_path(str(tmp_path / "reward.py"))["score"]
+    assert score("123", "digits") == 1 and score("AB1x", "digits") == 0.25
+    assert score("AB1x", "capitals") == 0.5 and score("123", "capitals") == 0
+    assert score("", "digits") == 0
+    assert score("\u0663\u00c4", "digits") == score("\u0663\u00c4", "capitals") == 0, "ASCII only"

@@ -154,6 +154,80 @@ def test_bfloat16_weight_gradient_is_summed_in_float32(device_type: str) -> None
     assert error(weight_VD.grad) < 0.25 * error(naive)
 
 
+def reference_entropies(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
+    logp_NV = torch.log_softmax(hidden_ND @ weight_VD.t() / temperature, -1)
+    return -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def test_entropies_by_hand() -> None:
+    # Four equal logits, then (0, 0, 0, ln 3): probabilities 1/6, 1/6, 1/6, 1/2.
+    hidden_ND, weight_VD = torch.tensor([[0.0], [1.0]]), torch.tensor([[1.0], [1.0], [1.0], [3.0]]).log()
+    head = TokenHead(hidden_ND, weight_VD, torch.tensor([0, 3]), chunk=1)
+    logp_N, entropy_N = head.logps_and_entropies()
+    six, two = torch.tensor([6.0, 2.0]).log()
+    torch.testing.assert_close(logp_N, torch.stack([-torch.tensor(4.0).log(), -two]))
+    torch.testing.assert_close(entropy_N, torch.stack([torch.tensor(4.0).log(), (six + two) / 2]))
+    # At half the temperature ln 3 becomes ln 9: the last token has 9 of 12 parts.
+    torch.testing.assert_close(head.logps(0.5)[1], torch.tensor(0.75).log())
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("uses", ["logps", "entropies", "both"])
+def test_temperature_and_entropies_equal_full_logits(
+    device_type: str, chunk: int, temperature: float, uses: str
+) -> None:
+    logp_factor = torch.linspace(-1, 2, 13, device=device_type) * (uses != "entropies")
+    entropy_factor = torch.linspace(1, -3, 13, device=device_type) * (uses != "logps")
+    hidden_ND, weight_VD, targets_N = make(device_type)
+    head = TokenHead(hidden_ND, weight_VD, targets_N, chunk)
+    logp_N, entropy_N = head.logps_and_entropies(temperature)
+    assert torch.equal(logp_N, head.logps(temperature)), "the same bits, with entropies or without"
+    # An output that the loss does not depend on at all takes another path than one with gradient zero.
+    terms = [(logp_N * logp_factor).sum()] if uses != "entropies" else []
+    terms += [(entropy_N * entropy_factor).sum()] if uses != "logps" else []
+    sum(terms).backward()
+
+    full = make(device_type)
+    expected_logp_N = reference_logps(full[0] / temperature, *full[1:])
+    expected_entropy_N = reference_entropies(full[0], full[1], temperature)
+    (expected_logp_N * logp_factor + expected_entropy_N * entropy_factor).sum().backward()
+    assert logp_N.dtype == entropy_N.dtype == torch.float32 and entropy_N.device.type == device_type
+    torch.testing.assert_close(logp_N, expected_logp_N, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy_N, expected_entropy_N, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden_ND.grad, full[0].grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight_VD.grad, full[1].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_entropies_that_no_loss_needs_leave_the_gradient_s_bits(device_type: str) -> None:
+    gradients = []
+    for entropies in (False, True):
+        hidden_ND, weight_VD, targets_N = make(device_type)
+        head = TokenHead(hidden_ND, weight_VD, targets_N, chunk=5)
+        (head.logps_and_entropies(0.7)[0] if entropies else head.logps(0.7)).sum().backward()
+        gradients.append((hidden_ND.grad, weight_VD.grad))
+    assert torch.equal(gradients[0][0], gradients[1][0]) and torch.equal(gradients[0][1], gradients[1][1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_entropies_of_no_token_and_of_a_frozen_weight(device_type: str, frozen: bool) -> None:
+    for tokens in (0, 13):
+        hidden_ND, weight_VD, targets_N = make(device_type, tokens=tokens)
+        head = TokenHead(hidden_ND, weight_VD.requires_grad_(not frozen), targets_N, chunk=5)
+        sum(part.sum() for part in head.logps_and_entropies()).backward()
+        assert hidden_ND.grad is not None and (weight_VD.grad is None) == frozen
+
+
+def test_entropies_in_bfloat16_are_float32_of_its_logits(device_type: str) -> None:
+    hidden_ND, weight_VD, targets_N = make(device_type, dtype=torch.bfloat16)
+    logp_N, entropy_N = TokenHead(hidden_ND, weight_VD, targets_N, chunk=64).logps_and_entropies()
+    (logp_N + entropy_N).sum().backward()
+    logp_NV = torch.log_softmax(F.linear(hidden_ND, weight_VD).float(), -1)
+    assert torch.equal(logp_N, logp_NV.gather(1, targets_N[:, None])[:, 0])
+    torch.testing.assert_close(entropy_N, -(logp_NV.exp() * logp_NV).sum(-1), rtol=1e-6, atol=1e-6)
+    assert hidden_ND.grad is not None and hidden_ND.grad.dtype == torch.bfloat16
+
+
 def peak_bytes(tokens: int, chunk: int, loss: str = "nll_share", frozen: bool = False) -> int:
     """The most that loss and gradient hold on the device beyond their inputs; the counter is exact."""
     gc.collect()  # what earlier tests left behind must not be freed meanwhile
@@ -161,7 +235,10 @@ def peak_bytes(tokens: int, chunk: int, loss: str = "nll_share", frozen: bool = 
     head = TokenHead(hidden_ND, weight_VD.requires_grad_(not frozen), targets_N, chunk)
     before = torch.npu.memory_allocated()
     torch.npu.reset_peak_memory_stats()
-    (head.nll_share(tokens) if loss == "nll_share" else head.logps().sum()).backward()
+    if loss == "entropies":
+        sum(part.sum() for part in head.logps_and_entropies(0.9)).backward()
+    else:
+        (head.nll_share(tokens) if loss == "nll_share" else head.logps().sum()).backward()
     return int(torch.npu.max_memory_allocated() - before)
 
 
@@ -177,6 +254,7 @@ def test_memory_grows_with_the_chunk_and_not_with_the_tokens() -> None:
     for loss in ("nll_share", "logps"):
         assert peak_bytes(256, 32, loss) < 3 * chunk_logits + 4 * weight
         assert peak_bytes(256, 32, loss, frozen=True) < 3 * chunk_logits + weight / 10
+    assert peak_bytes(256, 32, "entropies") < 4.1 * chunk_logits + 4 * weight
 
 
 def test_memory_without_gradients_is_that_of_one_chunk() -> None:
@@ -185,4 +263,7 @@ def test_memory_without_gradients_is_that_of_one_chunk() -> None:
         before = torch.npu.memory_allocated()
         torch.npu.reset_peak_memory_stats()
         head.nll_share(256)
-    assert torch.npu.max_memory_allocated() - before < 2.1 * 32 * VOCABULARY * 4
+        assert torch.npu.max_memory_allocated() - before < 2.1 * 32 * VOCABULARY * 4
+        torch.npu.reset_peak_memory_stats()
+        head.logps_and_entropies(0.9)
+        assert torch.npu.max_memory_allocated() - before < 3.1 * 32 * VOCABULARY * 4

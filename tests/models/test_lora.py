@@ -22,7 +22,14 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
 from isotrain.models.load import build_causal_lm
-from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
+from isotrain.models.lora import (
+    adapters_off,
+    add_adapters,
+    base_name,
+    initialise_adapters,
+    is_adapter,
+    lora_config,
+)
 from isotrain.models.shards import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from support import rank_of_two
@@ -56,6 +63,23 @@ def test_fresh_adapters_leave_the_model_as_it_is(tiny: Path, device_type: str, d
         base = hidden_states(engine)
     with build(tiny, device_type, dtype=dtype, rank=4) as engine:
         assert torch.equal(hidden_states(engine), base)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_can_be_switched_off(tiny: Path, device_type: str, dtype: str) -> None:
+    with build(tiny, device_type, dtype=dtype, rank=4) as engine:
+        base = hidden_states(engine)
+        for _ in range(2):
+            engine.step([BATCH], sft_loss, lr=1e-2)
+        adapted = hidden_states(engine)
+        with pytest.raises(KeyError), adapters_off(engine.model), adapters_off(engine.model):
+            assert torch.equal(hidden_states(engine), base)
+            raise KeyError
+        assert torch.equal(hidden_states(engine), adapted) and not torch.equal(adapted, base)
+        before = weights(engine)
+        engine.step([BATCH], sft_loss, lr=1e-2)
+        after = weights(engine)
+        assert all(torch.equal(before[name], after[name]) != is_adapter(name) for name in before)
 
 
 def test_only_adapters_train(tiny: Path, device_type: str) -> None:

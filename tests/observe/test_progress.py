@@ -11,6 +11,7 @@ from isotrain.observe.progress import (
     LineProgress,
     Progress,
     StepTimer,
+    describe,
     format_seconds,
     open_progress,
 )
@@ -47,6 +48,42 @@ def test_a_line_reads_as_documented() -> None:
     assert lines[19] == "step 20/60  loss 1.2346  lr 3.0e-03  grad_norm 0.51  1,234 tok/s  eta 0:32"
     assert len(lines) == 60, "a short run shows each step"
     assert lines[-1].endswith("eta 0:00")
+
+
+ONLINE = {
+    "critic/rewards/mean": 0.4123,
+    "critic/score/mean": 0.4123,
+    "actor/pg_loss": -0.0213,
+    "actor/ppo_kl": 0.0004,
+    "actor/entropy": 0.531,
+    "actor/grad_norm": 0.312,
+    "response_length/mean": 213.4,
+    "timing_s/gen": 20.0,
+    "timing_s/step": 34.21,
+    "perf/throughput": 1234.4,
+}
+
+
+def test_an_online_step_reads_as_documented() -> None:
+    assert "  ".join(describe(ONLINE)) == (
+        "reward 0.412  length 213  ppo_kl 0.0004  entropy 0.531  pg_loss -0.0213  grad_norm 0.312  "
+        "34.2 s/step  1,234 tok/s"
+    )
+    penalised = ONLINE | {"critic/rewards/mean": 0.3, "actor/kl_loss": 0.0123}
+    assert "  ".join(describe(penalised)).startswith(
+        "reward 0.300  score 0.412  length 213  kl 0.0123  entropy 0.531"
+    )
+
+
+def test_an_online_validation_is_shown_under_its_name() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream)
+    progress.start(100_000, 1)
+    progress.update(1, ONLINE)
+    progress.update(2, ONLINE)
+    progress.update(3, ONLINE | {"val-core/openai/gsm8k/reward/mean@1": 0.2578125})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and "  val-core/openai/gsm8k/reward/mean@1 0.2578  eta" in lines[1]
 
 
 def test_a_long_run_is_thinned_but_shows_first_and_last() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic import Field
@@ -9,9 +9,9 @@ from isotrain.errors import RecipeError
 from isotrain.recipe import document
 from isotrain.recipe.check import check
 from isotrain.recipe.explain import EXAMPLES
-from isotrain.recipe.fields import expected, leaves
+from isotrain.recipe.fields import expected, leaves, options
 from isotrain.recipe.load import parse_recipe
-from isotrain.recipe.names import OTHER_NAMES, nearest
+from isotrain.recipe.names import NOTES, OTHER_NAMES, OTHER_VALUES, nearest
 from isotrain.recipe.schema import Recipe, Section
 
 BAD = """\
@@ -59,7 +59,7 @@ r.yaml:11: 'data.max_length' is 1e3; expected a whole number, at least 2; write 
 r.yaml:12: 'data.tokens_per_micro_batch' is the text '1_000'; expected a whole number, at least 2; write 1000 without quotes
 r.yaml:13: 'algorithm' is the text 'sft'; expected a section with keys such as name; write 'algorithm: {name: sft}'
 r.yaml:15: unknown key 'optim.clip_grad'; did you mean 'optimizer.clip_norm'?
-r.yaml:16: unknown key 'optim.something'; known here: name, output, seed, device, model, data, algorithm, optimizer, trainer, observe
+r.yaml:16: unknown key 'optim.something'; known here: name, output, seed, device, model, data, algorithm, rollout, reward, cluster, optimizer, trainer, observe
 r.yaml:18: 'optimizer.betas' is the list [0.9]; expected a list of 2 numbers
 r.yaml:19: unknown key 'trainr'; did you mean 'trainer'?
 r.yaml:22: 'trainer.steps' is 2.5; expected a whole number, at least 1, or null
@@ -88,7 +88,8 @@ def test_missing_keys_are_named_with_an_example_where_they_belong() -> None:
         "r.yaml: 'output' is missing; it takes text: write 'output: runs/my-run'",
         "r.yaml: 'data.train' is missing; it takes text or a list of texts: write 'train: data/train.jsonl' "
         "in section 'data'",
-        "r.yaml: 'algorithm.name' is missing; it takes 'sft': write 'name: sft' in section 'algorithm'",
+        "r.yaml: 'algorithm.name' is missing; it takes one of 'sft', 'grpo', 'rloo', 'reinforce++', "
+        "'reinforce++-baseline', 'remax', 'ppo': write 'name: sft' in section 'algorithm'",
     ]
 
 
@@ -115,6 +116,14 @@ def test_names_of_other_trainers_lead_to_fields_that_exist() -> None:
     known = {leaf.path for leaf in leaves(Recipe)}
     assert not set(OTHER_NAMES.values()) - known
     assert not {name for name in OTHER_NAMES if name in known}
+    assert not set(NOTES) - set(OTHER_NAMES)
+
+
+def test_values_of_other_trainers_lead_to_choices_that_exist() -> None:
+    kinds = [kind for leaf in leaves(Recipe) for kind in options(leaf.info.annotation)]
+    choices = {choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)}
+    assert not set(OTHER_VALUES.values()) - choices
+    assert not set(OTHER_VALUES) & choices
 
 
 @pytest.mark.parametrize(
@@ -130,6 +139,15 @@ def test_names_of_other_trainers_lead_to_fields_that_exist() -> None:
         ("model.lora.lr", "optimizer.lr"),
         ("data.max_lenght", "data.max_length"),
         ("weight_decy", "optimizer.weight_decay"),
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("actor_rollout_ref.rollout.name", "rollout.engine"),
+        ("actor_rollout_ref.actor.optim.lr", "optimizer.lr"),
+        ("actor_rollout_ref.model.path", "model.path"),
+        ("critic.optim.lr", "algorithm.critic.lr"),
+        ("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coefficient"),
+        ("optimizer.beta", "optimizer.betas"),
+        ("beta", "algorithm.kl.coefficient"),
+        ("vllm_num_engines", "rollout.engines"),
         ("device.zzz", None),
         ("x" * 100_000, None),
     ],
@@ -164,6 +182,19 @@ class Choice(Section):
     [
         ("algorithm: {name: second, gamma: 3}", []),
         ("algorithm: {name: first, beta: 1}\nextra: null", []),
+        ("algorithm: {name: second}\nextra: ~", []),
+        (
+            "algorithm: {name: second}\nextra: {name: first}",
+            ["r:2: 'extra.beta' is missing; it takes a number, above 0: write 'beta: ...'"],
+        ),
+        (
+            "algorithm: {name: second}\nextra:",
+            ["r:2: 'extra.name' is missing; it takes 'first'", "r:2: 'extra.beta' is missing"],
+        ),
+        (
+            "algorithm: {name: second}\nextra: true",
+            ["r:2: 'extra' is true; expected a section with keys such as name, beta; write 'extra: {}'"],
+        ),
         (
             "algorithm: {name: first}",
             ["r:1: 'algorithm.beta' is missing; it takes a number, above 0: write 'beta: ...'"],
@@ -173,7 +204,14 @@ class Choice(Section):
             "algorithm: {name: second, beta: 0}",
             ["r:1: 'algorithm.beta' is 0; expected text; put it in quotes"],
         ),
-        ("algorithm: {name: first, beta: 1, gamma: 3}", ["r:1: unknown key 'algorithm.gamma'"]),
+        (
+            "algorithm: {name: first, beta: 1, gamma: 3}",
+            ["r:1: unknown key 'algorithm.gamma'; it belongs to second, not to first: remove it"],
+        ),
+        (
+            "algorithm: {name: first, beta: 1, gama: 3}",
+            ["r:1: unknown key 'algorithm.gama'; did you mean 'algorithm.gamma', which belongs to second?"],
+        ),
         (
             "algorithm: {name: secnd}",
             ["r:1: 'algorithm.name' is the text 'secnd'; expected one of 'first', 'second'"],

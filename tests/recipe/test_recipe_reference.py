@@ -22,6 +22,13 @@ def test_every_field_is_there_with_a_docstring() -> None:
         assert leaf.info.description, f"{leaf.path} has no docstring"
 
 
+def test_what_variants_share_is_there_once() -> None:
+    page = render()
+    assert page.count("| `algorithm.passes` |") == page.count("| `algorithm.loss.eps_low` |") == 1
+    assert page.count("| `algorithm.name` |") == 7
+    assert page.index("## `algorithm`: `ppo` also has") < page.index("| `algorithm.lam` |")
+
+
 def test_check_fails_on_an_old_page_and_changes_nothing(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     assert main(["--check", str(page)]) == 1 and not page.exists()

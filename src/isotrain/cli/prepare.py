@@ -40,6 +40,28 @@ def gsm8k(
 
 
 @app.command()
+def gsm8k_sums(
+    out: _Out,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
+    ] = None,
+) -> None:
+    """Write the small calculations in GSM8K's solutions as prompts: a task for small models.
+
+    Example:
+
+        isotrain prepare gsm8k-sums --out work/gsm8k-sums
+    """
+    from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+
+    for name, rows in prepare_gsm8k_sums(source, out).items():
+        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    online = {"data.train": "train.jsonl", "data.validation": "test.jsonl"}
+    typer.echo(f"\nNext:\n    isotrain train gsm8k-grpo{_overrides(out, online, Path('work/gsm8k-sums'))}")
+
+
+@app.command()
 def tiny(
     out: _Out,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")] = 0,
@@ -48,7 +70,7 @@ def tiny(
         Literal["llama", "qwen2", "qwen3"], typer.Option("--architecture", help="Kind of model.")
     ] = "llama",
 ) -> None:
-    """Write a tiny random model, its tokenizer, and sums for it to learn. Nothing is downloaded.
+    """Write a tiny random model, its tokenizer, and two tasks to learn. Nothing is downloaded.
 
     Example:
 
@@ -61,16 +83,29 @@ def tiny(
     typer.echo(f"wrote {out / 'model'} (random weights)")
     typer.echo(f"wrote {out / 'train.jsonl'} ({rows:,} rows)")
     typer.echo(f"wrote {out / 'validation.jsonl'} ({validation:,} rows)")
-    typer.echo(f"\nNext:\n    isotrain train tiny-sft{_overrides(out)}")
+    typer.echo(f"wrote {out / 'prompts.jsonl'} ({rows:,} rows)")
+    typer.echo(f"wrote {out / 'prompts-validation.jsonl'} ({validation:,} rows)")
+    typer.echo(f"wrote {out / 'reward.py'}")
+    usual = Path("work/tiny")
+    supervised = {"model.path": "model", "data.train": "train.jsonl", "data.validation": "validation.jsonl"}
+    online = {
+        "model.path": "model",
+        "data.train": "prompts.jsonl",
+        "data.validation": "prompts-validation.jsonl",
+        "reward.function.path": "reward.py:score",
+    }
+    typer.echo(
+        f"\nNext:\n    isotrain train tiny-sft{_overrides(out, supervised, usual)}"
+        f"\nor, learning from rewards:\n    isotrain train tiny-grpo{_overrides(out, online, usual)}"
+    )
 
 
 def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _overrides(out: Path) -> str:
-    """Nothing where the recipe looks anyway."""
-    if out == Path("work/tiny"):
+def _overrides(out: Path, files: dict[str, str], usual: Path) -> str:
+    """Where the files are, for a recipe that looks for them in `usual`; nothing where that is right."""
+    if out == usual:
         return ""
-    values = {"model.path": "model", "data.train": "train.jsonl", "data.validation": "validation.jsonl"}
-    return "".join(f" \\\n        {key}={_quoted(out / name)}" for key, name in values.items())
+    return "".join(f" \\\n        {key}={_quoted(out / name)}" for key, name in files.items())

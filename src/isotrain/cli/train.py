@@ -11,6 +11,7 @@ import typer
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import parse_recipe, read_source, resolved
+from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 
 
@@ -74,13 +75,36 @@ def summary(recipe: Recipe) -> str:
     weights = f"LoRA of rank {model.lora.rank}" if model.lora.rank else "all weights"
     train = data.train if isinstance(data.train, str) else ", ".join(data.train)
     length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs} epoch(s)"
+    what = "prompts" if recipe.rollout else "samples"
     rows = {
         "algorithm": recipe.algorithm.name,
         "model": f"{model.path} ({model.dtype}, {weights})",
-        "data": f"{train} ({data.batch_size} samples a step)",
+        "data": f"{train} ({data.batch_size} {what} a step)",
+        **_online_rows(recipe),
         "length": length,
         "device": f"{device.type}, {device.ranks} rank(s)",
         "output": recipe.output,
     }
     lines = [f"  {name:<10} {value}" for name, value in rows.items()]
     return "\n".join([f"{recipe.name}: the recipe is valid, nothing was started", *lines])
+
+
+def _online_rows(recipe: Recipe) -> dict[str, str]:
+    rollout, reward, cluster = recipe.rollout, recipe.reward, recipe.cluster or ClusterSection()
+    if rollout is None or reward is None:
+        return {}
+    parts = {
+        "gsm8k": reward.gsm8k and f"gsm8k ({reward.gsm8k.method})",
+        "math": reward.math and "math",
+        "function": reward.function and reward.function.path,
+        "model": reward.model and reward.model.path,
+    }
+    engines = f"{rollout.engines} engine(s)"
+    if rollout.tensor_parallel > 1:
+        engines += f" of {rollout.tensor_parallel} devices each"
+    when = f", up to {rollout.staleness} version(s) behind" if rollout.staleness else ""
+    return {
+        "rollout": f"{rollout.engine}, {rollout.n} answer(s) a prompt of at most {rollout.max_tokens} tokens",
+        "reward": " + ".join(text for text in parts.values() if text),
+        "cluster": f"{cluster.placement}, {engines}{when}, Ray {cluster.address}",
+    }

@@ -46,16 +46,22 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: Text) -> Sample:
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer has no end-of-text token (eos_token), so completions would never end")
-    plain = tokenizer(text.prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    prompt = list(tokenizer(text.prompt, verbose=False)["input_ids"])
-    # Some tokenizers close every text with the end token; here the text goes on.
-    while len(prompt) > len(plain) and prompt[-1] == end and plain[-1:] != [end]:
-        prompt.pop()
+    prompt = encode_prompt_text(tokenizer, text.prompt)
     completion = list(tokenizer(text.completion, add_special_tokens=False, verbose=False)["input_ids"])
     if completion[-1:] != [end]:
         completion.append(end)
     mask = [False] * len(prompt) + [True] * len(completion)
     return Sample(np.array(prompt + completion, np.int32), np.array(mask, np.bool_))
+
+
+def encode_prompt_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """A text that goes on: some tokenizers close every text with the end token, which is taken off again."""
+    end = tokenizer.eos_token_id
+    plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    prompt = list(tokenizer(text, verbose=False)["input_ids"])
+    while len(prompt) > len(plain) and prompt[-1] == end and plain[-1:] != [end]:
+        prompt.pop()
+    return prompt
 
 
 class NotExact(Exception):
@@ -169,6 +175,15 @@ class ChatTemplate:
         for tokens in ranges:
             mask_T[tokens.start : tokens.stop] = True
         return Sample(rendering.tokens_T, mask_T)
+
+    def encode_prompt(self, conversation: Conversation) -> npt.NDArray[np.int32]:
+        """Ids of a conversation up to where the assistant's answer begins."""
+        chat = _Chat(self.tokenizer, [m.as_dict() for m in conversation.messages], conversation.tools)
+        try:
+            text = chat.render(add_generation_prompt=True)
+        except Exception as error:  # as in `encode`
+            raise DataError(f"the chat template refuses this prompt: {error}") from error
+        return self._tokenise(text).tokens_T
 
     def _tokenise(self, text: str) -> _Rendering:
         encoding = self._backend.encode(text, add_special_tokens=False)

@@ -47,6 +47,9 @@ _ALPACA_WITHOUT_INPUT = (
 )
 
 
+_MISSING = object()
+
+
 @dataclass(frozen=True)
 class Message:
     role: str
@@ -120,6 +123,24 @@ def normalise(row: Row, format: Format, columns: Columns) -> Conversation | Text
     return conversation
 
 
+def prompt_of(row: Row, key: str, has_template: bool) -> Conversation | str:
+    """A prompt without an answer: a list of messages, or a string, which is one question to chat models."""
+    prompt = _at(row, key)
+    if isinstance(prompt, str) and not has_template:
+        return prompt
+    messages = _side(row, prompt, key, "user")
+    if not has_template:
+        raise DataError(
+            f"{row.origin}: '{key}' is a conversation, but the tokenizer has no chat template; "
+            "take a model that has one, or prompts that are plain strings"
+        )
+    if messages[-1].role == "assistant":
+        raise DataError(
+            f"{row.origin}: '{key}' ends with an assistant message, so there is nothing to answer; remove it"
+        )
+    return Conversation(messages, _tools(row))
+
+
 def _from_messages(row: Row, columns: Columns) -> Conversation:
     return Conversation(_messages(row, "messages"), _tools(row))
 
@@ -183,18 +204,29 @@ _READERS: dict[str, Callable[[Row, Columns], Conversation | Text]] = {
 }
 
 
-def _at(row: Row, key: str) -> Any:
+def value_at(values: Mapping[str, Any], key: str, missing: Any = None) -> Any:
     """The value at a dotted path; a column whose own name has the dots wins."""
-    if key in row.values:
-        return row.values[key]
-    value: Any = row.values
+    if key in values:
+        return values[key]
+    value: Any = values
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            found = f"has {_named(value)}" if isinstance(value, Mapping) else f"is {_shown(value)}"
-            inside = "the row" if value is row.values else f"what stands before '{part}'"
-            raise DataError(f"{row.origin}: no '{key}': {inside} {found}")
+            return missing
         value = value[part]
     return value
+
+
+def _at(row: Row, key: str) -> Any:
+    if (value := value_at(row.values, key, _MISSING)) is not _MISSING:
+        return value
+    inside: Any = row.values
+    for part in key.split("."):
+        if not isinstance(inside, Mapping) or part not in inside:
+            break
+        inside = inside[part]
+    found = f"has {_named(inside)}" if isinstance(inside, Mapping) else f"is {_shown(inside)}"
+    where = "the row" if inside is row.values else f"what stands before '{part}'"
+    raise DataError(f"{row.origin}: no '{key}': {where} {found}")
 
 
 def _string(row: Row, key: str) -> str:

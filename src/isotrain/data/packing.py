@@ -81,29 +81,62 @@ def plan_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> list[
     """
     longest = max(lengths, default=0)
     assert longest <= budget, f"a sample of {longest} tokens is beyond the budget of {budget}"
-    per_rank = max(1, -(-sum(lengths) // (budget * ranks)))
-    while (bins := _fill(lengths, budget, per_rank * ranks)) is None:
-        per_rank += 1
+
+    costs = [length * (1 + length / ATTENTION_CROSSOVER) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+    def fill(per_rank: int) -> list[list[int]] | None:
+        return _fill(order, lengths, costs, budget, per_rank * ranks)
+
+    # One more micro-batch at a time would take thousands of attempts where samples leave much of each unused:
+    # double the step until all fit, then halve it, to the fewest or, beyond hundreds, within 1 % of them.
+    fewest = max(1, -(-_fewest_bins(lengths, budget) // ranks))
+    enough, step = fewest, max(1, fewest // 128)
+    while (bins := fill(enough)) is None:
+        fewest, enough, step = enough + 1, enough + step, 2 * step
+    while enough - fewest > enough // 128:
+        middle = (fewest + enough) // 2
+        if (fewer := fill(middle)) is None:
+            fewest = middle + 1
+        else:
+            enough, bins = middle, fewer
     return [bins[rank::ranks] for rank in range(ranks)]
 
 
-def _fill(lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """Longest first, each into the cheapest bin that has room; None where one does not fit."""
-    costs = [length * (1 + length / ATTENTION_CROSSOVER) for length in lengths]
+def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
+    """How many bins any packing needs at least: for all tokens, and for the samples of each size.
+
+    At most k samples longer than budget / (k + 1) go into one bin.
+    """
+    sizes = np.sort(np.asarray(lengths, np.int64))
+    fewest = -(-int(sizes.sum()) // budget)
+    for k in range(1, min(len(sizes), 16) + 1):
+        longer = len(sizes) - int(np.searchsorted(sizes, budget // (k + 1), side="right"))
+        fewest = max(fewest, -(-longer // k))
+    return fewest
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """In `order`, longest first, each into the cheapest bin that has room; None where one does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     open_bins = [(0.0, 0, index) for index in range(count)]
-    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        too_full = []
-        while open_bins:
-            cost, tokens, index = heapq.heappop(open_bins)
-            if tokens + lengths[sample] <= budget:
-                bins[index].append(sample)
-                heapq.heappush(open_bins, (cost + costs[sample], tokens + lengths[sample], index))
-                break
-            too_full.append((cost, tokens, index))
-        else:
+    # Bins without room for the sample at hand, emptiest first: later samples are shorter and may fit again.
+    full_bins: list[tuple[int, float, int]] = []
+    for sample in order:
+        room = budget - lengths[sample]
+        while full_bins and full_bins[0][0] <= room:
+            tokens, cost, index = heapq.heappop(full_bins)
+            heapq.heappush(open_bins, (cost, tokens, index))
+        if not open_bins:
             return None
-        for entry in too_full:
-            heapq.heappush(open_bins, entry)
+        cost, tokens, index = heapq.heappop(open_bins)
+        bins[index].append(sample)
+        cost, tokens = cost + costs[sample], tokens + lengths[sample]
+        if tokens <= room:
+            heapq.heappush(open_bins, (cost, tokens, index))
+        else:
+            heapq.heappush(full_bins, (tokens, cost, index))
     by_cost = sorted(bins, key=lambda samples: -sum(costs[i] for i in samples))
     return [sorted(samples) for samples in by_cost]

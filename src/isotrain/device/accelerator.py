@@ -19,6 +19,7 @@ class Accelerator:
     type: str
     collectives: str
     visible_devices_variable: str
+    ray_resource: str
     numerics_variables: tuple[str, ...]
     flash_packages: tuple[str, ...]
     """Any of these packages gives transformers flash attention on this device."""
@@ -34,6 +35,11 @@ class Accelerator:
     def module(self) -> ModuleType:
         module: ModuleType = getattr(torch, self.type)
         return module
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        # Ray would show each worker its own device as number 0, and a worker that requests none no device.
+        return {f"RAY_EXPERIMENTAL_NOSET_{self.visible_devices_variable}": "1"}
 
     @property
     def flash_attention(self) -> bool:

@@ -33,6 +33,14 @@ class Device(Protocol):
         """The environment variable that hides devices from a process."""
 
     @property
+    def ray_resource(self) -> str:
+        """Ray's name for such devices in requests and node descriptions."""
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        """What keeps Ray from choosing the devices that its workers see: we choose them ourselves."""
+
+    @property
     def numerics_variables(self) -> tuple[str, ...]:
         """Environment variables that change results, to be recorded with every run."""
 

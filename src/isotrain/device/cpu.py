@@ -16,6 +16,7 @@ class Cpu:
     type = "cpu"
     collectives = "gloo"
     visible_devices_variable = None
+    ray_resource = "CPU"
     numerics_variables = (
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
@@ -27,6 +28,10 @@ class Cpu:
     flash_attention = False
     flash_window = False
     fused_adamw = True
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        return {}
 
     def available(self) -> bool:
         return True

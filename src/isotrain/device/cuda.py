@@ -8,6 +8,7 @@ CUDA = Accelerator(
     type="cuda",
     collectives="cpu:gloo,cuda:nccl",
     visible_devices_variable="CUDA_VISIBLE_DEVICES",
+    ray_resource="GPU",
     numerics_variables=(
         "CUDA_VISIBLE_DEVICES",
         "CUBLAS_WORKSPACE_CONFIG",

@@ -16,6 +16,7 @@ NPU = Accelerator(
     type="npu",
     collectives="cpu:gloo,npu:hccl",
     visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
+    ray_resource="NPU",
     numerics_variables=(
         "ASCEND_RT_VISIBLE_DEVICES",
         "HCCL_DETERMINISTIC",

@@ -1,4 +1,4 @@
-"""From recipe sections to a training engine: configuration ends here."""
+"""From recipe sections to models that train or are asked: configuration ends here."""
 
 from __future__ import annotations
 
@@ -6,72 +6,165 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from torch import nn
 
 from isotrain.device.base import Device
 from isotrain.engine.engine import TrainingEngine, make_optimizer
+from isotrain.engine.frozen import Frozen
 from isotrain.engine.sharding import shard_model
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
-from isotrain.models.load import build_causal_lm, materialise, model_directory, move_buffers, read_config
+from isotrain.models.load import (
+    build_causal_lm,
+    build_scalar,
+    materialise,
+    model_directory,
+    move_buffers,
+    read_config,
+)
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
+from isotrain.models.scalar import SCORE, ScalarModel
+from isotrain.models.shards import shard_of
 from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
 # Where the Hugging Face model sits inside ours: stripped from names in files.
-PREFIX = "causal_lm."
+PREFIX = PackedModel.prefix
 
 
 def build_engine(
     model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World, seed: int
 ) -> TrainingEngine:
-    """A model sharded over the world, its weights loaded, ready to train."""
+    """The policy: a causal model sharded over the world, its weights loaded, ready to train."""
     directory = model_directory(model.path)
-    packed = _build_model(directory, model, device)
-    dtype = getattr(torch, model.dtype)
+    packed = _causal_model(directory, model, device)
     if model.lora.rank:
-        add_adapters(packed.causal_lm, adapter_config(model.lora), frozen_dtype=dtype)
+        add_adapters(packed.causal_lm, adapter_config(model.lora), frozen_dtype=_dtype(model))
     if model.gradient_checkpointing:
         packed.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    move_buffers(packed, world.device)
-    shard_model(packed, world, dtype)
-    materialise(packed, world.device)
-    packed.causal_lm.tie_weights()  # giving memory to meta parameters makes two of a shared one
-    named = [(name.removeprefix(PREFIX), p) for name, p in packed.named_parameters()]
+    named = _place(packed, model, world)
     load_weights(
-        [(base_name(name), p) for name, p in named if not is_adapter(name)],
-        WeightFiles(directory),
+        [(base_name(name), p) for name, p in named.items() if not is_adapter(name)], WeightFiles(directory)
     )
-    initialise_adapters([(name, p) for name, p in named if is_adapter(name)], seed)
+    initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
+    return _engine(packed, optimizer, optimizer.lr, device, world)
+
+
+def build_critic(
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    *,
+    path: str | None,
+    lr: float,
+    device: Device,
+    world: World,
+    seed: int,
+) -> TrainingEngine:
+    """A scalar model of which all weights train; without a head in the files, its first values are exactly 0.
+
+    So nothing is drawn today, and `seed` is there for heads that are.
+    """
+    directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
+    critic = _scalar_model(directory, model, device)
+    if model.gradient_checkpointing:
+        critic.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    named, files = _place(critic, model, world), WeightFiles(directory)
+    if SCORE not in files.file_of:
+        with torch.no_grad():
+            shard_of(named.pop(SCORE)).local.zero_()
+    load_weights(named.items(), files)
+    return _engine(critic, optimizer, lr, device, world)
+
+
+def build_reference(model: ModelSection, *, device: Device, world: World) -> Frozen:
+    """The policy as it was before training, frozen."""
+    directory = model_directory(model.path)
+    packed = _causal_model(directory, model, device)
+    _freeze(packed, _dtype(model))
+    load_weights(_place(packed, model, world).items(), WeightFiles(directory))
+    return Frozen(packed, world)
+
+
+def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> Frozen:
+    """A trained scalar model, frozen; `model` says how it is computed."""
+    directory = model_directory(path, "reward.model.path")
+    scalar, files = _scalar_model(directory, model, device), WeightFiles(directory)
+    if SCORE not in files.file_of:
+        raise ModelError(
+            f"reward.model.path: '{path}' has no '{SCORE}'; give a sequence classifier with one label"
+        )
+    if files.shape(SCORE)[0] != 1:
+        raise ModelError(
+            f"reward.model.path: '{path}' has {files.shape(SCORE)[0]} labels; "
+            "give a sequence classifier with one label"
+        )
+    _freeze(scalar, _dtype(model))
+    load_weights(_place(scalar, model, world).items(), files)
+    return Frozen(scalar, world)
+
+
+def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
+    attention = _attention(directory, model, device)
+    return PackedModel(build_causal_lm(directory, attention), attention, model.head_chunk)
+
+
+def _scalar_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
+    attention = _attention(directory, model, device)
+    return ScalarModel(build_scalar(directory, attention), attention)
+
+
+def _attention(directory: Path, model: ModelSection, device: Device) -> str:
+    # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
+    windowed = has_window(read_config(directory)) and not device.flash_window
+    if model.attention == "auto":
+        flash = device.flash_attention and model.dtype != "float32" and not windowed
+        return "flash" if flash else "segments"
+    if model.attention == "flash" and not device.flash_attention:
+        raise ModelError(
+            f"model.attention: no flash attention for '{device.type}' here; use auto or segments"
+        )
+    if model.attention == "flash" and windowed:
+        raise ModelError(
+            f"model.attention: flash attention on '{device.type}' ignores this model's sliding window; "
+            "use auto or segments"
+        )
+    return model.attention
+
+
+def _dtype(model: ModelSection) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return dtype
+
+
+def _freeze(packed: PackedModel | ScalarModel, dtype: torch.dtype) -> None:
+    for parameter in packed.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+
+
+def _place(packed: PackedModel | ScalarModel, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
+    """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
+    move_buffers(packed, world.device)
+    shard_model(packed, world, _dtype(model))
+    materialise(packed, world.device)
+    packed.pretrained.tie_weights()  # giving memory to meta parameters makes two of a shared one
+    return {name.removeprefix(packed.prefix): p for name, p in packed.named_parameters()}
+
+
+def _engine(
+    packed: PackedModel | ScalarModel, optimizer: OptimizerSection, lr: float, device: Device, world: World
+) -> TrainingEngine:
     adamw = make_optimizer(
         packed,
-        lr=optimizer.lr,
+        lr=lr,
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
         fused=device.fused_adamw,
     )
     return TrainingEngine(packed, adamw, world, optimizer.clip_norm)
-
-
-def _build_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
-    # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
-    windowed = has_window(read_config(directory)) and not device.flash_window
-    attention = model.attention
-    if attention == "auto":
-        flash = device.flash_attention and model.dtype != "float32" and not windowed
-        attention = "flash" if flash else "segments"
-    if attention == "flash" and not device.flash_attention:
-        raise ModelError(
-            f"model.attention: no flash attention for '{device.type}' here; use auto or segments"
-        )
-    if attention == "flash" and windowed:
-        raise ModelError(
-            f"model.attention: flash attention on '{device.type}' ignores this model's sliding window; "
-            "use auto or segments"
-        )
-    return PackedModel(build_causal_lm(directory, attention), attention, model.head_chunk)
 
 
 def adapter_config(lora: LoraSection) -> LoraConfig:

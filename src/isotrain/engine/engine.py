@@ -1,10 +1,11 @@
-"""The training engine: forward, step and evaluate over packed micro-batches, on any number of ranks."""
+"""The training engine: updates and inference over packed micro-batches, on any number of ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,30 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from isotrain.data.packing import PackedBatch
+from isotrain.engine.forward import Forward, Result
 from isotrain.engine.world import World
 from isotrain.models.head import TokenHead
 from isotrain.models.packed import PackedModel
+from isotrain.models.scalar import ScalarModel
 from isotrain.models.shards import shard_of
 
 Loss = Callable[[TokenHead, int], torch.Tensor]
 """A micro-batch's share of the step's loss, given the loss-bearing tokens of the whole step."""
+
+Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""From the model's head (`TokenHead` or `ScalarHead`) to a micro-batch's shares of the loss and of metrics.
+
+Shares add up over micro-batches and ranks; those of metrics are single numbers without gradients.
+"""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    loss: float
+    grad_norm: float
+    applied: bool
+    """False where the loss or the gradient was not finite: the weights are as before."""
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -32,13 +50,18 @@ class StepResult:
 
 class TrainingEngine:
     def __init__(
-        self, model: PackedModel, optimizer: torch.optim.Optimizer, world: World, clip_norm: float
+        self,
+        model: PackedModel | ScalarModel,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        clip_norm: float,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.world = world
         self.clip_norm = clip_norm
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.forward = Forward(model, world)
+        self.trained = {name: p for name, p in self.forward.parameters.items() if p.requires_grad}
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
@@ -46,55 +69,63 @@ class TrainingEngine:
 
         An input embedding of its own is a table: looking up costs nothing.
         """
-        causal_lm = self.model.causal_lm
-        table, head = causal_lm.get_input_embeddings().weight, causal_lm.get_output_embeddings().weight
-        multiplied = [p for p in self.model.parameters() if p is head or p is not table]
+        pretrained = self.model.pretrained
+        table, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
+        tied = head is not None and head.weight is table.weight
+        multiplied = [p for p in self.model.parameters() if tied or p is not table.weight]
         return sum(p.numel() for p in multiplied), sum(p.numel() for p in multiplied if p.requires_grad)
 
-    def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> StepResult:
-        """One optimizer update from this rank's micro-batches; every rank must bring equally many."""
+    def update(self, work: Sequence[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
+        """One optimizer update from this rank's micro-batches, each with what is to be made of it.
+
+        Every rank must bring equally many micro-batches and the same names of metrics.
+        """
         self.model.train()
-        loss_tokens = self._loss_tokens(batches)
-        total = torch.zeros((), dtype=torch.float32, device=self.world.device)
-        for batch in batches:
-            share = self._forward(batch, lambda head: loss(head, loss_tokens))
+        total, sums = self._zero(), dict[str, torch.Tensor]()
+        for batch, objective in work:
+            share, metrics = self.forward(batch, objective)
             share.backward()
             total += share.detach()
+            for name, value in metrics.items():
+                sums.setdefault(name, self._zero()).add_(value.detach())
         grad_norm = self._clip()
-        (step_loss,) = self.world.sum([total.item()])
+        loss, *values = self.world.sum(torch.stack([total, *sums.values()]).tolist())
         # Both numbers are the same on every rank, and so is the decision.
-        finite = math.isfinite(step_loss) and math.isfinite(grad_norm)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(step_loss, grad_norm, loss_tokens, applied=finite)
+        return UpdateResult(loss, grad_norm, finite, dict(zip(sums, values, strict=True)))
 
-    @torch.no_grad()
+    def infer(self, batches: Sequence[PackedBatch], objective: Callable[[Any], Result]) -> list[Result]:
+        """What the objective makes of each micro-batch's head, without gradients or dropout."""
+        return self.forward.infer(batches, objective)
+
+    def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> StepResult:
+        """One supervised update: `loss` gives each micro-batch's share."""
+        loss_tokens = self._loss_tokens(batches)
+
+        def objective(head: TokenHead) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return loss(head, loss_tokens), {}
+
+        result = self.update([(batch, objective) for batch in batches], lr)
+        return StepResult(result.loss, result.grad_norm, loss_tokens, result.applied)
+
     def evaluate(self, steps: Iterable[Sequence[PackedBatch]], loss: Loss) -> float:
         """The mean loss per loss-bearing token over all given steps."""
-        self.model.eval()
         weighted, tokens = 0.0, 0
         for batches in steps:
             loss_tokens = self._loss_tokens(batches)
-            shares = [self._forward(batch, lambda head, n=loss_tokens: loss(head, n)) for batch in batches]  # type: ignore[misc]
+            shares = self.infer(batches, lambda head, n=loss_tokens: loss(head, n))  # type: ignore[misc]
             (step_loss,) = self.world.sum([torch.stack(shares).sum().item()])
             weighted += step_loss * loss_tokens
             tokens += loss_tokens
         return weighted / tokens
 
-    def _forward(self, batch: PackedBatch, objective: Callable[[TokenHead], torch.Tensor]) -> torch.Tensor:
-        on_device = batch.to(self.world.device)
-        result: torch.Tensor = self.model(
-            on_device.tokens_T,
-            on_device.positions_T,
-            on_device.lengths,
-            on_device.predict_N,
-            on_device.targets_N,
-            objective,
-        )
-        return result
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float32, device=self.world.device)
 
     def _loss_tokens(self, batches: Sequence[PackedBatch]) -> int:
         return int(self.world.sum([sum(batch.loss_tokens for batch in batches)])[0])

@@ -10,20 +10,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.packed import PackedModel
+from isotrain.models.scalar import ScalarModel
 
 
-def shard_model(model: PackedModel, world: World, dtype: torch.dtype) -> None:
+def shard_model(model: PackedModel | ScalarModel, world: World, dtype: torch.dtype) -> None:
     """Shard each layer, then the rest; gradients are summed over ranks in float32, never averaged.
 
     Losses are shares of a global mean already (see `algorithms.sft`): averaging would divide twice.
     """
-    if world.size == 1 and dtype == torch.float32:
+    if world.size == 1 and all(p.dtype == dtype for p in model.parameters()):
         return  # nothing to split and nothing to cast: FSDP would only copy every weight and gradient
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layer_names = set(model.causal_lm._no_split_modules or ())
-    layers = [module for module in model.causal_lm.modules() if type(module).__name__ in layer_names]
+    pretrained = model.pretrained
+    layer_names = set(pretrained._no_split_modules or ())
+    layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
     if not layers:
-        raise ModelError(f"cannot tell the layers of {type(model.causal_lm).__name__} apart to shard them")
+        raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
     for module in [*layers, model]:
         if world.size == 1:
             # A single rank gathers nothing: freeing and refilling weights would only cost copies.

@@ -11,20 +11,25 @@ import torch
 from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
 from isotrain.models.shards import Shard, shard_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def engine_shards(engine: TrainingEngine) -> dict[str, Shard]:
-    """This rank's part of every trained weight and its optimizer moments; frozen weights are not saved."""
+def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
+    """This rank's part of every trained weight and its optimizer moments; frozen weights are not saved.
+
+    Engines that share a checkpoint have prefixes of their own, such as `critic/`.
+    """
+    assert engine.forward.on_host is None, "the model is offloaded"
     start_optimizer_state(engine)
     shards = {}
     for name, parameter in engine.trained.items():
-        shards[f"weights/{name}"] = shard_of(parameter)
+        shards[f"{prefix}weights/{name}"] = shard_of(parameter)
         for moment in MOMENTS:
-            shards[f"{moment}/{name}"] = shard_of(engine.optimizer.state[parameter][moment])
+            shards[f"{prefix}{moment}/{name}"] = shard_of(engine.optimizer.state[parameter][moment])
     return shards
 
 
@@ -61,16 +66,22 @@ def host_generators() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": [key.tolist(), *position_and_gauss]}
 
 
-def restore(engine: TrainingEngine, device: Device, reader: CheckpointReader) -> None:
-    """Put an engine back to where a checkpoint was taken.
+def restore(engine: TrainingEngine, device: Device, reader: CheckpointReader, prefix: str = "") -> None:
+    """Put an engine back to where a checkpoint was taken, and with it the generators of its rank.
 
-    The generators are put back only on the kind of device and the number of ranks that saved them: on others,
-    no continuation is the right one, and dropout goes on from the fresh seeds.
+    `prefix` is the one it was saved with; the checkpoint counts its updates as `<prefix>updates`.
     """
-    world = engine.world
-    reader.fill(engine_shards(engine), world.rank)
+    reader.fill(engine_shards(engine, prefix), engine.world.rank)
     for state in engine.optimizer.state.values():
-        state["step"].fill_(float(reader.state["updates"]))
+        state["step"].fill_(float(reader.state[f"{prefix}updates"]))
+    _restore_generators(device, engine.world, reader)
+
+
+def _restore_generators(device: Device, world: World, reader: CheckpointReader) -> None:
+    """Only on the kind of device and the number of ranks that saved them.
+
+    On others no continuation is the right one, and dropout goes on from the fresh seeds.
+    """
     generators = generator_shards(device)
     if reader.ranks != world.size or not generators.keys() <= reader.shapes().keys():
         return

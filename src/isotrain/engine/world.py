@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isotrain.device.base import Device
+from isotrain.errors import LaunchError
 
 # Set by our own launcher: ranks of one machine meet in a file, so that nothing listens on a network.
 STORE_VARIABLE = "ISOTRAIN_STORE"
@@ -50,15 +55,81 @@ class World:
         self.sum([0.0])
 
 
+# What this process opened for the others; a listening store lives as long as its object.
+_opened: dict[str, TCPStore | None] = {}
+
+# Linux's request for the address of an interface.
+SIOCGIFADDR = 0x8915
+
+
+def open_store(host: str | None, directory: str | None = None) -> str:
+    """Make the place where ranks meet, to be told to all of them; rank 0 calls this before anyone joins.
+
+    Without a host it is a file, for ranks of one machine, below `directory` or the system's for temporary
+    files; otherwise a socket that listens on that address of this machine alone.
+    """
+    if host is None:
+        path = os.path.join(tempfile.mkdtemp(prefix="isotrain-store-", dir=directory), "store")
+        _opened[path] = None
+        return path
+    listener = socket.create_server((host, 0))
+    port = int(listener.getsockname()[1])
+    address = f"tcp://{host}:{port}"
+    _opened[address] = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return address
+
+
+def _close_store(address: str) -> None:
+    """Forget what `open_store` made; a file's directory goes when the last rank has left it."""
+    if _opened.pop(address) is None:
+        with suppress(OSError):
+            os.rmdir(os.path.dirname(address))
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface that has an IPv4 address."""
+    wanted = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            if answer[20:24] == wanted:
+                return name
+    if wanted[0] == 127:  # every address of that net is the loopback interface's
+        return interface_of("127.0.0.1")
+    raise LaunchError(f"no network interface has the address {address}; set GLOO_SOCKET_IFNAME to its name")
+
+
+def _meet(store: str, size: int) -> Any:
+    """The store of that name. Host collectives then use the interface that leads to it, and no other."""
+    if not store.startswith("tcp://"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return FileStore(store, size)
+    host, _, port = store.removeprefix("tcp://").rpartition(":")
+    met = _opened.get(store) or TCPStore(host, int(port), is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        with socket.create_connection((host, int(port))) as probe:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(probe.getsockname()[0])
+    return met
+
+
 @contextmanager
-def join_world(device: Device) -> Iterator[World]:
-    """Join the job that the environment describes (as torchrun does), or form one of a single rank."""
+def join_world(device: Device, store: str | None = None) -> Iterator[World]:
+    """Join the job that the environment describes (as torchrun does), or form one of a single rank.
+
+    `store` is what `open_store` returned on rank 0; without it, the environment's is used.
+    """
     rank = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    store = store or os.environ.get(STORE_VARIABLE)
     place: dict[str, Any] = {}
-    if STORE_VARIABLE in os.environ:
-        place = {"store": FileStore(os.environ[STORE_VARIABLE], size), "rank": rank, "world_size": size}
+    if store is not None:
+        place = {"store": _meet(store, size), "rank": rank, "world_size": size}
     elif "RANK" not in os.environ:
         place = {"store": HashStore(), "rank": 0, "world_size": 1}
     torch_device = device.activate(local_rank)
@@ -68,3 +139,5 @@ def join_world(device: Device) -> Iterator[World]:
         yield World(rank, size, local_rank, torch_device, mesh)
     finally:
         dist.destroy_process_group()
+        if store in _opened:
+            _close_store(store)

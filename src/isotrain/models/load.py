@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -18,19 +20,22 @@ from transformers import (
 
 from isotrain.errors import ModelError
 from isotrain.models.attention import SEGMENTS
-from isotrain.models.suitability import check_head, check_packing
+from isotrain.models.suitability import check_head, check_packing, check_score
 
 # transformers' name for each of ours.
 IMPLEMENTATIONS = {"segments": SEGMENTS, "flash": "flash_attention_2", "padded": "sdpa"}
 
 
-def model_directory(path: str) -> Path:
-    """A local directory as it is; a Hub name is downloaded (safetensors only, never pickled weights)."""
+def model_directory(path: str, field: str = "model.path") -> Path:
+    """A local directory as it is; a Hub name is downloaded (safetensors only, never pickled weights).
+
+    `field` is where the user wrote the path.
+    """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():
         return local
     if local.exists() or path.startswith((".", "/", "~")):
-        raise ModelError(f"model.path: '{path}' has no config.json; give a Hugging Face model directory")
+        raise ModelError(f"{field}: '{path}' has no config.json; give a Hugging Face model directory")
     from huggingface_hub import snapshot_download
 
     try:
@@ -38,7 +43,7 @@ def model_directory(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
         raise ModelError(
-            f"model.path: '{path}' is neither a local model directory nor reachable on the Hub ({error})"
+            f"{field}: '{path}' is neither a local model directory nor reachable on the Hub ({error})"
         ) from error
 
 
@@ -52,22 +57,38 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 def build_causal_lm(directory: Path, attention: str) -> PreTrainedModel:
     """The model of a directory, its parameters on the meta device in float32, its buffers real."""
+    model = _from_config(
+        AutoModelForCausalLM, read_config(directory), attention, f"{directory}: no causal language model"
+    )
+    check_head(model)
+    check_packing(model, attention)
+    model.tie_weights()
+    return model
+
+
+def build_scalar(directory: Path, attention: str) -> PreTrainedModel:
+    """The directory's model as a sequence classifier with one label, built like the causal one."""
     config = read_config(directory)
+    config.num_labels = 1
+    model = _from_config(
+        AutoModelForSequenceClassification, config, attention, f"{directory}: no sequence classifier"
+    )
+    check_score(model)
+    check_packing(model, attention)
+    return model
+
+
+def _from_config(kind: Any, config: PretrainedConfig, attention: str, complaint: str) -> PreTrainedModel:
     try:
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = kind.from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=IMPLEMENTATIONS[attention],
                 trust_remote_code=False,
             )
     except (ValueError, KeyError) as error:
-        raise ModelError(
-            f"{directory}: no causal language model for attention '{attention}': {error}"
-        ) from error
-    check_head(model)
-    check_packing(model, attention)
-    model.tie_weights()
+        raise ModelError(f"{complaint} for attention '{attention}': {error}") from error
     return model
 
 

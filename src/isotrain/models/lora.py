@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import init_empty_weights
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -79,3 +81,20 @@ def initialise_adapters(parameters: Iterable[tuple[str, nn.Parameter]], seed: in
         whole = torch.empty(shard.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         shard.local.copy_(whole[shard.part()])
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The base model, exactly: its layers run as if they carried no adapters.
+
+    peft's own switch would also freeze and thaw the adapters, which sharding has taken note of.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from isotrain.errors import ModelError
@@ -37,6 +38,14 @@ def check_head(model: PreTrainedModel) -> None:
         raise ModelError(f"model type '{kind}' has no language-model head")
     if getattr(head, "bias", None) is not None:
         raise ModelError(f"model type '{kind}' has a head with a bias, which is not supported")
+
+
+def check_score(model: PreTrainedModel) -> None:
+    """Our scalar head is a plain projection of the last hidden states to one number."""
+    score = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear) or score.bias is not None:
+        kind = model.config.model_type
+        raise ModelError(f"model type '{kind}' has no plain 'score' head as a sequence classifier")
 
 
 def check_packing(model: PreTrainedModel, attention: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,54 @@ DPI = 100
 INK, GREY, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2563eb", "#ea580c", "#0f9d6b", "#7c3aed", "#dc2626"
 
+# A panel is its label and its curves: metric, name in the legend, colour.
+Panel = tuple[str, tuple[tuple[str, str, str], ...]]
+POLICY: tuple[Panel, ...] = (
+    (
+        "divergence (nats)",
+        (
+            ("actor/kl_loss", "from the reference", BLUE),
+            ("actor/reward_kl_penalty", "from the reference", BLUE),
+            ("actor/ppo_kl", "from the old policy", ORANGE),
+        ),
+    ),
+    ("entropy (nats)", (("actor/entropy", "entropy", GREEN),)),
+    (
+        "tokens clipped",
+        (
+            ("actor/pg_clipfrac", "share clipped", PURPLE),
+            ("actor/pg_clipfrac_lower", "by the dual clip", ORANGE),
+        ),
+    ),
+)
+ROLLOUT: tuple[Panel, ...] = (
+    (
+        "response tokens",
+        (("response_length/mean", "mean", BLUE), ("response_length/max", "longest", ORANGE)),
+    ),
+    ("answers cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
+    ("mismatch", (("training/rollout_probs_diff_mean", "mean difference of probabilities", PURPLE),)),
+)
+# In the order in which they are stacked; what a step spends on anything else is `other`. The last two come on
+# top of a step's own seconds.
+TIMING = {
+    "gen": BLUE,
+    "reward": "#38bdf8",
+    "deliver": "#94a3b8",
+    "reward_model": "#0e7490",
+    "old_log_prob": PURPLE,
+    "ref": "#c4b5fd",
+    "values": "#f0abfc",
+    "adv": "#be185d",
+    "update_actor": ORANGE,
+    "update_critic": "#fdba74",
+    "update_weights": GREEN,
+    "other": "#cbd2d9",
+    "validate": "#a3e635",
+    "save_checkpoint": "#facc15",
+}
+AFTER_A_STEP = ("validate", "save_checkpoint")
+
 # From this many points on, single steps are drawn faintly and a smoothed line says where they go.
 LONG = 50
 
@@ -37,7 +86,11 @@ def plot_run(metrics: Sequence[Mapping[str, float]], out: Path, *, name: str | N
     out.mkdir(parents=True, exist_ok=True)
     figures = {
         "loss.png": _loss(metrics, run),
+        "reward.png": _reward(metrics, run),
+        "policy.png": _panels(metrics, run, "Policy", POLICY),
+        "rollout.png": _panels(metrics, run, "Rollout", ROLLOUT),
         "training.png": _training(metrics, run),
+        "timing.png": _timing(metrics, run),
         "throughput.png": _throughput(metrics, run),
     }
     written = []
@@ -58,27 +111,96 @@ def _loss(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     figure, (axes,) = _figure("Loss", run, rows=1)
     _curve(axes, steps, loss, BLUE, "training")
     if len(val_steps):
-        axes.plot(
-            val_steps,
-            val_loss,
-            color=ORANGE,
-            linewidth=1.4,
-            linestyle=(0, (4, 2)),
-            marker="o",
-            markersize=6.5,
-            markeredgecolor="white",
-            markeredgewidth=1.0,
-            label="validation",
-            zorder=5,
-        )
+        _validation(axes, val_steps, val_loss, ORANGE, "validation")
     _finish(axes, "loss (nats per token)")
+    return figure
+
+
+def _reward(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
+    steps, reward = _series(metrics, "critic/rewards/mean")
+    scored, score = _series(metrics, "critic/score/mean")
+    validated = dict.fromkeys(name for row in metrics for name in row if name.startswith("val-core/"))
+    rows = bool(len(steps) or len(scored)) + bool(validated)
+    if not rows:
+        return None
+    figure, all_axes = _figure("Reward", run, rows=rows)
+    if len(steps) or len(scored):
+        _curve(all_axes[0], steps, reward, BLUE, "reward")
+        if not np.array_equal(score, reward):
+            _curve(all_axes[0], scored, score, ORANGE, "score alone")
+        _finish(all_axes[0], "mean over a step's answers")
+    for name, colour in zip(validated, cycle((ORANGE, BLUE, GREEN, PURPLE, RED)), strict=False):
+        _validation(all_axes[-1], *_series(metrics, name), colour, name.removeprefix("val-core/"))
+    if validated:
+        _finish(all_axes[-1], "validation")
+    for axes in all_axes:
+        axes.label_outer()
+    return figure
+
+
+def _panels(
+    metrics: Sequence[Mapping[str, float]], run: str, title: str, panels: Sequence[Panel]
+) -> Figure | None:
+    names = {name for row in metrics for name in row}
+    present = [panel for panel in panels if any(name in names for name, _, _ in panel[1])]
+    if not present:
+        return None
+    figure, all_axes = _figure(title, run, rows=len(present))
+    for axes, (label, curves) in zip(all_axes, present, strict=True):
+        for name, legend, colour in curves:
+            if name in names:
+                _curve(axes, *_series(metrics, name), colour, legend)
+        _finish(axes, label)
+        axes.label_outer()
+    return figure
+
+
+def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
+    """What the seconds of a step went to; nothing where only whole steps were measured."""
+    rows = [row for row in metrics if "timing_s/step" in row]
+    if not any(f"timing_s/{part}" in row for row in rows for part in TIMING):
+        return None
+    seconds = {part: _seconds(rows, part) for part in TIMING}
+    sampling = seconds["gen"] + seconds["reward"]
+    waited = _seconds(rows, "wait_for_batch")
+    # Answers that were sampled ahead cost a step only the time it waited for them.
+    share = np.where((waited > 0) & (waited < sampling), waited / np.maximum(sampling, 1e-9), 1.0)
+    seconds["gen"], seconds["reward"] = share * seconds["gen"], share * seconds["reward"]
+    inside: Array = np.sum([seconds[part] for part in TIMING if part not in AFTER_A_STEP], axis=0)
+    seconds["other"] = np.maximum(_seconds(rows, "step") - inside, 0.0)
+    seconds = {part: values for part, values in seconds.items() if values.any()}
+    steps = np.array([row["step"] for row in rows], dtype=np.float64)
+    figure, (axes,) = _figure("Time of a step", run, rows=1)
+    if len(steps) >= LONG:
+        axes.stackplot(
+            steps, list(seconds.values()), colors=[TIMING[part] for part in seconds], labels=list(seconds)
+        )
+    else:
+        below = np.zeros(len(steps))
+        for part, values in seconds.items():
+            axes.bar(steps, values, bottom=below, width=0.8, color=TIMING[part], label=part)
+            below = below + values
+    _finish(axes, "seconds")
+    handles, labels = axes.get_legend_handles_labels()
+    # Beside the picture, in the order in which the parts lie on each other.
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=12,
+        labelcolor=INK,
+    )
     return figure
 
 
 def _training(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     panels = [
         ("train/grad_norm", "gradient norm", PURPLE),
+        ("actor/grad_norm", "gradient norm", PURPLE),
         ("train/lr", "learning rate", GREEN),
+        ("actor/lr", "learning rate", GREEN),
     ]
     present = [(name, label, colour) for name, label, colour in panels if len(_series(metrics, name)[0])]
     if not present:
@@ -86,7 +208,7 @@ def _training(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None
     figure, all_axes = _figure("Optimizer", run, rows=len(present))
     for axes, (name, label, colour) in zip(all_axes, present, strict=True):
         steps, values = _series(metrics, name)
-        if name == "train/lr":
+        if name.endswith("/lr"):
             # A schedule has no noise to smooth away.
             axes.plot(steps, values, color=colour, linewidth=2.0, marker=_dots(steps), markersize=4.5)
             axes.set_ylim(bottom=0.0)
@@ -117,6 +239,12 @@ def _throughput(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | No
     return figure
 
 
+def _seconds(rows: Sequence[Mapping[str, float]], part: str) -> Array:
+    """Of each row; 0 where it was not measured."""
+    values = np.array([row.get(f"timing_s/{part}", 0.0) for row in rows], dtype=np.float64)
+    return np.where(np.isfinite(values), values, 0.0)
+
+
 def _series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[Array, Array]:
     rows = [(row["step"], row[name]) for row in metrics if name in row]
     points = np.asarray(rows, dtype=np.float64).reshape(-1, 2)
@@ -140,6 +268,22 @@ def _figure(title: str, run: str, rows: int) -> tuple[Figure, list[Axes]]:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12, steps=[1, 2, 5, 10], min_n_ticks=1))
         axes.margins(x=0.02)
     return figure, all_axes
+
+
+def _validation(axes: Axes, steps: Array, values: Array, colour: str, label: str) -> None:
+    axes.plot(
+        steps,
+        values,
+        color=colour,
+        linewidth=1.4,
+        linestyle=(0, (4, 2)),
+        marker="o",
+        markersize=6.5,
+        markeredgecolor="white",
+        markeredgewidth=1.0,
+        label=label,
+        zorder=5,
+    )
 
 
 def _curve(axes: Axes, steps: Array, values: Array, colour: str, label: str) -> None:

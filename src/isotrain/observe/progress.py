@@ -18,12 +18,22 @@ RECENT_STEPS = 20
 SHORT_RUN = 100
 SECONDS_BETWEEN_LINES = 30.0
 
-# What is shown of a step's metrics, in this order.
+# What is shown of a step's metrics. A narrow terminal cuts the end off, so what matters most comes first. Of
+# metrics with one label the first that is there is shown.
 SHOWN: tuple[tuple[str, str, str], ...] = (
+    ("critic/rewards/mean", "reward", ".3f"),
+    ("critic/score/mean", "score", ".3f"),
     ("train/loss", "loss", ".4f"),
     ("train/accuracy", "accuracy", ".3f"),
+    ("response_length/mean", "length", ".0f"),
+    ("actor/kl_loss", "kl", ".4f"),
+    ("actor/reward_kl_penalty", "kl", ".4f"),
+    ("actor/ppo_kl", "ppo_kl", ".4f"),
+    ("actor/entropy", "entropy", ".3f"),
+    ("actor/pg_loss", "pg_loss", ".4f"),
     ("train/lr", "lr", ".1e"),
     ("train/grad_norm", "grad_norm", ".3g"),
+    ("actor/grad_norm", "grad_norm", ".3g"),
 )
 
 
@@ -171,7 +181,20 @@ def open_progress(*, silent: bool = False, console: Console | None = None, devic
 
 def describe(values: Mapping[str, float], devices: int = 1) -> list[str]:
     """The figures of a training step, such as `loss 1.2345`, as far as they are there."""
-    parts = [f"{label} {values[name]:{form}}" for name, label, form in SHOWN if name in values]
+    shown: dict[str, str] = {}
+    for name, label, form in SHOWN:
+        if name in values:
+            shown.setdefault(label, f"{values[name]:{form}}")
+    if shown.get("score") == shown.get("reward"):
+        # They differ only where something is added to or taken from the score.
+        shown.pop("score", None)
+    if "kl" in shown:
+        # The distance from the reference says more than that from the policy that sampled.
+        shown.pop("ppo_kl", None)
+    parts = [f"{label} {value}" for label, value in shown.items()]
+    if "critic/rewards/mean" in values and "timing_s/step" in values:
+        # An online step takes long enough for a person to wait for it.
+        parts.append(f"{values['timing_s/step']:.1f} s/step")
     if "perf/throughput" in values:
         parts.append(f"{values['perf/throughput']:,.0f} tok/s" + ("/device" if devices > 1 else ""))
     return parts

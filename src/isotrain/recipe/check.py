@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
+from collections.abc import Set
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from isotrain.recipe import explain
 from isotrain.recipe.document import Document, Path, dotted
-from isotrain.recipe.fields import SectionType, field_at, leaves, may_be_null, merged, section_paths, variants
-from isotrain.recipe.names import near_section, nearest
+from isotrain.recipe.fields import (
+    SectionType,
+    field_at,
+    leaves,
+    may_be_null,
+    merged,
+    misplaced,
+    section_paths,
+    tag,
+    variants,
+)
+from isotrain.recipe.names import all_names, near_section, nearest, note
+from isotrain.recipe.section import Section
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Section)
 
 # Comparing names is slow, and nobody reads this many suggestions.
 _SUGGESTIONS = 100
@@ -31,7 +43,7 @@ def check(document: Document, model: type[Model]) -> Model | None:
         # Strict JSON: `"3"` is not 3 and 1 is not true, while a list may fill a tuple.
         valid = model.model_validate_json(_json(values), strict=True)
     except ValidationError as error:
-        _note(document, model, error.errors(include_url=False, include_input=False))
+        _note(document, model, error.errors(include_url=False, include_input=False), walk.suggested)
         assert document.problems, "the schema refuses what the messages do not name"
         return None
     return None if document.problems else valid
@@ -44,7 +56,13 @@ class _Walk:
         self.document = document
         self.model = model
         self.suggested: set[str] = set()
-        self.missing: list[tuple[Path, FieldInfo]] = []
+        self.missing: list[tuple[Path, str]] = []
+
+    @cached_property
+    def usable(self) -> list[str]:
+        """The names that the chosen variants have."""
+        values = self.document.values
+        return [name for name in all_names(self.model) if not misplaced(self.model, name.split("."), values)]
 
     def section(self, values: dict[str, Any], models: tuple[SectionType, ...], path: Path) -> dict[str, Any]:
         """`values` without unknown keys, with `{}` for each section that was left out or left empty."""
@@ -60,28 +78,49 @@ class _Walk:
             if below:
                 self.subsection(kept, name, info, below, (*path, name))
             elif name not in kept and all(_requires(model, name) for model in models):
-                self.missing.append(((*path, name), info))
+                here = (*path, name)
+                self.missing.append((here, explain.missing(dotted(here), info)))
         return kept
 
     def subsection(
         self, kept: dict[str, Any], name: str, info: FieldInfo, below: tuple[SectionType, ...], path: Path
     ) -> None:
-        # `optimizer:` with every line below it commented out means all defaults.
+        # `optimizer:` with every line below it commented out means all defaults. So does `gsm8k:`, although
+        # that section may be null: then null is spelled out, or the key is not there at all.
         if kept.get(name) is None:
-            if may_be_null(info.annotation):
+            if may_be_null(info.annotation) and not self.is_there(path):
                 return
             kept[name] = {}
         if isinstance(kept[name], dict):
             kept[name] = self.section(kept[name], below, path)
+            if isinstance(info.discriminator, str) and len(below) == 1:
+                self.companions(below[0], tag(below[0], info.discriminator))
             return
-        keys, spelling = list(below[0].model_fields), self.document.spelling.get(path)
-        self.document.complain(path, explain.not_a_section(path, kept[name], spelling, keys))
+        spelling = self.document.spelling.get(path)
+        self.document.complain(path, explain.not_a_section(path, kept[name], spelling, info))
         kept[name] = {}
         # Its required keys are then missing too, but that is the same mistake.
         self.suggested.add(dotted(path))
 
+    def is_there(self, path: Path) -> bool:
+        """Whether something other than a spelled-out null was written."""
+        return _value(self.document.values, path) is not None or self.document.spelling.get(path) == ""
+
+    def companions(self, model: SectionType, by: str) -> None:
+        """Name the sections that the chosen variant needs or has no use for."""
+        for name, purpose in model.needs.items():
+            if not self.is_there((name,)):
+                self.missing.append(((name,), explain.needed(name, by, purpose)))
+        for name, reason in model.refuses.items():
+            if self.is_there((name,)):
+                self.document.complain((name,), explain.refused(name, by, reason))
+
     def unknown(self, path: Path, value: Any, known: list[str]) -> None:
         name = dotted(path)
+        whose = misplaced(self.model, path, self.document.values)
+        if whose is not None:
+            self.document.complain(path, explain.other_variant(name, whose))
+            return
         near: str | None = None
         # A misspelled section is one mistake; one that we do not have at all is looked through key by key.
         if isinstance(value, dict) and value:
@@ -91,17 +130,18 @@ class _Walk:
                     self.unknown((*path, key), inner, known)
                 return
         elif len(self.document.problems) < _SUGGESTIONS:
-            near = nearest(name, self.model)
+            near = nearest(name, self.model, self.usable)
         if near is not None:
             self.suggested.add(near)
-        self.document.complain(path, explain.unknown_key(name, near, known))
+            whose = misplaced(self.model, near.split("."), self.document.values)
+        self.document.complain(path, explain.unknown_key(name, near, known, whose, note(name)))
 
     def report_missing(self) -> None:
         """Name what is missing, unless it is there under a name that was just corrected."""
-        for path, info in self.missing:
+        for path, text in self.missing:
             name = dotted(path)
             if not any(name == near or name.startswith(f"{near}.") for near in self.suggested):
-                self.document.complain(path, explain.missing(name, info))
+                self.document.complain(path, text)
             self.document.rejected.add(path)
 
 
@@ -114,7 +154,7 @@ def _json(values: dict[str, Any]) -> bytes:
     return json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _note(document: Document, model: SectionType, errors: list[ErrorDetails]) -> None:
+def _note(document: Document, model: SectionType, errors: list[ErrorDetails], suggested: Set[str]) -> None:
     """Turn pydantic's errors into our sentences: one for each value, or for each item of a list."""
     noted_before = frozenset(document.rejected)
     found: dict[Path, dict[int | None, ErrorDetails]] = {}
@@ -124,7 +164,7 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails]) ->
     for path, by_index in found.items():
         info = field_at(model, path, document.values)
         if info is None:
-            _note_section(document, path, by_index[None])
+            _note_section(document, path, by_index[None], suggested)
             continue
         if any(path[: len(other)] == other or other[: len(path)] == path for other in noted_before):
             continue
@@ -150,12 +190,15 @@ def _note_value(document: Document, path: Path, details: ErrorDetails, info: Fie
     document.complain(path, explain.wrong_value(path, value, document.spelling.get(path), info))
 
 
-def _note_section(document: Document, path: Path, details: ErrorDetails) -> None:
+def _note_section(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:
     """A rule between the fields of a section: shown where the first of them that was written stands."""
     text = _own_words(details)
-    named = [(*path, word) for word in re.findall(r"\w+", text)]
+    named: list[Path] = [(*path, *words.split(".")) for words in re.findall(r"\w+(?:\.\w+)*", text)]
     place = next((candidate for candidate in named if candidate in document.places), path)
     if details["type"] != "value_error" and document.problems:
+        return
+    # What is broken by a misspelled key is whole once the key is corrected.
+    if any(candidate in document.rejected or dotted(candidate) in suggested for candidate in named):
         return
     document.complain(place, f"{dotted(path)}: {text}" if path else text)
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from isotrain.recipe.document import Path, named
-from isotrain.recipe.fields import expected, in_words, options
+from isotrain.recipe.fields import Misplaced, SectionType, expected, in_words, may_be_null, options, sections
+from isotrain.recipe.names import OTHER_VALUES
 
 # One line of a recipe for each field that has no default.
 EXAMPLES = {
@@ -18,28 +19,51 @@ EXAMPLES = {
     "model.path": "path: Qwen/Qwen3-0.6B",
     "data.train": "train: data/train.jsonl",
     "algorithm.name": "name: sft",
+    "reward.function.path": "path: rewards.py:score",
+    "reward.model.path": "path: models/my-reward-model",
 }
 
 _SHOWN = 60
+_LISTED = 3
 
 
-def unknown_key(name: str, near: str | None, known: list[str]) -> str:
-    """The sentence for a key that is not in the schema; `near` is what it was probably meant to be."""
+def unknown_key(name: str, near: str | None, known: list[str], whose: Misplaced | None, note: str) -> str:
+    """The sentence for a key that is not in the schema; `near` is what it was probably meant to be.
+
+    `whose` is known if `near` is not a key of the chosen variant; `note` is said after it.
+    """
     if near is None:
         return f"unknown key {_short(name)!r}; known here: {', '.join(known)}"
-    if near == name:
+    if near == name and whose is None:
         # `optimizer.lr: 1e-4` is right on the command line only.
         inside, _, last = name.rpartition(".")
         return f"unknown key {name!r}; write {last!r} inside the section {inside!r}"
-    return f"unknown key {name!r}; did you mean {near!r}?"
+    owners = f", which belongs to {_listed(whose.owners)}" if whose else ""
+    return f"unknown key {name!r}; did you mean {near!r}{owners}?{note and f' {note}'}"
 
 
-def not_a_section(path: Path, value: Any, spelling: str | None, keys: list[str]) -> str:
+def other_variant(name: str, whose: Misplaced) -> str:
+    """The sentence for a key that another variant of the section has: `lam` of ppo under grpo."""
+    if len(whose.owners) > _LISTED:
+        return f"unknown key {name!r}; {whose.chosen} has no such key: remove it"
+    return f"unknown key {name!r}; it belongs to {_listed(whose.owners)}, not to {whose.chosen}: remove it"
+
+
+def needed(name: str, by: str, purpose: str) -> str:
+    """The sentence for a section that the chosen variant of another one needs."""
+    return f"{name!r} is missing; {by} needs it {purpose}"
+
+
+def refused(name: str, by: str, reason: str) -> str:
+    """The sentence for a section that the chosen variant of another one has no use for."""
+    return f"{name!r} is not for {by}, which {reason}; remove it"
+
+
+def not_a_section(path: Path, value: Any, spelling: str | None, info: FieldInfo) -> str:
     """The sentence for a value where keys were expected."""
-    hint = ""
-    if keys[0] == "name" and isinstance(value, str):
-        hint = f"; write '{path[-1]}: {{name: {_short(value)}}}'"
-    inner = ", ".join(keys[:4])
+    section = sections(info.annotation)[0]
+    inner = ", ".join(list(section.model_fields)[:4])
+    hint = _hint_for_section(str(path[-1]), value, section, may_be_null(info.annotation))
     return f"{named(path)} is {_found(value, spelling)}; expected a section with keys such as {inner}{hint}"
 
 
@@ -101,13 +125,30 @@ def _hint_for_text(value: str, kinds: tuple[Any, ...], choices: list[str]) -> st
         return f"; write {'true' if word in ('yes', 'on', 'y', 'true') else 'false'}"
     if (int in kinds or float in kinds) and _is_number(word):
         return f"; write {word.replace('_', '').replace(',', '')} without quotes"
-    near = get_close_matches(value[:_SHOWN], choices, n=1, cutoff=0.6)
+    near = [OTHER_VALUES[value]] if OTHER_VALUES.get(value) in choices else []
+    near = near or get_close_matches(value[:_SHOWN], choices, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
     lists = [kind for kind in kinds if get_origin(kind) is list]
     if lists and str not in kinds and not choices:
         return f"; write [{_short(value)}]"
     return ""
+
+
+def _hint_for_section(name: str, value: Any, section: SectionType, optional: bool) -> str:
+    first = next(iter(section.model_fields))
+    if isinstance(value, str) and value in section.model_fields:
+        return f"; write '{name}: {{{value}: {{}}}}'"
+    if isinstance(value, str) and first in ("name", "path"):
+        return f"; write '{name}: {{{first}: {_short(value)}}}'"
+    if isinstance(value, bool) and optional:
+        return f"; write '{name}: {'{}' if value else 'null'}'"
+    return ""
+
+
+def _listed(names: list[str]) -> str:
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def _is_number(word: str) -> bool:

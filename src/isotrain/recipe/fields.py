@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-SectionType = type[BaseModel]
+from isotrain.recipe.section import Section
+
+SectionType = type[Section]
 
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": "of letters, digits and . _ + -, starting with a letter or digit",
+    r"^[^:\x00]+\.py:[A-Za-z_]\w*$": "of the form FILE.py:FUNCTION",
 }
 
 
@@ -26,6 +28,14 @@ class Leaf:
     info: FieldInfo
 
 
+@dataclass(frozen=True)
+class Misplaced:
+    """A path that the chosen variant of a section does not have, but others do."""
+
+    owners: list[str]
+    chosen: str
+
+
 def options(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation alone."""
     if get_origin(annotation) in (Union, types.UnionType):
@@ -35,7 +45,7 @@ def options(annotation: Any) -> tuple[Any, ...]:
 
 def sections(annotation: Any) -> list[SectionType]:
     """The sections that a field may hold: none for a value, several for a choice such as `algorithm`."""
-    return [kind for kind in options(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return [kind for kind in options(annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def may_be_null(annotation: Any) -> bool:
@@ -47,10 +57,28 @@ def variants(info: FieldInfo, values: Any) -> list[SectionType]:
     found = sections(info.annotation)
     key = info.discriminator
     if isinstance(key, str) and isinstance(values, dict):
-        tags = [get_args(section.model_fields[key].annotation) for section in found]
-        chosen = [section for section, names in zip(found, tags, strict=True) if values.get(key) in names]
-        return chosen or found
+        return [section for section in found if values.get(key) == tag(section, key)] or found
     return found
+
+
+def tag(section: SectionType, key: str) -> str:
+    """The name that chooses a variant: `grpo`."""
+    (name,) = get_args(section.model_fields[key].annotation)
+    return str(name)
+
+
+def misplaced(model: SectionType, path: Sequence[str | int], values: Any) -> Misplaced | None:
+    """Whose this path is, if it is that of a variant which `values` do not choose."""
+    models, others, key = [model], [model], ""
+    for part in map(str, path):
+        info = next((model.model_fields[part] for model in models if part in model.model_fields), None)
+        if info is None:
+            owners = [tag(other, key) for other in others if key and part in other.model_fields]
+            return Misplaced(owners, str(values.get(key))) if owners else None
+        values = values.get(part) if isinstance(values, dict) else None
+        models, others = variants(info, values), sections(info.annotation)
+        key = info.discriminator if isinstance(info.discriminator, str) else ""
+    return None
 
 
 def leaves(model: SectionType, prefix: str = "") -> Iterator[Leaf]:

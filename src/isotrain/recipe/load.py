@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from isotrain.errors import RecipeError
 from isotrain.recipe import document as documents
 from isotrain.recipe.check import check
 from isotrain.recipe.document import Document, Place, Problem
+from isotrain.recipe.fields import section_paths
 from isotrain.recipe.schema import Recipe
 
 _SHOWN_PROBLEMS = 50
+_ABSENT = object()
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -84,12 +86,7 @@ def load_resolved(path: Path) -> Recipe:
 
 def difference(a: Recipe, b: Recipe) -> list[str]:
     """What changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
-    before, after = _flat(resolved(a)), _flat(resolved(b))
-    return [
-        f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
-        for key in dict.fromkeys([*before, *after])
-        if key not in before or key not in after or before[key] != after[key]
-    ]
+    return list(_changes(resolved(a), resolved(b), ""))
 
 
 def _refuse_constant(name: str) -> None:
@@ -124,6 +121,8 @@ def _apply(document: Document, override: str, number: int) -> None:
         return
     if value.values is None and not value.spelling.get(tuple(parts)):
         hint = f"write {key}=null for no value, or {key}='\"\"' for empty text"
+        if key.strip() in section_paths(Recipe):
+            hint = f"write '{key}={{}}' for all defaults"
         document.problems.append(Problem(place, f"nothing after '='; {hint}"))
         return
     _put(document, parts, value, place)
@@ -150,20 +149,19 @@ def _put(document: Document, parts: list[str], value: Document, place: Place) ->
     document.rejected.update(value.rejected)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
+def _changes(before: dict[str, Any], after: dict[str, Any], prefix: str) -> Iterator[str]:
+    """A section that only one side has is one line, as it stands there."""
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}: {_shown(old)} -> {_shown(new)}"
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
-    if key not in values:
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
         return "(absent)"
-    value = values[key]
     # Text that a recipe would have to quote is quoted here too: 'null' is not null.
     if isinstance(value, str) and documents.as_written(value) == value:
         return value

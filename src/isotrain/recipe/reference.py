@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from isotrain.recipe.fields import SectionType, expected, sections
+from isotrain.recipe.fields import SectionType, expected, may_be_null, sections, tag
 from isotrain.recipe.schema import Recipe
+from isotrain.recipe.section import Section
+
+Fields = Mapping[str, FieldInfo]
 
 _HEAD = """# Recipe reference
 
@@ -20,6 +23,9 @@ Every field that a recipe can have. This page is generated from the schema by
 
 A name with dots is a key inside sections: `model.lora.rank` is `rank` in `lora` in `model`. On the command
 line it is written as it stands here: `isotrain train recipe.yaml model.lora.rank=16`.
+
+A section marked *optional* is not there unless it is written. `gsm8k:` with nothing below it is there, with
+all its defaults; `gsm8k: null` is not there. Online algorithms need `rollout` and `reward`.
 """
 
 
@@ -29,23 +35,73 @@ def render(model: SectionType = Recipe) -> str:
 
 
 def _tables(model: SectionType, prefix: str, title: str, meaning: str) -> Iterator[str]:
-    values = {name: info for name, info in model.model_fields.items() if not sections(info.annotation)}
+    yield from _heading(title, meaning)
+    yield from _table(prefix, _values(model.model_fields))
+    yield from _below(model.model_fields, prefix)
+
+
+def _below(fields: Fields, prefix: str) -> Iterator[str]:
+    """The sections among these fields."""
+    for name, info in fields.items():
+        path, meaning = prefix + name, info.description or ""
+        choices = sections(info.annotation)
+        if isinstance(info.discriminator, str) and len(choices) > 1:
+            yield from _variants(choices, info.discriminator, path, meaning)
+        elif choices:
+            optional = " *Optional.*" if may_be_null(info.annotation) else ""
+            yield from _tables(choices[0], f"{path}.", f"`{path}`", meaning + optional)
+
+
+def _variants(choices: list[SectionType], key: str, path: str, meaning: str) -> Iterator[str]:
+    """The names to choose from, then what those of one base share, then what each adds."""
+    prefix = f"{path}."
+    yield from _heading(f"`{path}`", meaning)
+    yield from _table(prefix, [(key, choice.model_fields[key]) for choice in choices])
+    for base, family in _families(choices).items():
+        shared = {name: info for name, info in base.model_fields.items() if name != key}
+        if shared:
+            names = ", ".join(f"`{tag(choice, key)}`" for choice in family)
+            yield from _heading(f"`{path}`: what {names} share", "")
+            yield from _table(prefix, _values(shared))
+            yield from _below(shared, prefix)
+        for choice in family:
+            fields = choice.model_fields.items()
+            added = {name: info for name, info in fields if name != key and name not in shared}
+            if added:
+                yield from _heading(f"`{path}`: `{tag(choice, key)}` also has", "")
+                yield from _table(prefix, _values(added))
+                yield from _below(added, prefix)
+
+
+def _families(choices: list[SectionType]) -> dict[SectionType, list[SectionType]]:
+    """Variants by the section that they extend."""
+    families: dict[SectionType, list[SectionType]] = {}
+    for choice in choices:
+        base = choice.__bases__[0]
+        assert issubclass(base, Section)
+        families.setdefault(base, []).append(choice)
+    return families
+
+
+def _values(fields: Fields) -> list[tuple[str, FieldInfo]]:
+    return [(name, info) for name, info in fields.items() if not sections(info.annotation)]
+
+
+def _heading(title: str, meaning: str) -> Iterator[str]:
     yield f"## {title}\n"
     if meaning:
         yield f"{meaning}\n"
-    if values:
-        yield "| field | takes | default | meaning |"
-        yield "|---|---|---|---|"
-        for name, info in values.items():
-            cells = (f"`{prefix}{name}`", expected(info), _default(info), info.description or "")
-            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-        yield ""
-    for name, info in model.model_fields.items():
-        path = prefix + name
-        choices = sections(info.annotation)
-        for section in choices:
-            title = f"`{path}`" if len(choices) == 1 else f"`{path}`: {_tag(section, info)}"
-            yield from _tables(section, f"{path}.", title, info.description or "")
+
+
+def _table(prefix: str, fields: Sequence[tuple[str, FieldInfo]]) -> Iterator[str]:
+    if not fields:
+        return
+    yield "| field | takes | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, info in fields:
+        cells = (f"`{prefix}{name}`", expected(info), _default(info), info.description or "")
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield ""
 
 
 def _default(info: FieldInfo) -> str:
@@ -53,14 +109,6 @@ def _default(info: FieldInfo) -> str:
         return "**required**"
     default = info.get_default(call_default_factory=True, validated_data={})
     return f"`{default if isinstance(default, str) else json.dumps(default)}`"
-
-
-def _tag(section: SectionType, info: FieldInfo) -> str:
-    """Which one of several sections this is: the name that chooses it."""
-    key = info.discriminator
-    if not isinstance(key, str):
-        return section.__name__
-    return expected(section.model_fields[key])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

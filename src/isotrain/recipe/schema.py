@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are errors, values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
+from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
+from isotrain.recipe.section import Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -67,11 +64,11 @@ class DataSection(Section):
     completion_key: str = "completion"
     """Column of the completion; a dotted path as for `prompt_key`."""
     max_length: int = Field(default=1024, ge=2)
-    """Longest sample in tokens."""
+    """Longest sample in tokens; for online algorithms, the longest prompt."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """What happens to longer samples: stop and say which, cut the end off, or leave the sample out."""
     batch_size: int = Field(default=256, ge=1)
-    """Samples per optimizer step, over all ranks."""
+    """Samples per step, over all ranks; for online algorithms, prompts."""
     tokens_per_micro_batch: int = Field(default=16384, ge=2)
     """Token budget of one packed micro-batch on one device; must hold the longest sample."""
     shuffle: bool = True
@@ -88,12 +85,17 @@ class DataSection(Section):
 
 
 class SftSection(Section):
+    refuses: ClassVar[Mapping[str, str]] = {
+        "rollout": "samples no answers",
+        "reward": "scores no answers",
+        "cluster": "runs without one",
+    }
+
     name: Literal["sft"]
     """Supervised fine-tuning: cross-entropy over the tokens the assistant wrote."""
 
 
-# A union discriminated on `name` from the second algorithm on: pydantic refuses one of a single member.
-Algorithm = SftSection
+Algorithm = SftSection | Online
 
 
 class OptimizerSection(Section):
@@ -135,7 +137,7 @@ class TrainerSection(Section):
 
 
 class ObserveSection(Section):
-    sinks: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = ["console"]
+    sinks: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = Field(default=["console"])
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project: str = "isotrain"
     """Project name for trackers that have one."""
@@ -154,11 +156,66 @@ class Recipe(Section):
     """What to train."""
     data: DataSection
     """What to train on."""
-    algorithm: Algorithm
+    algorithm: Algorithm = Field(discriminator="name")
     """How to train."""
+    rollout: RolloutSection | None = None
+    """How online algorithms sample answers."""
+    reward: RewardSection | None = None
+    """How answers are scored."""
+    cluster: ClusterSection | None = None
+    """Where online algorithms run."""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its schedule."""
     trainer: TrainerSection = TrainerSection()
     """How long, and what to do on the way."""
     observe: ObserveSection = ObserveSection()
     """What to show."""
+
+    @model_validator(mode="after")
+    def _online_sections(self) -> Recipe:
+        name = self.algorithm.name
+        for section, purpose in self.algorithm.needs.items():
+            if getattr(self, section) is None:
+                raise ValueError(f"{section} is missing; {name} needs it {purpose}")
+        for section, reason in self.algorithm.refuses.items():
+            if getattr(self, section) is not None:
+                raise ValueError(f"{section} is not for {name}, which {reason}; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _online_numbers_fit(self) -> Recipe:
+        algorithm, rollout = self.algorithm, self.rollout
+        if not isinstance(algorithm, OnlineSection) or rollout is None:
+            return self
+        if algorithm.name in ("grpo", "rloo", "reinforce++-baseline") and rollout.n < 2:
+            raise ValueError(
+                f"rollout.n ({rollout.n}) gives {algorithm.name} nothing to compare: set 2 or more"
+            )
+        if (algorithm.mini_batch_size or 0) > self.data.batch_size:
+            raise ValueError(
+                f"algorithm.mini_batch_size ({algorithm.mini_batch_size}) is above "
+                f"data.batch_size ({self.data.batch_size}): lower it, or leave it out"
+            )
+        if rollout.staleness and (self.cluster is None or self.cluster.placement != "separate"):
+            raise ValueError(
+                f"rollout.staleness ({rollout.staleness}) lets engines work while ranks train, which needs "
+                "devices of their own: set cluster.placement: separate"
+            )
+        if algorithm.dynamic.attempts and self.reward is not None and self.reward.model is not None:
+            raise ValueError(
+                "algorithm.dynamic.attempts looks at rewards before the ranks have the answers, where "
+                "reward.model is: use one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_holds_prompt_and_answer(self) -> Recipe:
+        if self.rollout is None:
+            return self
+        longest = self.data.max_length + self.rollout.max_tokens
+        if self.data.tokens_per_micro_batch < longest:
+            raise ValueError(
+                f"data.tokens_per_micro_batch ({self.data.tokens_per_micro_batch}) is below "
+                f"data.max_length + rollout.max_tokens ({longest}): raise it to at least {longest}"
+            )
+        return self

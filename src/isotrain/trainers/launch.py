@@ -16,6 +16,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.world import STORE_VARIABLE
 from isotrain.errors import DeviceError, LaunchError
 from isotrain.recipe.load import write_resolved
+from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.rank import CRASH_FILE, ERROR_FILE, LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
 from isotrain.trainers.supervised import train_supervised
@@ -23,6 +24,12 @@ from isotrain.trainers.supervised import train_supervised
 
 def launch(recipe: Recipe, source: str) -> None:
     """Train as the recipe says; `source` is the recipe's text as the user wrote it."""
+    if isinstance(recipe.algorithm, OnlineSection):
+        # Ray comes in only here: supervised recipes run where it is not installed.
+        from isotrain.trainers.online.run import train_online
+
+        train_online(recipe, source)
+        return
     device = choose_device(recipe.device.type)
     joins = "RANK" in os.environ
     ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if joins else recipe.device.ranks

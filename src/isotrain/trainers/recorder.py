@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from isotrain.observe.metrics import MetricsLog, read_metrics
 from isotrain.observe.plots import plot_run
 from isotrain.observe.progress import Progress
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.observe.sinks import Sink
+from isotrain.observe.sinks import Sink, open_sinks
+from isotrain.recipe.load import resolved
+from isotrain.recipe.schema import Recipe
 
 
 class Recorder:
@@ -36,6 +39,28 @@ class Recorder:
             self.log.close()
         for sink in self.sinks:
             sink.close()
+
+
+@contextmanager
+def recording(
+    recorder: Recorder, recipe: Recipe, run: RunDirectory, done: int, leads: bool = True
+) -> Iterator[None]:
+    """Metrics are cut back to the step that is resumed from, then go on."""
+    if leads:
+        observe = recipe.observe
+        recorder.log = MetricsLog.resume(run.metrics, done)
+        recorder.sinks = open_sinks(
+            observe.sinks,
+            run_directory=run.path,
+            project=observe.project,
+            name=recipe.name,
+            config=resolved(recipe),
+            warn=recorder.progress.message,
+        )
+    try:
+        yield
+    finally:
+        recorder.close()
 
 
 def draw_plots(run: RunDirectory, name: str, progress: Progress) -> None:

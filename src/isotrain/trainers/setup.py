@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from isotrain.data.encode import Encoder
 from isotrain.data.feed import Feed
@@ -23,7 +24,7 @@ from isotrain.recipe.load import difference, load_resolved, resolved
 from isotrain.recipe.schema import DataSection, Recipe
 
 # A run may be resumed with these changed: they leave the samples, the loss and the updates as they were.
-_FREE_TO_CHANGE = ("output", "observe.", "device.", "trainer.")
+_FREE_TO_CHANGE = ("output", "observe.", "device.", "trainer.", "cluster")
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
 
@@ -42,10 +43,21 @@ def record_start(
     world.barrier()  # all have checked the previous start before it is overwritten
     if world.leads:
         described = {"type": device.type, "name": device.name(), "ranks": world.size}
-        environment = describe_environment(described, device.numerics_variables)
-        RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
+        write_start(recipe, source, described, device.numerics_variables, data)
     world.barrier()
     return RunDirectory(recipe.output)
+
+
+def write_start(
+    recipe: Recipe,
+    source: str,
+    described: dict[str, Any],
+    numerics_variables: Sequence[str],
+    data: dict[str, str],
+) -> RunDirectory:
+    """The run directory with this start in it: on which device, with which versions, on which data."""
+    environment = describe_environment(described, numerics_variables)
+    return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
 
 
 def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
@@ -103,16 +115,19 @@ def _feed(store: TokenStore, sampler: Sampler, data: DataSection, world: World) 
 
 
 def _open_store(source: str | list[str], encoder: Encoder, world: World, progress: Progress) -> TokenStore:
-    cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / "tokens"
-
     def report(rows: int) -> None:
         if rows % 10000 == 0:
             progress.message(f"tokenising {source}: {rows:,} rows")
 
     # One rank of a machine builds the store while its others wait; then all map the same files.
-    store = cached_store(source, encoder, cache, report) if world.local_rank == 0 else None
+    store = cached_store(source, encoder, token_cache(), report) if world.local_rank == 0 else None
     world.barrier()
-    return store or cached_store(source, encoder, cache)
+    return store or cached_store(source, encoder, token_cache())
+
+
+def token_cache() -> Path:
+    """Where tokenised data sets are kept."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / "tokens"
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:

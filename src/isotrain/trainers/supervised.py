@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +21,10 @@ from isotrain.engine.state import engine_shards, generator_shards, host_generato
 from isotrain.engine.world import World, join_world
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
-from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.progress import Progress, open_progress
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.observe.sinks import open_sinks
-from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.recorder import Recorder, draw_plots
+from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import check_run, open_feeds, record_start, run_lock, total_steps
 
 
@@ -88,7 +83,7 @@ class SupervisedTrainer:
         }
         if self.peak_flops is not None:
             flops = training_flops(
-                *self.engine.parameter_counts, self.engine.model.causal_lm.config, data.lengths
+                *self.engine.parameter_counts, self.engine.model.pretrained.config, data.lengths
             )
             values["perf/mfu"] = flops / (seconds * ranks * self.peak_flops)
         return values
@@ -152,7 +147,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
             progress.message(_introduction(recipe, device, trainer))
             done = trainer.resume(run.checkpoints, progress)
-            with _recording(trainer.recorder, recipe, run, world, done):
+            with recording(trainer.recorder, recipe, run, done, world.leads):
                 progress.start(trainer.steps, done + 1)
                 trainer.train(done)
             if world.leads:
@@ -202,25 +197,3 @@ def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) ->
         f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
         f"  {len(store):,} samples, {store.tokens:,} tokens, {store.loss_tokens:,} of them with loss"
     )
-
-
-@contextmanager
-def _recording(
-    recorder: Recorder, recipe: Recipe, run: RunDirectory, world: World, done: int
-) -> Iterator[None]:
-    """Metrics are cut back to the step that is resumed from, then go on."""
-    if world.leads:
-        observe = recipe.observe
-        recorder.log = MetricsLog.resume(run.metrics, done)
-        recorder.sinks = open_sinks(
-            observe.sinks,
-            run_directory=run.path,
-            project=observe.project,
-            name=recipe.name,
-            config=resolved(recipe),
-            warn=recorder.progress.message,
-        )
-    try:
-        yield
-    finally:
-        recorder.close()

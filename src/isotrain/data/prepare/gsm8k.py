@@ -42,14 +42,15 @@ def prepare_gsm8k(source: Path | None, out: Path) -> dict[str, int]:
     out.mkdir(parents=True, exist_ok=True)
     written = {}
     for split in ("train", "test"):
-        records = list(_records(_rows(source, split), split))
+        records = list(_records(read_split(source, split), split))
         table = pyarrow.Table.from_pylist(records, schema=schema)
         pyarrow.parquet.write_table(table, out / f"{split}.parquet")
         written[f"{split}.parquet"] = len(records)
     return written
 
 
-def _rows(source: Path | None, split: str) -> Rows:
+def read_split(source: Path | None, split: str) -> Rows:
+    """The published rows of one split, from a directory or from the Hub."""
     if source is None:
         return read_rows(f"{DATA_SOURCE}:main:{split}")
     return read_rows(str(source / f"{split}.jsonl"))

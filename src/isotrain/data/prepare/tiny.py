@@ -1,12 +1,14 @@
-"""A model, its tokenizer and toy conversations, made on the spot for first runs and tests."""
+"""A model, its tokenizer and toy tasks, made on the spot for first runs and tests."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from isotrain.data.prepare import tiny_reward
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -22,6 +24,8 @@ CHAT_TEMPLATE = (
 
 _SYSTEM = ("You are a careful calculator.", "Answer in one short line.")
 _QUESTIONS = ("What is {}?", "How much is {}?", "Please work out {}.", "{} = ?", "Tell me the result of {}.")
+_REQUESTS = ("{} wants {}.", "For {}: write {}.", "{} asks for {}, please.", "Dear {}, only {}!")
+_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana")
 _FOLLOW_UPS = ("And {}?", "Now {}.", "What about {}?")
 
 
@@ -34,16 +38,23 @@ def make_tiny(
     architecture: Architecture = "llama",
     layers: int = 2,
     hidden: int = 64,
-    heads: int = 4,
-    kv_heads: int = 2,
+    # Heads of 32: the smallest that vLLM's attention on CPUs takes.
+    heads: int = 2,
+    kv_heads: int = 1,
     vocab: int = 512,
     tie_word_embeddings: bool = True,
 ) -> None:
-    """Write `model/`, `train.jsonl` and `validation.jsonl`; the same arguments give the same bytes."""
+    """Write a model and two tasks for it; the same arguments give the same bytes.
+
+    `train.jsonl` and `validation.jsonl` are for supervised training, `prompts.jsonl`,
+    `prompts-validation.jsonl` and `reward.py` for reinforcement learning.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    for name, rows, salt in (("train", train_rows, 1), ("validation", validation_rows, 2)):
-        lines = [json.dumps(row, ensure_ascii=False) for row in toy_rows(rows, seed=2 * seed + salt)]
-        (out / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    _write_rows(out / "train.jsonl", toy_rows(train_rows, seed=2 * seed + 1))
+    _write_rows(out / "validation.jsonl", toy_rows(validation_rows, seed=2 * seed + 2))
+    _write_rows(out / "prompts.jsonl", toy_prompts(train_rows, seed=2 * seed + 1))
+    _write_rows(out / "prompts-validation.jsonl", toy_prompts(validation_rows, seed=2 * seed + 2))
+    (out / "reward.py").write_bytes(Path(tiny_reward.__file__).read_bytes())
     size = make_tokenizer(out / "model", vocab=vocab, seed=seed)
     make_model(
         out / "model",
@@ -71,6 +82,24 @@ def toy_rows(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
             messages.append({"role": "user", "content": draw.choice(phrases).format(sum_)})
             messages.append({"role": "assistant", "content": f"{sum_} = {result}"})
         yield {"messages": messages}
+
+
+def toy_prompts(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
+    """Requests for digits or for capital letters, and which of them.
+
+    A random model earns a little by chance and learns the rest from rewards alone. It must read the prompt
+    for that: answers that are scored against other prompts' rows stay near one half.
+    """
+    draw = random.Random(seed)
+    for _ in range(count):
+        kind = draw.choice(tuple(tiny_reward.KINDS))
+        request = draw.choice(_REQUESTS).format(draw.choice(_NAMES), kind)
+        yield {"prompt": [{"role": "user", "content": request}], "answer": kind}
+
+
+def _write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
 
 
 def _sum(draw: random.Random) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -84,8 +85,8 @@ def _flaw(content: Any, directory: Path) -> str | None:
     step, ranks, state, files = (content.get(key) for key in ("step", "ranks", "state", "files"))
     if not _is_count(step) or step_directory(directory.parent, step) != directory:
         return f"is of step {step!r:.40}"
-    if not isinstance(state, dict) or not all(_is_count(value) for value in state.values()):
-        return "has a state that is not made of counts"
+    if not isinstance(state, dict) or not all(_is_amount(value) for value in state.values()):
+        return "has a state that is not made of counts and amounts"
     # All names are known beforehand, so that no manifest can lead out of its directory.
     if not _is_count(ranks) or not isinstance(files, dict) or not 0 < ranks == len(files):
         return "does not list one file for each rank"
@@ -101,6 +102,10 @@ def _flaw(content: Any, directory: Path) -> str | None:
 def _is_count(value: Any) -> TypeGuard[int]:
     # Up to 2**53 a number passes through JSON readers and float64 sums as it is.
     return type(value) is int and 0 <= value < 2**53
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, float) and 0 <= value < math.inf)
 
 
 def problem_in(directory: Path, name: str, expected: dict[str, Any]) -> str | None:

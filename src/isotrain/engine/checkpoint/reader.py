@@ -35,7 +35,7 @@ class CheckpointReader:
         return int(self.manifest["ranks"])
 
     @property
-    def state(self) -> Mapping[str, int]:
+    def state(self) -> Mapping[str, float]:
         """The loop's counts; one that was not saved is a CheckpointError."""
         return _Counts(self.manifest["state"])
 

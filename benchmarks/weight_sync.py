@@ -1,0 +1,101 @@
+"""One whole weight update of a vLLM engine against a plain copy of the same bytes in memory. Lower is better.
+
+The model is SmolLM2-135M in bfloat16. In each turn the weights are written to shared memory with their digest
+(`write_update`) and taken by an engine in the same process (`update_weights`: map, verify, load, repack), and
+before and after that they are copied from one buffer to another. `ratio` is the median over the turns of the
+update's time over the mean of both copies. The phases are measured one by one in turns of their own.
+
+    python benchmarks/weight_sync.py [--turns 9] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+GOAL = 20.0
+
+
+def seconds(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
+
+    import bench
+    import torch
+    from smollm2 import smollm2
+    from transformers import AutoModelForCausalLM
+
+    from isotrain.rollout.digest import checksum, host_bytes
+    from isotrain.rollout.transfer import open_update, write_update
+    from isotrain.rollout.vllm import VllmEngine
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.bfloat16)
+    weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    size = sum(tensor.nbytes for _, tensor in weights)
+    source = torch.cat([tensor.reshape(-1) for _, tensor in weights])
+    target = torch.empty_like(source)
+    engine = VllmEngine(
+        smollm2(), name="engine", dtype="bfloat16", device_type="cpu", max_length=256, cache_bytes=1 << 28
+    )
+
+    def verify() -> None:
+        with open_update(update, "engine"):
+            pass
+
+    def digest() -> None:
+        for _, tensor in weights:
+            checksum(host_bytes(tensor))
+
+    ratios, copies = [], []
+    phases: dict[str, list[float]] = {"write": [], "of which digest": [], "verify": [], "take": []}
+    for turn in range(options.turns + 2):  # the first two fill both files and are left out
+        before = seconds(lambda: target.copy_(source))
+        started = time.perf_counter()
+        update = write_update(weights, turn)
+        written = time.perf_counter()
+        engine.update_weights(update)
+        ended = time.perf_counter()
+        copy = (before + seconds(lambda: target.copy_(source))) / 2
+        if turn > 1:
+            ratios.append((ended - started) / copy)
+            copies.append(copy)
+            phases["write"].append(written - started)
+            phases["take"].append(ended - written)
+            phases["verify"].append(seconds(verify))
+            phases["of which digest"].append(seconds(digest))
+        print(f"turn {turn}: copy {copy:.3f} s, update {ended - started:.3f} s", file=sys.stderr, flush=True)
+    engine.close()
+    ratio = bench.spread(ratios)
+    total = bench.spread([a + b for a, b in zip(phases["write"], phases["take"], strict=True)])
+    bench.report(
+        "weight_sync",
+        ratio["median"],
+        goal=GOAL,
+        met=ratio["median"] <= GOAL,
+        ratios=ratio,
+        bytes=size,
+        tensors=len(weights),
+        copy_s=bench.spread(copies),
+        update_s=total,
+        update_gb_per_s=round(size / total["median"] / 1e9, 3),
+        copy_gb_per_s=round(size / bench.spread(copies)["median"] / 1e9, 3),
+        phases_s={phase: bench.spread(values) for phase, values in phases.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Ray: joining a cluster, placing work on its devices, groups of workers."""

@@ -1,0 +1,169 @@
+"""The Ray cluster that a recipe means, joined or started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.services import find_bootstrap_address
+
+from isotrain.cluster.nodes import Node, living_nodes
+from isotrain.cluster.private import (
+    has_token,
+    loopback_addresses,
+    private_cluster,
+    read_authentication_again,
+    variables,
+)
+from isotrain.cluster.probe import Answer, knock
+from isotrain.device.base import Device
+from isotrain.errors import ClusterError
+from isotrain.recipe.online import ClusterSection
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HOW_TO_AUTHENTICATE = (
+    "write a secret with `ray get-auth-token --generate`, copy ~/.ray/auth_token to every machine, and set "
+    "RAY_AUTH_MODE=token there, both for `ray start` and for isotrain"
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    private: bool
+    """Whether it was started here and ends with the run; then it never grows."""
+    logs: Path
+    """Where Ray's workers on this machine write their output."""
+
+
+@contextmanager
+def join_cluster(
+    cluster: ClusterSection,
+    device: Device,
+    *,
+    cpus: int | None = None,
+    keep_logs: Path | None = None,
+    answer_timeout: float = 30.0,
+) -> Iterator[Cluster]:
+    """Connect this process to the recipe's cluster until the end of the block, however that comes.
+
+    A private cluster has this machine's devices and as many CPUs as Ray finds, or `cpus`; `keep_logs` is a
+    directory for its workers' output. An existing one must answer within `answer_timeout` seconds.
+    """
+    if ray.is_initialized():
+        raise ClusterError("this process is connected to a Ray cluster already; call ray.shutdown() first")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with ExitStack() as stack:
+        stack.enter_context(_end_on_sigterm())
+        # Calls that fail because we end their workers are nobody's business.
+        stack.enter_context(variables(RAY_IGNORE_UNHANDLED_ERRORS="1"))
+        address = find_cluster(cluster.address, answer_timeout)
+        by_itself = cluster.address == "auto" and not os.environ.get("RAY_ADDRESS")
+        if by_itself and "RAY_AUTH_MODE" not in os.environ and has_token():
+            # As Ray does with a cluster that it found by itself; to addresses that someone wrote, a token is
+            # sent only when the user says so.
+            stack.enter_context(variables(RAY_AUTH_MODE="token"))
+        if address is None:
+            resource = device.ray_resource
+            counted: dict[str, float] = {} if resource == "CPU" else {resource: device.count()}
+            logs = stack.enter_context(private_cluster(counted, cpus, keep_logs))
+            joined = Cluster(ray.get_runtime_context().gcs_address, private=True, logs=logs)
+        else:
+            joined = stack.enter_context(_join(address, cluster, answer_timeout))
+        _set_sigterm()
+        yield joined
+
+
+def find_cluster(address: str, answer_timeout: float) -> str | None:
+    """The `host:port` to join; None where a private cluster is to be started."""
+    if address == "auto":
+        named = os.environ.get("RAY_ADDRESS")
+        if not named:
+            # What `ray start` left behind on this machine, perhaps long ago.
+            found: str | None = find_bootstrap_address(None)
+            return None if found is None or knock(found, answer_timeout) is Answer.NONE else found
+        address = named
+    if address in ("local", "auto"):
+        return None
+    if not re.fullmatch(r"[^/\s]+:\d+", address):
+        raise ClusterError(
+            f"cluster.address: cannot use {address!r}; give the head's host:port (as `ray start` prints it), "
+            "`local` or `auto`, and run isotrain on a machine of the cluster (ray:// clients do not work)"
+        )
+    return address
+
+
+@contextmanager
+def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Iterator[Cluster]:
+    answer = knock(address, answer_timeout)
+    if answer is Answer.NONE:
+        raise ClusterError(
+            f"cluster.address: no Ray cluster answered at {address} within {answer_timeout:g} s; start one "
+            "with `ray start --head` or set cluster.address=local"
+        )
+    if answer is Answer.REFUSED:
+        raise ClusterError(
+            f"cluster.address: the Ray cluster at {address} wants a token, and this process has none or "
+            "another; put the cluster's token into ~/.ray/auth_token and set RAY_AUTH_MODE=token"
+        )
+    host = address.rpartition(":")[0]
+    read_authentication_again()
+    try:
+        with loopback_addresses() if host in LOOPBACK else nullcontext():
+            context: Any = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ValueError, ConnectionError, ray.exceptions.RayError) as error:
+        # Another version of Ray or Python, no Ray on this machine, ...: Ray's own words say it best.
+        raise ClusterError(f"cluster.address: cannot join the Ray cluster at {address}: {error}") from error
+    try:
+        if several_machines(living_nodes()) and not cluster.allow_unauthenticated:
+            check_authentication(address, answer_timeout)
+        yield Cluster(address, private=False, logs=Path(context["session_dir"]) / "logs")
+    finally:
+        ray.shutdown()
+
+
+def several_machines(nodes: Sequence[Node]) -> bool:
+    """Whether the nodes reach each other over a network."""
+    return len({node.host for node in nodes}) > 1
+
+
+def check_authentication(address: str, answer_timeout: float) -> None:
+    """Refuse a cluster that takes requests from anyone: to Ray, a request is code to run."""
+    if knock(address, answer_timeout, stranger=True) is not Answer.REFUSED:
+        raise ClusterError(
+            f"the Ray cluster at {address} has several machines and runs code for anyone who reaches its "
+            f"ports. Switch token authentication on: {HOW_TO_AUTHENTICATE}. On a network that nobody else "
+            "reaches you may set cluster.allow_unauthenticated=true instead"
+        )
+
+
+def _exit(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+def _set_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _exit)
+
+
+@contextmanager
+def _end_on_sigterm() -> Iterator[None]:
+    """SIGTERM leaves blocks in order, as Ctrl-C does. `ray.init` changes the handler for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    _set_sigterm()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,73 @@
+"""What Ray reports about a worker, in our words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ray
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.exceptions import OutOfMemoryError as RayOutOfMemory
+
+from isotrain.cluster.host import Crash, Whereabouts
+from isotrain.errors import ClusterError, IsotrainError
+
+DEATHS = (RayActorError, NodeDiedError, ObjectLostError, RayOutOfMemory, WorkerCrashedError)
+LAST_LINES = 15
+
+
+class WorkerDied(ClusterError):
+    """A worker whose process has ended; `index` is its number in its group."""
+
+    def __init__(self, message: str, index: int = -1) -> None:
+        super().__init__(message, index)
+        self.message, self.index = message, index
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def explain(error: Exception, who: str, index: int, method: str, where: Whereabouts | None) -> IsotrainError:
+    """The error to raise for what `ray.get` raised."""
+    # With an error of ours, Ray raises a mixture of it and its own: only the original has a readable message.
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, IsotrainError):
+        return cause
+    place = f"{who} {index}" + (f" on {where.host} (pid {where.pid})" if where else "")
+    if isinstance(cause, Crash):
+        return ClusterError(f"{place} failed in `{method}`:\n{cause}")
+    if isinstance(cause, ActorUnschedulableError):
+        return ClusterError(f"{place} cannot be started: {cause}")
+    if isinstance(cause, DEATHS):
+        return WorkerDied(f"{place} died during `{method}`: {_reason(cause)}{_last_words(where)}", index)
+    return ClusterError(f"{place} failed in `{method}`: {cause}")
+
+
+def _reason(error: Exception) -> str:
+    """The one sentence of Ray's report that tells how the process ended."""
+    text = " ".join(str(error).split())
+    if "connection error code 2. End of file" in text:
+        return "its process ended unexpectedly: killed, perhaps for lack of memory (see dmesg), or crashed"
+    found = re.search(r"Worker exit detail: (.+?)(?: Some common causes| There are some|$)", text)
+    return found.group(1) if found else text
+
+
+def _last_words(where: Whereabouts | None) -> str:
+    if where is None or not where.errors:
+        return ""
+    if not ray.is_initialized() or where.node != ray.get_runtime_context().get_node_id():
+        return f"\nits output is in {where.errors} on {where.host}"
+    try:
+        lines = Path(where.errors).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    # Ray writes marks for its own use into these files.
+    said = [line for line in lines if line.strip() and not line.startswith(":")]
+    return "\nits last output:\n" + "\n".join(f"  {line}" for line in said[-LAST_LINES:]) if said else ""

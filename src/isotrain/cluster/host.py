@@ -1,0 +1,73 @@
+"""The Ray actor around a worker: a plain object whose class knows nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from isotrain.errors import ClusterError, IsotrainError
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a worker runs."""
+
+    pid: int
+    node: str
+    host: str
+    errors: str
+    """The file of its standard error, on its own machine; empty when there is none."""
+
+
+class Crash(Exception):
+    """The traceback of an error that is not one of ours; the error itself may not survive pickling."""
+
+
+class Host:
+    def start(self, directory: str, worker: type, *args: Any, **kwargs: Any) -> Whereabouts:
+        # Paths in a recipe are relative to where the user is, on every machine.
+        try:
+            os.chdir(directory)
+        except OSError as error:
+            raise ClusterError(
+                f"{directory} is not on every machine of the cluster ({error.strerror}); start from one "
+                "that all of them have, with the model and the data"
+            ) from error
+        # Not in the constructor: errors there reach the controller as an actor's death, without their type.
+        self._worker = self._guarded(worker, *args, **kwargs)
+        context = ray.get_runtime_context()
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return Whereabouts(os.getpid(), context.get_node_id(), host, _errors_file())
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._guarded(getattr(self._worker, method), *args, **kwargs)
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        items = iter(self._guarded(getattr(self._worker, method), *args, **kwargs))
+        end = object()
+        while (item := self._guarded(next, items, end)) is not end:
+            yield item
+
+    def _guarded(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except IsotrainError:
+            raise
+        except (Exception, SystemExit) as error:
+            # From the worker's own frames on: ours and Ray's explain nothing.
+            frames = error.__traceback__.tb_next if error.__traceback__ else None
+            lines = traceback.format_exception(type(error), error, frames)
+            raise Crash("".join(lines).rstrip()) from None
+
+
+def _errors_file() -> str:
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if os.path.isfile(path) else ""

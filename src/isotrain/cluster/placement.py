@@ -1,0 +1,204 @@
+"""Which devices of the cluster the training ranks and the rollout engines get."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from isotrain.cluster.connect import Cluster
+from isotrain.cluster.nodes import living_nodes, resource_counts
+from isotrain.device.base import Device
+from isotrain.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place: a bundle of a placement group, and the devices that are its own there."""
+
+    group: PlacementGroup
+    bundle: int
+    node: str
+    host: str
+    devices: tuple[str, ...]
+    """Numbers of its devices on that node, ascending; empty where devices are CPUs."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    ranks: tuple[Seat, ...]
+    """By rank: those of one node follow each other."""
+    engines: tuple[Seat, ...]
+
+    @property
+    def store_host(self) -> str | None:
+        """Where rank 0 opens the ranks' store; None when all are on one node and can meet in a file."""
+        return self.ranks[0].host if len({seat.node for seat in self.ranks}) > 1 else None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a recipe asks for, in the words of its fields."""
+
+    ranks: int
+    engines: int = 0
+    tensor_parallel: int = 1
+    colocated: bool = True
+
+    @property
+    def bundles(self) -> list[int]:
+        """Devices of each bundle. An engine's are in one, because they must be on one node."""
+        engines = [self.tensor_parallel] * self.engines
+        if self.colocated:
+            return engines + [1] * (self.ranks - sum(engines))
+        return [1] * self.ranks + engines
+
+    def check(self) -> None:
+        wanted = self.engines * self.tensor_parallel
+        if self.colocated and wanted > self.ranks:
+            raise ClusterError(
+                f"rollout.engines={self.engines} with rollout.tensor_parallel={self.tensor_parallel} take "
+                f"turns on {wanted} devices, but training has device.ranks={self.ranks}; raise device.ranks, "
+                "lower one of the others, or set cluster.placement=separate"
+            )
+
+
+@contextmanager
+def place(cluster: Cluster, device: Device, demand: Demand, start_timeout: float) -> Iterator[Placement]:
+    """Reserve devices until the end of the block.
+
+    A private cluster that has too few says so at once; others may be waiting for machines to join, or for
+    devices that another job has, for `start_timeout` seconds.
+    """
+    demand.check()
+    resource, sizes = device.ray_resource, demand.bundles
+    if cluster.private and sum(sizes) > resource_counts(resource)[0]:
+        raise ClusterError(_shortage(demand, resource))
+    group = placement_group([{resource: size} for size in sizes], strategy="PACK")
+    try:
+        if not group.wait(start_timeout):
+            raise ClusterError(f"{_shortage(demand, resource)} (waited {start_timeout:g} s)")
+        seats = _seats(group, sizes, device, start_timeout)
+        yield assign(seats, demand)
+    finally:
+        if ray.is_initialized():
+            remove_placement_group(group)
+
+
+def assign(seats: Sequence[Seat], demand: Demand) -> Placement:
+    """Bundles to engines and single devices to ranks; `seats` are the bundles of `demand`, in their order."""
+    engines = seats[: demand.engines] if demand.colocated else seats[demand.ranks :]
+    of_ranks = seats if demand.colocated else seats[: demand.ranks]
+    single = [
+        Seat(seat.group, seat.bundle, seat.node, seat.host, seat.devices[number : number + 1])
+        for seat, size in zip(of_ranks, demand.bundles, strict=False)
+        for number in range(size)
+    ]
+    # Neighbours exchange most: ranks of a node are consecutive, and in the order of its devices.
+    single.sort(key=lambda seat: (_numeric(seat.host.split(".")), seat.node, _numeric(seat.devices)))
+    return Placement(tuple(single), tuple(engines))
+
+
+def rank_environments(
+    seats: Sequence[Seat], device: Device, deterministic: bool = False
+) -> list[dict[str, str]]:
+    """Each training rank's variables: who it is, and its node's devices; its own is number LOCAL_RANK."""
+    local_sizes = Counter(seat.node for seat in seats)
+    seen: Counter[str] = Counter()
+    environments = []
+    for rank, seat in enumerate(seats):
+        local_size = local_sizes[seat.node]
+        neighbours = [number for other in seats if other.node == seat.node for number in other.devices]
+        environments.append(
+            {
+                **device.rank_environment(local_size, deterministic),
+                **_visible(device, neighbours),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(seats)),
+                "LOCAL_RANK": str(seen[seat.node]),
+                "LOCAL_WORLD_SIZE": str(local_size),
+            }
+        )
+        seen[seat.node] += 1
+    return environments
+
+
+def engine_environments(seats: Sequence[Seat], device: Device) -> list[dict[str, str]]:
+    """Each rollout engine's variables: it sees its own devices only."""
+    return [_visible(device, seat.devices) for seat in seats]
+
+
+def helper_environment(device: Device) -> dict[str, str]:
+    """The variables of workers that use no device, such as those of rewards: they see none."""
+    return _visible(device, [])
+
+
+def _visible(device: Device, numbers: Sequence[str]) -> dict[str, str]:
+    variable = device.visible_devices_variable
+    if variable is None:
+        return {}
+    # Ascending, because some drivers refuse any other order.
+    return {**device.ray_environment, variable: ",".join(_ascending(numbers))}
+
+
+def _seats(group: PlacementGroup, sizes: Sequence[int], device: Device, timeout: float) -> list[Seat]:
+    hosts = {node.id: node.host for node in living_nodes()}
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    devices: list[tuple[str, ...]] = [()] * len(sizes)
+    if device.visible_devices_variable is not None:
+        asked = [_ask_devices(group, bundle, device.ray_resource, size) for bundle, size in enumerate(sizes)]
+        devices = [_ascending(found) for found in ray.get(asked, timeout=timeout)]
+    return [
+        Seat(group, bundle, nodes[bundle], hosts[nodes[bundle]], devices[bundle])
+        for bundle in range(len(sizes))
+    ]
+
+
+def _ask_devices(group: PlacementGroup, bundle: int, resource: str, size: int) -> Any:
+    """A reference to the numbers of the devices that Ray reserved with a bundle."""
+
+    def numbers() -> list[str]:
+        found: list[str] = ray.get_runtime_context().get_accelerator_ids()[resource]
+        return found
+
+    amount = {"num_gpus": size} if resource == "GPU" else {"resources": {resource: size}}
+    strategy = PlacementGroupSchedulingStrategy(group, bundle)
+    return ray.remote(numbers).options(num_cpus=0, scheduling_strategy=strategy, **amount).remote()
+
+
+def _ascending(numbers: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(numbers, key=lambda number: _numeric([number])))
+
+
+def _numeric(words: Sequence[str]) -> list[tuple[int, str]]:
+    """Sorts "10" behind "9", and takes words that are not numbers as well."""
+    return [(int(word) if word.isdigit() else -1, word) for word in words]
+
+
+def _shortage(demand: Demand, resource: str) -> str:
+    need = sum(demand.bundles)
+    total, free = resource_counts(resource)
+    nodes = len(living_nodes())
+    if demand.colocated or not demand.engines:
+        parts, remedy = f"device.ranks={demand.ranks}", "lower device.ranks"
+    else:
+        parts = (
+            f"device.ranks={demand.ranks} + rollout.engines={demand.engines} x "
+            f"rollout.tensor_parallel={demand.tensor_parallel}"
+        )
+        remedy = "lower one of them, or set cluster.placement=colocated to share devices in turn"
+    return (
+        f"the recipe needs {need} {resource} ({parts}, one for each rank), but the Ray cluster has {total:g} "
+        f"({free:g} free) on {nodes} node{'s' * (nodes != 1)}; {remedy}, or use a larger cluster"
+    )

@@ -1,0 +1,40 @@
+"""Methods that yield: a worker's items one by one, as soon as each is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import ObjectRefGenerator
+
+from isotrain.cluster.workers import Call, WorkerGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A method that yields, running on one worker."""
+
+    index: int
+    method: str
+    items: ObjectRefGenerator
+
+
+def open_stream(group: WorkerGroup, index: int, method: str, *args: Any) -> Stream:
+    return Stream(index, method, group.stream(method, index, *args))
+
+
+def next_item(group: WorkerGroup, stream: Stream) -> Any:
+    """The next item, waiting for it; StopIteration after the last. Errors are those of `group.results`."""
+    return group.value(stream.index, stream.method, next(stream.items))
+
+
+def wait_any(works: Sequence[Call | Stream]) -> list[int]:
+    """Numbers of those that have something to give, or have ended or failed: at least one."""
+    refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
+    first, _ = ray.wait(refs, num_returns=1, fetch_local=False)
+    # The others that are ready as well, without waiting: a burst is handled in one go.
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    found = {id(ref) for ref in [*first, *ready]}
+    return [number for number, ref in enumerate(refs) if id(ref) in found]

@@ -1,0 +1,260 @@
+"""Groups of workers: plain Python objects, each in a process of its own somewhere in the cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray import ObjectRef, ObjectRefGenerator
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from isotrain.cluster.failures import WorkerDied, explain
+from isotrain.cluster.host import Host, Whereabouts
+from isotrain.cluster.placement import Seat
+from isotrain.errors import ClusterError, IsotrainError
+
+# The first failure seen need not be the cause: a rank whose peer is killed loses its connections.
+GRACE = 2.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method that one worker is running; `ref` is what Ray's own functions take."""
+
+    index: int
+    method: str
+    ref: ObjectRef[Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """What it takes to start one worker, and to start it again."""
+
+    args: tuple[Any, ...] = ()
+    environment: Mapping[str, str] | None = None
+    seat: Seat | None = None
+    """Its place in the cluster; anywhere without."""
+
+
+class WorkerGroup:
+    """Workers of one class, numbered from 0.
+
+    The members of an SPMD group wait for each other in collectives: when one fails, or does not answer in
+    time, all are ended. Members of other groups are independent, and can be restarted one by one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker: type,
+        members: Sequence[Member],
+        *,
+        spmd: bool = False,
+        concurrency: int = 1,
+        start_timeout: float = 600.0,
+    ) -> None:
+        """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time."""
+        self._name, self._worker, self._members = name, worker, tuple(members)
+        self._spmd, self._concurrency, self._start_timeout = spmd, concurrency, start_timeout
+        self._hosts: list[Any] = [None] * len(members)
+        self._where: list[Whereabouts | None] = [None] * len(members)
+        self._closed = ""
+        try:
+            self._start(range(len(members)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def whereabouts(self) -> list[Whereabouts]:
+        return [where for where in self._where if where is not None]
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Call]:
+        """Start a method on every worker with the same arguments; references among them arrive as values."""
+        return [self.submit_to(index, method, *args, **kwargs) for index in range(len(self))]
+
+    def submit_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Call]:
+        """Start a method on every worker, each with its own positional arguments."""
+        assert len(args) == len(self), "one tuple of arguments for each worker"
+        return [self.submit_to(index, method, *own) for index, own in enumerate(args)]
+
+    def submit_to(self, index: int, method: str, *args: Any, **kwargs: Any) -> Call:
+        """Start a method on one worker."""
+        return Call(index, method, self._host(index).run.remote(method, *args, **kwargs))
+
+    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Run a method on every worker and wait; results by worker."""
+        return self.results(self.submit(method, *args, **kwargs), timeout)
+
+    def call_each(
+        self, method: str, args: Sequence[tuple[Any, ...]], *, timeout: float | None = None
+    ) -> list[Any]:
+        """Run a method on every worker, each with its own positional arguments, and wait."""
+        return self.results(self.submit_each(method, args), timeout)
+
+    def call_on(
+        self, index: int, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Run a method on one worker and wait."""
+        return self.results([self.submit_to(index, method, *args, **kwargs)], timeout)[0]
+
+    def stream(self, method: str, index: int, *args: Any, **kwargs: Any) -> ObjectRefGenerator:
+        """Start a method that yields on one worker: a generator of references, which `ray.wait` also takes.
+
+        Get their values with `value`, so that errors have their types.
+        """
+        remote = self._host(index).stream.options(num_returns="streaming")
+        generator: ObjectRefGenerator = remote.remote(method, *args, **kwargs)
+        return generator
+
+    def value(self, index: int, method: str, ref: ObjectRef[Any], timeout: float | None = None) -> Any:
+        """The value of a reference that a method of one worker gave."""
+        return self.results([Call(index, method, ref)], timeout)[0]
+
+    def results(self, calls: Sequence[Call], timeout: float | None = None) -> list[Any]:
+        """Wait for calls and give their results in order; the first failure ends the waiting.
+
+        An error of isotrain arrives as it was raised, any other as a ClusterError with the worker's
+        traceback, the end of a worker's process as WorkerDied.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pending, values = list(calls), dict[ObjectRef[Any], Any]()
+        while pending:
+            ready = _wait(pending, deadline)
+            if not ready:
+                raise self._overdue(pending, timeout)
+            for call in ready:
+                pending.remove(call)
+                try:
+                    values[call.ref] = ray.get(call.ref)
+                except Exception as error:
+                    raise self._failed(call, error, pending) from None
+        return [values[call.ref] for call in calls]
+
+    def restart(self, index: int) -> None:
+        """End one worker, whatever it is doing, and start it anew with the same arguments."""
+        assert not self._spmd, "the other members of an SPMD group cannot go on without this one"
+        self._kill(index)
+        self._start([index])
+
+    def close(self) -> None:
+        """End all workers at once."""
+        self._closed = self._closed or "it is closed"
+        for index in range(len(self)):
+            self._kill(index)
+
+    def _start(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._hosts[index] = self._create(self._members[index])
+        starts = [
+            Call(
+                index,
+                "start",
+                self._hosts[index].start.remote(os.getcwd(), self._worker, *self._members[index].args),
+            )
+            for index in indices
+        ]
+        for call, where in zip(starts, self.results(starts, self._start_timeout), strict=True):
+            self._where[call.index] = where
+
+    def _create(self, member: Member) -> Any:
+        seat = member.seat
+        strategy = PlacementGroupSchedulingStrategy(seat.group, seat.bundle) if seat else "SPREAD"
+        # Devices are reserved by the placement group and told to workers by environment, because Ray knows no
+        # worker that uses the devices of several bundles, nor two that take turns on one.
+        return (
+            ray.remote(type(self._worker.__name__, (Host,), {}))  # the name that `ps` and `ray list` show
+            .options(
+                num_cpus=0,
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=self._concurrency,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": dict(member.environment or {})},
+            )
+            .remote()
+        )
+
+    def _host(self, index: int) -> Any:
+        if self._closed or self._hosts[index] is None:
+            raise ClusterError(f"{self._name} {index} cannot be called: {self._closed or 'it was ended'}")
+        return self._hosts[index]
+
+    def _kill(self, index: int) -> None:
+        host, self._hosts[index], self._where[index] = self._hosts[index], None, None
+        if host is not None and ray.is_initialized():
+            with suppress(ray.exceptions.RayError, ValueError):  # it has ended by itself
+                ray.kill(host)
+
+    def _failed(self, first: Call, error: Exception, pending: Sequence[Call]) -> IsotrainError:
+        """The failure to report; an SPMD group then ends."""
+        failures = [self._explain(first, error)]
+        if self._spmd and pending and _may_be_an_effect(failures[0]):
+            failures += self._further_failures(pending)
+        cause = min(failures, key=_rank_of_causes)
+        if self._spmd:
+            self._closed = f"the group ended after an error: {str(cause).splitlines()[0]}"
+            self.close()
+        return cause
+
+    def _further_failures(self, pending: Sequence[Call]) -> list[IsotrainError]:
+        left, deadline, failures = list(pending), time.monotonic() + GRACE, list[IsotrainError]()
+        while left and (ready := _wait(left, deadline)):
+            for call in ready:
+                left.remove(call)
+                try:
+                    ray.get(call.ref)
+                except Exception as error:
+                    failures.append(self._explain(call, error))
+        return failures
+
+    def _explain(self, call: Call, error: Exception) -> IsotrainError:
+        return explain(error, self._name, call.index, call.method, self._where[call.index])
+
+    def _overdue(self, pending: Sequence[Call], timeout: float | None) -> ClusterError:
+        late = ", ".join(
+            f"{call.index}" + (f" on {where.host} (pid {where.pid})" if where else "")
+            for call in pending
+            for where in [self._where[call.index]]
+        )
+        error = ClusterError(
+            f"{self._name}: no answer to `{pending[0].method}` within {timeout:g} s from {late}"
+        )
+        if self._spmd:
+            self._closed = f"the group ended after an error: {error}"
+            self.close()
+        return error
+
+
+def _wait(calls: Sequence[Call], deadline: float | None) -> list[Call]:
+    """The calls that have ended, at least one unless the time is over."""
+    timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+    ready, _ = ray.wait([call.ref for call in calls], num_returns=1, timeout=timeout)
+    return [call for call in calls if call.ref in ready]
+
+
+def _may_be_an_effect(failure: IsotrainError) -> bool:
+    """Whether another member's end may have caused this: not if a worker says what is wrong."""
+    return isinstance(failure, ClusterError)
+
+
+def _rank_of_causes(failure: IsotrainError) -> int:
+    """Errors of ours explain most, then the end of a process; lost connections follow from either."""
+    return 0 if not isinstance(failure, ClusterError) else 1 if isinstance(failure, WorkerDied) else 2

@@ -1,0 +1,58 @@
+"""Trajectories as one packed micro-batch, with what policy losses need besides tokens.
+
+N: response tokens of the micro-batch in the order of its trajectories, also those the policy did not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from isotrain.data.packing import PackedBatch, pack
+from isotrain.data.sample import Sample
+from isotrain.data.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    packed: PackedBatch
+    """Prompts and responses; its loss-bearing tokens are all response tokens."""
+    lengths: tuple[int, ...]
+    """Response tokens of each trajectory, on the host; may be 0."""
+    mask_N: torch.Tensor
+    """Which tokens the policy wrote."""
+    rollout_logp_N: torch.Tensor
+    """Log-probs of the policy that sampled, as its engine told them."""
+    index: tuple[int, ...]
+    """Number of each trajectory within the step."""
+
+    def to(self, device: torch.device) -> PolicyBatch:
+        return replace(
+            self,
+            packed=self.packed.to(device),
+            mask_N=self.mask_N.to(device, non_blocking=True),
+            rollout_logp_N=self.rollout_logp_N.to(device, non_blocking=True),
+        )
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory], index: Sequence[int]) -> PolicyBatch:
+    """Lay trajectories one after the other; without any, the batch has a token but no response tokens."""
+    assert len(trajectories) == len(index)
+    samples = []
+    for trajectory in trajectories:
+        assert trajectory.prompt_length >= 1, "nothing would predict the response's first token"
+        is_response_T = np.arange(len(trajectory)) >= trajectory.prompt_length
+        samples.append(Sample(trajectory.tokens_T, is_response_T))
+    # Copies of the given types even for no trajectories at all, and memory that torch may write to.
+    mask_N = np.concatenate([np.zeros(0, np.bool_), *(t.mask_N for t in trajectories)])
+    logp_N = np.concatenate([np.zeros(0, np.float32), *(t.logp_N for t in trajectories)])
+    return PolicyBatch(
+        packed=pack(samples),
+        lengths=tuple(len(t.mask_N) for t in trajectories),
+        mask_N=torch.from_numpy(mask_N),
+        rollout_logp_N=torch.from_numpy(logp_N),
+        index=tuple(index),
+    )

@@ -1,0 +1,43 @@
+"""Single calculations out of GSM8K's solutions: a task that models too small for its questions can learn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isotrain.data.prepare.gsm8k import read_split
+
+DATA_SOURCE = "gsm8k-sums"
+
+# Solutions have their calculations marked as <<48/2=24>>.
+_MARK = re.compile(r"<<(\d+)([+\-*/])(\d+)=(\d+)>>")
+_MOST_DIGITS = 2
+
+
+def prepare_gsm8k_sums(source: Path | None, out: Path) -> dict[str, int]:
+    """Write `train.jsonl` and `test.jsonl`; returns how many rows each has. No calculation is in both."""
+    out.mkdir(parents=True, exist_ok=True)
+    seen: set[str] = set()
+    written = {}
+    for split in ("train", "test"):
+        lines = [json.dumps(row) for row in _records(source, split, seen)]
+        (out / f"{split}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        written[f"{split}.jsonl"] = len(lines)
+    return written
+
+
+def _records(source: Path | None, split: str, seen: set[str]) -> Iterator[dict[str, Any]]:
+    for row in read_split(source, split):
+        for left, operator, right, result in _MARK.findall(str(row.values.get("answer"))):
+            calculation = f"{left} {operator} {right}"
+            if calculation in seen or max(map(len, (left, right, result))) > _MOST_DIGITS:
+                continue
+            seen.add(calculation)
+            yield {
+                "data_source": DATA_SOURCE,
+                "prompt": [{"role": "user", "content": f"Calculate {calculation}. Answer with a number."}],
+                "reward_model": {"style": "rule", "ground_truth": result},
+            }

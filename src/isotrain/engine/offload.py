@@ -1,0 +1,50 @@
+"""Gives a model's device memory away while something else needs it, and takes it back."""
+
+from __future__ import annotations
+
+import torch
+
+from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.frozen import Frozen
+from isotrain.models.shards import shard_of
+
+
+@torch.no_grad()
+def offload(engine: TrainingEngine | Frozen) -> None:
+    """Weights and optimizer state go to host memory; until `onload`, the model can be asked nothing.
+
+    Storages are emptied and the tensors stay: the optimizer and sharding go on holding the same ones.
+    Without effect where the device is the host, or where this was done already.
+    """
+    forward = engine.forward
+    if forward.world.device.type == "cpu" or forward.on_host is not None:
+        return
+    forward.reshard()
+    storages = _storages(engine)
+    forward.on_host = [storage.cpu() for storage in storages]
+    for storage in storages:
+        storage.resize_(0)
+    # What an allocator keeps for later is of no use to another process.
+    torch.get_device_module(forward.world.device).empty_cache()
+
+
+@torch.no_grad()
+def onload(engine: TrainingEngine | Frozen) -> None:
+    """Bring everything back, bit for bit; without effect where nothing is away."""
+    forward = engine.forward
+    if forward.on_host is None:
+        return
+    for storage, copy in zip(_storages(engine), forward.on_host, strict=True):
+        storage.resize_(copy.nbytes())
+        storage.copy_(copy)
+    forward.on_host = None
+
+
+def _storages(engine: TrainingEngine | Frozen) -> list[torch.UntypedStorage]:
+    """Of this rank's parts of all weights and of the optimizer's state, as far as they are on the device."""
+    tensors: list[torch.Tensor] = list(engine.forward.parameters.values())
+    if isinstance(engine, TrainingEngine):
+        for state in engine.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    parts = [shard_of(tensor.detach()).local for tensor in tensors]
+    return [part.untyped_storage() for part in parts if part.device.type != "cpu"]

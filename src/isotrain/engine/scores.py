@@ -1,0 +1,29 @@
+"""Scores of whole samples by a reward model.
+
+S: samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from isotrain.data.packing import PackedBatch
+from isotrain.engine.frozen import Frozen
+from isotrain.models.scalar import ScalarHead
+
+
+def score_samples(model: Frozen, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    """`scores_S` of each micro-batch, float32 on the device: what the model says at each last token.
+
+    The stand-in of an empty micro-batch has a score too, which means nothing.
+    """
+    return model.infer([_at_last_tokens(batch) for batch in batches], ScalarHead.values)
+
+
+def _at_last_tokens(batch: PackedBatch) -> PackedBatch:
+    last_S = torch.tensor(batch.lengths, device=batch.tokens_T.device).cumsum(0) - 1
+    segment_S = torch.arange(len(last_S), device=last_S.device)
+    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S], segment_N=segment_S)

@@ -1,0 +1,49 @@
+"""The whole weights of an engine, one after the other, as a Hugging Face checkpoint names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch.distributed.tensor import DTensor
+
+from isotrain.engine.engine import TrainingEngine
+from isotrain.models.lora import ADAPTER, base_name, is_adapter
+
+_WRAPPED = ".base_layer.weight"
+
+
+@torch.no_grad()
+def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every rank must go through all of them: putting a weight together is a collective.
+
+    Adapters are merged into their weights. A tensor may be the parameter itself: use it before the next step.
+    """
+    assert engine.forward.on_host is None, "the model is offloaded"
+    for name, parameter in engine.forward.parameters.items():
+        if is_adapter(name):
+            continue
+        if name.endswith(_WRAPPED):
+            tensor = _merged(engine, name).to(dtype)
+        else:
+            # Rounded before it is gathered: fewer bytes travel, and rounding each part is rounding the whole.
+            tensor = _whole(parameter.detach().to(dtype))
+        yield base_name(name.removeprefix(engine.model.prefix)), tensor
+
+
+def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
+    # In float32: adding in a shorter type would lose updates below its resolution.
+    layer_name = name.removesuffix(_WRAPPED)
+    weight, down, up = (
+        _whole(engine.forward.parameters[f"{layer_name}{part}"].detach()).float()
+        for part in (_WRAPPED, f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
+    )
+    layer = engine.model.get_submodule(layer_name)
+    assert isinstance(layer, LoraLayer)
+    scaling: float = layer.scaling[ADAPTER]
+    return weight + (up @ down) * scaling
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,67 @@
+"""A model with one number per token, over packed samples: a critic or a reward model.
+
+T: packed tokens, N: positions whose number is wanted, D: hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from isotrain.models.backbone import Backbone
+
+Result = TypeVar("Result")
+
+# The head in Hugging Face's layout of sequence classifiers.
+SCORE = "score.weight"
+
+
+@dataclass(frozen=True)
+class ScalarHead:
+    """The head over the wanted positions: for a critic, the states before each response token."""
+
+    hidden_ND: torch.Tensor
+    weight_1D: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        """In float32, also the product: a narrower type has too few digits for returns and scores."""
+        values_N: torch.Tensor = F.linear(self.hidden_ND.float(), self.weight_1D.float())[:, 0]
+        return values_N
+
+
+class ScalarModel(nn.Module):
+    """Runs a sequence classifier's backbone over packed samples and hands its head to an objective.
+
+    Called like `PackedModel`; there is nothing to predict, and the targets are not read.
+    """
+
+    prefix: ClassVar[str] = "classifier."
+    """Before the Hugging Face names of its parameters."""
+
+    def __init__(self, classifier: PreTrainedModel, attention: str) -> None:
+        super().__init__()
+        self.classifier = classifier
+        self.attention = attention
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        return self.classifier
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        lengths: tuple[int, ...],
+        predict_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        objective: Callable[[ScalarHead], Result],
+    ) -> Result:
+        hidden_TD = Backbone(self.classifier, self.attention).hidden_states(tokens_T, positions_T, lengths)
+        weight_1D = self.classifier.get_parameter(SCORE)
+        return objective(ScalarHead(hidden_TD.index_select(0, predict_N), weight_1D))

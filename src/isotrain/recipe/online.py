@@ -1,0 +1,270 @@
+"""What the user writes for online reinforcement learning: algorithm, rollout, rewards, cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from isotrain.recipe.section import Section
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class LossSection(Section):
+    name: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
+    """The policy loss."""
+    eps_low: float = Field(default=0.2, ge=0)
+    """The ratio of new to old probability is clipped at `1 - eps_low` below."""
+    eps_high: float = Field(default=0.2, ge=0)
+    """And at `1 + eps_high` above; 0.28 is DAPO's clip-higher."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Largest loss of a token with a negative advantage, in advantages; null for no limit."""
+    aggregation: Aggregation | None = None
+    """How losses of tokens become one number; by default `token-mean`, for `gspo` `seq-mean-token-mean`."""
+    entropy: float = Field(default=0.0, ge=0)
+    """Coefficient of the entropy bonus."""
+
+
+class KlSection(Section):
+    place: Literal["off", "reward", "loss"] = "off"
+    """Where the divergence from the reference is a penalty: nowhere, in the reward, or in the loss."""
+    coefficient: float = Field(default=0.001, ge=0)
+    """Strength of the penalty."""
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """How the divergence is estimated from sampled tokens."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """Whether the coefficient stays, or is steered towards `target` (in the reward only)."""
+    target: float = Field(default=0.1, gt=0)
+    """The divergence that the adaptive controller steers to."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Trajectories in which the adaptive coefficient changes by at most 20 %."""
+
+    @model_validator(mode="after")
+    def _only_rewards_adapt(self) -> KlSection:
+        if self.controller == "adaptive" and self.place != "reward":
+            raise ValueError("controller adaptive needs place: reward, because it steers by that penalty")
+        return self
+
+
+class CorrectionSection(Section):
+    level: Literal["off", "token", "sequence"] = "off"
+    """Importance weights for what the rollout engine sampled: none, of tokens, or of whole answers."""
+    outside: Literal["truncate", "mask"] = "truncate"
+    """What happens to weights beyond the bounds: cut to the bound, or the token left out."""
+    high: float = Field(default=2.0, gt=0)
+    """Upper bound of the weights."""
+    low: float | None = Field(default=None, ge=0)
+    """Lower bound; by default none for `truncate`, `1 / high` for `mask`."""
+
+
+class DynamicSection(Section):
+    attempts: int = Field(default=0, ge=0)
+    """How often prompts whose answers all have the same reward are replaced by new ones; 0 keeps them."""
+
+
+class OverlongSection(Section):
+    buffer: int = Field(default=0, ge=0)
+    """Length of the stretch before `rollout.max_tokens` in which answers lose reward; 0 for none."""
+    factor: float = Field(default=1.0, gt=0)
+    """What an answer of full length loses."""
+
+
+class CriticSection(Section):
+    path: str | None = None
+    """Model directory of the critic; by default that of the policy, with a fresh value head."""
+    lr: float = Field(default=1e-5, ge=0)
+    """Learning rate of the critic."""
+    clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from its old one before the loss holds it; null for no limit."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the critic alone learns."""
+
+
+class OnlineSection(Section):
+    """What all online algorithms share."""
+
+    needs: ClassVar[Mapping[str, str]] = {
+        "rollout": "to sample answers: write 'rollout: {n: 4}'",
+        "reward": "to score answers: write 'reward: {gsm8k: {}}'",
+    }
+
+    name: str
+    """Narrowed by each algorithm; here so that it comes first wherever fields are listed."""
+    mini_batch_size: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer update; by default all of the step's."""
+    passes: int = Field(default=1, ge=1)
+    """Passes over the answers of a step."""
+    convention: Literal["verl", "openrlhf", "trl"] = "verl"
+    """Whose constants are used where frameworks differ."""
+    loss: LossSection = LossSection()
+    """The policy loss."""
+    kl: KlSection = KlSection()
+    """Divergence from the reference policy."""
+    correction: CorrectionSection = CorrectionSection()
+    """For the difference between the rollout engine's and the trained model's probabilities."""
+    dynamic: DynamicSection = DynamicSection()
+    """DAPO's dynamic sampling."""
+    overlong: OverlongSection = OverlongSection()
+    """DAPO's overlong reward shaping."""
+
+
+class GrpoSection(OnlineSection):
+    name: Literal["grpo"]
+    """Group relative policy optimisation: rewards compared within the answers to one prompt."""
+    scale_by_std: bool = True
+    """Divide by the group's standard deviation; false is Dr. GRPO."""
+
+
+class RlooSection(OnlineSection):
+    name: Literal["rloo"]
+    """REINFORCE leave-one-out: rewards minus the mean of the group's other answers."""
+
+
+class ReinforcePlusPlusSection(OnlineSection):
+    name: Literal["reinforce++"]
+    """Discounted returns, whitened over the batch."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a token."""
+
+
+class ReinforcePlusPlusBaselineSection(OnlineSection):
+    name: Literal["reinforce++-baseline"]
+    """Rewards minus their group's mean, whitened over the batch."""
+
+
+class RemaxSection(OnlineSection):
+    name: Literal["remax"]
+    """Returns minus the reward of the greedy answer."""
+
+
+class PpoSection(OnlineSection):
+    name: Literal["ppo"]
+    """Proximal policy optimisation with a critic."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalised advantage estimation."""
+    critic: CriticSection = CriticSection()
+    """The critic."""
+
+
+Online = (
+    GrpoSection
+    | RlooSection
+    | ReinforcePlusPlusSection
+    | ReinforcePlusPlusBaselineSection
+    | RemaxSection
+    | PpoSection
+)
+
+
+class ValidationSection(Section):
+    n: int = Field(default=1, ge=1)
+    """Answers to each validation prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of validation; 0 is greedy."""
+
+
+class RolloutSection(Section):
+    engine: Literal["vllm", "hf"] = "vllm"
+    """What generates: vLLM, or the slow reference built on transformers, which runs on any device."""
+    n: int = Field(default=1, ge=1)
+    """Answers to each prompt."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest answer in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most likely tokens that together have this probability."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample from this many most likely tokens; -1 for all."""
+    staleness: int = Field(default=0, ge=0)
+    """Weight versions by which answers may be older than the model that learns from them; 0 is on-policy."""
+    engines: int = Field(default=1, ge=1)
+    """Generation engines."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices that one engine is split over."""
+    memory: float = Field(default=0.5, gt=0, le=1)
+    """Share of an accelerator's memory for the engine's weights and cache."""
+    cache_gb: float = Field(default=2.0, gt=0)
+    """Size of the engine's cache in GiB where it lives in host memory."""
+    eager: bool = True
+    """Run the engine without compiling its model: slower steps, but it starts in seconds."""
+    update_timeout: float = Field(default=300.0, gt=0)
+    """Seconds after which a weight update that has not ended ends the run."""
+    probe_tolerance: float = Field(default=0.1, gt=0)
+    """Largest mean difference between the engine's and the trained model's log-probs after an update."""
+    record: bool = False
+    """Write all trajectories to Parquet in the run directory."""
+    validation: ValidationSection = ValidationSection()
+    """How validation prompts are answered."""
+
+
+class Gsm8kSection(Section):
+    method: Literal["strict", "flexible"] = "strict"
+    """`strict` wants the answer after `####`, `flexible` takes the last number."""
+    format_score: float = 0.0
+    """Score of an answer that has the form but is wrong."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+class MathSection(Section):
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+class FunctionSection(Section):
+    path: str = Field(pattern=r"^[^:\x00]+\.py:[A-Za-z_]\w*$")
+    """A Python file and a function in it, `rewards.py:score`; it may be async."""
+    concurrency: int = Field(default=16, ge=1)
+    """Calls of an async function that run at the same time in one worker."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+class RewardModelSection(Section):
+    path: str
+    """A Hugging Face directory of a sequence classifier with one label."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+class RewardSection(Section):
+    gsm8k: Gsm8kSection | None = None
+    """Final answers of GSM8K compared as text."""
+    math: MathSection | None = None
+    """Final answers compared as mathematics, with math-verify."""
+    function: FunctionSection | None = None
+    """A function of yours."""
+    model: RewardModelSection | None = None
+    """A reward model."""
+    answer_key: str = "reward_model.ground_truth"
+    """Column of the right answer; a dotted path reaches into structures."""
+    timeout: float = Field(default=10.0, gt=0)
+    """Seconds after which a call has failed; the sample then has `failed_score`."""
+    failed_score: float = 0.0
+    """Score of a sample whose reward could not be computed."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that compute rewards."""
+
+    @model_validator(mode="after")
+    def _one_at_least(self) -> RewardSection:
+        if not (self.gsm8k or self.math or self.function or self.model):
+            raise ValueError("no reward is named; add one of gsm8k, math, function, model, such as gsm8k: {}")
+        return self
+
+
+class ClusterSection(Section):
+    address: str = "auto"
+    """A running Ray cluster as host:port, `local` for a private one, or `auto` for either."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Whether rollout and training take turns on the same devices, or have their own."""
+    allow_unauthenticated: bool = False
+    """Join a cluster of several machines that does not check tokens."""
+    offload: bool = True
+    """Keep models in host memory while they are not in use, on devices that have their own."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for devices and engines at the start."""

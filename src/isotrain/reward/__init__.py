@@ -1,0 +1,1 @@
+"""Responses in, scores out: rules, mathematics, a user's function; each call bounded in time."""

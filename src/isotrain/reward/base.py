@@ -1,0 +1,54 @@
+"""What every reward takes and gives: answers in, scores out in the same order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Failure = Literal["timeout", "crash", "error"]
+FAILURES: tuple[Failure, ...] = ("timeout", "crash", "error")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote, with the data row it answers."""
+
+    response: str
+    answer: Any
+    """The right answer, as the row has it."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scored:
+    score: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Each reward before its weight, by name; those that failed are not in it."""
+    failure: Failure | None = None
+    detail: str = ""
+    """For a failure, one printable line about it; it may quote the model."""
+
+
+class Scorer(Protocol):
+    def start(self) -> None:
+        """Start what is needed now rather than with the first answers; raises `RewardError`."""
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        """One result for each answer, in their order; a failed answer is a result too."""
+
+    def close(self) -> None:
+        """End every process; may be called twice."""
+
+
+def failure_metrics(scored: Sequence[Scored]) -> dict[str, float]:
+    """How many answers could not be scored, in all and by the kind of failure."""
+    kinds = Counter(result.failure for result in scored if result.failure)
+    counts = {f"reward/failures/{kind}": float(kinds[kind]) for kind in FAILURES}
+    return {"reward/failures": float(kinds.total()), **counts}
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Text of unknown origin, made safe for a log or a terminal."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text[:limit]).split())

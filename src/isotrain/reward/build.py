@@ -1,0 +1,110 @@
+"""From the recipe's reward section to one scorer that adds up its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+from isotrain.recipe.online import Gsm8kSection, RewardSection
+from isotrain.reward.base import Answer, Scored, Scorer
+from isotrain.reward.gsm8k import gsm8k_score
+from isotrain.reward.pool import Pool
+
+# sympy's powers and factorials can ask for any amount of memory; a wrong answer must not take the machine's.
+MATH_MEMORY = 2 << 30
+# Its parser keeps tables that grow with every new text.
+MATH_LIFETIME = 5000
+
+
+class Gsm8kRule:
+    def __init__(self, method: Literal["strict", "flexible"], format_score: float) -> None:
+        self._method, self._format_score = method, format_score
+
+    def submit(self, answers: Sequence[Answer]) -> list[Future[Scored]]:
+        futures = []
+        for answer in answers:
+            future: Future[Scored] = Future()
+            future.set_result(self._score(answer))
+            futures.append(future)
+        return futures
+
+    def _score(self, answer: Answer) -> Scored:
+        if answer.answer is None:
+            detail = "the row has no right answer; look at reward.answer_key"
+            return Scored(0.0, failure="error", detail=detail)
+        return Scored(gsm8k_score(answer.response, str(answer.answer), self._method, self._format_score))
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class WeightedSum:
+    """Runs its parts side by side; where one fails, the answer has `failed_score` and nothing else."""
+
+    def __init__(self, parts: dict[str, tuple[Gsm8kRule | Pool, float]], failed_score: float) -> None:
+        self._parts, self._failed_score = parts, failed_score
+
+    def start(self) -> None:
+        for part, _ in self._parts.values():
+            part.start()
+
+    def score(self, answers: Sequence[Answer]) -> list[Scored]:
+        futures = {name: part.submit(answers) for name, (part, _) in self._parts.items()}
+        return [
+            self._add({name: of_part[index].result() for name, of_part in futures.items()})
+            for index in range(len(answers))
+        ]
+
+    def _add(self, results: dict[str, Scored]) -> Scored:
+        parts: dict[str, float] = {}
+        failed: Scored | None = None
+        total = 0.0
+        for name, result in results.items():
+            if result.failure:
+                failed = failed or Scored(
+                    self._failed_score, parts, result.failure, f"reward.{name}: {result.detail}"
+                )
+                continue
+            total += self._parts[name][1] * result.score
+            parts[name] = result.score
+            parts.update({f"{name}/{key}": value for key, value in result.parts.items()})
+        return failed or Scored(total, parts)
+
+    def close(self) -> None:
+        for part, _ in self._parts.values():
+            part.close()
+
+
+def build_scorer(reward: RewardSection, processes: int = 1) -> Scorer:
+    """All rewards but the reward model, with up to `processes` children for each that needs any."""
+    parts: dict[str, tuple[Gsm8kRule | Pool, float]] = {}
+    if gsm8k := reward.gsm8k:
+        parts["gsm8k"] = _gsm8k_rule(gsm8k), gsm8k.weight
+    if math := reward.math:
+        pool = Pool(
+            {"kind": "math"},
+            name="reward.math",
+            timeout=reward.timeout,
+            size=processes,
+            lifetime=MATH_LIFETIME,
+            memory=MATH_MEMORY,
+        )
+        parts["math"] = pool, math.weight
+    if function := reward.function:
+        pool = Pool(
+            {"kind": "function", "path": function.path},
+            name="reward.function",
+            timeout=reward.timeout,
+            size=processes,
+            concurrency=function.concurrency,
+        )
+        parts["function"] = pool, function.weight
+    return WeightedSum(parts, reward.failed_score)
+
+
+def _gsm8k_rule(gsm8k: Gsm8kSection) -> Gsm8kRule:
+    return Gsm8kRule(gsm8k.method, gsm8k.format_score)

@@ -1,0 +1,88 @@
+"""Final answers compared as mathematics by math-verify; meant for a child process with a time limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from isotrain.errors import RewardError
+
+TAIL = 4096
+"""Characters of a response that are read, from its end."""
+LONGEST_ANSWER = 4096
+_NUMBER = re.compile(r"[0-9]+|[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MONOMIALS = os.path.join("sympy", "polys", "monomials.py")
+
+
+class PythonRefused(BaseException):
+    """Python source reached the interpreter; no `except Exception` on the way may hide it."""
+
+
+def load_math() -> Callable[[str, Any], float]:
+    """A function of response and right answer that gives 1 or 0. It has no time limit of its own."""
+    try:
+        import math_verify
+        from math_verify import parser
+    except ImportError as error:
+        raise RewardError(f"reward.math needs math-verify: pip install 'isotrain[math]' ({error})") from None
+    # The warning that its limits are off: they use signals, and ours is the end of this process.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    sympy, latex2sympy = parser.sympy, parser.latex2sympy
+    sympy_parser = sympy.parsing.sympy_parser
+
+    def read(text: str, *_: Any, **__: Any) -> Any:
+        text = text.strip()
+        if _NUMBER.fullmatch(text):
+            return sympy.Integer(text) if text.isdigit() else sympy.Float(text)
+        return latex2sympy(text.replace("**", "^"), is_real=True, normalization_config=None)
+
+    # sympy reads any text, even a lone number, with Python's eval behind a filter; math-verify calls it for
+    # numbers and for plain expressions such as 3/4. The LaTeX grammar reads the same arithmetic without it.
+    assert callable(parser.parse_expr) and callable(sympy_parser.parse_expr)
+    parser.parse_expr = sympy_parser.parse_expr = read
+
+    def score(response: str, answer: Any) -> float:
+        if answer is None or not (gold_text := str(answer).strip()):
+            raise ValueError("the row has no right answer; look at reward.answer_key")
+        if len(gold_text) > LONGEST_ANSWER:
+            raise ValueError(f"the right answer has more than {LONGEST_ANSWER} characters")
+        if "\\boxed" not in gold_text and "$" not in gold_text:
+            gold_text = f"\\boxed{{{gold_text}}}"
+        gold = math_verify.parse(gold_text, parsing_timeout=None)
+        found = math_verify.parse(response[-TAIL:], parsing_timeout=None)
+        return float(math_verify.verify(gold, found, timeout_seconds=None))
+
+    # The grammar's tables are built at its first use, which should not count against an answer's time.
+    score("so \\boxed{\\frac{1}{2}}, which is 3/4 - 1/4", "0.5")
+    sys.addaudithook(_refuse_python)
+    return score
+
+
+def _refuse_python(event: str, arguments: tuple[Any, ...]) -> None:
+    """Second wall behind `read`: whatever sympy does with the model's text, it cannot run as Python.
+
+    Code from files has their name. Code made while a module is imported, as by `dataclass`, is the module's,
+    and sympy's products of monomials are made from nothing but the number of their variables.
+    """
+    if event == "exec":
+        name = getattr(arguments[0], "co_filename", "")
+    elif event == "compile":
+        name = arguments[1]
+    else:
+        return
+    if not isinstance(name, str) or not name.startswith("<") or name.startswith("<frozen"):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    if frame is not None and frame.f_code.co_filename.endswith(_MONOMIALS):
+        return
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return
+        frame = frame.f_back
+    raise PythonRefused("Python source made from an answer was refused")

@@ -1,0 +1,355 @@
+"""A few child processes that are kept busy with calls, each call with a time limit and its own failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from isotrain.errors import RewardError
+from isotrain.reward.base import FAILURES, Answer, Failure, Scored, one_line
+from isotrain.reward.process import BrokenChild, Child
+
+# An async call is ended by its own loop. Only when that does not happen is the loop itself blocked.
+GRACE = 1.0
+RESTARTS = 3
+
+
+@dataclass(eq=False)
+class _Call:
+    line: bytes
+    future: Future[Scored]
+    identity: int
+    suspect: bool = False
+    """It was in flight with others when their child had to be ended, so it is repeated alone."""
+    begun: bool = False
+    deadline: float = math.inf
+
+
+@dataclass(eq=False)
+class _Worker:
+    child: Child
+    start_deadline: float
+    ready: bool = False
+    alone: bool = False
+    served: int = 0
+    calls: dict[int, _Call] = field(default_factory=dict)
+
+    def deadline(self) -> float:
+        if not self.ready:
+            return self.start_deadline
+        return min((call.deadline for call in self.calls.values()), default=math.inf)
+
+
+class Pool:
+    """All children belong to one thread: the kernel ends them with the thread that started them."""
+
+    def __init__(
+        self,
+        setup: dict[str, Any],
+        *,
+        name: str,
+        timeout: float,
+        size: int = 1,
+        concurrency: int = 1,
+        start_timeout: float = 120.0,
+        lifetime: int | None = None,
+        memory: int | None = None,
+    ) -> None:
+        """`lifetime`: calls after which a child is replaced; `memory`: bytes of address space of a child."""
+        self._setup = json.dumps({**setup, "timeout": timeout, "memory": memory})
+        self._name = name
+        self._timeout, self._size, self._concurrency = timeout, size, concurrency
+        self._start_timeout, self._lifetime = start_timeout, lifetime
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._inbox: list[_Call] = []
+        self._waiting: deque[_Call] = deque()
+        self._suspects: deque[_Call] = deque()
+        self._workers: list[_Worker] = []
+        self._next_identity = 0
+        self._asynchronous = False
+        self._failed_starts = 0
+        self._wanted = False
+        self._started: Future[None] = Future()
+        self._closing = False
+        self._error: RewardError | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Wait until a first child is ready; raises `RewardError` with what is wrong."""
+        with self._lock:
+            self._wanted = True
+            self._wake()
+        self._started.result()
+
+    def submit(self, answers: Iterable[Answer]) -> list[Future[Scored]]:
+        """One future for each answer; they are done in any order, and a failed call is a result."""
+        calls = []
+        with self._lock:
+            if self._error:
+                raise self._error
+            for answer in answers:
+                future: Future[Scored] = Future()
+                calls.append(future)
+                request = {
+                    "id": self._next_identity,
+                    "response": answer.response,
+                    "answer": answer.answer,
+                    "row": dict(answer.row),
+                }
+                try:
+                    line = json.dumps(request, default=_plain).encode() + b"\n"
+                except (ValueError, TypeError, RecursionError) as error:
+                    detail = one_line(f"the row cannot be sent to the reward process: {error}")
+                    future.set_result(Scored(0.0, failure="error", detail=detail))
+                    continue
+                self._inbox.append(_Call(line, future, self._next_identity))
+                self._next_identity += 1
+            self._wake()
+        return calls
+
+    def pids(self) -> list[int]:
+        """Processes that run now."""
+        return [worker.child.pid for worker in list(self._workers)]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._error = self._error or RewardError(f"{self._name}: its processes were closed")
+            thread = self._thread
+            if thread is not None and thread.is_alive():
+                self._wake()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            if self._wake_writer >= 0:
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+                self._wake_reader = self._wake_writer = -1
+                self._selector.close()
+                if not self._started.done():
+                    self._started.set_exception(self._error)
+
+    def _wake(self) -> None:
+        if self._error is None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"{self._name} pool", daemon=True)
+            self._thread.start()
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_writer, b"x")
+
+    def _run(self) -> None:
+        error = RewardError(f"{self._name}: its processes were closed")
+        try:
+            while self._take():
+                self._dispatch()
+                self._wait()
+        except RewardError as reason:
+            error = reason
+        except BaseException as reason:
+            error = RewardError(f"{self._name}: {type(reason).__name__}: {reason}")
+        finally:
+            self._give_up(error)
+
+    def _give_up(self, error: RewardError) -> None:
+        for worker in list(self._workers):
+            self._remove(worker)
+            self._waiting.extend(worker.calls.values())
+        with self._lock:
+            self._error = self._error or error
+            calls = [*self._waiting, *self._suspects, *self._inbox]
+            self._inbox.clear()
+        for call in calls:
+            call.future.set_exception(error)
+        if not self._started.done():
+            self._started.set_exception(error)
+
+    def _take(self) -> bool:
+        with self._lock:
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+            return not self._closing
+
+    def _dispatch(self) -> None:
+        """Give calls to children that have room; start children while there are calls for them."""
+        for worker in [
+            w for w in self._workers if self._lifetime and w.served >= self._lifetime and not w.calls
+        ]:
+            self._remove(worker)
+        for worker in [worker for worker in self._workers if worker.ready]:
+            if self._suspects:
+                # Until there are none left a child with calls in flight gets no more, so that it falls idle.
+                if not worker.calls:
+                    worker.alone = True
+                    self._send(worker, self._suspects.popleft())
+                continue
+            while self._waiting and not worker.alone and len(worker.calls) < self._concurrency:
+                self._send(worker, self._waiting.popleft())
+        idle = sum(not worker.calls for worker in self._workers)
+        calls = len(self._suspects) + math.ceil(len(self._waiting) / self._concurrency)
+        missing = min(self._size - len(self._workers), calls - idle)
+        if not self._workers and self._wanted and not self._started.done():
+            missing = max(missing, 1)
+        for _ in range(missing):
+            self._add()
+
+    def _send(self, worker: _Worker, call: _Call) -> None:
+        grace = GRACE if self._asynchronous else 0.0
+        call.deadline = time.monotonic() + self._timeout + grace
+        call.begun = False
+        worker.calls[call.identity] = call
+        worker.served += 1
+        worker.child.send(call.line)
+        if worker.child.wants_to_write:
+            self._watch(worker.child.requests, selectors.EVENT_WRITE, worker)
+
+    def _add(self) -> None:
+        child = Child(self._setup)
+        worker = _Worker(child, time.monotonic() + self._start_timeout)
+        self._workers.append(worker)
+        self._watch(child.replies, selectors.EVENT_READ, worker)
+        if child.ending is not None:
+            self._watch(child.ending, selectors.EVENT_READ, worker)
+
+    def _watch(self, descriptor: int, events: int, worker: _Worker) -> None:
+        if descriptor not in self._selector.get_map():
+            self._selector.register(descriptor, events, worker)
+
+    def _unwatch(self, descriptor: int | None) -> None:
+        if descriptor is not None and descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
+
+    def _remove(self, worker: _Worker, by_itself: bool = False) -> str:
+        self._workers.remove(worker)
+        for descriptor in (worker.child.requests, worker.child.replies, worker.child.ending):
+            self._unwatch(descriptor)
+        return worker.child.end(by_itself)
+
+    def _wait(self) -> None:
+        """Sleep until something happens or a deadline passes, and act on it."""
+        first = min((worker.deadline() for worker in self._workers), default=math.inf)
+        timeout = None if first == math.inf else max(0.0, first - time.monotonic())
+        changed: dict[int, _Worker] = {}
+        ended: set[int] = set()
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_reader, 1 << 16)
+                continue
+            worker = cast(_Worker, key.data)
+            if key.fd == worker.child.requests:
+                worker.child.flush()
+                if not worker.child.wants_to_write:
+                    self._unwatch(key.fd)
+                continue
+            changed[id(worker)] = worker
+            if key.fd == worker.child.ending:
+                ended.add(id(worker))
+        for identity, worker in changed.items():
+            self._listen(worker, identity in ended)
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if worker.deadline() <= now]:
+            self._late(worker)
+
+    def _listen(self, worker: _Worker, ended: bool) -> None:
+        messages, broken = worker.child.receive()
+        for message in messages:
+            if not self._understand(worker, message):
+                broken = broken or BrokenChild("the reward process sent something that is not a reply")
+                break
+        if broken or ended:
+            self._lost(worker, "crash", str(broken or ""))
+
+    def _understand(self, worker: _Worker, message: dict[str, Any]) -> bool:
+        if not worker.ready:
+            if "refused" in message:
+                raise RewardError(str(message["refused"]))
+            worker.ready = message.get("ready") is True
+            if worker.ready:
+                self._failed_starts = 0
+                # One call at a time for a function that is not async: then it is clear whose failure it is.
+                self._asynchronous = message.get("asynchronous") is True
+                if not self._asynchronous:
+                    self._concurrency = 1
+                if not self._started.done():
+                    self._started.set_result(None)
+            return worker.ready
+        if "begun" in message:
+            call = worker.calls.get(message["begun"]) if isinstance(message["begun"], int) else None
+            if call is not None:
+                call.begun = True
+            return call is not None
+        scored = _read(message)
+        identity = message.get("id")
+        if scored is None or not isinstance(identity, int) or identity not in worker.calls:
+            return False
+        call = worker.calls.pop(identity)
+        worker.alone = worker.alone and bool(worker.calls)
+        call.future.set_result(scored)
+        return True
+
+    def _late(self, worker: _Worker) -> None:
+        if worker.ready:
+            self._lost(worker, "timeout", f"no result after {self._timeout:g} s; its process was killed")
+            return
+        self._lost(worker, "timeout", f"it was not ready after {self._start_timeout:g} s")
+
+    def _lost(self, worker: _Worker, failure: Failure, reason: str) -> None:
+        """End a child that hangs or has crashed; the call that did it fails, the others are repeated."""
+        how = self._remove(worker, by_itself=failure == "crash" and not reason)
+        what = reason or how
+        if not worker.ready:
+            self._failed_starts += 1
+            if not self._started.done() or self._failed_starts >= RESTARTS:
+                raise RewardError(f"{self._name}: the reward process could not be started: {what}")
+            return
+        begun = [call for call in worker.calls.values() if call.begun]
+        for call in worker.calls.values():
+            # Known when it was the only one at work, or when it has now failed alone for the second time.
+            if [call] == begun or (call.suspect and len(worker.calls) == 1):
+                call.future.set_result(Scored(0.0, failure=failure, detail=what))
+            elif begun and not call.begun:
+                self._waiting.appendleft(call)
+            else:
+                call.suspect = True
+                self._suspects.append(call)
+
+
+def _read(message: dict[str, Any]) -> Scored | None:
+    """A reply as a result; None where it is none, for the child runs code that we did not write."""
+    failure, detail = message.get("failure"), message.get("detail", "")
+    if failure is not None:
+        known = failure in FAILURES and isinstance(detail, str)
+        return Scored(0.0, failure=failure, detail=one_line(detail)) if known else None
+    score, parts = message.get("score"), message.get("parts")
+    if not isinstance(parts, dict):
+        return None
+    if not all(
+        isinstance(value, (int, float)) and math.isfinite(value) for value in (score, *parts.values())
+    ):
+        return None
+    return Scored(float(cast(float, score)), {str(key): float(value) for key, value in parts.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Values of data files that JSON does not know."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    return str(value)

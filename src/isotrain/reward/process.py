@@ -1,0 +1,129 @@
+"""The parent's side of one child process: start it, talk to it without blocking, end it with its group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from isotrain.errors import RewardError
+
+LONGEST_REPLY = 1 << 20
+_CHUNK = 1 << 16
+PATIENCE = 0.5
+
+
+class BrokenChild(Exception):
+    """The child cannot be talked to any more. The reason is empty where it has ended by itself."""
+
+
+class Child:
+    """A running `isotrain.reward.child` in its own session, and so in its own process group."""
+
+    def __init__(self, setup: str) -> None:
+        request_end, self.requests = os.pipe()
+        self.replies, reply_end = os.pipe()
+        # Never the working directory first: a file json.py there is not meant for this process.
+        safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+        module = ["-m", "isotrain.reward.child"]
+        command = [sys.executable, *safe_path, *module, str(request_end), str(reply_end), setup]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a function prints goes where errors go
+                pass_fds=(request_end, reply_end),
+                start_new_session=True,
+                env={"PYTHONHASHSEED": "0", **os.environ},
+            )
+        except OSError as error:
+            os.close(self.requests)
+            os.close(self.replies)
+            raise RewardError(f"a reward process could not be started: {error}") from None
+        finally:
+            os.close(request_end)
+            os.close(reply_end)
+        os.set_blocking(self.requests, False)
+        os.set_blocking(self.replies, False)
+        self.ending = _pidfd(self._process.pid)
+        self._out = bytearray()
+        self._in = bytearray()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._out)
+
+    def send(self, line: bytes) -> None:
+        self._out += line
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes now; the rest waits for the next time."""
+        try:
+            while self._out:
+                del self._out[: os.write(self.requests, memoryview(self._out)[:_CHUNK].tobytes())]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # A child that has ended is noticed by the end of its replies, which may still hold results.
+            self._out.clear()
+
+    def receive(self) -> tuple[list[dict[str, Any]], BrokenChild | None]:
+        """The whole messages that are there, and the reason if there will be no more."""
+        broken = None
+        try:
+            while chunk := os.read(self.replies, _CHUNK):
+                self._in += chunk
+                if len(self._in) > LONGEST_REPLY and b"\n" not in self._in:
+                    broken = BrokenChild("the reward process sent a reply without end")
+                    break
+            else:
+                broken = BrokenChild()
+        except BlockingIOError:
+            pass
+        *lines, rest = bytes(self._in).split(b"\n")
+        self._in = bytearray(rest)
+        messages: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):
+                return messages, BrokenChild("the reward process sent something that is not a reply")
+            messages.append(message)
+        return messages, broken
+
+    def end(self, by_itself: bool = False) -> str:
+        """Kill the whole group, wait for it, and say how the child itself ended if it did so `by_itself`."""
+        if by_itself and self.ending is not None:
+            # Its pipes are closed a moment before it has ended, and after the kill all ends look alike.
+            select.select([self.ending], [], [], PATIENCE)
+        # The group keeps its number until its leader is waited for.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        code = self._process.wait()
+        for descriptor in (self.requests, self.replies, self.ending):
+            if descriptor is not None:
+                os.close(descriptor)
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"the reward process ended by {signal.Signals(-code).name}"
+        return f"the reward process ended with exit code {code}"
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that is readable once the process has ended, on kernels that have it."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

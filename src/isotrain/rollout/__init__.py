@@ -1,0 +1,1 @@
+"""Prompts in, trajectories out: generation engines behind one small protocol."""

@@ -1,0 +1,64 @@
+"""The protocol that every generation engine follows.
+
+P: prompt tokens, T: tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.data.trajectory import Trajectory
+from isotrain.rollout.update import WeightUpdate
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is wanted; its seed is its own, so that no answer depends on its neighbours."""
+
+    row: int
+    place: int
+    sample: int
+    seed: int
+    prompt_P: npt.NDArray[np.int32]
+
+
+class RolloutEngine(Protocol):
+    @property
+    def name(self) -> str:
+        """What errors call this engine."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it generates with; 0 for the model as it was loaded."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        """Trajectories in the order in which they are finished, not in that of the requests."""
+
+    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs of each sequence's tokens from the second on, at temperature 1, with its weights."""
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights; raises `WeightUpdateError` where they are not those that `update` describes."""
+
+    def sleep(self) -> None:
+        """Give device memory back, on devices that can; the next update brings the weights again."""
+
+    def wake(self) -> None:
+        """Be ready to take weights and generate."""
+
+    def close(self) -> None:
+        """End every process and free everything."""

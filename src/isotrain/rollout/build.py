@@ -1,0 +1,87 @@
+"""From the `rollout` section of a recipe to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from isotrain.device.base import Device
+from isotrain.errors import RolloutError
+from isotrain.models.load import model_directory, read_config
+from isotrain.recipe.online import RolloutSection
+from isotrain.rollout.base import RolloutEngine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every engine is made from."""
+
+    rollout: RolloutSection
+    directory: Path
+    dtype: str
+    device: Device
+    max_length: int
+    seed: int
+    name: str
+
+
+def build_rollout(
+    rollout: RolloutSection,
+    model_path: str,
+    dtype: str,
+    *,
+    device: Device,
+    max_prompt: int,
+    seed: int,
+    name: str,
+) -> RolloutEngine:
+    directory = model_directory(model_path)
+    longest = max_prompt + rollout.max_tokens
+    limit: int | None = getattr(read_config(directory), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise RolloutError(
+            f"rollout.max_tokens: prompts of {max_prompt} and answers of {rollout.max_tokens} tokens make "
+            f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
+        )
+    # One more where the model has it: scoring a whole sequence, vLLM writes a token after it.
+    room = longest + 1 if limit is None else min(longest + 1, limit)
+    return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, room, seed, name))
+
+
+# Engines are imported when they are asked for: each brings packages that the others do not need.
+
+
+def _vllm(plan: Plan) -> RolloutEngine:
+    from isotrain.rollout.vllm import VllmEngine
+
+    return VllmEngine(
+        plan.directory,
+        name=plan.name,
+        dtype=plan.dtype,
+        device_type=plan.device.type,
+        max_length=plan.max_length,
+        seed=plan.seed,
+        tensor_parallel=plan.rollout.tensor_parallel,
+        memory=plan.rollout.memory,
+        cache_bytes=int(plan.rollout.cache_gb * 2**30),
+        eager=plan.rollout.eager,
+        update_timeout=plan.rollout.update_timeout,
+    )
+
+
+def _hf(plan: Plan) -> RolloutEngine:
+    from isotrain.rollout.hf import HfEngine
+
+    if plan.rollout.tensor_parallel > 1:
+        raise RolloutError("rollout.tensor_parallel: the hf engine runs on one device; write 1")
+    return HfEngine(
+        plan.directory,
+        name=plan.name,
+        dtype=plan.dtype,
+        device=plan.device.activate(0),
+        update_timeout=plan.rollout.update_timeout,
+    )
+
+
+ENGINES: dict[str, Callable[[Plan], RolloutEngine]] = {"vllm": _vllm, "hf": _hf}

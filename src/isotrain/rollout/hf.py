@@ -1,0 +1,196 @@
+"""The reference engine: a transformers model with a cache and a sampling loop, on any device.
+
+B: rows, P: prompt tokens, N: response tokens, T: both, S: tokens of a padded row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.broadcast import receive_update
+from isotrain.rollout.sampling import draw
+from isotrain.rollout.stopping import end_tokens
+from isotrain.rollout.transfer import read_update
+from isotrain.rollout.update import WeightUpdate
+
+
+@dataclass
+class _Row:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+class HfEngine:
+    """Refuses to generate from a failed update until a good one, as every engine does."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        name: str,
+        dtype: str,
+        device: torch.device,
+        batch: int = 64,
+        update_timeout: float = 300.0,
+    ) -> None:
+        self._name, self._version, self._unusable = name, 0, ""
+        self._device, self._batch, self._timeout = device, batch, update_timeout
+        self._ends = set(end_tokens(directory))
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+        )
+        self._model = cast(Any, model).eval()  # torch's methods are wrapped, and lose their types
+        self._move(device)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        self._check_usable()
+        for start in range(0, len(requests), self._batch):
+            yield from self._generate(requests[start : start + self._batch], sampling)
+
+    @torch.no_grad()
+    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        self._check_usable()
+        found = []
+        for tokens_T in sequences:
+            ids_T = torch.from_numpy(tokens_T).long().to(self._device)
+            logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
+            logp_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+            found.append(logp_T.cpu().numpy())
+        return found
+
+    @torch.no_grad()
+    def update_weights(self, update: WeightUpdate) -> None:
+        self._unusable = f"weight update {update.version} was not finished"
+        if update.transport == "file":
+            tensors = read_update(update, self._name)
+        else:
+            tensors = receive_update(update, self._name, self._timeout)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        missing = {name for name, _ in self._model.named_parameters()}
+        for name, tensor in tensors:
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:
+                shape = "no such parameter" if parameter is None else f"{tuple(parameter.shape)}"
+                raise WeightUpdateError(
+                    f"{self._name}: weight update {update.version} has {name!r} of shape "
+                    f"{tuple(tensor.shape)}, the model has {shape}"
+                )
+            parameter.copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise WeightUpdateError(
+                f"{self._name}: weight update {update.version} lacks weights of {len(missing)} parameters: "
+                f"{', '.join(sorted(missing)[:5])}"
+            )
+        self._version, self._unusable = update.version, ""
+
+    def sleep(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        self._move(self._device)
+
+    def close(self) -> None:
+        self._unusable = "it was closed"
+        self._model = None
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        self._model.tie_weights()  # a move between types of devices can make two parameters of one
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise RolloutError(f"{self._name} does not generate: {self._unusable}")
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        rows = [_Row(request) for request in requests]
+        ids_BS, mask_BS = _left_padded([request.prompt_P for request in requests])
+        ids_BS, mask_BS = ids_BS.to(self._device), mask_BS.to(self._device)
+        cache = DynamicCache(config=self._model.config)
+        while True:
+            logits_BV = self._step(ids_BS, mask_BS, cache)
+            active = [index for index, row in enumerate(rows) if not row.finished]
+            self._draw([rows[index] for index in active], logits_BV[active], sampling)
+            done = [index for index in active if rows[index].finished]
+            yield from (self._trajectory(rows[index]) for index in done)
+            if len(done) == len(active):
+                return
+            # Ended rows are carried along until they are half of all: dropping them copies the cache.
+            if 2 * (len(active) - len(done)) <= len(rows):
+                keep = [index for index in active if index not in done]
+                rows = [rows[index] for index in keep]
+                kept_B = torch.tensor(keep, device=self._device)
+                cache.batch_select_indices(kept_B)
+                mask_BS = mask_BS[kept_B]
+            ids_BS = torch.tensor([[row.tokens[-1]] for row in rows], device=self._device)
+            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
+
+    @torch.no_grad()
+    def _step(self, ids_BS: torch.Tensor, mask_BS: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Logits after the last token of each row."""
+        positions_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
+        output = self._model(
+            input_ids=ids_BS,
+            attention_mask=mask_BS,
+            position_ids=positions_BS,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_BV: torch.Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def _draw(self, rows: list[_Row], logits_BV: torch.Tensor, sampling: Sampling) -> None:
+        seeds, positions = [row.request.seed for row in rows], [len(row.tokens) for row in rows]
+        token_B, logp_B = draw(logits_BV, sampling, seeds, positions)
+        for row, token, logp in zip(rows, token_B.tolist(), logp_B.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logps.append(logp)
+            row.finished = token in self._ends or len(row.tokens) >= sampling.max_tokens
+
+    def _trajectory(self, row: _Row) -> Trajectory:
+        request, response_N = row.request, np.array(row.tokens, dtype=np.int32)
+        return Trajectory(
+            row=request.row,
+            place=request.place,
+            sample=request.sample,
+            seed=request.seed,
+            prompt_length=len(request.prompt_P),
+            tokens_T=np.concatenate([request.prompt_P, response_N]),
+            mask_N=np.ones(len(response_N), dtype=np.bool_),
+            logp_N=np.array(row.logps, dtype=np.float32),
+            version_N=np.full(len(response_N), self._version, dtype=np.int32),
+            finished=row.tokens[-1] in self._ends,
+        )
+
+
+def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts that end together, and where they are; the padding is never attended to."""
+    longest = max(len(prompt_P) for prompt_P in prompts)
+    ids_BS = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask_BS = torch.zeros_like(ids_BS)
+    for row, prompt_P in enumerate(prompts):
+        ids_BS[row, longest - len(prompt_P) :] = torch.from_numpy(prompt_P)
+        mask_BS[row, longest - len(prompt_P) :] = 1
+    return ids_BS, mask_BS

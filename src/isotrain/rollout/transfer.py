@@ -1,0 +1,215 @@
+"""Weights from one process to others on the same host, through a file in shared memory.
+
+The file is in safetensors layout. It is never read while it is written, nor written while it is read: the
+writer holds an exclusive lock, readers hold a shared one, and the kernel lets go of both when a process dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isotrain.errors import WeightUpdateError
+from isotrain.rollout.digest import TYPE_NAMES, TYPES, Digest, checksum, host_bytes, tensor_over
+from isotrain.rollout.update import WeightUpdate
+
+# Two files take turns: overwriting pages that exist is almost twice as fast as asking for new ones, and the
+# newest version stays readable while the next one is written.
+FILES = ("weights-0.safetensors", "weights-1.safetensors")
+# Where the tensors begin: the header stands first, but is known only when the last tensor has come.
+HEADER_ROOM = 1 << 20
+LENGTH = struct.Struct("<Q")
+PREFIX = "isotrain-weights-"
+
+
+def write_update(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, directory: Path | None = None
+) -> WeightUpdate:
+    """Write full named tensors, from any device, holding one at a time in host memory."""
+    directory = directory or private_directory()
+    descriptor, path = _claim(directory)
+    digest, entries = Digest(), {}
+    # Check sums are computed beside the copy: both let go of the interpreter's lock.
+    beside = ThreadPoolExecutor(1)
+    try:
+        os.pwrite(descriptor, LENGTH.pack(0), 0)  # not a file of tensors until its header is written
+        for name, tensor in tensors:
+            start = digest.bytes
+            data, dtype, shape = host_bytes(tensor), TYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+            crc = beside.submit(checksum, data)
+            _write(descriptor, data, HEADER_ROOM + start)
+            digest.add(name, dtype, shape, len(data), crc.result())
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, start + len(data))}
+        if len(entries) != digest.tensors:
+            raise WeightUpdateError(f"weight update {version}: a tensor's name appears twice")
+        _write_header(descriptor, entries, version, digest.bytes)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"weight update {version} cannot be written to {directory}: {error}; two copies of the model "
+            "must fit there, in a container give it more shared memory (docker run --shm-size)"
+        ) from error
+    finally:
+        beside.shutdown()
+        # The file system's own clock can be too coarse to tell which file is the older one.
+        os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
+        os.close(descriptor)  # and with it the lock
+    return WeightUpdate(version, "file", str(path), digest.tensors, digest.bytes, digest.hex())
+
+
+def read_update(update: WeightUpdate, engine: str = "engine") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an update, which has been verified before the first one is given out."""
+    with open_update(update, engine) as tensors:
+        yield from tensors
+
+
+@contextlib.contextmanager
+def open_update(update: WeightUpdate, engine: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Verified tensors that lie in the file itself; they must not be used after the context is left."""
+    try:
+        descriptor = os.open(update.address, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _wrong(update, engine, f"was announced but is not there: {error}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _wrong(update, engine, "is being overwritten by another one") from error
+        yield _verified(descriptor, update, engine)
+    finally:
+        os.close(descriptor)
+
+
+def _verified(descriptor: int, update: WeightUpdate, engine: str) -> list[tuple[str, torch.Tensor]]:
+    size = os.fstat(descriptor).st_size
+    if size < LENGTH.size:
+        raise _wrong(update, engine, f"has {size} bytes")
+    # Private and writable: torch wants writable memory, and what a reader writes must not reach the others.
+    file = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    (length,) = LENGTH.unpack_from(file)
+    base = LENGTH.size + length
+    if not 0 < length <= size - LENGTH.size:
+        raise _wrong(update, engine, "was not written to the end")
+    if size - base != update.bytes:
+        raise _wrong(update, engine, f"has {size - base} bytes of tensors, {update.bytes} announced")
+    try:
+        header: dict[str, Any] = json.loads(file[LENGTH.size : base])
+        version = int(header.pop("__metadata__")["version"])
+        entries = [_entry(name, **entry) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _wrong(update, engine, f"has a damaged header: {error!r}") from error
+    if version != update.version:
+        raise _wrong(update, engine, f"was announced, but the file holds version {version}")
+    digest, view, tensors = Digest(), memoryview(file), []
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        parts = (view[base + start : base + end] for _, _, _, start, end in entries)
+        crcs = list(pool.map(checksum, parts))
+    for (name, dtype, shape, start, end), crc in zip(entries, crcs, strict=True):
+        tensor = _tensor(file, dtype, shape, base + start)
+        if tensor is None or start != digest.bytes or end - start != tensor.nbytes or end > update.bytes:
+            raise _wrong(update, engine, f"has a damaged header: tensor {name!r}")
+        digest.add(name, dtype, shape, end - start, crc)
+        tensors.append((name, tensor))
+    digest.check(update, engine)
+    return tensors
+
+
+def _entry(
+    name: str, dtype: str, shape: list[int], data_offsets: list[int]
+) -> tuple[str, str, tuple[int, ...], int, int]:
+    start, end = data_offsets
+    return name, str(dtype), tuple(map(int, shape)), int(start), int(end)
+
+
+def _tensor(file: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor | None:
+    """None where the header describes no tensor that could be in the file."""
+    if dtype not in TYPES:
+        return None
+    try:
+        return tensor_over(file, dtype, shape, offset)
+    except (ValueError, RuntimeError, TypeError):
+        return None
+
+
+def _wrong(update: WeightUpdate, engine: str, what: str) -> WeightUpdateError:
+    return WeightUpdateError(f"{engine}: weight update {update.version} ({update.address}) {what}")
+
+
+def _claim(directory: Path) -> tuple[int, Path]:
+    """The older of the two files, locked; a new one in its place where somebody still reads it."""
+    path = min((directory / name for name in FILES), key=lambda p: p.stat().st_mtime_ns if p.exists() else -1)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            path.unlink()  # its readers keep what they have open
+            descriptor = os.open(path, flags | os.O_EXCL, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise WeightUpdateError(f"no weight update can be written to {directory}: {error}") from error
+    return descriptor, path
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _write_header(descriptor: int, entries: dict[str, Any], version: int, size: int) -> None:
+    text = json.dumps({"__metadata__": {"version": str(version)}, **entries}, separators=(",", ":")).encode()
+    room = HEADER_ROOM
+    if len(text) > room - LENGTH.size:
+        room = -(-(len(text) + LENGTH.size) // HEADER_ROOM) * HEADER_ROOM
+        os.ftruncate(descriptor, room + size)
+        with mmap.mmap(descriptor, room + size) as file:
+            file.move(room, HEADER_ROOM, size)
+    os.ftruncate(descriptor, room + size)
+    _write(descriptor, memoryview(text.ljust(room - LENGTH.size)), LENGTH.size)
+    os.pwrite(descriptor, LENGTH.pack(room - LENGTH.size), 0)
+
+
+@functools.cache
+def private_directory() -> Path:
+    """A directory in shared memory for this process alone, removed at its end."""
+    root = Path("/dev/shm")
+    root = root if os.access(root, os.W_OK) else Path(tempfile.gettempdir())
+    remove_abandoned(root)
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
+    lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # until this process ends, however it ends
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == owner else None)
+    return path
+
+
+def remove_abandoned(root: Path, age: float = 60.0) -> None:
+    """Remove what processes left that were killed: shared memory outlives them."""
+    for path in root.glob(PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                # A young one may not be locked yet by the process that is making it.
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > age:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,21 @@
+"""A weight update as it is announced to an engine: where it is, and how to know that it is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Plain values only: it goes to engines in other processes as JSON."""
+
+    version: int
+    """Counts the optimizer steps that the weights have seen."""
+    transport: str
+    """`file` (in shared memory, on one host) or `broadcast` (a collective across hosts)."""
+    address: str
+    """The file, or `host:port` of the collective's store."""
+    tensors: int
+    bytes: int
+    digest: str
+    """Over names, types, shapes and bytes of all tensors in order."""

@@ -1,0 +1,260 @@
+"""vLLM as a rollout engine, in this process, with weights through its own transfer interface.
+
+P: prompt tokens, N: response tokens, T: both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.stopping import end_tokens
+from isotrain.rollout.update import WeightUpdate
+from isotrain.rollout.vllm_transfer import BACKEND, register
+
+# vLLM reads these when it is imported or when an engine starts.
+FIXED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process and dies with it
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# Prompt tokens that are read in one step.
+PREFILL_TOKENS = 8192
+# What a user who sets them means to have.
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one host: nothing of it listens on the network
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share a host would all take the same cores
+}
+
+GRACE = 15.0
+
+
+class VllmEngine:
+    """Refuses to generate from a failed update, or a sleep, until a good update."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        name: str,
+        dtype: str,
+        device_type: str,
+        max_length: int,
+        seed: int = 0,
+        tensor_parallel: int = 1,
+        memory: float = 0.5,
+        cache_bytes: int = 2 << 30,
+        eager: bool = True,
+        update_timeout: float = 300.0,
+    ) -> None:
+        os.environ.update(FIXED)
+        for variable, value in DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        if eager:
+            _compile_nothing()
+        try:
+            import vllm
+            from vllm.platforms import current_platform
+        except ImportError as error:
+            raise RolloutError(
+                f"rollout.engine: vllm is not installed ({error}); pip install 'isotrain[vllm]', "
+                "or write rollout.engine: hf"
+            ) from error
+        if current_platform.device_type != device_type:
+            raise RolloutError(
+                f"rollout.engine: the installed vLLM is for {current_platform.device_type}, device.type is "
+                f"{device_type}; install the vLLM of that device, or write rollout.engine: hf"
+            )
+        register()
+        self._name, self._version, self._timeout = name, 0, update_timeout
+        self._unusable, self._lost = "", False
+        self._serial = 0
+        self._running: dict[str, int] = {}
+        self._ends = end_tokens(directory)
+        self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
+        llm: Any = vllm.LLM  # it names the types it takes one by one
+        # On the host the cache has a size of its own; on a device it takes what its share leaves free.
+        sizes: dict[str, Any] = {"gpu_memory_utilization": memory}
+        if current_platform.is_cpu():
+            sizes = {"kv_cache_memory_bytes": cache_bytes}
+        try:
+            self._llm = llm(
+                str(directory),
+                skip_tokenizer_init=True,
+                trust_remote_code=False,
+                dtype=dtype,
+                seed=seed,
+                tensor_parallel_size=tensor_parallel,
+                max_model_len=max_length,
+                enforce_eager=eager,
+                use_tqdm_on_load=False,
+                enable_prefix_caching=True,
+                # A prompt read in parts rewinds its seed's generator, which vLLM cannot do on the host.
+                enable_chunked_prefill=not current_platform.is_cpu(),
+                max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
+                enable_sleep_mode=self._sleeps,
+                generation_config="vllm",  # sampling is what the request says, not what the model suggests
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config={"backend": BACKEND},
+                worker_extension_cls="isotrain.rollout.vllm_worker.OutcomeReport",
+                **sizes,
+            )
+        except Exception as error:  # of many kinds, from any depth of vLLM
+            raise RolloutError(f"{name}: vLLM did not start: {error}") from error
+        self._engine = self._llm.llm_engine
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        from vllm import SamplingParams
+
+        def parameters(request: Request) -> Any:
+            return SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=request.seed,
+                max_tokens=sampling.max_tokens,
+                logprobs=0,  # of the sampled token alone
+                stop_token_ids=list(self._ends),
+                **self._plain(),
+            )
+
+        waiting = [(request.prompt_P, parameters(request)) for request in requests]
+        for index, output in self._run(waiting):
+            yield self._trajectory(requests[index], output.outputs[0])
+
+    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **self._plain())
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for index, output in self._run([(tokens_T, wanted) for tokens_T in sequences]):
+            table = output.prompt_logprobs  # the most likely token may stand beside the one asked for
+            found[index] = np.array(
+                [table.logprobs[table.start_indices[place]] for place in range(1, len(sequences[index]))],
+                dtype=np.float32,
+            )
+        return [found[index] for index in range(len(sequences))]
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        if self._running:
+            raise WeightUpdateError(f"{self._name} is generating; finish or close that iterator first")
+        if self._lost:
+            raise WeightUpdateError(f"{self._name}: its workers stopped answering; it must be started again")
+        self._unusable = f"weight update {update.version} was not finished"
+        info = {"engine": self._name, "timeout": self._timeout, "update": asdict(update)}
+        # Workers have the timeout themselves; those that answer late can be used again, silent ones cannot.
+        deadline = time.monotonic() + self._timeout + GRACE
+        try:
+            self._call("start_weight_update", deadline)
+            self._call("update_weights", deadline, update_info=info)
+            self._call("finish_weight_update", deadline)
+            outcomes = self._call("isotrain_outcome", deadline)
+        except Exception as error:
+            raise WeightUpdateError(
+                f"{self._name}: weight update {update.version} failed: {error}"
+            ) from error
+        wanted = (update.version, update.digest)
+        for worker, outcome in enumerate(outcomes):
+            problem = outcome["error"]
+            if not problem and (outcome["version"], outcome["digest"]) != wanted:
+                problem = f"{self._name}: worker {worker} has version {outcome['version']} of the weights"
+            if problem:
+                self._unusable = problem
+                raise WeightUpdateError(problem)
+        if not self._llm.reset_prefix_cache():
+            raise WeightUpdateError(f"{self._name}: what it has cached is in use and of the old weights")
+        self._version, self._unusable = update.version, ""
+
+    def sleep(self) -> None:
+        if self._sleeps:
+            self._unusable = "it slept, and has no weights until the next update"
+            self._llm.sleep(level=2)
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        self._unusable = "it was closed"
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.engine_core.shutdown()
+            del self._engine, self._llm
+
+    def _plain(self) -> dict[str, Any]:
+        from vllm.sampling_params import RequestOutputKind
+
+        return {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+
+    def _run(self, waiting: Sequence[tuple[npt.NDArray[np.int32], Any]]) -> Iterator[tuple[int, Any]]:
+        """Outputs as they are finished; what is still running is given up when nobody asks any more."""
+        from vllm.inputs.engine import tokens_input
+
+        if self._unusable:
+            raise RolloutError(f"{self._name} does not generate: {self._unusable}")
+        if self._running:
+            raise RolloutError(f"{self._name} is generating; finish or close that iterator first")
+        running = self._running
+        try:
+            for index, (tokens, parameters) in enumerate(waiting):
+                self._serial += 1
+                request_id = str(self._serial)
+                running[request_id] = index
+                self._engine.add_request(request_id, tokens_input(tokens.tolist()), parameters)
+            while running:
+                for output in self._engine.step():
+                    yield running.pop(output.request_id), output
+        except (ValueError, RuntimeError) as error:
+            raise RolloutError(f"{self._name}: {error}") from error
+        finally:
+            self._engine.abort_request(list(running))
+            running.clear()
+
+    def _trajectory(self, request: Request, output: Any) -> Trajectory:
+        response_N = np.asarray(output.token_ids, dtype=np.int32)
+        starts = output.logprobs.start_indices
+        return Trajectory(
+            row=request.row,
+            place=request.place,
+            sample=request.sample,
+            seed=request.seed,
+            prompt_length=len(request.prompt_P),
+            tokens_T=np.concatenate([request.prompt_P, response_N]),
+            mask_N=np.ones(len(response_N), dtype=np.bool_),
+            logp_N=np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32),
+            version_N=np.full(len(response_N), self._version, dtype=np.int32),
+            finished=output.finish_reason == "stop",
+        )
+
+    def _call(self, method: str, deadline: float, **arguments: Any) -> list[Any]:
+        timeout = max(0.0, deadline - time.monotonic())
+        answers: list[Any] = self._llm.collective_rpc(method, timeout=timeout, kwargs=arguments)
+        return answers
+
+
+def _compile_nothing() -> None:
+    """In this process and its workers: eager mode still compiles a part of vLLM's sampler, for a minute."""
+    import torch._dynamo
+
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    torch._dynamo.config.disable = True

@@ -1,0 +1,1 @@
+"""Online reinforcement learning: one controller, and the workers that it leads."""

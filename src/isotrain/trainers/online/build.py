@@ -1,0 +1,133 @@
+"""From a recipe and its workers to the online loop: configuration ends here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
+from isotrain.data.prompts import PromptStore
+from isotrain.data.sampler import Sampler
+from isotrain.device.detect import choose_device
+from isotrain.engine.schedule import Schedule, make_schedule
+from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection
+from isotrain.recipe.schema import Recipe
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.batches import Ahead, BatchMaker, OnDemand
+from isotrain.trainers.online.collector import Collector
+from isotrain.trainers.online.crew import Crew
+from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
+from isotrain.trainers.online.policy_rank import Progress
+from isotrain.trainers.online.prompts import TRAIN, VALIDATION
+from isotrain.trainers.online.settings import advantage_settings
+from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.setup import total_steps
+
+# Long enough to show weights that do not fit, short enough to cost nothing.
+PROBE_TOKENS = 32
+
+
+def build_trainer(
+    recipe: Recipe,
+    cluster: ClusterSection,
+    stores: Mapping[str, PromptStore],
+    crew: Crew,
+    recorder: Recorder,
+    goes_on: Progress,
+) -> OnlineTrainer:
+    """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    assert isinstance(algorithm, OnlineSection) and rollout is not None
+    settings = _settings(recipe, cluster, stores)
+    state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
+    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+    probe_T = stores[TRAIN].prompt(0)[:PROBE_TOKENS]
+    crew.engines.configure(probe_T, rollout.update_timeout, rollout.probe_tolerance)
+    maker = BatchMaker(
+        Collector(crew.engines, crew.rewards),
+        _sampler(recipe, len(stores[TRAIN]), int(state["taken"])),
+        rollout.n,
+        sampling,
+        algorithm.dynamic.attempts,
+        greedy="greedy_R" in settings.estimation.estimator.needs,
+    )
+    trainer = OnlineTrainer(
+        settings=settings,
+        ranks=crew.ranks,
+        engines=crew.engines,
+        relays=crew.relays,
+        maker=maker,
+        batches=OnDemand(maker.make),
+        schedule=_schedule(recipe, recipe.optimizer.lr, settings.steps),
+        critic_schedule=(
+            _schedule(recipe, algorithm.critic.lr, settings.steps)
+            if isinstance(algorithm, PpoSection)
+            else None
+        ),
+        kl=_controller(algorithm.kl, float(state["kl_coefficient"])),
+        recorder=recorder,
+        skipped=int(state["skipped"]),
+    )
+    trainer.send_weights(goes_on.step)
+    if rollout.staleness:
+        trainer.batches = Ahead(maker.make, rollout.staleness, settings.steps - goes_on.step)
+    return trainer
+
+
+def _settings(recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, PromptStore]) -> LoopSettings:
+    algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
+    assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
+    overlong, model = algorithm.overlong, recipe.reward.model
+    mini_batch_size = min(algorithm.mini_batch_size or data.batch_size, data.batch_size)
+    updates = -(-data.batch_size // mini_batch_size) * algorithm.passes
+    validation_rows = 0
+    if VALIDATION in stores:
+        rows = len(stores[VALIDATION])
+        validation_rows = min(rows, data.validation_rows or rows)
+    colocated = cluster.placement == "colocated"
+    engine_devices = 0 if colocated else rollout.engines * rollout.tensor_parallel
+    return LoopSettings(
+        steps=total_steps(recipe, len(stores[TRAIN])),
+        validate_every=trainer.validate_every,
+        save_every=trainer.save_every,
+        mini_batch_size=mini_batch_size,
+        budget=data.tokens_per_micro_batch,
+        devices=recipe.device.ranks + engine_devices,
+        estimation=advantage_settings(algorithm),
+        several_updates=updates > 1,
+        uses_reference=algorithm.kl.place != "off",
+        kl_in_reward=algorithm.kl.place == "reward",
+        critic_warmup=algorithm.critic.warmup_steps if isinstance(algorithm, PpoSection) else 0,
+        reward_model_weight=None if model is None else model.weight,
+        overlong=(
+            {"max_length": rollout.max_tokens, "buffer": overlong.buffer, "factor": overlong.factor}
+            if overlong.buffer
+            else None
+        ),
+        validation_rows=validation_rows,
+        validation_n=rollout.validation.n,
+        validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
+        takes_turns=colocated and cluster.offload and choose_device(recipe.device.type).type != "cpu",
+        record=Path(recipe.output) / "trajectories" if rollout.record else None,
+        max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
+    )
+
+
+def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:
+    algorithm, trainer = recipe.algorithm, recipe.trainer
+    assert isinstance(algorithm, OnlineSection)
+    # Where draws are replaced by others, steps and not epochs say when it is enough.
+    endless = trainer.steps is not None or algorithm.dynamic.attempts > 0
+    limit = None if endless else rows * trainer.epochs
+    return Sampler(rows, recipe.data.batch_size, recipe.seed, recipe.data.shuffle, limit, taken)
+
+
+def _schedule(recipe: Recipe, lr: float, steps: int) -> Schedule:
+    optimizer = recipe.optimizer
+    return make_schedule(optimizer.schedule, lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio)
+
+
+def _controller(kl: KlSection, coefficient: float) -> FixedKl | AdaptiveKl:
+    if kl.controller == "adaptive":
+        return AdaptiveKl(coefficient, kl.target, kl.horizon)
+    return FixedKl(coefficient)

@@ -1,0 +1,109 @@
+"""Draws in, scored groups out: engines answer, reward workers score, what a dead one lost is done again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from isotrain.cluster.failures import WorkerDied
+from isotrain.cluster.objects import Handle
+from isotrain.cluster.streams import Stream, next_item, wait_any
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.messages import Answers, Group, Ticket
+from isotrain.trainers.online.replaceable import Replaceable, Task
+
+
+class Seconds(NamedTuple):
+    generating: float
+    scoring: float
+    """After the last answer was there; before that, scoring is hidden behind generation."""
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(self.generating + other.generating, self.scoring + other.scoring)
+
+
+@dataclass
+class Collector:
+    engines: Engines
+    rewards: Replaceable
+
+    def collect(
+        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
+    ) -> tuple[list[Group], Seconds]:
+        """`n` scored answers to each draw, in the order of the draws."""
+        done: dict[int, Group] = {}
+        seconds = Seconds(0.0, 0.0)
+        while missing := [ticket for ticket in tickets if ticket.place not in done]:
+            attempt = _Round(self.engines, self.rewards, store, n, sampling)
+            found, spent = attempt.run(missing)
+            done |= found
+            seconds = seconds.plus(spent)
+        return [done[ticket.place] for ticket in tickets], seconds
+
+
+class _Round:
+    """One try. Engines that die are replaced; their unfinished draws are not in the result."""
+
+    def __init__(
+        self, engines: Engines, rewards: Replaceable, store: str, n: int, sampling: Sampling
+    ) -> None:
+        self.engines, self.rewards = engines, rewards
+        self.store, self.n, self.sampling = store, n, sampling
+        self.streams: list[Task] = []
+        self.backlog: list[tuple[Answers, Handle]] = []
+        self.scoring: dict[Task, list[tuple[Answers, Handle]]] = {}
+        self.idle = list(range(len(rewards)))
+        self.done: dict[int, Group] = {}
+
+    def run(self, tickets: Sequence[Ticket]) -> tuple[dict[int, Group], Seconds]:
+        started = answered = time.perf_counter()
+        for index in range(len(self.engines)):
+            if share := list(tickets[index :: len(self.engines)]):
+                self.streams.append(
+                    self.engines.stream(index, "answer", self.store, share, self.n, self.sampling)
+                )
+        while self.streams or self.scoring or self.backlog:
+            self._send_backlog()
+            tasks = [*self.streams, *self.scoring]
+            for number in wait_any([task.work for task in tasks]):
+                if isinstance(tasks[number].work, Stream):
+                    self._take_answers(tasks[number])
+                    answered = time.perf_counter()
+                else:
+                    self._take_scores(tasks[number])
+        return self.done, Seconds(answered - started, time.perf_counter() - answered)
+
+    def _take_answers(self, task: Task) -> None:
+        """One group that an engine has finished, or the end of its work."""
+        assert isinstance(task.work, Stream)
+        try:
+            self.backlog.append(next_item(self.engines.group, task.work))
+        except StopIteration:
+            self.streams.remove(task)
+        except WorkerDied as death:
+            self.streams.remove(task)
+            self.engines.replace(task, death)
+
+    def _send_backlog(self) -> None:
+        """A worker gets all that has come while it was busy: rewards may then run at the same time."""
+        while self.idle and self.backlog:
+            count = -(-len(self.backlog) // len(self.idle))
+            work, self.backlog = self.backlog[:count], self.backlog[count:]
+            items = [(answers.row, handle) for answers, handle in work]
+            self.scoring[self.rewards.submit(self.idle.pop(), "score", self.store, items)] = work
+
+    def _take_scores(self, task: Task) -> None:
+        work = self.scoring.pop(task)
+        self.idle.append(task.index)
+        scored = self.rewards.result(task)
+        if scored is None:
+            self.backlog += work
+            return
+        for (answers, handle), told in zip(work, scored, strict=True):
+            # None where the answers died with their engine: the draw is missing, and answered again.
+            if told is not None:
+                source, scores = told
+                self.done[answers.place] = Group(answers, handle, scores, source)

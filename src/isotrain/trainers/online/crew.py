@@ -1,0 +1,107 @@
+"""The workers of an online run, each in its place in the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.placement import (
+    Demand,
+    Placement,
+    engine_environments,
+    helper_environment,
+    place,
+    rank_environments,
+)
+from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.device.base import Device
+from isotrain.recipe.load import resolved
+from isotrain.recipe.online import ClusterSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.engines import Engines, engine_name
+from isotrain.trainers.online.policy_rank import Description, PolicyRank
+from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_of_engines
+from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.reward_worker import RewardWorker
+from isotrain.trainers.online.rollout_worker import RolloutWorker
+
+
+@dataclass(frozen=True)
+class Crew:
+    ranks: WorkerGroup
+    store_host: str | None
+    engines: Engines
+    relays: Relays
+    rewards: Replaceable
+
+    def start(self, timeout: float) -> Description:
+        """Load all models at the same time; returns what rank 0 says of itself."""
+        generating, scoring = self.engines.group.submit("start"), self.rewards.group.submit("start")
+        store = self.ranks.call_on(0, "open_store", self.store_host)
+        described: Description = self.ranks.call("start", store, timeout=timeout)[0]
+        self.rewards.group.results(scoring, timeout)
+        self.engines.group.results(generating, timeout)
+        return described
+
+
+@contextmanager
+def assemble(
+    recipe: Recipe, cluster: ClusterSection, device: Device, tell: Callable[[str], None]
+) -> Iterator[Crew]:
+    """All workers as processes with nothing loaded yet, ended with the block."""
+    assert recipe.rollout is not None and recipe.reward is not None
+    rollout, values = recipe.rollout, resolved(recipe)
+    colocated = cluster.placement == "colocated"
+    demand = Demand(recipe.device.ranks, rollout.engines, rollout.tensor_parallel, colocated)
+    with ExitStack() as stack:
+
+        def group(name: str, worker: type, members: list[Member], spmd: bool = False) -> WorkerGroup:
+            return stack.enter_context(
+                WorkerGroup(name, worker, members, spmd=spmd, start_timeout=cluster.start_timeout)
+            )
+
+        joined = stack.enter_context(
+            join_cluster(cluster, device, keep_logs=Path(recipe.output).absolute() / "logs")
+        )
+        placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout))
+        ranks = group("training rank", PolicyRank, _ranks(recipe, values, placement, device), spmd=True)
+        engines = group("rollout engine", RolloutWorker, _engines(values, placement, device, demand))
+        scorer = Member((values,), helper_environment(device))
+        rewards = group("reward worker", RewardWorker, [scorer] * recipe.reward.workers)
+        away = relay_members(placement, rollout.update_timeout)
+        relays = Relays(
+            ranks,
+            group("weight relay", Relay, away) if away else None,
+            relay_of_engines(placement),
+            placement.ranks[0].host,
+            rollout.update_timeout,
+        )
+        yield Crew(
+            ranks,
+            placement.store_host,
+            Engines(engines, cluster.start_timeout, tell),
+            relays,
+            Replaceable(rewards, cluster.start_timeout, tell),
+        )
+
+
+def _ranks(recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device) -> list[Member]:
+    environments = rank_environments(placement.ranks, device, recipe.device.deterministic)
+    return [
+        Member((values,), environment, seat)
+        for environment, seat in zip(environments, placement.ranks, strict=True)
+    ]
+
+
+def _engines(values: dict[str, Any], placement: Placement, device: Device, demand: Demand) -> list[Member]:
+    # Engines that run beside the ranks share the host's cores with them; in turn, each side has them all.
+    sharing = demand.engines + (0 if demand.colocated else demand.ranks)
+    environments = engine_environments(placement.engines, device)
+    return [
+        Member((values, engine_name(index)), {**device.rank_environment(sharing, False), **environment}, seat)
+        for index, (environment, seat) in enumerate(zip(environments, placement.engines, strict=True))
+    ]

@@ -1,0 +1,88 @@
+"""Metrics of a step from what the controller knows: scores, lengths, versions.
+
+R: trajectories of a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.algorithms.value import explained_variance
+from isotrain.algorithms.whitening import combine
+from isotrain.trainers.online.messages import Group
+from isotrain.trainers.online.step import AdvantageFigures, join_spans
+
+Numbers = npt.NDArray[np.float64]
+
+
+def extent(name: str, values_R: Numbers) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values_R.mean()),
+        f"{name}/max": float(values_R.max()),
+        f"{name}/min": float(values_R.min()),
+    }
+
+
+def step_figures(
+    groups: Sequence[Group], scores_R: Numbers, rewards_R: Numbers, version: int
+) -> dict[str, float]:
+    """What can be said of a step before anything is learnt; `rewards_R` are scores after penalties."""
+    prompts = np.array([g.answers.prompt_length for g in groups], float)
+    responses_R = np.array([n for g in groups for n in g.answers.response_lengths], float)
+    cut_R = ~np.array([done for g in groups for done in g.answers.finished], bool)
+    ages = np.array([version - g.answers.version for g in groups], float)
+    return {
+        **extent("critic/score", scores_R),
+        **extent("critic/rewards", rewards_R),
+        **extent("prompt_length", prompts),
+        **extent("response_length", responses_R),
+        "response_length/clip_ratio": float(cut_R.mean()),
+        "rollout/staleness/mean": float(ages.mean()),
+        "rollout/staleness/max": float(ages.max()),
+        **reward_figures(groups),
+    }
+
+
+def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Means of the parts of rewards, and how many samples could not be scored, by cause."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    failures: dict[str, int] = defaultdict(int)
+    for group in groups:
+        for score in group.scores:
+            for name, value in score.parts.items():
+                parts[name].append(value)
+            if score.failure is not None:
+                failures[score.failure] += 1
+    plural = {"timeout": "timeouts", "crash": "crashes", "error": "errors"}
+    return {
+        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+        "reward/failures": float(sum(failures.values())),
+        **{f"reward/{plural[cause]}": float(count) for cause, count in failures.items()},
+    }
+
+
+def validation_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean score of each data set's prompts over `n` answers each."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        by_source[group.source].append(float(np.mean([score.value for score in group.scores])))
+    n = len(groups[0].scores)
+    return {
+        f"val-core/{source}/reward/mean@{n}": float(np.mean(means)) for source, means in by_source.items()
+    }
+
+
+def advantage_figures(parts: Sequence[AdvantageFigures]) -> dict[str, float]:
+    """The ranks' figures of advantages, returns and values, joined."""
+    figures: dict[str, float] = {}
+    for name in parts[0].spans:
+        figures |= join_spans(part.spans[name] for part in parts).metrics(f"critic/{name}")
+    critic = [part.critic for part in parts if part.critic is not None]
+    if critic:
+        returns, residuals = (combine(moments) for moments in zip(*critic, strict=True))
+        figures["critic/vf_explained_var"] = explained_variance(returns, residuals)
+    return figures

@@ -1,0 +1,288 @@
+"""The online loop: generate, score, judge, estimate, update, send the weights out, validate, save.
+
+R: trajectories of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from isotrain.algorithms import mismatch as mismatches
+from isotrain.algorithms.dapo import overlong_penalty
+from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
+from isotrain.cluster.workers import WorkerGroup
+from isotrain.engine.schedule import Schedule
+from isotrain.errors import NonFiniteError
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.batches import Ahead, Batch, BatchMaker, OnDemand
+from isotrain.trainers.online.engines import Engines, Weights
+from isotrain.trainers.online.figures import Numbers, advantage_figures, step_figures, validation_figures
+from isotrain.trainers.online.messages import RunState, Ticket
+from isotrain.trainers.online.plan import StepPlan, plan_step
+from isotrain.trainers.online.prompts import VALIDATION
+from isotrain.trainers.online.relays import Relays
+from isotrain.trainers.online.settings import AdvantageSettings
+from isotrain.trainers.recorder import Recorder
+
+# The first few say what is wrong; the metrics go on counting.
+FAILURES_TOLD = 3
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The numbers of the loop itself."""
+
+    steps: int
+    validate_every: int
+    save_every: int
+    mini_batch_size: int
+    """Prompts of one update."""
+    budget: int
+    devices: int
+    estimation: AdvantageSettings
+    several_updates: bool
+    """Whether a step has more than one update, so that the old policy is not the one that is updated."""
+    uses_reference: bool
+    kl_in_reward: bool
+    critic_warmup: int
+    reward_model_weight: float | None
+    overlong: dict[str, Any] | None
+    validation_rows: int
+    validation_n: int
+    validation_sampling: Sampling
+    takes_turns: bool
+    """Whether ranks and engines use the same device memory one after the other."""
+    record: Path | None
+    max_skipped: int
+
+
+@dataclass
+class OnlineTrainer:
+    settings: LoopSettings
+    ranks: WorkerGroup
+    engines: Engines
+    relays: Relays
+    maker: BatchMaker
+    batches: OnDemand | Ahead
+    schedule: Schedule
+    critic_schedule: Schedule | None
+    kl: FixedKl | AdaptiveKl
+    recorder: Recorder
+    skipped: int = 0
+    failures_told: int = 0
+    timing: dict[str, float] = field(default_factory=dict)
+
+    def train(self, done: int) -> None:
+        """From the step after `done` to the last."""
+        for step in range(done + 1, self.settings.steps + 1):
+            self.timing = {}
+            with self._timed("step"):
+                with self._timed("wait_for_batch"):
+                    batch = self.batches.next()
+                self._tell_failures(step, batch)
+                batch, plan = self._deliver(batch)
+                values = self._learn(step, batch, plan)
+                values |= self.send_weights(step)
+                self.batches.weights_are_out()
+            if self.settings.validation_rows and self._is_due(step, self.settings.validate_every):
+                with self._timed("validate"):
+                    values |= self.validate()
+            values |= self._performance(batch, plan)
+            self.recorder.write(step, values)
+            if self._is_due(step, self.settings.save_every):
+                self._save(step, batch.taken)
+            if failure := self.ranks.call_on(0, "save_failure"):
+                self.recorder.progress.message(f"warning: {failure}; training goes on without it")
+        self.engines.settle()
+        self.ranks.call("finish")
+
+    def _tell_failures(self, step: int, batch: Batch) -> None:
+        """A reward that fails costs one sample and not the run, but its owner should know."""
+        failed = [s for g in batch.groups for s in g.scores if s.failure is not None]
+        if failed and self.failures_told < FAILURES_TOLD:
+            self.failures_told += 1
+            total = sum(len(g.scores) for g in batch.groups)
+            self.recorder.progress.message(
+                f"warning: step {step}: {len(failed)} of {total} answers got no score, the first because of "
+                f"{failed[0].failure}: {failed[0].detail}"
+            )
+
+    def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
+        """Trajectories to the ranks that will learn from them, straight from where the engines put them."""
+        settings = self.settings
+        if settings.takes_turns:
+            self.engines.group.call("sleep")
+            self.ranks.call("come_back")
+        with self._timed("deliver"):
+            while True:
+                plan = plan_step(batch.groups, settings.mini_batch_size, settings.budget, len(self.ranks))
+                lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
+                gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
+                if not gone:
+                    return batch, plan
+                # Trajectories die with the engine that holds them: their draws are answered once more.
+                batch = replace(batch, groups=self.maker.again(batch.groups, gone))
+
+    def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
+        """Everything between trajectories and new weights; returns the step's metrics."""
+        settings, ranks = self.settings, self.ranks
+        scores_R = self._scores(batch)
+        if settings.several_updates or settings.kl_in_reward:
+            with self._timed("old_log_prob"):
+                ranks.call("old_log_probs")
+        kl_R = np.zeros_like(scores_R)
+        if settings.uses_reference:
+            with self._timed("ref"):
+                kl_R, mean_kl = _penalties(ranks.call("reference_log_probs"), len(scores_R))
+        if self.critic_schedule is not None:
+            with self._timed("values"):
+                ranks.call("values")
+        shaped_R = scores_R + self._length_shaping(batch)
+        rewards_R = shaped_R - self.kl.coefficient * kl_R
+        with self._timed("adv"):
+            advantages = self._advantages(batch, plan, shaped_R, rewards_R)
+            figures = ranks.call_each("advantages", advantages)
+        values = step_figures(batch.groups, scores_R, rewards_R, step - 1) | advantage_figures(figures)
+        if self.critic_schedule is not None:
+            with self._timed("update_critic"):
+                values |= ranks.call("update_critic", self.critic_schedule(step))[0]
+        if step > settings.critic_warmup:
+            with self._timed("update_actor"):
+                told = ranks.call("update_policy", self.schedule(step), self.kl.coefficient)
+            values |= told[0][0] | mismatches.combine([seen for _, seen in told]).metrics()
+        self._count_skipped(step, values)
+        if settings.record is not None:
+            path = str(settings.record / f"step-{step:06d}")
+            own = zip(plan.split(rewards_R.tolist()), advantages, strict=True)
+            ranks.call_each("record", [(path, rewards, given[1]) for rewards, given in own])
+        ranks.call("forget")
+        values["actor/kl_coef"] = self.kl.coefficient
+        if settings.kl_in_reward:
+            values["actor/reward_kl_penalty"] = mean_kl
+            self.kl = self.kl.updated(mean_kl, len(scores_R))
+        return values
+
+    def _scores(self, batch: Batch) -> Numbers:
+        """Scores of all trajectories, from all rewards."""
+        scores_R = np.array([score.value for group in batch.groups for score in group.scores])
+        if self.settings.reward_model_weight is None:
+            return scores_R
+        with self._timed("reward_model"):
+            told = self.ranks.call("model_scores")
+        judged_R = np.empty_like(scores_R)
+        for part in told:
+            judged_R[list(part)] = list(part.values())
+        return scores_R + self.settings.reward_model_weight * judged_R
+
+    def _length_shaping(self, batch: Batch) -> Numbers | float:
+        if self.settings.overlong is None:
+            return 0.0
+        lengths = [n for group in batch.groups for n in group.answers.response_lengths]
+        shaping_R: Numbers = overlong_penalty(lengths, **self.settings.overlong).double().numpy()
+        return shaping_R
+
+    def _advantages(
+        self, batch: Batch, plan: StepPlan, scores_R: Numbers, rewards_R: Numbers
+    ) -> list[tuple[Any, ...]]:
+        """Each rank's arguments: scores, and advantages where a whole group is needed to tell them."""
+        estimation = self.settings.estimation
+        advantages: list[Any] = [None] * len(self.ranks)
+        greedy: list[Any] = [None] * len(self.ranks)
+        if estimation.estimator.per == "trajectory":
+            group_R = torch.tensor([number for number, g in enumerate(batch.groups) for _ in g.scores])
+            advantages_R = estimation.estimator.function(
+                torch.from_numpy(rewards_R), group_R, **estimation.options
+            )
+            advantages = plan.split(advantages_R.tolist())
+        if batch.greedy is not None:
+            greedy = plan.split([batch.greedy[g.answers.place] for g in batch.groups for _ in g.scores])
+        scores = plan.split(scores_R.tolist())
+        return [
+            (scores[rank], advantages[rank], greedy[rank], self.kl.coefficient)
+            for rank in range(len(self.ranks))
+        ]
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """The policy's weights to all engines. On-policy, nothing goes on before they have them."""
+        with self._timed("update_weights"):
+            difference = self.engines.settle()  # the files of the last update but one are about to be reused
+            update = self.ranks.call("publish", version)[0]
+            expected = self.ranks.call("probe", self.engines.probe_T)[0]
+            if self.settings.takes_turns:
+                self.ranks.call("make_room")
+                self.engines.group.call("wake")
+            self.engines.send(Weights(version, self.relays.spread(update), expected))
+            if isinstance(self.batches, OnDemand):
+                difference = self.engines.settle()
+        return {"rollout/version": float(version), "rollout/probe_diff": difference}
+
+    def validate(self) -> dict[str, float]:
+        settings = self.settings
+        # Places before 0 are no draws of the run: training answers never share a seed with these.
+        tickets = [Ticket(-1 - row, row) for row in range(settings.validation_rows)]
+        groups, _ = self.maker.collector.collect(
+            VALIDATION, tickets, settings.validation_n, settings.validation_sampling
+        )
+        return validation_figures(groups)
+
+    def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
+        seconds = self.timing["step"]
+        return {
+            **{f"timing_s/{name}": value for name, value in self.timing.items()},
+            "timing_s/gen": batch.seconds.generating,
+            "timing_s/reward": batch.seconds.scoring,
+            "rollout/resampled": float(batch.resampled),
+            "perf/total_num_tokens": float(plan.tokens),
+            "perf/time_per_step": seconds,
+            "perf/throughput": plan.tokens / (seconds * self.settings.devices),
+            "perf/max_memory_allocated_gb": max(self.ranks.call("peak_memory")),
+        }
+
+    def _save(self, step: int, taken: int) -> None:
+        self.recorder.sync()
+        if self.settings.takes_turns:
+            self.ranks.call("come_back")
+        self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
+        if self.settings.takes_turns:
+            self.ranks.call("make_room")
+
+    def _count_skipped(self, step: int, values: dict[str, float]) -> None:
+        skipped = int(values.pop("actor/skipped", 0.0) + values.pop("critic/skipped", 0.0))
+        if not skipped:
+            return
+        self.skipped += skipped
+        what = f"step {step}: {skipped} update(s) with a loss or gradient that is not finite"
+        if self.skipped > self.settings.max_skipped:
+            raise NonFiniteError(
+                f"{what}; lower optimizer.lr, look at this step's answers (rollout.record=true), "
+                "or set trainer.non_finite=skip and trainer.max_skipped_steps"
+            )
+        self.recorder.progress.message(f"warning: {what}, left out")
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.settings.steps or (every > 0 and step % every == 0)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
+
+
+def _penalties(told: list[list[tuple[int, float, float]]], count: int) -> tuple[Numbers, float]:
+    """Summed divergences by trajectory, and the mean over trajectories of their means over tokens."""
+    kl_R = np.zeros(count)
+    means = []
+    for part in told:
+        for number, total, mean in part:
+            kl_R[number] = total
+            means.append(mean)
+    return kl_R, float(np.mean(means)) if means else 0.0

@@ -1,0 +1,77 @@
+"""What controller and workers tell each other: metadata, of a size that answers' lengths do not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Ticket(NamedTuple):
+    """A draw of a prompt that wants answers."""
+
+    place: int
+    """Which draw of the run this is."""
+    row: int
+    """Number of the prompt in its store."""
+
+
+class Answers(NamedTuple):
+    """The answers to one draw, as far as the controller knows them."""
+
+    place: int
+    row: int
+    prompt_length: int
+    response_lengths: tuple[int, ...]
+    written: tuple[int, ...]
+    """Tokens of each response that the policy wrote."""
+    finished: tuple[bool, ...]
+    version: int
+    """Oldest weights that wrote any of them."""
+
+
+class Score(NamedTuple):
+    value: float
+    parts: dict[str, float]
+    failure: str | None
+    detail: str
+    """What went wrong, in one line."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Scored answers to one draw; the trajectories themselves are where `handle` points."""
+
+    answers: Answers
+    handle: Any
+    scores: tuple[Score, ...]
+    source: str
+    """The data set that the prompt is from."""
+
+
+class Totals(NamedTuple):
+    """The size of a mini-batch over all ranks: what shares of its losses are divided by."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's part of a step. Trajectories are numbered through the groups of the whole step, in order."""
+
+    groups: list[Any]
+    """Handles of the groups that have a trajectory of this rank, each with the number of its first one."""
+    mini_batches: list[list[list[int]]]
+    """`mini_batches[mini][micro]` lists trajectories."""
+    totals: list[Totals]
+    """Of each mini-batch."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds of the controller."""
+
+    taken: int
+    """Prompts drawn by the steps that were trained."""
+    kl_coefficient: float
+    skipped: int

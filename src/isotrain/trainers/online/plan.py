@@ -1,0 +1,57 @@
+"""Which rank trains on which trajectories of a step: decided from lengths alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from isotrain.data.split import plan_mini_batches
+from isotrain.trainers.online.messages import Group, RankPlan, Totals
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Trajectories are numbered through the groups of the step, in order."""
+
+    ranks: list[RankPlan]
+    own: list[list[int]]
+    """Trajectories of each rank."""
+    tokens: int
+    """Prompt and response tokens of the step."""
+
+    def split(self, values: Mapping[int, Value] | Sequence[Value]) -> list[dict[int, Value]]:
+        """Values by trajectory, as each rank needs them."""
+        return [{i: values[i] for i in own} for own in self.own]
+
+
+def plan_step(groups: Sequence[Group], groups_per_mini_batch: int, budget: int, ranks: int) -> StepPlan:
+    lengths: list[int] = []
+    group_of: list[int] = []
+    written: list[int] = []
+    firsts: list[int] = []
+    for number, group in enumerate(groups):
+        answers = group.answers
+        firsts.append(len(lengths))
+        lengths += [answers.prompt_length + n for n in answers.response_lengths]
+        written += answers.written
+        group_of += [number] * len(answers.written)
+    minis = plan_mini_batches(lengths, group_of, groups_per_mini_batch, budget, ranks)
+    totals = []
+    for mini in minis:
+        counts = [written[i] for micros in mini for micro in micros for i in micro]
+        totals.append(Totals(sum(counts), sum(count > 0 for count in counts)))
+    own = [[i for mini in minis for micro in mini[rank] for i in micro] for rank in range(ranks)]
+    plans = []
+    for rank in range(ranks):
+        needed = sorted({group_of[i] for i in own[rank]})
+        plans.append(
+            RankPlan(
+                groups=[(groups[number].handle, firsts[number]) for number in needed],
+                mini_batches=[mini[rank] for mini in minis],
+                totals=totals,
+            )
+        )
+    return StepPlan(plans, own, sum(lengths))

@@ -1,0 +1,322 @@
+"""A training rank of an online run: the models that learn or judge, led by the controller call by call.
+
+R: trajectories, N: their response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isotrain.algorithms import mismatch as mismatches
+from isotrain.algorithms.mismatch import Mismatch
+from isotrain.cluster.objects import fetch
+from isotrain.data.packing import pack
+from isotrain.data.policy_batch import pack_trajectories
+from isotrain.data.record import write_trajectories
+from isotrain.data.sample import Sample
+from isotrain.data.trajectory import Trajectory
+from isotrain.engine.checkpoint.reader import newest_valid
+from isotrain.engine.checkpoint.writer import CheckpointWriter
+from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.frozen import Frozen
+from isotrain.engine.offload import offload, onload
+from isotrain.engine.scores import score_samples
+from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
+from isotrain.engine.stream import full_weights
+from isotrain.engine.world import open_store
+from isotrain.errors import CheckpointError
+from isotrain.models.lora import adapters_off
+from isotrain.recipe.schema import Recipe, SftSection
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.transfer import read_update, write_update
+from isotrain.rollout.update import WeightUpdate
+from isotrain.trainers.online.messages import RankPlan, RunState
+from isotrain.trainers.online.models import Models, build_models
+from isotrain.trainers.online.settings import advantage_settings, update_settings
+from isotrain.trainers.online.step import (
+    AdvantageFigures,
+    Micro,
+    critic_moments,
+    critic_objective,
+    estimate,
+    join_spans,
+    penalties,
+    policy_objective,
+    span,
+    whiten_all,
+)
+
+
+class Description(NamedTuple):
+    """What the controller tells the user, and the run directory, of the ranks."""
+
+    device_type: str
+    device_name: str
+    numerics_variables: tuple[str, ...]
+    parameters: int
+    trained: int
+    attention: str
+
+
+class Progress(NamedTuple):
+    """Where a resumed run goes on."""
+
+    step: int
+    state: dict[str, Any]
+    complaints: list[str]
+
+
+class PolicyRank:
+    """All ranks get the same calls in the same order: any of them may exchange tensors with the others."""
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        self.recipe = Recipe.model_validate(recipe)
+        assert not isinstance(self.recipe.algorithm, SftSection)
+        self.algorithm = self.recipe.algorithm
+        self.settings = update_settings(self.recipe, self.algorithm)
+        self.estimation = advantage_settings(self.algorithm)
+        self.open = ExitStack()
+        self.minis: list[list[Micro]] = []
+        self.sender: BroadcastSender | None = None
+
+    def open_store(self, host: str | None) -> str:
+        """Make the place where the ranks meet; asked of the first one."""
+        return open_store(host)
+
+    def start(self, store: str) -> Description:
+        """Join the other ranks and load the models."""
+        recipe = self.recipe
+        self.models: Models = build_models(recipe, self.algorithm, self.open, store)
+        self.device, self.world = self.models.device, self.models.world
+        self.policy = self.models.policy
+        self.writer = CheckpointWriter(
+            Path(recipe.output) / "checkpoints",
+            self.world.rank,
+            self.world.size,
+            recipe.trainer.keep_checkpoints,
+        )
+        everything = sum(p.numel() for p in self.policy.model.parameters())
+        trained = sum(p.numel() for p in self.policy.trained.values())
+        return Description(
+            self.device.type,
+            self.device.name(),
+            self.device.numerics_variables,
+            everything,
+            trained,
+            self.policy.model.attention,
+        )
+
+    def resume(self) -> Progress:
+        """Go on from the newest valid checkpoint, if there is one."""
+        reader, complaints = newest_valid(self.writer.root, self.world)
+        if reader is None:
+            return Progress(0, {}, complaints)
+        restore(self.policy, self.device, reader)
+        if self.models.critic is not None:
+            restore(self.models.critic, self.device, reader, prefix="critic/")
+        return Progress(reader.step, dict(reader.state), complaints)
+
+    def load(self, plan: RankPlan) -> list[int]:
+        """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any."""
+        fetched = fetch([handle for handle, _ in plan.groups])
+        lost = [number for number, group in enumerate(fetched) if group is None]
+        if lost:
+            return lost
+        by_number: dict[int, Trajectory] = {}
+        for group, (_, first) in zip(fetched, plan.groups, strict=True):
+            by_number.update(enumerate(group, start=first))
+        device = self.world.device
+        self.minis = [
+            [Micro(pack_trajectories([by_number[i] for i in micro], micro).to(device)) for micro in mini]
+            for mini in plan.mini_batches
+        ]
+        self.totals = plan.totals
+        self.trajectories = by_number
+        return []
+
+    @property
+    def micros(self) -> list[Micro]:
+        return [micro for mini in self.minis for micro in mini]
+
+    def old_log_probs(self) -> None:
+        """Log-probs before the first update, which later ones are compared with."""
+        for micro, logp_N in zip(self.micros, self._logps(self.policy), strict=True):
+            micro.old_logp_N = logp_N
+
+    def reference_log_probs(self) -> list[tuple[int, float, float]]:
+        """The reference's log-probs; returns penalties of this rank's trajectories where they are rewards."""
+        reference = self.models.reference
+        with adapters_off(self.policy.model) if reference is None else nullcontext():
+            results = self._logps(self.policy if reference is None else reference)
+        for micro, logp_N in zip(self.micros, results, strict=True):
+            micro.ref_logp_N = logp_N
+        if self.settings.kl_place != "reward":
+            return []
+        estimator = self.settings.kl_estimator
+        return [
+            penalty
+            for micro in self.micros
+            if micro.old_logp_N is not None
+            for penalty in penalties(micro, micro.old_logp_N, estimator)
+        ]
+
+    def _logps(self, forward: TrainingEngine | Frozen) -> list[torch.Tensor]:
+        temperature = self.settings.temperature
+        return forward.infer([m.batch.packed for m in self.micros], lambda head: head.logps(temperature))
+
+    def values(self) -> None:
+        assert self.models.critic is not None
+        batches = [micro.batch.packed for micro in self.micros]
+        for micro, values_N in zip(
+            self.micros, self.models.critic.infer(batches, lambda head: head.values()), strict=True
+        ):
+            micro.values_N = values_N
+
+    def model_scores(self) -> dict[int, float]:
+        """The reward model's scores of this rank's trajectories."""
+        assert self.models.reward_model is not None
+        scores = score_samples(self.models.reward_model, [m.batch.packed for m in self.micros])
+        return {
+            i: score
+            for micro, scores_R in zip(self.micros, scores, strict=True)
+            for i, score in zip(micro.batch.index, scores_R.tolist(), strict=False)
+        }
+
+    def advantages(
+        self,
+        scores: Mapping[int, float],
+        trajectory_advantages: Mapping[int, float] | None,
+        greedy: Mapping[int, float] | None,
+        kl_coefficient: float,
+    ) -> AdvantageFigures:
+        micros = self.micros
+        estimate(
+            micros,
+            self.estimation,
+            scores=scores,
+            trajectory_advantages=trajectory_advantages,
+            greedy=greedy,
+            kl_estimator=self.settings.kl_estimator,
+            kl_coefficient=kl_coefficient if self.settings.kl_place == "reward" else 0.0,
+        )
+        critic = None if self.models.critic is None else critic_moments(micros)
+        if self.estimation.estimator.whiten:
+            whiten_all(micros, self.estimation, self.world.sum)
+        names = ["advantages", "returns"] + (["values"] if self.models.critic is not None else [])
+        spans = {
+            name: join_spans(span(getattr(m, f"{name}_N"), m.batch.mask_N) for m in micros) for name in names
+        }
+        return AdvantageFigures(spans, critic)
+
+    def update_critic(self, lr: float) -> dict[str, float]:
+        critic, clip = self.models.critic, self.models.value_clip
+        assert critic is not None
+        results = [
+            critic.update([(m.batch.packed, critic_objective(m, totals, clip)) for m in mini], lr)
+            for _ in range(self.settings.passes)
+            for mini, totals in zip(self.minis, self.totals, strict=True)
+        ]
+        return _means(results, "critic") | {"critic/lr": lr}
+
+    def update_policy(self, lr: float, kl_coefficient: float) -> tuple[dict[str, float], Mismatch]:
+        settings = self.settings
+        results = [
+            self.policy.update(
+                [(m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini], lr
+            )
+            for _ in range(settings.passes)
+            for mini, totals in zip(self.minis, self.totals, strict=True)
+        ]
+        self.device.synchronize()
+        seen = mismatches.combine([m.mismatch for m in self.micros if m.mismatch is not None])
+        return _means(results, "actor") | {"actor/lr": lr}, seen
+
+    def peak_memory(self) -> float:
+        return self.device.memory().peak / 2**30
+
+    def publish(self, version: int) -> WeightUpdate | None:
+        """Write the policy's weights where engines of this machine find them; rank 0 tells where."""
+        stream = full_weights(self.policy, self.models.rollout_dtype)
+        if self.world.leads:
+            return write_update(stream, version)
+        for _ in stream:
+            pass  # gathering a sharded weight takes every rank
+        return None
+
+    def announce(self, version: int, host: str, receivers: int, timeout: float) -> WeightUpdate:
+        """Open the way to other machines, before `relay`; asked of rank 0."""
+        if self.sender is None:
+            self.sender = BroadcastSender(host, receivers, timeout)
+        return self.sender.announce(version)
+
+    def relay(self, update: WeightUpdate) -> None:
+        """Send the weights that were just written to all who heard the announcement."""
+        assert self.sender is not None
+        self.sender.send(read_update(update), update.version)
+
+    def probe(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        """Log-probs of a sequence's tokens from the second on, at temperature 1."""
+        mask_T = np.ones(len(sequence_T), np.bool_)
+        (logp_N,) = self.policy.infer([pack([Sample(sequence_T, mask_T)])], lambda head: head.logps())
+        logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
+        return logps
+
+    def record(self, path: str, rewards: Mapping[int, float], advantages: Mapping[int, float] | None) -> None:
+        """Write this rank's trajectories of the step to Parquet."""
+        own = [i for micro in self.micros for i in micro.batch.index]
+        write_trajectories(
+            Path(f"{path}-rank-{self.world.rank:05d}.parquet"),
+            [(self.trajectories[i], rewards[i], advantages[i] if advantages else None) for i in own],
+        )
+
+    def forget(self) -> None:
+        """The step is done: its trajectories may go."""
+        self.minis, self.trajectories = [], {}
+
+    def save(self, step: int, state: RunState) -> None:
+        shards = engine_shards(self.policy) | generator_shards(self.device)
+        if self.models.critic is not None:
+            shards |= engine_shards(self.models.critic, prefix="critic/")
+        told = {**asdict(state), "updates": optimizer_updates(self.policy)}
+        if self.models.critic is not None:
+            told["critic/updates"] = optimizer_updates(self.models.critic)
+        self.writer.save(step, shards, host_generators(), told)
+
+    def save_failure(self) -> str | None:
+        return self.writer.failure()
+
+    def finish(self) -> None:
+        """Until the last checkpoint is on disk."""
+        self.writer.wait()
+        if failure := self.writer.failure():
+            raise CheckpointError(failure)
+
+    def make_room(self) -> None:
+        """Everything to host memory: the device is another's for a while."""
+        for engine in self.models.all():
+            offload(engine)
+
+    def come_back(self) -> None:
+        for engine in self.models.all():
+            onload(engine)
+
+    def close(self) -> None:
+        self.open.close()
+
+
+def _means(results: list[Any], name: str) -> dict[str, float]:
+    """Metrics averaged over the updates of a step."""
+    total: dict[str, float] = {}
+    for result in results:
+        for key, value in {**result.metrics, f"{name}/grad_norm": result.grad_norm}.items():
+            total[key] = total.get(key, 0.0) + value / len(results)
+    total[f"{name}/skipped"] = float(sum(not result.applied for result in results))
+    return total

@@ -1,0 +1,91 @@
+"""An engine that answers prompts for the controller, and keeps the trajectories where the ranks find them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.cluster.objects import Handle, put
+from isotrain.data.trajectory import Trajectory, sample_seed
+from isotrain.device.detect import choose_device
+from isotrain.recipe.schema import Recipe
+from isotrain.rollout.base import Request, RolloutEngine, Sampling
+from isotrain.rollout.build import build_rollout
+from isotrain.rollout.update import WeightUpdate
+from isotrain.trainers.online.messages import Answers, Ticket
+from isotrain.trainers.online.prompts import open_prompts
+
+
+class RolloutWorker:
+    def __init__(self, recipe: dict[str, Any], name: str) -> None:
+        self.recipe = Recipe.model_validate(recipe)
+        self.name = name
+
+    def start(self) -> None:
+        recipe = self.recipe
+        assert recipe.rollout is not None
+        self.stores = open_prompts(recipe)
+        self.engine: RolloutEngine = build_rollout(
+            recipe.rollout,
+            recipe.model.path,
+            recipe.model.dtype,
+            device=choose_device(recipe.device.type),
+            max_prompt=max(int(store.lengths.max()) for store in self.stores.values()),
+            seed=recipe.seed,
+            name=self.name,
+        )
+
+    def answer(
+        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Answers, Handle]]:
+        """`n` answers to each draw, handed over together as soon as the last of them is there."""
+        open_groups: dict[int, list[Trajectory]] = {ticket.place: [] for ticket in tickets}
+        for trajectory in self.engine.generate(self._requests(store, tickets, n), sampling):
+            group = open_groups[trajectory.place]
+            group.append(trajectory)
+            if len(group) == n:
+                del open_groups[trajectory.place]
+                group.sort(key=lambda t: t.sample)
+                yield _describe(group), put(tuple(group))
+
+    def _requests(self, store: str, tickets: Sequence[Ticket], n: int) -> list[Request]:
+        prompts = self.stores[store]
+        return [
+            Request(row, place, sample, sample_seed(self.recipe.seed, place, sample), prompts.prompt(row))
+            for place, row in tickets
+            for sample in range(n)
+        ]
+
+    def update(self, update: WeightUpdate) -> int:
+        """Take new weights; returns the version that the engine now has."""
+        self.engine.update_weights(update)
+        return self.engine.version
+
+    def probe(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        (logps,) = self.engine.logps([sequence_T])
+        return logps
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _describe(group: Sequence[Trajectory]) -> Answers:
+    first = group[0]
+    return Answers(
+        place=first.place,
+        row=first.row,
+        prompt_length=first.prompt_length,
+        response_lengths=tuple(len(t.mask_N) for t in group),
+        written=tuple(int(t.mask_N.sum()) for t in group),
+        finished=tuple(t.finished for t in group),
+        version=min(int(t.version_N.min(initial=2**31 - 1)) for t in group),
+    )

@@ -1,0 +1,64 @@
+"""An online run from its recipe to its last step; this process is the controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isotrain.device.detect import choose_device
+from isotrain.observe.progress import open_progress
+from isotrain.recipe.online import ClusterSection, RolloutSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.build import build_trainer
+from isotrain.trainers.online.crew import assemble
+from isotrain.trainers.online.policy_rank import Description
+from isotrain.trainers.online.prompts import open_prompts
+from isotrain.trainers.recorder import Recorder, draw_plots, recording
+from isotrain.trainers.setup import check_run, run_lock, write_start
+
+
+def train_online(recipe: Recipe, source: str) -> None:
+    """Train as the recipe says; `source` is its text as the user wrote it."""
+    assert recipe.rollout is not None
+    cluster = recipe.cluster or ClusterSection()
+    device = choose_device(recipe.device.type)
+    silent = "console" not in recipe.observe.sinks
+    with (
+        run_lock(Path(recipe.output), leads=True),
+        open_progress(silent=silent, devices=recipe.device.ranks) as progress,
+    ):
+        check_run(recipe)
+        stores = open_prompts(recipe, progress.message)
+        progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
+        with assemble(recipe, cluster, device, progress.message) as crew:
+            described = crew.start(cluster.start_timeout)
+            facts = {"type": described.device_type, "name": described.device_name, "ranks": len(crew.ranks)}
+            digests = {name: store.digest for name, store in stores.items()}
+            run = write_start(recipe, source, facts, described.numerics_variables, digests)
+            goes_on = crew.ranks.call("resume")[0]
+            for complaint in goes_on.complaints:
+                progress.message(f"warning: {complaint}")
+            trainer = build_trainer(recipe, cluster, stores, crew, Recorder(progress), goes_on)
+            steps = trainer.settings.steps
+            progress.message(_introduction(recipe, recipe.rollout, described, steps))
+            if goes_on.step:
+                progress.message(f"resuming after step {goes_on.step} of {steps}")
+            with recording(trainer.recorder, recipe, run, goes_on.step):
+                progress.start(steps, goes_on.step + 1)
+                trainer.train(goes_on.step)
+        draw_plots(run, recipe.name, progress)
+        progress.message(f"done: {steps} steps in {run.path}; curves in {run.plots}")
+        progress.message(f"next: isotrain export {run.path} --out DIR")
+
+
+def _workers(rollout: RolloutSection, ranks: int) -> str:
+    return f"{ranks} training rank(s) and {rollout.engines} {rollout.engine} engine(s)"
+
+
+def _introduction(recipe: Recipe, rollout: RolloutSection, described: Description, steps: int) -> str:
+    """What is about to happen, before the first step has taken its time."""
+    return (
+        f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} answers on "
+        f"{recipe.device.ranks} x {described.device_type} ({described.device_name})\n"
+        f"  {described.trained:,} of {described.parameters:,} parameters trained, "
+        f"{described.attention} attention"
+    )

@@ -1,0 +1,232 @@
+"""One rank's trajectories of a step, and the maths that turns scores into losses on them.
+
+R: trajectories of a micro-batch, N: their response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from isotrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES
+from isotrain.algorithms.aggregate import Loss, StepShare
+from isotrain.algorithms.correction import rollout_correction
+from isotrain.algorithms.entropy import entropy_bonus
+from isotrain.algorithms.flat import spread, sums
+from isotrain.algorithms.kl import kl_loss
+from isotrain.algorithms.mismatch import Mismatch, mismatch
+from isotrain.algorithms.rewards import token_rewards
+from isotrain.algorithms.value import value_loss
+from isotrain.algorithms.whitening import Moments, combine, moments, whitened
+from isotrain.data.policy_batch import PolicyBatch
+from isotrain.models.head import TokenHead
+from isotrain.models.scalar import ScalarHead
+from isotrain.trainers.online.messages import Totals
+from isotrain.trainers.online.settings import AdvantageSettings, UpdateSettings
+
+
+@dataclass
+class Micro:
+    """A micro-batch and what is learnt about it on the way from scores to losses."""
+
+    batch: PolicyBatch
+    old_logp_N: torch.Tensor | None = None
+    """None where the first update is the only one: the policy's own log-probs are the old ones then."""
+    ref_logp_N: torch.Tensor | None = None
+    values_N: torch.Tensor | None = None
+    advantages_N: torch.Tensor | None = None
+    returns_N: torch.Tensor | None = None
+    mismatch: Mismatch | None = None
+
+    def share(self, totals: Totals, horizon: int | None = None) -> StepShare:
+        return StepShare(self.batch.mask_N, self.batch.lengths, totals.tokens, totals.sequences, horizon)
+
+    def per_trajectory(self, values: Mapping[int, float]) -> torch.Tensor:
+        """Numbers by trajectory as a tensor in the order of this micro-batch."""
+        return torch.tensor(
+            [values[i] for i in self.batch.index], dtype=torch.float32, device=self.batch.mask_N.device
+        )
+
+
+class Span(NamedTuple):
+    """Sums and extremes of some values under the mask, which combine over micro-batches and ranks."""
+
+    number: float
+    total: float
+    largest: float
+    least: float
+
+    def metrics(self, name: str) -> dict[str, float]:
+        if not self.number:
+            return {}
+        return {
+            f"{name}/mean": self.total / self.number,
+            f"{name}/max": self.largest,
+            f"{name}/min": self.least,
+        }
+
+
+def span(values_N: torch.Tensor, mask_N: torch.Tensor) -> Span:
+    values = values_N[mask_N].detach().float()
+    if not len(values):
+        return Span(0.0, 0.0, -math.inf, math.inf)
+    return Span(float(len(values)), values.double().sum().item(), values.max().item(), values.min().item())
+
+
+def join_spans(parts: Iterable[Span]) -> Span:
+    parts = list(parts)
+    return Span(
+        math.fsum(p.number for p in parts),
+        math.fsum(p.total for p in parts),
+        max(p.largest for p in parts),
+        min(p.least for p in parts),
+    )
+
+
+class AdvantageFigures(NamedTuple):
+    """One rank's part of the metrics of a step's advantages."""
+
+    spans: dict[str, Span]
+    critic: tuple[Moments, Moments] | None
+
+
+def penalties(micro: Micro, logp_N: torch.Tensor, estimator: str) -> list[tuple[int, float, float]]:
+    """Of each trajectory: its number, its summed divergence from the reference, and the mean of a token."""
+    assert micro.ref_logp_N is not None
+    kl_N = divergence(micro, logp_N, estimator)
+    sums_R = sums(kl_N, micro.batch.lengths).tolist()
+    counts_R = sums(micro.batch.mask_N.float(), micro.batch.lengths).clamp(min=1).tolist()
+    return [(i, s, s / n) for i, s, n in zip(micro.batch.index, sums_R, counts_R, strict=True)]
+
+
+def divergence(micro: Micro, logp_N: torch.Tensor, estimator: str) -> torch.Tensor:
+    assert micro.ref_logp_N is not None
+    kl_N = KL_ESTIMATORS[estimator](logp_N.detach(), micro.ref_logp_N)
+    return torch.where(micro.batch.mask_N, kl_N, 0.0)
+
+
+def estimate(
+    micros: Sequence[Micro],
+    settings: AdvantageSettings,
+    *,
+    scores: Mapping[int, float],
+    trajectory_advantages: Mapping[int, float] | None,
+    greedy: Mapping[int, float] | None,
+    kl_estimator: str,
+    kl_coefficient: float,
+) -> None:
+    """Fill in advantages and returns of all micro-batches, before any whitening.
+
+    Estimators per trajectory were run where all groups are together; here they are only spread over tokens.
+    """
+    for micro in micros:
+        batch = micro.batch
+        if trajectory_advantages is not None:
+            whole_N = spread(micro.per_trajectory(trajectory_advantages), batch.lengths)
+            micro.advantages_N = micro.returns_N = torch.where(batch.mask_N, whole_N, 0.0)
+            continue
+        kl_N = None
+        if kl_coefficient and micro.ref_logp_N is not None:
+            assert micro.old_logp_N is not None
+            kl_N = divergence(micro, micro.old_logp_N, kl_estimator)
+        rewards_N = token_rewards(
+            micro.per_trajectory(scores),
+            batch.mask_N,
+            batch.lengths,
+            kl_N=kl_N,
+            kl_coefficient=kl_coefficient,
+        )
+        needs = {"values_N": micro.values_N, "greedy_R": micro.per_trajectory(greedy) if greedy else None}
+        extra = [needs[name] for name in settings.estimator.needs]
+        micro.advantages_N, micro.returns_N = settings.estimator.function(
+            rewards_N, batch.mask_N, batch.lengths, *extra, **settings.options
+        )
+
+
+def whiten_all(
+    micros: Sequence[Micro], settings: AdvantageSettings, total: Callable[[Sequence[float]], list[float]]
+) -> None:
+    """Whiten the advantages over the tokens of the whole step; `total` sums over ranks."""
+    own = [moments(m.advantages_N, m.batch.mask_N) for m in micros if m.advantages_N is not None]
+    of = Moments(*total(list(combine(own))))
+    for micro in micros:
+        assert micro.advantages_N is not None
+        micro.advantages_N = whitened(
+            micro.advantages_N, micro.batch.mask_N, of, convention=settings.whitening
+        )
+
+
+def critic_moments(micros: Sequence[Micro]) -> tuple[Moments, Moments]:
+    """Moments of the returns, and of what the critic left unexplained of them."""
+    returns, residuals = [], []
+    for micro in micros:
+        assert micro.returns_N is not None and micro.values_N is not None
+        returns.append(moments(micro.returns_N, micro.batch.mask_N))
+        residuals.append(moments(micro.returns_N - micro.values_N, micro.batch.mask_N))
+    return combine(returns), combine(residuals)
+
+
+def policy_objective(
+    micro: Micro, totals: Totals, settings: UpdateSettings, kl_coefficient: float
+) -> Callable[[TokenHead], Loss]:
+    """The policy's loss on one micro-batch, as a share of its mini-batch's."""
+
+    def objective(head: TokenHead) -> Loss:
+        logp_N, entropy_N = head.logps_and_entropies(settings.temperature)
+        share = micro.share(totals, settings.horizon)
+        old_logp_N = logp_N.detach() if micro.old_logp_N is None else micro.old_logp_N
+        if micro.mismatch is None:
+            micro.mismatch = mismatch(old_logp_N, micro.batch.rollout_logp_N, micro.batch.mask_N)
+        metrics: dict[str, torch.Tensor] = {}
+        weights_N = None
+        if settings.correction is not None:
+            weights_N, metrics = rollout_correction(
+                old_logp_N, micro.batch.rollout_logp_N, share, **settings.correction
+            )
+        assert micro.advantages_N is not None
+        loss, told = POLICY_LOSSES[settings.loss_name](
+            logp_N,
+            old_logp_N,
+            micro.advantages_N,
+            share,
+            aggregation=settings.aggregation,
+            correction_N=weights_N,
+            **settings.loss_options,
+        )
+        metrics |= told
+        # Without a bonus the entropy is only looked at: no second pass over the logits for its gradient.
+        entropy_N = entropy_N if settings.entropy else entropy_N.detach()
+        terms = [
+            entropy_bonus(entropy_N, share, coefficient=settings.entropy, aggregation=settings.aggregation)
+        ]
+        if settings.kl_place == "loss":
+            assert micro.ref_logp_N is not None
+            terms.append(
+                kl_loss(
+                    logp_N,
+                    micro.ref_logp_N,
+                    share,
+                    coefficient=kl_coefficient,
+                    estimator=settings.kl_estimator,
+                    aggregation=settings.aggregation,
+                )
+            )
+        for term, told in terms:
+            loss, metrics = loss + term, metrics | told
+        return loss, metrics
+
+    return objective
+
+
+def critic_objective(micro: Micro, totals: Totals, clip: float | None) -> Callable[[ScalarHead], Loss]:
+    """The critic's loss on one micro-batch, as a share of its mini-batch's."""
+
+    def objective(head: ScalarHead) -> Loss:
+        assert micro.values_N is not None and micro.returns_N is not None
+        return value_loss(head.values(), micro.values_N, micro.returns_N, micro.share(totals), clip=clip)
+
+    return objective

@@ -1,0 +1,226 @@
+"""Joining clusters: private ones, running ones, and those that must not be joined."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from crew import Clerk
+
+from isotrain.cluster.connect import check_authentication, join_cluster, several_machines
+from isotrain.cluster.nodes import Node
+from isotrain.cluster.probe import Answer, knock
+from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.device.cpu import Cpu
+from isotrain.errors import ClusterError
+from isotrain.recipe.online import ClusterSection
+
+TOKEN = "5e" * 32
+
+# A driver that starts a private cluster with one worker, says its token, and waits or ends as it is told.
+DRIVER = """
+import os, sys, time
+import ray
+from crew import Clerk
+from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.device.cpu import Cpu
+from isotrain.recipe.online import ClusterSection
+with join_cluster(ClusterSection(address="local"), Cpu(), cpus=1) as cluster:
+    group = WorkerGroup("clerk", Clerk, [Member()], start_timeout=60)
+    group.submit("sleep", 600)
+    print(os.environ["RAY_AUTH_TOKEN"], cluster.logs.parents[2], flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        print("left in order", flush=True)
+"""
+
+
+def processes_with(token: str) -> dict[int, str]:
+    """Processes, other than this one, whose environment has a cluster's token."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if token.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "comm").read_text().strip()
+            except OSError:
+                continue
+    return found
+
+
+def wait_until_gone(token: str, seconds: float, but: tuple[str, ...] = ()) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [name for name in processes_with(token).values() if name not in but]:
+        assert time.monotonic() < deadline, f"still running after {seconds} s: {left}"
+        time.sleep(0.1)
+
+
+def test_a_private_cluster_is_alone_and_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    handler = signal.getsignal(signal.SIGTERM)
+    with join_cluster(ClusterSection(address="local"), Cpu(), cpus=3, keep_logs=tmp_path / "logs") as cluster:
+        assert cluster.private and cluster.address.startswith("127.0.0.1:")
+        assert ray.cluster_resources()["CPU"] == 3
+        home = cluster.logs.parents[2]
+        assert home.stat().st_mode & 0o077 == 0
+        token = os.environ["RAY_AUTH_TOKEN"]
+        with WorkerGroup("clerk", Clerk, [Member()], start_timeout=60) as group:
+            group.call("say", "a word from a worker")
+            ours = {*processes_with(token), os.getpid()}
+            assert len(ours) > 4
+            listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+            lines = [line for line in listening.splitlines() if any(f"pid={pid}," in line for pid in ours)]
+            own = [line.split()[3] for line in lines]
+            assert len(own) > 4
+            assert [address for address in own if "127.0.0.1" not in address] == []
+        assert knock(cluster.address, 30, stranger=True) is Answer.REFUSED
+        assert knock(cluster.address, 30) is Answer.OPEN
+        with (
+            pytest.raises(ClusterError, match="connected to a Ray cluster already"),
+            join_cluster(ClusterSection(), Cpu()),
+        ):
+            pass
+    assert not ray.is_initialized()
+    wait_until_gone(token, 5)
+    assert not home.exists()
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert not (tmp_path / ".ray").exists()
+    assert any("a word from a worker" in file.read_text() for file in (tmp_path / "logs").glob("*.err"))
+    printed = capfd.readouterr()
+    assert printed.out == "" and printed.err == ""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_signals_end_a_private_cluster(how: signal.Signals) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, stderr=-3)
+    assert driver.stdout is not None
+    try:
+        token, home = driver.stdout.readline().split()
+        driver.send_signal(how)
+        assert driver.wait(timeout=20) == (143 if how is signal.SIGTERM else -signal.SIGINT)
+        assert driver.stdout.read() == "left in order\n"
+        wait_until_gone(token, 5)
+        assert not Path(home).exists()
+    finally:
+        driver.kill()
+
+
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_driver() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, stderr=-3)
+    assert driver.stdout is not None
+    token, _ = driver.stdout.readline().split()
+    driver.kill()
+    driver.wait()
+    # Ray's two agents wait for about a minute for a head that does not come back.
+    agents = ("ray::DashboardA", "ray::RuntimeEnv")
+    wait_until_gone(token, 15, but=agents)
+    for pid, name in processes_with(token).items():
+        assert name in agents
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[str]:
+    """The address of a cluster that asks for TOKEN, as `ray start` makes it but on the loopback address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home:
+        environment = {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
+        }
+        head = subprocess.Popen(
+            [
+                *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"),
+                *("--node-ip-address=127.0.0.1", "--include-dashboard=false", "--num-cpus=2"),
+                *("--object-store-memory=100000000", f"--temp-dir={home}"),
+            ],
+            env={**os.environ, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert knock(f"127.0.0.1:{port}", 60, stranger=True) is Answer.REFUSED
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.terminate()
+            head.wait(timeout=30)
+            wait_until_gone(TOKEN, 20)
+
+
+@pytest.mark.parametrize("token", [None, "00" * 32])
+def test_a_cluster_that_wants_another_token(
+    running: str, monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    if token:
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    with (
+        pytest.raises(ClusterError, match=r"wants a token.*RAY_AUTH_MODE=token"),
+        join_cluster(ClusterSection(address=running), Cpu()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("by", ["address", "RAY_ADDRESS"])
+def test_a_running_cluster_is_joined_and_left_running(
+    running: str, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    section = ClusterSection(address=running) if by == "address" else ClusterSection()
+    if by == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", running)
+    with join_cluster(section, Cpu()) as cluster:
+        assert cluster.address == running and not cluster.private
+        with WorkerGroup("clerk", Clerk, [Member(("guest",))], start_timeout=60) as group:
+            assert group.call("say", "hello") == ["guest: hello"]
+        check_authentication(running, 30)
+    assert not ray.is_initialized()
+    assert knock(running, 30) is Answer.OPEN
+
+
+def test_nothing_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        begin = time.monotonic()
+        with (
+            pytest.raises(ClusterError, match=rf"no Ray cluster answered at {address} within 1 s.*ray start"),
+            join_cluster(ClusterSection(address=address), Cpu(), answer_timeout=1),
+        ):
+            pass
+        assert time.monotonic() - begin < 10
+        with pytest.raises(ClusterError, match=r"several machines.*get-auth-token.*allow_unauthenticated"):
+            check_authentication(address, 1)
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "here", "10.0.0.1"])
+def test_addresses_that_cannot_be_used(address: str) -> None:
+    with (
+        pytest.raises(ClusterError, match=r"cluster\.address: cannot use .*host:port"),
+        join_cluster(ClusterSection(address=address), Cpu()),
+    ):
+        pass
+
+
+def test_machines_are_counted_by_their_addresses() -> None:
+    assert not several_machines([Node("a", "10.0.0.1")])
+    assert not several_machines([Node("a", "10.0.0.1"), Node("b", "10.0.0.1")])
+    assert several_machines([Node("a", "10.0.0.1"), Node("b", "10.0.0.2")])

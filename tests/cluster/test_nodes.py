@@ -1,0 +1,109 @@
+"""Groups over two Ray nodes, which stand for two machines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+from crew import Clerk, Rank
+from ray.cluster_utils import Cluster as Machines
+
+from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.failures import WorkerDied
+from isotrain.cluster.placement import Demand, place, rank_environments
+from isotrain.cluster.private import loopback_addresses, read_authentication_again
+from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.device.cpu import Cpu
+from isotrain.engine.world import interface_of
+from isotrain.errors import ClusterError, LaunchError
+from isotrain.recipe.online import ClusterSection
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    """Two nodes with one CPU each on the loopback address, with token authentication."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home,
+    ):
+        patch.setenv("RAY_TMPDIR", home)
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "2a" * 32)
+        read_authentication_again()
+        with loopback_addresses():
+            cluster = Machines()
+            try:
+                for _ in range(2):
+                    cluster.add_node(num_cpus=1, include_dashboard=False)
+                yield cluster
+            finally:
+                cluster.shutdown()
+    read_authentication_again()
+
+
+def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
+        with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
+            assert len({seat.node for seat in placement.ranks}) == 2
+            environments = rank_environments(placement.ranks, Cpu())
+            assert [own["LOCAL_RANK"] + own["LOCAL_WORLD_SIZE"] for own in environments] == ["01", "01"]
+            members = [
+                Member(environment=own, seat=seat)
+                for own, seat in zip(environments, placement.ranks, strict=True)
+            ]
+            with WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90) as group:
+                assert [where.node for where in group.whereabouts] == [seat.node for seat in placement.ranks]
+                assert placement.store_host == "127.0.0.1"
+                store = group.call_on(0, "open_store", placement.store_host)
+                port = store.removeprefix("tcp://127.0.0.1:")
+                listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+                addresses = [line.split()[3] for line in listening.splitlines()]
+                assert [one for one in addresses if one.endswith(f":{port}")] == [f"127.0.0.1:{port}"]
+                joined = group.call("join", store, timeout=90)
+                assert [one["interface"] for one in joined] == ["lo", "lo"]
+                assert group.call_each("sum", [(1.0,), (2.0,)], timeout=30) == [3.0, 3.0]
+
+        # It could grow, so it is given time, but not for ever.
+        begin = time.monotonic()
+        with (
+            pytest.raises(ClusterError, match=r"needs 3 CPU .*has 2 .*on 2 nodes.*waited 2 s"),
+            place(cluster, Cpu(), Demand(ranks=3), start_timeout=2),
+        ):
+            pass
+        assert 1.5 < time.monotonic() - begin < 10
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_noticed(machines: Machines) -> None:
+    with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
+        lost = next(iter(machines.worker_nodes))
+        with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
+            members = [Member(seat=seat) for seat in placement.ranks]
+            group = WorkerGroup("training rank", Clerk, members, spmd=True, start_timeout=60)
+            index = [seat.node for seat in placement.ranks].index(lost.node_id)
+            pids = group.call("pid")
+            calls = group.submit("sleep", 600)
+            begin = time.monotonic()
+            machines.remove_node(lost, allow_graceful=False)
+            with pytest.raises(WorkerDied, match=f"training rank {index} on 127.0.0.1"):
+                group.results(calls, timeout=100)
+            assert time.monotonic() - begin < 30
+            deadline = time.monotonic() + 10
+            while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+    assert not ray.is_initialized()
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == interface_of("127.3.2.1") == "lo"
+    with pytest.raises(LaunchError, match=r"no network interface has the address 203\.0\.113\.9"):
+        interface_of("203.0.113.9")

@@ -1,0 +1,111 @@
+"""Who gets which device, on paper; test_workers.py asks a real cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+from ray._private.accelerators import get_accelerator_manager_for_resource
+
+from isotrain.cluster.placement import (
+    Demand,
+    Seat,
+    assign,
+    engine_environments,
+    helper_environment,
+    rank_environments,
+)
+from isotrain.device.cpu import Cpu
+from isotrain.device.detect import DEVICES
+from isotrain.device.npu import NPU
+
+
+def seat(bundle: int, host: str, *devices: str) -> Seat:
+    return Seat(None, bundle, f"node-{host}", host, devices)
+
+
+def places(seats: Sequence[Seat]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(one.host, one.devices) for one in seats]
+
+
+def test_ranks_of_a_node_are_neighbours() -> None:
+    seats = [
+        seat(0, "10.0.0.10", "1"),
+        seat(1, "10.0.0.9", "10"),
+        seat(2, "10.0.0.10", "0"),
+        seat(3, "10.0.0.9", "9"),
+    ]
+    ranks = assign(seats, Demand(ranks=4)).ranks
+    assert places(ranks) == [
+        ("10.0.0.9", ("9",)),
+        ("10.0.0.9", ("10",)),
+        ("10.0.0.10", ("0",)),
+        ("10.0.0.10", ("1",)),
+    ]
+    environments = rank_environments(ranks, NPU)
+    assert [own["RANK"] for own in environments] == ["0", "1", "2", "3"]
+    assert [own["LOCAL_RANK"] for own in environments] == ["0", "1", "0", "1"]
+    assert {own["WORLD_SIZE"] + own["LOCAL_WORLD_SIZE"] for own in environments} == {"42"}
+    assert [own["ASCEND_RT_VISIBLE_DEVICES"] for own in environments] == ["9,10", "9,10", "0,1", "0,1"]
+    assert all(own["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] == "1" for own in environments)
+
+
+def test_colocated_engines_share_the_devices_of_ranks() -> None:
+    demand = Demand(ranks=5, engines=2, tensor_parallel=2)
+    assert demand.bundles == [2, 2, 1]
+    placement = assign([seat(0, "a", "2", "3"), seat(1, "b", "0", "1"), seat(2, "a", "0")], demand)
+    assert places(placement.ranks) == [
+        ("a", ("0",)),
+        ("a", ("2",)),
+        ("a", ("3",)),
+        ("b", ("0",)),
+        ("b", ("1",)),
+    ]
+    assert places(placement.engines) == [("a", ("2", "3")), ("b", ("0", "1"))]
+    assert placement.store_host == "a"
+    environments = engine_environments(placement.engines, NPU)
+    assert [own["ASCEND_RT_VISIBLE_DEVICES"] for own in environments] == ["2,3", "0,1"]
+
+
+def test_separate_engines_have_devices_of_their_own() -> None:
+    demand = Demand(ranks=2, engines=1, tensor_parallel=2, colocated=False)
+    assert demand.bundles == [1, 1, 2]
+    placement = assign([seat(0, "a", "0"), seat(1, "a", "1"), seat(2, "a", "2", "3")], demand)
+    assert places(placement.ranks) == [("a", ("0",)), ("a", ("1",))]
+    assert places(placement.engines) == [("a", ("2", "3"))]
+    assert placement.store_host is None
+
+
+def test_cpus_are_not_hidden() -> None:
+    ranks = assign([seat(0, "a"), seat(1, "a")], Demand(ranks=2)).ranks
+    assert [own["LOCAL_RANK"] for own in rank_environments(ranks, Cpu())] == ["0", "1"]
+    assert all("OMP_NUM_THREADS" in own for own in rank_environments(ranks, Cpu()))
+    assert engine_environments(ranks, Cpu()) == [{}, {}]
+    assert helper_environment(Cpu()) == {}
+
+
+def test_helpers_see_no_device() -> None:
+    assert helper_environment(NPU)["ASCEND_RT_VISIBLE_DEVICES"] == ""
+
+
+def test_the_names_that_ray_knows() -> None:
+    assert {name: device.ray_resource for name, device in DEVICES.items()} == {
+        "cuda": "GPU",
+        "npu": "NPU",
+        "cpu": "CPU",
+    }
+    for device in DEVICES.values():
+        manager = get_accelerator_manager_for_resource(device.ray_resource)
+        if device.visible_devices_variable is None:
+            assert manager is None and device.ray_environment == {}
+            continue
+        # Ray's own code must then leave the variable alone.
+        variable = manager.get_visible_accelerator_ids_env_var()
+        assert variable == device.visible_devices_variable
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(variable, "before")
+            for name, value in device.ray_environment.items():
+                patch.setenv(name, value)
+            manager.set_current_process_visible_accelerator_ids(["5"])
+            assert os.environ[variable] == "before"

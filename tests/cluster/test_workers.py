@@ -1,0 +1,239 @@
+"""Placement and worker groups on a real private cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from crew import Clerk, Rank
+
+from isotrain.cluster.connect import Cluster, join_cluster
+from isotrain.cluster.failures import WorkerDied
+from isotrain.cluster.placement import Demand, engine_environments, place, rank_environments
+from isotrain.cluster.workers import Call, Member, WorkerGroup
+from isotrain.device.cpu import Cpu
+from isotrain.device.detect import choose_device
+from isotrain.device.npu import NPU
+from isotrain.errors import ClusterError, DataError, NonFiniteError
+from isotrain.recipe.online import ClusterSection
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with join_cluster(ClusterSection(address="local"), choose_device("npu"), cpus=2) as joined:
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def clerks(cluster: Cluster) -> Iterator[WorkerGroup]:
+    members = [Member((f"clerk{n}",), {"SHELF": str(n)}) for n in range(2)]
+    with WorkerGroup("clerk", Clerk, members, start_timeout=60) as group:
+        yield group
+
+
+def wait_for_end(pid: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, f"process {pid} still runs after {seconds} s"
+        time.sleep(0.05)
+
+
+def test_calls_reach_all_each_and_one(clerks: WorkerGroup) -> None:
+    assert len(clerks) == 2
+    assert clerks.call("say", "hello", timeout=30) == ["clerk0: hello", "clerk1: hello"]
+    assert clerks.call("variable", "SHELF") == ["0", "1"]
+    assert clerks.call_each("add", [(1,), (10,)]) == [1, 10]
+    assert clerks.call("add", 1, factor=2) == [3, 12]
+    assert clerks.call_on(1, "add", -12) == 0
+    assert clerks.call_on(0, "add", -3) == 0
+    assert [where.pid for where in clerks.whereabouts] == clerks.call("pid")
+
+
+def test_calls_need_not_wait(clerks: WorkerGroup) -> None:
+    begin = time.monotonic()
+    calls = clerks.submit("sleep", 1.0)
+    slow = clerks.submit_to(0, "add", ray.put(5))
+    assert time.monotonic() - begin < 0.9
+    assert [call.index for call in calls] == [0, 1]
+    assert clerks.results([slow, *calls], timeout=30) == [5, 1.0, 1.0]
+    clerks.call_on(0, "add", -5)
+
+
+def test_our_errors_keep_their_type_and_words(clerks: WorkerGroup) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        clerks.call("fail", "ours")
+    assert type(caught.value) is NonFiniteError
+    assert str(caught.value) == "loss is nan at step 3"
+    assert caught.value.__cause__ is None
+    assert clerks.call("add", 0) == [0, 0]
+
+
+def test_other_errors_come_with_the_workers_traceback(clerks: WorkerGroup) -> None:
+    with pytest.raises(ClusterError) as caught:
+        clerks.call_on(1, "fail", "other")
+    text = str(caught.value)
+    assert text.startswith("clerk 1 on 127.0.0.1 (pid ")
+    assert "failed in `fail`" in text and 'raise KeyError("missing thing")' in text
+    assert "ray" not in text and "host.py" not in text
+    with pytest.raises(ClusterError, match="Unpicklable: a"):
+        clerks.call_on(1, "fail", "unpicklable")
+    with pytest.raises(ClusterError, match="SystemExit: 5"):
+        clerks.call_on(1, "fail", "exit")
+    with pytest.raises(ClusterError, match="no attribute 'fly'"):
+        clerks.call_on(1, "fly")
+    assert clerks.call("add", 0) == [0, 0]
+
+
+def test_an_error_at_the_start(cluster: Cluster) -> None:
+    with pytest.raises(DataError, match=r"^no such name: bad$"):
+        WorkerGroup("clerk", Clerk, [Member(("bad",))], start_timeout=60)
+
+
+def test_a_call_over_its_time_names_who_is_late(clerks: WorkerGroup) -> None:
+    with pytest.raises(
+        ClusterError, match=r"clerk: no answer to `sleep` within 0.5 s from 1 on 127\.0\.0\.1"
+    ):
+        clerks.call_each("sleep", [(0.0,), (1.5,)], timeout=0.5)
+    assert clerks.call("add", 0, timeout=30) == [0, 0]
+
+
+def test_streams_give_values_as_they_come(clerks: WorkerGroup) -> None:
+    values = [clerks.value(0, "numbers", ref) for ref in clerks.stream("numbers", 0, 4)]
+    assert values == [0, 1, 2, 3]
+    stream = clerks.stream("numbers", 1, 5, fail_at=2)
+    assert [clerks.value(1, "numbers", next(stream)) for _ in range(2)] == [0, 1]
+    with pytest.raises(DataError, match=r"^number 2 is broken$"):
+        clerks.value(1, "numbers", next(stream))
+
+
+def test_an_independent_member_can_die_and_be_restarted(clerks: WorkerGroup) -> None:
+    clerks.call_on(0, "add", 7)
+    clerks.call_on(1, "say", "these are my last words")
+    first, second = clerks.call("pid")
+    calls = clerks.submit("sleep", 3.0)
+    begin = time.monotonic()
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(WorkerDied) as caught:
+        clerks.results(calls[1:], timeout=60)
+    assert time.monotonic() - begin < 15
+    assert caught.value.index == 1
+    text = str(caught.value)
+    assert text.startswith(f"clerk 1 on 127.0.0.1 (pid {second}) died during `sleep`: ")
+    assert "killed" in text and "  these are my last words" in text
+    clerks.restart(1)
+    assert clerks.results(calls[:1]) == [3.0]
+    assert clerks.call("add", 0) == [7, 0]
+    assert clerks.call("pid")[0] == first
+    assert clerks.call("variable", "SHELF") == ["0", "1"]
+    clerks.call_on(0, "add", -7)
+
+
+def test_close_ends_workers_in_the_middle_of_a_call(cluster: Cluster) -> None:
+    group = WorkerGroup("clerk", Clerk, [Member()], start_timeout=60)
+    (pid,) = group.call("pid")
+    call = group.submit_to(0, "sleep", 600)
+    group.close()
+    wait_for_end(pid, 10)
+    with pytest.raises(ClusterError, match="cannot be called: it is closed"):
+        group.call("pid")
+    with pytest.raises(ClusterError):
+        group.results([Call(0, "sleep", call.ref)], timeout=10)
+
+
+def test_one_error_ends_an_spmd_group(cluster: Cluster) -> None:
+    group = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, start_timeout=60)
+    pids = group.call("pid")
+    with pytest.raises(DataError, match=r"^row 7 is broken$"):
+        group.call_each("fail_or_wait", [(False,), (True,)], timeout=60)
+    for pid in pids:
+        wait_for_end(pid, 10)
+    with pytest.raises(ClusterError, match=r"training rank 0 cannot be called.*row 7 is broken"):
+        group.call("pid")
+
+
+def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
+    with place(cluster, Cpu(), Demand(ranks=2), start_timeout=30) as placement:
+        environments = rank_environments(placement.ranks, Cpu())
+        members = [
+            Member(environment=own, seat=seat)
+            for own, seat in zip(environments, placement.ranks, strict=True)
+        ]
+        group = WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90)
+        assert placement.store_host is None
+        joined = group.call("join", group.call_on(0, "open_store", None), timeout=90)
+        assert [(one["rank"], one["local_rank"], one["interface"]) for one in joined] == [
+            (0, 0, "lo"),
+            (1, 1, "lo"),
+        ]
+        assert group.call_each("sum", [(1.0,), (2.0,)], timeout=30) == [3.0, 3.0]
+        calls = group.submit_each("sum_alone", [(True,), (False,)])
+        time.sleep(0.5)
+        begin = time.monotonic()
+        os.kill(joined[1]["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"training rank 1 on 127\.0\.0\.1 \(pid \d+\) died") as caught:
+            group.results(calls, timeout=100)
+        assert caught.value.index == 1
+        wait_for_end(joined[0]["pid"], 5)
+        assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize(
+    ("demand", "message"),
+    [
+        (
+            Demand(ranks=3),
+            r"the recipe needs 3 CPU \(device\.ranks=3, .*has 2 \(\d free\) on 1 node; lower device\.ranks",
+        ),
+        (
+            Demand(ranks=2, engines=2, tensor_parallel=2, colocated=False),
+            r"needs 6 CPU \(device\.ranks=2 \+ rollout\.engines=2 x rollout\.tensor_parallel=2, .*"
+            r"cluster\.placement=colocated",
+        ),
+        (
+            Demand(ranks=2, engines=3),
+            r"rollout\.engines=3 .* device\.ranks=2; .*cluster\.placement=separate",
+        ),
+    ],
+)
+def test_too_few_devices_are_told_at_once(cluster: Cluster, demand: Demand, message: str) -> None:
+    with pytest.raises(ClusterError, match=message), place(cluster, Cpu(), demand, start_timeout=600):
+        pass
+
+
+@pytest.mark.timeout(120)
+def test_separate_places_on_cpus(cluster: Cluster) -> None:
+    demand = Demand(ranks=1, engines=1, colocated=False)
+    with place(cluster, Cpu(), demand, start_timeout=60) as placement:
+        rank, engine = placement.ranks[0], placement.engines[0]
+        assert rank.bundle != engine.bundle and rank.host == engine.host == "127.0.0.1"
+        members = [Member((), {}, rank), Member((), {}, engine)]
+        with WorkerGroup("clerk", Clerk, members, start_timeout=60) as group:
+            assert group.call("add", 1) == [1, 1]
+    with place(cluster, Cpu(), demand, start_timeout=60):  # it needs what the first gave back
+        pass
+
+
+def test_ranks_and_an_engine_take_turns_on_simulated_devices(cluster: Cluster) -> None:
+    """Ray knows this device by name only: that is all the controller needs."""
+    demand = Demand(ranks=2, engines=1, tensor_parallel=2)
+    with place(cluster, NPU, demand, start_timeout=60) as placement:
+        assert [one.devices for one in placement.ranks] == [("0",), ("1",)]
+        assert [one.devices for one in placement.engines] == [("0", "1")]
+        members = [
+            Member(("npu",), own, one)
+            for own, one in zip(rank_environments(placement.ranks, NPU), placement.ranks, strict=True)
+        ]
+        engine = Member((), engine_environments(placement.engines, NPU)[0], placement.engines[0])
+        with (
+            WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90) as ranks,
+            WorkerGroup("rollout engine", Clerk, [engine], start_timeout=90) as engines,
+        ):
+            joined = ranks.call("join", ranks.call_on(0, "open_store", placement.store_host), timeout=90)
+            assert [one["device"] for one in joined] == ["npu:0", "npu:1"]
+            assert ranks.call_each("sum", [(1.0,), (2.0,)], timeout=60) == [3.0, 3.0]
+            assert engines.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1"]

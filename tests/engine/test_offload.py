@@ -1,0 +1,65 @@
+"""A model that was in host memory is the same model, and its device memory was free meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from jobs import Job
+
+from isotrain.device.detect import choose_device
+from isotrain.engine.offload import offload, onload
+from isotrain.engine.stream import full_weights
+from isotrain.engine.world import join_world
+from isotrain.models.head import TokenHead
+
+Outcome = Callable[[str, int], Path]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["policy", "lora", "critic"])
+def test_memory_is_given_away_and_training_is_not_changed(outcome: Outcome, ranks: int, kind: str) -> None:
+    for found in jobs.results(outcome("npu", ranks), ranks):
+        nothing, before, away, after = found[f"offload/{kind}/bytes"].tolist()
+        assert before - nothing > 100_000 and after == before
+        assert away - nothing < 1024, "only buffers stay"
+        assert found[f"offload/{kind}/same"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_frozen_model(outcome: Outcome, ranks: int) -> None:
+    for found in jobs.results(outcome("npu", ranks), ranks):
+        freed, held = found["offload/reference/freed"].tolist()
+        assert freed >= held > 100_000
+        assert found["offload/reference/same"]
+
+
+def test_who_is_away_cannot_be_asked(tiny: Path) -> None:
+    device = choose_device("npu")
+    with join_world(device) as world:
+        job = Job(device, world, tiny / "model")
+        engine = job.policy()
+        offload(engine)
+        for ask in (
+            lambda: engine.infer(job.batches, TokenHead.logps),
+            lambda: jobs.updates(engine, jobs.policy_objective, job.batches),
+            lambda: next(full_weights(engine, torch.float32)),
+            lambda: jobs.local(engine),
+        ):
+            with pytest.raises(AssertionError, match="offloaded"):
+                ask()
+        onload(engine)
+        assert engine.infer(job.batches, TokenHead.logps)[0].isfinite().all()
+
+
+def test_on_the_host_there_is_nothing_to_do(tiny: Path) -> None:
+    device = choose_device("cpu")
+    with join_world(device) as world:
+        engine = Job(device, world, tiny / "model").policy()
+        places = [p.data_ptr() for p in engine.model.parameters()]
+        offload(engine)
+        assert [p.data_ptr() for p in engine.model.parameters()] == places and all(places)
+        onload(engine)

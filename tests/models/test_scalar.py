@@ -1,0 +1,92 @@
+"""Values over packed samples are those of transformers' sequence classifier, sample by sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, PreTrainedModel
+
+from isotrain.errors import ModelError
+from isotrain.models.load import IMPLEMENTATIONS, build_scalar
+from isotrain.models.scalar import ScalarHead, ScalarModel
+
+LENGTHS = (9, 1, 20, 4)
+TOKENS = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def directory(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    return path
+
+
+def load(directory: Path, device: str, attention: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[attention]
+    )
+    return model.eval().to(device)
+
+
+def values(model: ScalarModel, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_T = torch.randint(0, 60, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
+    positions_T = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
+    everywhere_N = torch.arange(TOKENS, device=device)
+    found_N = model(tokens_T, positions_T, LENGTHS, everywhere_N, tokens_T, ScalarHead.values)
+    return tokens_T, found_N
+
+
+@pytest.mark.parametrize("attention", ["segments", "padded"])
+def test_values_and_gradients_equal_transformers(directory: Path, device_type: str, attention: str) -> None:
+    model = ScalarModel(load(directory, device_type, attention), attention)
+    tokens_T, values_N = values(model, device_type)
+    factor_N = torch.linspace(-1, 2, TOKENS, device=device_type)
+    (values_N * factor_N).sum().backward()
+
+    plain = load(directory, device_type, "padded")
+    states = [plain.base_model(sample[None]).last_hidden_state[0] for sample in tokens_T.split(LENGTHS)]
+    expected_N = plain.score(torch.cat(states))[:, 0]
+    (expected_N * factor_N).sum().backward()
+    assert values_N.dtype == torch.float32 and expected_N.abs().max() > 0.01
+    torch.testing.assert_close(values_N, expected_N, rtol=0, atol=1e-5)
+    for name, parameter in plain.named_parameters():
+        found, expected = model.classifier.get_parameter(name).grad, parameter.grad
+        assert found is not None and expected is not None
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5, msg=name)
+
+
+def test_values_are_multiplied_in_float32(device_type: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND = torch.randn(5, 64, generator=generator).to(device_type, torch.bfloat16)
+    weight_1D = torch.randn(1, 64, generator=generator).to(device_type, torch.bfloat16)
+    exact_N = (hidden_ND.cpu().double() @ weight_1D.cpu().double().t())[:, 0]
+    found_N = ScalarHead(hidden_ND, weight_1D).values()
+    assert found_N.dtype == torch.float32
+    torch.testing.assert_close(found_N.cpu().double(), exact_N, rtol=1e-5, atol=1e-5)
+
+
+def test_no_position_gives_a_zero_gradient(device_type: str) -> None:
+    hidden_ND = torch.empty(0, 8, device=device_type, requires_grad=True)
+    weight_1D = torch.ones(1, 8, device=device_type, requires_grad=True)
+    total = ScalarHead(hidden_ND, weight_1D).values().sum()
+    total.backward()
+    assert total.item() == 0 and weight_1D.grad is not None and torch.equal(weight_1D.grad, weight_1D * 0)
+
+
+def test_built_without_memory_from_a_language_model(tiny: Path) -> None:
+    model = build_scalar(tiny / "model", "segments")
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
+    assert model.get_parameter("score.weight").shape == (1, 64)
+
+
+def test_a_model_type_with_another_head(tmp_path: Path) -> None:
+    BertConfig(
+        hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="'bert' has no plain 'score' head"):
+        build_scalar(tmp_path, "segments")

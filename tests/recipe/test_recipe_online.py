@@ -1,0 +1,256 @@
+"""Recipes of online algorithms: variants, optional sections, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isotrain.errors import RecipeError
+from isotrain.recipe.load import difference, load_resolved, parse_recipe, resolved, write_resolved
+from isotrain.recipe.schema import Algorithm, Recipe
+
+HEAD = "name: a\noutput: b\nmodel: {path: c}\ndata: {train: d}\n"
+GRPO = HEAD + "algorithm:\n  name: grpo\n"
+PARTS = "rollout:\n  n: 4\nreward:\n  gsm8k:\n    method: strict\n"
+NAMES = [kind.model_fields["name"].annotation.__args__[0] for kind in Algorithm.__args__]
+
+
+def lines(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(text, "r.yaml", overrides)
+    return str(error.value).splitlines()
+
+
+def recipe(name: str) -> Recipe:
+    parts = "" if name == "sft" else PARTS
+    return parse_recipe(f"{HEAD}algorithm: {{name: {name}}}\n{parts}", "r.yaml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resolved_reads_back_equal(name: str, tmp_path: Path) -> None:
+    before = recipe(name)
+    write_resolved(before, tmp_path / "resolved.json")
+    after = load_resolved(tmp_path / "resolved.json")
+    assert after == before and type(after.algorithm) is type(before.algorithm)
+    assert next(iter(resolved(after)["algorithm"])) == "name"
+    assert resolved(after)["cluster"] is None
+    if name == "sft":
+        assert resolved(after)["rollout"] is None and resolved(after)["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "there"),
+    [
+        ("reward:\n  gsm8k:\n", {"gsm8k"}),
+        ("reward:\n  gsm8k:\n    # method: flexible\n  math: {}\n", {"gsm8k", "math"}),
+        ("reward:\n  gsm8k: null\n  math:\n", {"math"}),
+        ("reward: {gsm8k: ~, math: }\n", {"math"}),
+        ("reward: {gsm8k}\n", {"gsm8k"}),
+    ],
+)
+def test_an_empty_section_is_there_and_null_is_not(reward: str, there: set[str]) -> None:
+    found = parse_recipe(HEAD + "algorithm: {name: ppo}\nrollout:\n" + reward, "r.yaml")
+    assert found.rollout is not None and found.rollout.n == 1
+    assert found.cluster is None
+    parts = ("gsm8k", "math", "function", "model")
+    assert {part for part in parts if getattr(found.reward, part) is not None} == there
+
+
+def test_overrides_reach_into_variants_and_optional_sections() -> None:
+    text = HEAD + "algorithm: {name: grpo}\nrollout: null\n"
+    found = parse_recipe(
+        text, "r.yaml", ["rollout.n=4", "reward.gsm8k.method=flexible", "algorithm.name=rloo"]
+    )
+    assert found.algorithm.name == "rloo"
+    assert found.rollout is not None and found.rollout.n == 4
+    assert found.reward is not None and found.reward.gsm8k is not None
+    assert found.reward.gsm8k.method == "flexible"
+
+    found = parse_recipe(GRPO + PARTS, "r.yaml", ["reward={math: {}}", "reward.gsm8k={}", "cluster={}"])
+    assert found.reward is not None and found.reward.gsm8k is not None and found.reward.math is not None
+    assert found.cluster is not None
+
+    found = parse_recipe(GRPO + PARTS, "r.yaml", ["reward.gsm8k=null", "reward.math={}"])
+    assert found.reward is not None and found.reward.gsm8k is None
+
+
+UNKNOWN_NAME = "expected one of 'sft', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', 'ppo'"
+NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample answers: write 'rollout: {n: 4}'"
+NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score answers: write 'reward: {gsm8k: {}}'"
+NO_PART = "no reward is named; add one of gsm8k, math, function, model, such as gsm8k: {}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            HEAD + "algorithm: {name: gropo, lam: 1}\n" + PARTS,
+            [f"r.yaml:5: 'algorithm.name' is the text 'gropo'; {UNKNOWN_NAME}; did you mean 'grpo'?"],
+        ),
+        (
+            HEAD + "algorithm: {name: gae}\n" + PARTS,
+            [f"r.yaml:5: 'algorithm.name' is the text 'gae'; {UNKNOWN_NAME}; did you mean 'ppo'?"],
+        ),
+        (
+            HEAD + "algorithm:\n  passes: 2\n" + PARTS,
+            [
+                "r.yaml:5: 'algorithm.name' is missing; "
+                + UNKNOWN_NAME.replace("expected", "it takes")
+                + ": write 'name: sft' in section 'algorithm'"
+            ],
+        ),
+        (
+            GRPO + "  lam: 0.9\n  critic: {lr: 1}\n" + PARTS,
+            [
+                "r.yaml:7: unknown key 'algorithm.lam'; it belongs to ppo, not to grpo: remove it",
+                "r.yaml:8: unknown key 'algorithm.critic'; it belongs to ppo, not to grpo: remove it",
+            ],
+        ),
+        (
+            HEAD + "algorithm: {name: sft, passes: 2}\n",
+            ["r.yaml:5: unknown key 'algorithm.passes'; sft has no such key: remove it"],
+        ),
+        (
+            GRPO + "gamma: 0.9\ncritic: {optim: {lr: 1}}\n" + PARTS,
+            [
+                "r.yaml:7: unknown key 'gamma'; "
+                "did you mean 'algorithm.gamma', which belongs to reinforce++ and ppo?",
+                "r.yaml:8: unknown key 'critic.optim.lr'; "
+                "did you mean 'algorithm.critic.lr', which belongs to ppo?",
+            ],
+        ),
+        (
+            GRPO + "  kl_ctrl: {kl_coef: 1}\n  use_kl_loss: true\n" + PARTS,
+            [
+                "r.yaml:7: unknown key 'algorithm.kl_ctrl.kl_coef'; did you mean 'algorithm.kl.coefficient'?",
+                "r.yaml:8: unknown key 'algorithm.use_kl_loss'; did you mean 'algorithm.kl.place'? "
+                "Write 'place: loss'.",
+            ],
+        ),
+        (
+            GRPO + "rollout:\n  n: 0\n  temperatur: 1\nreward:\n  gsm8k:\n    metod: strict\n",
+            [
+                "r.yaml:8: 'rollout.n' is 0; expected a whole number, at least 1",
+                "r.yaml:9: unknown key 'rollout.temperatur'; did you mean 'rollout.temperature'?",
+                "r.yaml:12: unknown key 'reward.gsm8k.metod'; did you mean 'reward.gsm8k.method'?",
+            ],
+        ),
+        # What is missing is said together with what is wrong elsewhere.
+        (
+            GRPO + "lr: 1\n",
+            ["r.yaml:7: unknown key 'lr'; did you mean 'optimizer.lr'?", NEEDS_ROLLOUT, NEEDS_REWARD],
+        ),
+        (GRPO + "rollout: null\nreward: {math: {}}", [NEEDS_ROLLOUT.replace("r.yaml", "r.yaml:7")]),
+        (
+            GRPO + "rolout:\n  n: 3\nrewards: {gsm8k: {}}",
+            [
+                "r.yaml:7: unknown key 'rolout'; did you mean 'rollout'?",
+                "r.yaml:9: unknown key 'rewards'; did you mean 'reward'?",
+            ],
+        ),
+        (
+            HEAD + "algorithm: {name: sft}\nrollout:\n  n: 4\nreward: {gsm8k: {}}\ncluster:\n",
+            [
+                "r.yaml:6: 'rollout' is not for sft, which samples no answers; remove it",
+                "r.yaml:8: 'reward' is not for sft, which scores no answers; remove it",
+                "r.yaml:9: 'cluster' is not for sft, which runs without one; remove it",
+            ],
+        ),
+        (GRPO + "rollout:\nreward:\n", [f"r.yaml:8: reward: {NO_PART}"]),
+        (GRPO + "rollout:\nreward:\n  timeout: 3\n  math: null", [f"r.yaml:10: reward: {NO_PART}"]),
+        (
+            GRPO + "rollout:\nreward:\n  gsm8: {}\n",
+            ["r.yaml:9: unknown key 'reward.gsm8'; did you mean 'reward.gsm8k'?"],
+        ),
+        (
+            GRPO + "rollout:\nreward: gsm8k\n",
+            [
+                "r.yaml:8: 'reward' is the text 'gsm8k'; expected a section with keys such as "
+                "gsm8k, math, function, model; write 'reward: {gsm8k: {}}'"
+            ],
+        ),
+        (
+            GRPO + "rollout:\nreward:\n  function: f.py:score\n  model:\n",
+            [
+                "r.yaml:9: 'reward.function' is the text 'f.py:score'; expected a section with keys such as "
+                "path, concurrency, weight; write 'function: {path: f.py:score}'",
+                "r.yaml:10: 'reward.model.path' is missing; it takes text: "
+                "write 'path: models/my-reward-model' in section 'reward.model'",
+            ],
+        ),
+        (
+            GRPO + "rollout:\nreward:\n  function: {path: f.py}\n",
+            [
+                "r.yaml:9: 'reward.function.path' is the text 'f.py'; "
+                "expected text of the form FILE.py:FUNCTION"
+            ],
+        ),
+        (
+            GRPO + "rollout:\n  n: 1\nreward: {gsm8k: {}}\n",
+            ["r.yaml:8: rollout.n (1) gives grpo nothing to compare: set 2 or more"],
+        ),
+        (
+            GRPO + "rollout:\n  n: 2\n  staleness: 1\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:9: rollout.staleness (1) lets engines work while ranks train, which needs devices of "
+                "their own: set cluster.placement: separate"
+            ],
+        ),
+        (
+            GRPO + "rollout:\n  max_tokens: 20000\n  n: 2\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:8: data.tokens_per_micro_batch (16384) is below data.max_length + rollout.max_tokens "
+                "(21024): raise it to at least 21024"
+            ],
+        ),
+        (
+            GRPO + "  kl:\n    controller: adaptive\n" + PARTS,
+            [
+                "r.yaml:8: algorithm.kl: controller adaptive needs place: reward, "
+                "because it steers by that penalty"
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_at_its_line(text: str, expected: list[str]) -> None:
+    assert lines(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "last"),
+    [
+        (
+            ["algorithm.name=rlo"],
+            f"override 'algorithm.name=rlo': 'algorithm.name' is the text 'rlo'; {UNKNOWN_NAME}; "
+            "did you mean 'rloo'?",
+        ),
+        (
+            ["algorithm.critic.lr=1"],
+            "override 'algorithm.critic.lr=1': unknown key 'algorithm.critic'; "
+            "it belongs to ppo, not to grpo: remove it",
+        ),
+        (
+            ["reward.gsm8k="],
+            "override 'reward.gsm8k=': nothing after '='; write 'reward.gsm8k={}' for all defaults",
+        ),
+        (["reward=null"], NEEDS_REWARD.replace("r.yaml", "override 'reward=null'")),
+        (["algorithm.name=sft"], "r.yaml:9: 'reward' is not for sft, which scores no answers; remove it"),
+    ],
+)
+def test_what_is_wrong_with_an_override(overrides: list[str], last: str) -> None:
+    assert lines(GRPO + PARTS, *overrides)[-1] == last
+
+
+def test_difference_names_sections_that_came_or_went_once() -> None:
+    before = recipe("grpo")
+    after = parse_recipe(
+        GRPO + PARTS, "r.yaml", ["reward.gsm8k=null", "reward.math={}", "rollout.n=8", "algorithm.name=rloo"]
+    )
+    assert difference(before, after) == [
+        "algorithm.name: grpo -> rloo",
+        "algorithm.scale_by_std: true -> (absent)",
+        "rollout.n: 4 -> 8",
+        'reward.gsm8k: {"method": "strict", "format_score": 0.0, "weight": 1.0} -> null',
+        'reward.math: null -> {"weight": 1.0}',
+    ]

@@ -1,0 +1,107 @@
+"""The recipe's rewards, weighted and added, with failures counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import write_functions
+
+from isotrain.errors import RewardError
+from isotrain.recipe.online import RewardSection
+from isotrain.reward.base import Answer, Scored, Scorer, failure_metrics
+from isotrain.reward.build import build_scorer
+
+
+@contextmanager
+def scorer(**reward: Any) -> Iterator[Scorer]:
+    built = build_scorer(RewardSection.model_validate(reward))
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def test_gsm8k_alone() -> None:
+    with scorer(
+        gsm8k={"method": "flexible", "format_score": 0.25, "weight": 2.0}, failed_score=-1.0
+    ) as rewards:
+        rewards.start()
+        answers = [Answer("it is 12", "12"), Answer("it is 13", 12), Answer("", 12), Answer("it is 12", None)]
+        scored = rewards.score(answers)
+    assert scored[:3] == [
+        Scored(2.0, {"gsm8k": 1.0}),
+        Scored(0.5, {"gsm8k": 0.25}),
+        Scored(0.0, {"gsm8k": 0.0}),
+    ]
+    assert (scored[3].score, scored[3].failure) == (-1.0, "error")
+
+
+def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    source = (
+        "def f(response, row):\n    return {'score': len(response) / row['n'], 'length': len(response)}\n"
+    )
+    path.write_text(source)
+    reward = {
+        "gsm8k": {"weight": 1.0},
+        "math": {"weight": 0.5},
+        "function": {"path": f"{path}:f", "weight": -0.25},
+        "failed_score": -3.0,
+        "timeout": 60.0,
+    }
+    with scorer(**reward) as rewards:
+        rewards.start()
+        good, half, bad = rewards.score(
+            [
+                Answer("#### 12", "12", {"n": 7}),
+                Answer("so it is 12", "12", {"n": 11}),
+                Answer("#### 12", "12", {"n": 0}),
+            ]
+        )
+    assert good == Scored(1.25, {"gsm8k": 1.0, "math": 1.0, "function": 1.0, "function/length": 7.0})
+    assert half == Scored(0.25, {"gsm8k": 0.0, "math": 1.0, "function": 1.0, "function/length": 11.0})
+    assert (bad.score, bad.failure, bad.parts) == (-3.0, "error", {"gsm8k": 1.0, "math": 1.0})
+    assert bad.detail == "reward.function: rewards.py:2: ZeroDivisionError: division by zero"
+
+
+def test_failures_are_counted(tmp_path: Path) -> None:
+    path = write_functions(tmp_path)
+    with scorer(function={"path": f"{path}:score"}, timeout=1.0) as rewards:
+        scored = rewards.score([Answer(text, "") for text in ("", "sleep", "exit", "raise", "nan", "")])
+    assert [result.score for result in scored] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert failure_metrics(scored) == {
+        "reward/failures": 4.0,
+        "reward/failures/timeout": 1.0,
+        "reward/failures/crash": 1.0,
+        "reward/failures/error": 2.0,
+    }
+
+
+def test_concurrency_is_the_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "import asyncio\nrunning = 0\n"
+        "async def f(response):\n    global running\n    running += 1\n    now = running\n"
+        "    await asyncio.sleep(0.05)\n    running -= 1\n    return now\n"
+    )
+    with scorer(function={"path": f"{path}:f", "concurrency": 3}) as rewards:
+        assert max(result.score for result in rewards.score([Answer("", "")] * 10)) == 3.0
+
+
+def test_a_wrong_path_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        scorer(function={"path": "rewards.py:f"}) as rewards,
+        pytest.raises(RewardError, match=r"no file rewards\.py"),
+    ):
+        rewards.start()
+
+
+def test_a_reward_model_alone_leaves_nothing_to_do_here() -> None:
+    with scorer(model={"path": "judge"}) as rewards:
+        rewards.start()
+        assert rewards.score([Answer("a", "b")]) == [Scored(0.0)]

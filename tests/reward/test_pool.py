@@ -1,0 +1,260 @@
+"""Calls that hang, crash or fail cost one answer each, and no process outlives its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from children import alive, group_of, wait_for, write_functions
+
+from isotrain.errors import RewardError
+from isotrain.reward.base import Answer, Scored
+from isotrain.reward.pool import Pool
+
+MakePool = Callable[..., Pool]
+ENDLESS = 1000.0
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+    pools: list[Pool] = []
+    path = write_functions(tmp_path)
+
+    def make(function: str = "score", timeout: float = ENDLESS, **options: int) -> Pool:
+        setup = {"kind": "function", "path": f"{path}:{function}"}
+        pools.append(Pool(setup, name="reward.function", timeout=timeout, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def run(pool: Pool, responses: list[str]) -> list[Scored]:
+    return [future.result(60) for future in pool.submit([Answer(text, "", {}) for text in responses])]
+
+
+@pytest.mark.parametrize(
+    ("response", "failure", "detail"),
+    [
+        ("sleep", "timeout", "no result after 1 s"),
+        ("busy", "timeout", "no result after 1 s"),
+        ("exit", "crash", "exit code 3"),
+        ("segfault", "crash", "SIGSEGV"),
+        ("kill", "crash", "SIGKILL"),
+        ("close", "crash", "the reward process"),
+        ("noise", "crash", "not a reply"),
+    ],
+)
+def test_a_hang_or_crash_costs_one_answer(
+    make_pool: MakePool, response: str, failure: str, detail: str
+) -> None:
+    results = run(make_pool(timeout=1.0), ["", response, ""])
+    assert [result.failure for result in results] == [None, failure, None]
+    assert [result.score for result in results] == [1.0, 0.0, 1.0]
+    assert detail in results[1].detail
+
+
+def test_what_does_not_end_the_child_leaves_it_running(make_pool: MakePool) -> None:
+    pool = make_pool()
+    kinds = ["raise \x1b[31mred", "sys.exit", "nan", "inf", "text", "none", "list", "big", "no-score"]
+    results = run(pool, ["pid", *kinds, "true", "print", "dict", "pid"])
+    first, *failed, true, printed, parts, last = results
+    failures = ["crash" if kind == "sys.exit" else "error" for kind in kinds]
+    assert [result.failure for result in failed] == failures
+    assert first.score == last.score > 1
+    assert (true.score, printed.score) == (1.0, 1.0)
+    assert (parts.score, parts.parts) == (0.5, {"length": 3.0})
+    details = dict(zip(kinds, [result.detail for result in failed], strict=True))
+    assert details["raise \x1b[31mred"] == "rewards.py:19: ValueError: no such thing [31mred"
+    assert all(detail.isprintable() and len(detail) <= 300 for detail in details.values())
+    assert details["nan"] == "the function returned nan"
+    assert details["text"] == "the function returned a str, not a number"
+    assert details["no-score"] == "the function returned a dict without 'score'"
+
+
+def test_an_async_hang_is_ended_by_its_loop(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", timeout=1.0, concurrency=8)
+    before = run(pool, ["pid"])
+    results = run(pool, ["await 1000", "stubborn", "await 0.1", "sys.exit", "raise", "pid"])
+    assert [result.failure for result in results] == ["timeout", "timeout", None, "crash", "error", None]
+    assert results[-1].score == before[0].score
+
+
+def test_async_calls_run_side_by_side(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", concurrency=8)
+    run(pool, [""])
+    start = time.monotonic()
+    assert all(result.score == 1.0 for result in run(pool, ["await 0.5"] * 16))
+    assert 1.0 <= time.monotonic() - start < 6.0
+
+
+def test_a_loop_that_is_blocked_for_a_while_costs_nothing(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", timeout=1.0, concurrency=4)
+    results = run(pool, ["await 0.4", "await 0.4", "block 1.2", "await 0.4"])
+    assert [result.failure for result in results] == [None] * 4
+
+
+@pytest.mark.parametrize(("guilty", "failure"), [("sleep", "timeout"), ("exit", "crash")])
+def test_innocents_in_flight_are_repeated(make_pool: MakePool, guilty: str, failure: str) -> None:
+    pool = make_pool("score_async", timeout=1.0, concurrency=4)
+    results = run(pool, ["await 0.1", "await 0.1", guilty, "await 0.1", "", ""])
+    assert [result.failure for result in results] == [None, None, failure, None, None, None]
+
+
+def test_all_children_are_busy(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", concurrency=1, size=3)
+    run(pool, ["await 0.3"] * 3)
+    assert len({result.score for result in run(pool, ["pid", "await 0.3", "await 0.3"] * 3)}) > 1
+    assert len(pool.pids()) == 3
+
+
+def test_a_child_killed_while_idle_costs_nothing(make_pool: MakePool) -> None:
+    pool = make_pool()
+    for _ in range(3):
+        first = run(pool, ["pid"])[0]
+        os.kill(int(first.score), signal.SIGKILL)
+        second = run(pool, ["pid"])[0]
+        assert second.failure is None and second.score != first.score
+
+
+def test_a_child_killed_while_busy_costs_its_call(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pid = int(run(pool, ["pid"])[0].score)
+    futures = pool.submit([Answer("sleep", "", {}), Answer("", "", {})])
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGKILL)
+    results = [future.result(10) for future in futures]
+    assert [result.failure for result in results] == ["crash", None]
+    assert "SIGKILL" in results[0].detail
+
+
+def test_long_texts_pass_whole(make_pool: MakePool) -> None:
+    pool = make_pool("everything")
+    long = "\ud800é\n" * 300_000
+    answers = [
+        Answer(long, 1, {"n": 2}),
+        Answer(long, 1, {"n": object(), "m": {1, 2}}),
+        Answer("", 1, {"n": 3}),
+    ]
+    results = [future.result(30) for future in pool.submit(answers)]
+    assert [result.score for result in results] == [2.0 * 900_003, 0.0, 8.0]
+    assert results[1].failure == "error"
+
+
+def test_a_row_that_cannot_be_sent(make_pool: MakePool) -> None:
+    row: dict[str, object] = {}
+    row["self"] = row
+    (future,) = make_pool().submit([Answer("", "", row)])
+    assert future.result(10).failure == "error"
+
+
+def test_children_are_replaced_after_their_lifetime(make_pool: MakePool) -> None:
+    pids = [result.score for result in run(make_pool(lifetime=2), ["pid"] * 5)]
+    assert [pids[0] == pids[1], pids[2] == pids[3], len(set(pids))] == [True, True, 3]
+
+
+def test_a_hang_ends_what_the_function_started(make_pool: MakePool, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    assert run(make_pool(timeout=1.0), [f"subprocess {note}"])[0].failure == "timeout"
+    assert wait_for(lambda: not alive(int(note.read_text())))
+
+
+def test_close_leaves_no_process(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", size=2, concurrency=1)
+    futures = pool.submit([Answer("sleep", "", {}), Answer("await 1000", "", {}), Answer("", "", {})])
+    assert wait_for(lambda: len(pool.pids()) == 2)
+    time.sleep(0.3)
+    pids = pool.pids()
+    pool.close()
+    pool.close()
+    assert not any(group_of(pid) for pid in pids)
+    for future in futures:
+        with pytest.raises(RewardError, match="closed"):
+            future.result(0)
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit([Answer("", "", {})])
+
+
+def test_a_pool_that_was_never_used_closes(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.close()
+    with pytest.raises(RewardError, match="closed"):
+        pool.start()
+
+
+PARENT = """
+import sys, time
+from isotrain.reward.base import Answer
+from isotrain.reward.pool import Pool
+
+pool = Pool({"kind": "function", "path": sys.argv[1]}, name="x", timeout=1000.0, size=len(sys.argv) - 2)
+pool.submit([Answer(text, "", {}) for text in sys.argv[2:]])
+while len(pool.pids()) < len(sys.argv) - 2:
+    time.sleep(0.05)
+time.sleep(0.5)
+print(*pool.pids(), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    path = write_functions(tmp_path)
+    command = [sys.executable, "-c", PARENT, f"{path}:score", "sleep", "busy", ""]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3 and all(alive(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), seconds=5.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "message"),
+    [
+        ("def score(response):\n    return (1\n", "score", r"rewards\.py:2: '\(' was never closed"),
+        ("x = 1\n\ny = x / 0\n", "score", r"rewards\.py:3: ZeroDivisionError: division by zero while"),
+        ("import nothing_like_this\n", "score", r"rewards\.py:1: ModuleNotFoundError"),
+        ("import sys\nsys.exit(1)\n", "score", r"rewards\.py:2: SystemExit: 1"),
+        ("def a(answer): ...\ndef b(answer): ...\n", "score", "has no function score; it has a, b"),
+        ("score = 3\n", "score", "has no function score"),
+        (
+            "\n\ndef f(response, prompt): ...\n",
+            "f",
+            r"rewards\.py:3: f has a parameter prompt .* give it a default",
+        ),
+        ("def f(**more): ...\n", "f", r"rewards\.py:1: f names none of the parameters response,"),
+        ("import os\nos._exit(7)\n", "score", "could not be started: .* exit code 7"),
+        ("import time\ntime.sleep(1000)\n", "score", r"could not be started: it was not ready after 1 s"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, message: str) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text(source, encoding="utf-8")
+    setup = {"kind": "function", "path": f"{path}:{function}"}
+    pool = Pool(setup, name="reward.function", timeout=5.0, start_timeout=1.0 if "sleep" in source else 60.0)
+    try:
+        with pytest.raises(RewardError, match=message):
+            pool.start()
+        with pytest.raises(RewardError, match=message):
+            pool.submit([Answer("", "", {})])
+    finally:
+        pool.close()
+    assert pool.pids() == []
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    pool = Pool({"kind": "function", "path": f"{tmp_path}/x.py:f"}, name="reward.function", timeout=1.0)
+    future = pool.submit([Answer("", "", {})])[0]
+    with pytest.raises(RewardError, match=r"reward\.function\.path: there is no file .*/x\.py"):
+        future.result(30)
+    pool.close()

@@ -1,0 +1,165 @@
+"""One sender and two receivers in processes of their own, on the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isotrain.errors import WeightUpdateError
+from isotrain.rollout import broadcast
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.update import WeightUpdate
+
+TIMEOUT = 5.0
+
+
+class Receiver:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("broadcast_child.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return line.strip() if line == "ready\n" else json.loads(line)
+
+    def order(self, update: WeightUpdate, damage: bool = False, timeout: float = TIMEOUT) -> None:
+        assert self.process.stdin is not None
+        order = {"name": self.name, "update": asdict(update), "damage": damage, "timeout": timeout}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture(scope="module")
+def receivers() -> Iterator[list[Receiver]]:
+    made = [Receiver(f"engine {index}") for index in range(2)]
+    assert [receiver.read() for receiver in made] == ["ready", "ready"]
+    yield made
+    for receiver in made:
+        receiver.process.kill()
+        receiver.process.wait()
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        ("a", torch.randn(300, 7, generator=draw)),
+        ("b", torch.randn(33, generator=draw).bfloat16()),
+        ("large", torch.randn(900, 10, generator=draw).t()),
+        ("scalar", torch.tensor(4.0)),
+        ("empty", torch.empty(0, 3)),
+        ("c", torch.arange(5)),
+    ]
+
+
+def test_all_receivers_have_the_same(
+    receivers: list[Receiver], device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "BUCKET", 10_000)  # several buckets, and a tensor larger than one
+    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    for version in (4, 5):
+        announced = sender.announce(version)
+        assert announced.address == sender.address and announced.transport == "broadcast"
+        for receiver in receivers:
+            receiver.order(announced)
+        sent = sender.send(((n, t.to(device_type)) for n, t in weights()), version)
+        assert (sent.version, sent.tensors) == (version, len(weights()))
+        assert sent.bytes == sum(tensor.nbytes for _, tensor in weights())
+        for receiver in receivers:
+            arrived = receiver.read()
+            assert arrived["sums"] == {name: float(tensor.double().sum()) for name, tensor in weights()}
+            assert arrived["types"] == {name: str(tensor.dtype) for name, tensor in weights()}
+            assert arrived["shapes"] == {name: list(tensor.shape) for name, tensor in weights()}
+
+
+def test_damage_on_the_way(receivers: list[Receiver]) -> None:
+    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    announced = sender.announce(1)
+    receivers[0].order(announced)
+    receivers[1].order(announced, damage=True)
+    with pytest.raises(WeightUpdateError, match=r"weight update 1: engine 1: .*damaged: digest"):
+        sender.send(weights(), 1)
+    assert "sums" in receivers[0].read()
+    assert receivers[1].read()["error"].startswith("engine 1: weight update 1 is damaged: digest")
+
+
+def test_a_receiver_that_does_not_come_and_then_does(receivers: list[Receiver]) -> None:
+    sender = BroadcastSender("127.0.0.1", 2, 1.0)
+    announced = sender.announce(1)
+    receivers[0].order(announced, timeout=2.0)
+    started = time.perf_counter()
+    with pytest.raises(WeightUpdateError, match="weight update 1: 1 of 2 receivers came within 1 s"):
+        sender.send(weights(), 1)
+    assert time.perf_counter() - started < 4
+    left = receivers[0].read()
+    assert "engine 0: weight update 1 did not arrive" in left["error"] and left["seconds"] < 6
+    again = sender.announce(1)  # the failed attempt leaves nothing behind
+    sender.timeout = TIMEOUT
+    for receiver in receivers:
+        receiver.order(again)
+    assert sender.send(weights(), 1).tensors == len(weights())
+    assert all("sums" in receiver.read() for receiver in receivers)
+
+
+def test_a_sender_that_fails_says_so(receivers: list[Receiver]) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights()[:2]
+        raise ValueError("out of memory")
+
+    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    announced = sender.announce(1)
+    for receiver in receivers:
+        receiver.order(announced)
+    with pytest.raises(ValueError, match="out of memory"):
+        sender.send(stream(), 1)
+    for receiver in receivers:
+        answer = receiver.read()
+        assert "was given up by its sender: ValueError('out of memory')" in answer["error"]
+        assert answer["seconds"] < TIMEOUT
+
+
+def test_another_version_than_announced(receivers: list[Receiver]) -> None:
+    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT)
+    sender.announce(3)
+    receivers[0].order(WeightUpdate(4, "broadcast", sender.address, 0, 0, ""))
+    assert "weight update 4 was announced" in receivers[0].read()["error"]
+
+
+def test_nothing_listens_beyond_the_address_given(receivers: list[Receiver]) -> None:
+    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    seen: set[str] = set()
+    pids = [os.getpid(), *(receiver.process.pid for receiver in receivers)]
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights():
+            sockets = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+            seen.update(
+                line.split()[3] for line in sockets.splitlines() if any(f"pid={pid}," in line for pid in pids)
+            )
+            yield name, tensor
+
+    announced = sender.announce(1)
+    for receiver in receivers:
+        receiver.order(announced)
+    sending = threading.Thread(target=sender.send, args=(stream(), 1))
+    sending.start()
+    sending.join(timeout=30)
+    assert all("sums" in receiver.read() for receiver in receivers)
+    assert len(seen) >= 4  # the store, and gloo in each of the three processes
+    assert {address.rpartition(":")[0] for address in seen} == {"127.0.0.1"}

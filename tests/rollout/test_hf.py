@@ -1,0 +1,179 @@
+"""The reference engine on both devices: its answers, its log-probs and its weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from isotrain.device.detect import choose_device
+from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.recipe.online import RolloutSection
+from isotrain.rollout.base import Request, RolloutEngine, Sampling
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.build import build_rollout
+from isotrain.rollout.transfer import write_update
+from isotrain.rollout.update import WeightUpdate
+
+PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
+
+
+def requests(n: int = 1) -> list[Request]:
+    return [
+        Request(row=row, place=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt)
+        for row, prompt in enumerate(PROMPTS)
+        for sample in range(n)
+    ]
+
+
+@pytest.fixture
+def engine(tiny: Path, device_type: str) -> Iterator[RolloutEngine]:
+    section = RolloutSection(engine="hf", max_tokens=40)
+    built = build_rollout(
+        section,
+        str(tiny / "model"),
+        "float32",
+        device=choose_device(device_type),
+        max_prompt=40,
+        seed=0,
+        name="e",
+    )
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def model(tiny: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+
+
+def forward(model: Any, tokens_T: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    ids = torch.from_numpy(tokens_T).long()[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1] / temperature
+    return np.asarray(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+
+
+def test_log_probs_are_those_of_a_plain_forward(engine: RolloutEngine, model: Any) -> None:
+    found = list(engine.generate(requests(3), Sampling(max_tokens=24, temperature=0.7)))
+    assert sorted((t.row, t.sample) for t in found) == [(r.row, r.sample) for r in requests(3)]
+    probed = engine.logps([t.tokens_T for t in found])
+    for trajectory, logp in zip(found, probed, strict=True):
+        assert (trajectory.tokens_T[: trajectory.prompt_length] == PROMPTS[trajectory.row]).all()
+        assert trajectory.mask_N.all() and (trajectory.version_N == 0).all()
+        plain = forward(model, trajectory.tokens_T, 0.7)[trajectory.prompt_length - 1 :]
+        np.testing.assert_allclose(trajectory.logp_N, plain, atol=1e-5)
+        np.testing.assert_allclose(logp, forward(model, trajectory.tokens_T), atol=1e-5)
+        assert trajectory.finished == (trajectory.tokens_T[-1] == 2)
+        assert trajectory.finished or len(trajectory.response_N) == 24
+    assert len({t.tokens_T.tobytes() for t in found}) == len(found)
+
+
+def test_an_answer_does_not_depend_on_its_neighbours(engine: RolloutEngine) -> None:
+    sampling = Sampling(max_tokens=40)
+    together = {(t.row, t.sample): t for t in engine.generate(requests(16), sampling)}
+    assert len({len(t.response_N) for t in together.values()}) > 1  # some ended early
+    for request in requests(16)[::5]:
+        (alone,) = engine.generate([request], sampling)
+        other = together[request.row, request.sample]
+        assert np.array_equal(alone.tokens_T, other.tokens_T)
+        # The matrix products of another batch size round in another order.
+        np.testing.assert_allclose(alone.logp_N, other.logp_N, atol=1e-5)
+
+
+def test_greedy_and_ends(engine: RolloutEngine, model: Any) -> None:
+    first, *others = (t for t in engine.generate(requests(1), Sampling(max_tokens=8, temperature=0.0)))
+    for trajectory in (first, *others):
+        ids = torch.from_numpy(trajectory.tokens_T).long()[None]
+        best = model(ids).logits[0, :-1].argmax(-1)[trajectory.prompt_length - 1 :]
+        assert best.tolist() == trajectory.response_N.tolist()
+    # All tokens equally likely: of 512, one ends. About 1 in 14 answers of 40 does.
+    flat = [(n, torch.zeros_like(p) if n == "model.norm.weight" else p) for n, p in model.named_parameters()]
+    engine.update_weights(write_update(flat, 1))
+    found = list(engine.generate(requests(40), Sampling(max_tokens=40)))
+    finished = [t for t in found if t.finished]
+    assert 2 <= len(finished) <= 30
+    for trajectory in found:
+        assert (trajectory.response_N[:-1] != 2).all()
+        assert (trajectory.response_N[-1] == 2) == trajectory.finished
+        assert trajectory.finished or len(trajectory.response_N) == 40
+        np.testing.assert_allclose(trajectory.logp_N, -np.log(512), atol=1e-5)
+
+
+def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    engine.update_weights(write_update(model.named_parameters(), 5))
+    assert engine.version == 5
+    (found,) = engine.generate(requests(1)[:1], Sampling(max_tokens=8))
+    assert (found.version_N == 5).all()
+    np.testing.assert_allclose(found.logp_N, forward(model, found.tokens_T)[2:], atol=1e-5)
+
+    def write(tensors: list[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        """Into a file that no other update of this test takes."""
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        return write_update(tensors, 6, directory)
+
+    weights = list(model.named_parameters())
+    good = write(weights)
+    unknown = [*weights, ("model.extra", torch.zeros(1))]
+    shaped = [(n, p[:-1] if n == "model.norm.weight" else p) for n, p in weights]
+    for bad, message in (
+        (replace(good, digest="0" * 64), "e: weight update 6 is damaged: digest"),
+        (replace(good, version=7), "e: weight update 7 .* the file holds version 6"),
+        (replace(good, address=good.address + "x"), "e: weight update 6 .* is not there"),
+        (write(weights[1:]), "e: weight update 6 lacks weights of 1 parameters: model.embed"),
+        (write(unknown), "e: weight update 6 has 'model.extra' .* no such parameter"),
+        (write(shaped), r"e: weight update 6 has 'model.norm.weight' of shape \(63,\).*\(64,\)"),
+    ):
+        with pytest.raises(WeightUpdateError, match=message):
+            engine.update_weights(bad)
+        with pytest.raises(RolloutError, match=r"e does not generate: weight update . was not finished"):
+            list(engine.generate(requests(1), Sampling(max_tokens=2)))
+        with pytest.raises(RolloutError, match="e does not generate"):
+            engine.logps([PROMPTS[0]])
+        assert engine.version == 5
+        engine.update_weights(write_update(weights, 5))
+    engine.sleep()
+    engine.wake()
+    assert np.array_equal(next(engine.generate(requests(1), Sampling(max_tokens=8))).tokens_T, found.tokens_T)
+
+
+def test_weights_by_broadcast(engine: RolloutEngine, model: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight *= 1.5
+    sender = BroadcastSender("127.0.0.1", 1, 10.0)
+    announced = sender.announce(3)
+    sending = threading.Thread(target=sender.send, args=(list(model.named_parameters()), 3))
+    sending.start()
+    engine.update_weights(announced)
+    sending.join()
+    assert engine.version == 3
+    np.testing.assert_allclose(engine.logps([PROMPTS[3]])[0], forward(model, PROMPTS[3]), atol=1e-5)
+
+
+def test_what_cannot_be_built(tiny: Path) -> None:
+    def build(**section: Any) -> None:
+        build_rollout(
+            RolloutSection(engine="hf", **section),
+            str(tiny / "model"),
+            "float32",
+            device=choose_device("cpu"),
+            max_prompt=1000,
+            seed=0,
+            name="e",
+        )
+
+    with pytest.raises(RolloutError, match=r"rollout.max_tokens: .* make 2049, .* write 1048 or less"):
+        build(max_tokens=1049)
+    with pytest.raises(RolloutError, match=r"rollout.tensor_parallel: .* write 1"):
+        build(tensor_parallel=2)

@@ -1,0 +1,293 @@
+"""Runs vLLM in a process of its own, where no simulated device is loaded, and prints what it found as JSON.
+
+`python vllm_child.py WORK TENSOR_PARALLEL` makes a tiny model in WORK; its last line of output is the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from isotrain.data.prepare.tiny import make_tiny
+from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError
+from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.transfer import write_update
+from isotrain.rollout.update import WeightUpdate
+from isotrain.rollout.vllm import VllmEngine
+
+PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
+UPDATES = 10
+
+
+def requests(n: int = 1, prompts: Sequence[np.ndarray] = PROMPTS) -> list[Request]:
+    return [
+        Request(row=row, place=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt)
+        for row, prompt in enumerate(prompts)
+        for sample in range(n)
+    ]
+
+
+class Checks:
+    def __init__(self, work: Path, tensor_parallel: int) -> None:
+        tied = tensor_parallel == 1
+        # Heads of 32: vLLM's attention on the host knows no smaller ones. A vocabulary that it must pad.
+        make_tiny(work, hidden=128, vocab=500, tie_word_embeddings=tied, train_rows=2, validation_rows=2)
+        self.work = work
+        self.model: Any = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+        started = time.perf_counter()
+        self.engine = VllmEngine(
+            work / "model",
+            name="engine 7",
+            dtype="float32",
+            device_type="cpu",
+            max_length=96,
+            cache_bytes=1 << 28,
+            tensor_parallel=tensor_parallel,
+            update_timeout=20.0,
+        )
+        self.results: dict[str, Any] = {"start_s": time.perf_counter() - started}
+        self.version = 0
+        self.workers = tensor_parallel
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.model.named_parameters())
+
+    def perturb(self) -> None:
+        """As an optimizer does: a step of its own size for each weight."""
+        draw = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=draw)
+
+    def forward(self, tokens_T: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        ids = torch.from_numpy(tokens_T).long()[None]
+        with torch.no_grad():
+            logits = self.model(ids).logits[0, :-1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+    def update(self) -> None:
+        self.version += 1
+        self.perturb()
+        self.engine.update_weights(write_update(self.tensors(), self.version))
+
+    def difference(self, trajectory: Trajectory, temperature: float) -> float:
+        ours = self.forward(trajectory.tokens_T, temperature)[trajectory.prompt_length - 1 :]
+        return float(np.abs(ours - trajectory.logp_N).mean())
+
+    def same_weights(self) -> None:
+        sampling = Sampling(max_tokens=24, temperature=0.8)
+        rows = []
+        for _ in range(UPDATES):
+            self.update()
+            found = list(self.engine.generate(requests(2), sampling))
+            probed = self.engine.logps([t.tokens_T for t in found])
+            rows.append(
+                {
+                    "sampled": max(self.difference(t, 0.8) for t in found),
+                    "probed": max(
+                        float(np.abs(self.forward(t.tokens_T) - p).mean())
+                        for t, p in zip(found, probed, strict=True)
+                    ),
+                    "lengths": [len(p) == len(t) - 1 for t, p in zip(found, probed, strict=True)],
+                    "versions": sorted({int(v) for t in found for v in t.version_N}),
+                    "version": self.engine.version,
+                    "expected": self.version,
+                }
+            )
+        self.results["updates"] = rows
+
+    def answers(self) -> None:
+        sampling = Sampling(max_tokens=12, temperature=1.0)
+
+        def key(found: Iterator[Trajectory]) -> dict[str, list[int]]:
+            return {f"{t.row}/{t.sample}": t.tokens_T.tolist() for t in found}
+
+        together = key(self.engine.generate(requests(4), sampling))
+        alone: dict[str, list[int]] = {}
+        for request in reversed(requests(4)):
+            alone |= key(self.engine.generate([request], sampling))
+        greedy = list(self.engine.generate(requests(2), replace(sampling, temperature=0.0)))
+        narrow = list(self.engine.generate(requests(1), replace(sampling, top_k=1)))
+        with torch.no_grad():
+            best = [
+                int(self.model(torch.from_numpy(t.tokens_T[:-1]).long()[None]).logits[0, -1].argmax())
+                for t in greedy
+            ]
+        self.results["answers"] = {
+            "count": len(together),
+            "distinct": len({tuple(tokens) for tokens in together.values()}),
+            "same_alone": together == alone,
+            "greedy_is_best": best == [int(t.tokens_T[-1]) for t in greedy],
+            "greedy_pairs_equal": len({tuple(t.tokens_T.tolist()) for t in greedy}) == len(PROMPTS),
+            "greedy_difference": max(self.difference(t, 1.0) for t in greedy),
+            "top_k_1_logp": max(float(np.abs(t.logp_N).max()) for t in narrow),
+            "prompts_kept": all((t.tokens_T[: t.prompt_length] == PROMPTS[t.row]).all() for t in greedy),
+        }
+
+    def ends(self) -> None:
+        """With a norm of zero all tokens are equally likely: some answers end early, others do not."""
+        self.version += 1
+        flat = {name: weight.detach() for name, weight in self.tensors()}
+        flat["model.norm.weight"] = torch.zeros_like(flat["model.norm.weight"])
+        self.engine.update_weights(write_update(flat.items(), self.version))
+        found = list(self.engine.generate(requests(8), Sampling(max_tokens=60)))
+        self.results["uniform"] = {
+            "finished": [t.finished for t in found],
+            "last_is_end": [int(t.tokens_T[-1]) == 2 for t in found],
+            "inner_ends": sum(int((t.response_N[:-1] == 2).sum()) for t in found),
+            "lengths": [len(t.response_N) for t in found],
+            "logp_error": max(float(np.abs(t.logp_N + np.log(500)).max()) for t in found),
+        }
+        self.update()
+
+    def abandoned(self) -> None:
+        iterator = self.engine.generate(requests(8), Sampling(max_tokens=40))
+        next(iterator)
+        second = self.error(lambda: next(self.engine.generate(requests(1), Sampling(max_tokens=4))))
+        update = self.error(self.update)
+        iterator.close()
+        left = self.engine._engine.get_num_unfinished_requests()
+        scheduler = self.engine._engine.engine_core.engine_core.scheduler
+        self.results["abandoned"] = {
+            "second": second,
+            "update": update,
+            "left": left,
+            "scheduled": scheduler.get_num_unfinished_requests(),
+            "after": len(list(self.engine.generate(requests(1), Sampling(max_tokens=4)))),
+        }
+
+    def error(self, act: Callable[[], Any]) -> str:
+        try:
+            act()
+        except RolloutError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def bad_updates(self) -> None:
+        self.update()  # one that is good, to be damaged
+        good = self.version
+
+        def damage(change: Callable[[Path], None], name: str) -> None:
+            self.perturb()
+            update = write_update(self.tensors(), self.version + 1)
+            change(Path(update.address))
+            self.try_bad(name, lambda: self.engine.update_weights(update))
+
+        def truncate(path: Path) -> None:
+            os.truncate(path, path.stat().st_size - 1000)
+
+        def flip(path: Path) -> None:
+            with path.open("r+b") as file:
+                file.seek(-777, os.SEEK_END)
+                byte = file.read(1)
+                file.seek(-777, os.SEEK_END)
+                file.write(bytes([byte[0] ^ 1]))
+
+        damage(truncate, "truncated")
+        damage(flip, "flipped")
+        damage(Path.unlink, "not delivered")
+        for part in ("self_attn.k_proj", "mlp.up_proj", "model.norm", "input_layernorm", "embed_tokens"):
+            kept = [(name, tensor) for name, tensor in self.tensors() if part not in name]
+            update = write_update(kept, self.version + 1)
+            self.try_bad(f"without {part}", lambda update=update: self.engine.update_weights(update))
+        stale = write_update(self.tensors(), good)
+        announced = replace(stale, version=self.version + 5)
+        self.try_bad("skipped", lambda: self.engine.update_weights(announced))
+        shapes = [(n, t.reshape(-1) if "o_proj" in n else t) for n, t in self.tensors()]
+        update = write_update(shapes, self.version + 1)
+        self.try_bad("wrong shape", lambda: self.engine.update_weights(update))
+
+    def try_bad(self, name: str, act: Callable[[], Any]) -> None:
+        started = time.perf_counter()
+        error = self.error(act)
+        seconds = time.perf_counter() - started
+        refused = self.error(lambda: next(self.engine.generate(requests(1), Sampling(max_tokens=2))))
+        version = self.engine.version
+        self.update()
+        found = list(self.engine.generate(requests(1), Sampling(max_tokens=8)))
+        self.results.setdefault("bad", {})[name] = {
+            "error": error,
+            "seconds": seconds,
+            "refused": refused,
+            "version_kept": version == self.version - 1,
+            "difference_after": max(self.difference(t, 1.0) for t in found),
+        }
+
+    def broadcasts(self) -> None:
+        sender = BroadcastSender("127.0.0.1", self.workers, 20.0)
+        self.version += 1
+        self.perturb()
+        announced = sender.announce(self.version)
+        sent: list[WeightUpdate] = []
+        sending = threading.Thread(target=lambda: sent.append(sender.send(self.tensors(), self.version)))
+        sending.start()
+        self.engine.update_weights(announced)
+        sending.join()
+        found = list(self.engine.generate(requests(1), Sampling(max_tokens=8)))
+        self.results["broadcast"] = {
+            "difference": max(self.difference(t, 1.0) for t in found),
+            "versions": sorted({int(v) for t in found for v in t.version_N}),
+            "expected": self.version,
+            "tensors": sent[0].tensors,
+        }
+        self.engine._timeout = 2.0
+        nobody = sender.announce(self.version + 1)
+        self.try_bad("nobody sends", lambda: self.engine.update_weights(nobody))
+        self.engine._timeout = 20.0
+
+    def other_device(self) -> None:
+        self.results["other_device"] = self.error(
+            lambda: VllmEngine(self.work, name="e", dtype="float32", device_type="other", max_length=9)
+        )
+
+    def listening(self) -> None:
+        """Addresses that this process and its children listen on."""
+        family, fresh = {os.getpid()}, True
+        table = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+        pairs = [tuple(map(int, line.split())) for line in table.splitlines()[1:]]
+        while fresh:
+            fresh = {pid for pid, parent in pairs if parent in family} - family
+            family |= fresh
+        sockets = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+        self.results["listening"] = [
+            line.split()[3] for line in sockets.splitlines() if any(f"pid={pid}," in line for pid in family)
+        ]
+        self.results["processes"] = len(family)
+
+
+def main() -> None:
+    work, tensor_parallel = Path(sys.argv[1]), int(sys.argv[2])
+    checks = Checks(work, tensor_parallel)
+    checks.listening()
+    checks.other_device()
+    for check in (
+        checks.same_weights,
+        checks.answers,
+        checks.ends,
+        checks.abandoned,
+        checks.bad_updates,
+        checks.broadcasts,
+    ):
+        started = time.perf_counter()
+        check()
+        checks.results.setdefault("seconds", {})[check.__name__] = time.perf_counter() - started
+    checks.engine.close()
+    print(json.dumps(checks.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Online runs for tests, started as a user starts them: a real Ray, real engines, the tiny task."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import npusim
+import psutil
+
+from isotrain.recipe.schema import Recipe
+from support import command, tiny_recipe, write_recipe
+
+
+def online_recipe(tiny: Path, output: Path, device_type: str = "cpu", **sections: dict[str, Any]) -> Recipe:
+    """A short run of the reference engine; `sections` are merged over it."""
+    base: dict[str, dict[str, Any]] = {
+        "data": {
+            "train": str(tiny / "prompts.jsonl"),
+            "batch_size": 4,
+            "max_length": 64,
+            "tokens_per_micro_batch": 512,
+        },
+        "algorithm": {"name": "grpo"},
+        "rollout": {"engine": "hf", "n": 4, "max_tokens": 6},
+        "reward": {"function": {"path": f"{tiny / 'reward.py'}:score"}, "answer_key": "answer"},
+        "cluster": {"address": "local"},
+        "optimizer": {"lr": 5e-3, "schedule": "constant", "warmup_ratio": 0.0},
+        "trainer": {"steps": 4},
+        "observe": {"sinks": ["console"]},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values}
+    return tiny_recipe(tiny, output, device_type, **base)
+
+
+def environment(device_type: str = "cpu") -> dict[str, str]:
+    """Of the process that a user would start: it knows the simulated device only where that is asked for."""
+    if device_type != "cpu":
+        return {**npusim.environment(), "OMP_NUM_THREADS": "1"}
+    hidden = ("PYTHONPATH", "OMP_NUM_THREADS")
+    clean = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("NPU_SIM")}
+    return {**clean, "HF_HUB_OFFLINE": "1"}
+
+
+class OnlineRun:
+    """One start of `isotrain train`, in a session of its own so that everything of it can be found."""
+
+    def __init__(self, recipe: Recipe, work: Path, name: str = "run") -> None:
+        self.recipe = recipe
+        self.log = work / f"{name}.log"
+        path = write_recipe(recipe, work / f"{name}.yaml")
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                command("train", str(path)),
+                env=environment(recipe.device.type),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def steps(self) -> int:
+        return sum(line.startswith("step ") for line in self.text.splitlines())
+
+    def wait_for_steps(self, count: int, timeout: float = 240) -> None:
+        deadline = time.monotonic() + timeout
+        while self.steps() < count:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
+    def wait(self, timeout: float = 400) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {timeout} s:\n{self.text}") from None
+        finally:
+            self.end()
+
+    def finish(self, timeout: float = 400) -> Path:
+        """Wait for a good end; returns the run directory."""
+        assert self.wait(timeout) == 0, self.text
+        return Path(self.recipe.output)
+
+    def workers(self, kind: str) -> list[int]:
+        """Process ids of the run's workers of one class, such as `PolicyRank`."""
+        return [
+            process.pid
+            for process in psutil.Process(self.process.pid).children(recursive=True)
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}")
+        ]
+
+    def end(self) -> None:
+        """Whatever is left of the run; Ray's processes follow their driver."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def run_online(recipe: Recipe, work: Path, name: str = "run", timeout: float = 400) -> Path:
+    return OnlineRun(recipe, work, name).finish(timeout)

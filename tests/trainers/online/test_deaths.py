@@ -1,0 +1,53 @@
+"""Workers that are killed: engines and reward workers are replaced, a lost rank ends the run and is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from online_runs import OnlineRun, online_recipe
+
+from isotrain.engine.checkpoint.layout import steps_in
+from isotrain.observe.metrics import read_metrics
+from support import stable_metrics
+
+
+@pytest.mark.timeout(600)
+def test_engine_and_reward_worker_are_replaced_and_a_rank_ends_the_run(tiny: Path, tmp_path: Path) -> None:
+    recipe = online_recipe(tiny, tmp_path / "run", trainer={"steps": 400, "save_every": 2})
+    run = OnlineRun(recipe, tmp_path)
+    try:
+        run.wait_for_steps(2)
+        for kind, words in (("RolloutWorker", "rollout engine 0"), ("RewardWorker", "reward worker 0")):
+            (victim,) = run.workers(kind)
+            os.kill(victim, signal.SIGKILL)
+            run.wait_for_steps(run.steps() + 3)
+            assert f"warning: {words}" in run.text and "takes its place" in run.text
+            assert run.workers(kind) != [victim]
+        (rank,) = run.workers("PolicyRank")
+        os.kill(rank, signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.wait(60) == 1
+        assert time.monotonic() - killed < 60
+    finally:
+        run.end()
+    assert "error: training rank 0" in run.text, run.text
+    # What a resumed run starts from, and every draw of every step exactly once up to there.
+    assert steps_in(tmp_path / "run" / "checkpoints")
+    places = [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert places == list(range(1, len(places) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path) -> None:
+    """Draws that died with an engine are answered again, with the same seeds and weights."""
+    calm = OnlineRun(online_recipe(tiny, tmp_path / "calm", trainer={"steps": 12}), tmp_path, "calm").finish()
+    run = OnlineRun(online_recipe(tiny, tmp_path / "wild", trainer={"steps": 12}), tmp_path, "wild")
+    for step, kind in ((2, "RolloutWorker"), (5, "RewardWorker"), (8, "RolloutWorker")):
+        run.wait_for_steps(step)
+        os.kill(run.workers(kind)[0], signal.SIGKILL)
+    assert stable_metrics(run.finish()) == stable_metrics(calm)

@@ -1,0 +1,64 @@
+"""The tiny task is learnt: from answers of which almost nothing is right to answers that are."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from online_runs import online_recipe, run_online
+
+from isotrain.observe.metrics import read_metrics
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "rloo": {"name": "rloo"},
+    "reinforce++": {"name": "reinforce++"},
+    "ppo": {"name": "ppo", "critic": {"lr": 1e-2}},
+}
+
+
+def learn(tiny: Path, work: Path, algorithm: str, engine: str, device_type: str) -> list[float]:
+    recipe = online_recipe(
+        tiny,
+        work / "run",
+        device_type,
+        data={"train": str(tiny / "prompts.jsonl"), "batch_size": 16, "max_length": 64},
+        algorithm=ALGORITHMS[algorithm],
+        rollout={"engine": engine, "n": 8, "max_tokens": 12, "cache_gb": 0.25},
+        trainer={"steps": 45 if algorithm == "grpo" else 80},
+    )
+    run = run_online(recipe, work, timeout=900)
+    return [row["critic/rewards/mean"] for row in read_metrics(run / "metrics.jsonl")]
+
+
+def check(rewards: list[float]) -> None:
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
+    print(f"mean reward of the first 3 steps {first:.3f}, of the last 5 {last:.3f}")
+    assert first < 0.2 and last > 0.9
+
+
+@needs_vllm
+@pytest.mark.timeout(900)
+def test_grpo_learns_with_vllm(tiny: Path, tmp_path: Path) -> None:
+    check(learn(tiny, tmp_path, "grpo", "vllm", "cpu"))
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++", "rloo"])
+def test_the_others_learn_with_vllm(tiny: Path, tmp_path: Path, algorithm: str) -> None:
+    check(learn(tiny, tmp_path, algorithm, "vllm", "cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_all_learn_with_the_reference_engine(
+    tiny: Path, tmp_path: Path, algorithm: str, device_type: str
+) -> None:
+    check(learn(tiny, tmp_path, algorithm, "hf", device_type))
