@@ -77,6 +77,7 @@ def test_mismatch_by_hand(device_type: str) -> None:
     metrics = mismatch(trained_N, rollout_N, mask_N).metrics()
     assert metrics == pytest.approx(
         {
+            "training/rollout_logp_diff_mean": (math.log(5 / 4) + math.log(3 / 2) + math.log(3)) / 3,
             "training/rollout_probs_diff_mean": 0.2,
             "training/rollout_probs_diff_max": 0.3,
             "training/rollout_probs_diff_std": 0.1,

@@ -26,6 +26,7 @@ class Mismatch(NamedTuple):
     rollout: float
     rollout_squared: float
     product: float
+    log_difference: float
 
     def metrics(self) -> dict[str, float]:
         """A mean difference below 0.01 is healthy. Not a number where there are too few tokens to say."""
@@ -36,6 +37,7 @@ class Mismatch(NamedTuple):
         rollout = n * self.rollout_squared - self.rollout**2
         common = n * self.product - self.trained * self.rollout
         return {
+            "training/rollout_logp_diff_mean": self.log_difference / n if n else math.nan,
             "training/rollout_probs_diff_mean": mean,
             "training/rollout_probs_diff_max": self.largest if n else math.nan,
             "training/rollout_probs_diff_std": math.sqrt(max(spread, 0.0) / (n - 1)) if n > 1 else math.nan,
@@ -47,9 +49,8 @@ class Mismatch(NamedTuple):
 
 def mismatch(logp_N: torch.Tensor, rollout_logp_N: torch.Tensor, mask_N: torch.Tensor) -> Mismatch:
     """The sums over the tokens under the mask, on the host in float64."""
-    trained, rollout = (
-        widen(logp[mask_N].detach()).cpu().double().exp() for logp in (logp_N, rollout_logp_N)
-    )
+    logs = [widen(logp[mask_N].detach()).cpu().double() for logp in (logp_N, rollout_logp_N)]
+    trained, rollout = (log.exp() for log in logs)
     difference = (trained - rollout).abs()
     return Mismatch(
         number=float(len(difference)),
@@ -61,6 +62,7 @@ def mismatch(logp_N: torch.Tensor, rollout_logp_N: torch.Tensor, mask_N: torch.T
         rollout=rollout.sum().item(),
         rollout_squared=rollout.square().sum().item(),
         product=(trained * rollout).sum().item(),
+        log_difference=(logs[0] - logs[1]).abs().sum().item(),
     )
 
 

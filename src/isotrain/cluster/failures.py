@@ -34,6 +34,10 @@ class WorkerDied(ClusterError):
         return self.message
 
 
+class Overdue(ClusterError):
+    """A worker that has not answered within the time it was given."""
+
+
 def explain(error: Exception, who: str, index: int, method: str, where: Whereabouts | None) -> IsotrainError:
     """The error to raise for what `ray.get` raised."""
     # With an error of ours, Ray raises a mixture of it and its own: only the original has a readable message.

@@ -14,7 +14,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from isotrain.cluster.failures import WorkerDied, explain
+from isotrain.cluster.failures import Overdue, WorkerDied, explain
 from isotrain.cluster.host import Host, Whereabouts
 from isotrain.cluster.placement import Seat
 from isotrain.errors import ClusterError, IsotrainError
@@ -228,15 +228,13 @@ class WorkerGroup:
     def _explain(self, call: Call, error: Exception) -> IsotrainError:
         return explain(error, self._name, call.index, call.method, self._where[call.index])
 
-    def _overdue(self, pending: Sequence[Call], timeout: float | None) -> ClusterError:
+    def _overdue(self, pending: Sequence[Call], timeout: float | None) -> Overdue:
         late = ", ".join(
             f"{call.index}" + (f" on {where.host} (pid {where.pid})" if where else "")
             for call in pending
             for where in [self._where[call.index]]
         )
-        error = ClusterError(
-            f"{self._name}: no answer to `{pending[0].method}` within {timeout:g} s from {late}"
-        )
+        error = Overdue(f"{self._name}: no answer to `{pending[0].method}` within {timeout:g} s from {late}")
         if self._spmd:
             self._closed = f"the group ended after an error: {error}"
             self.close()

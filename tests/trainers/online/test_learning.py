@@ -32,7 +32,12 @@ def learn(tiny: Path, work: Path, algorithm: str, engine: str, device_type: str)
         trainer={"steps": 45 if algorithm == "grpo" else 80},
     )
     run = run_online(recipe, work, timeout=900)
-    return [row["critic/rewards/mean"] for row in read_metrics(run / "metrics.jsonl")]
+    rows = read_metrics(run / "metrics.jsonl")
+    # On-policy, trainer and engine have the same weights at every step: the engine got every update whole.
+    worst = max(row["training/rollout_logp_diff_mean"] for row in rows)
+    print(f"{algorithm}, {engine}: mean difference of log-probs at most {worst:.1e} over {len(rows)} updates")
+    assert worst <= 1e-4
+    return [row["critic/rewards/mean"] for row in rows]
 
 
 def check(rewards: list[float]) -> None:

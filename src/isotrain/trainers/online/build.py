@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.data.prompts import PromptStore
@@ -16,9 +17,11 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Ahead, BatchMaker, OnDemand
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.crew import Crew
+from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Progress
 from isotrain.trainers.online.prompts import TRAIN, VALIDATION
+from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.settings import advantage_settings
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps
@@ -41,10 +44,19 @@ def build_trainer(
     settings = _settings(recipe, cluster, stores)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
     sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
-    probe_T = stores[TRAIN].prompt(0)[:PROBE_TOKENS]
-    crew.engines.configure(probe_T, rollout.update_timeout, rollout.probe_tolerance)
+    common: dict[str, Any] = {
+        "start_timeout": cluster.start_timeout,
+        "tell": recorder.progress.message,
+    }
+    engines = Engines(
+        crew.engines,
+        **common,
+        probe_T=stores[TRAIN].prompt(0)[:PROBE_TOKENS],
+        timeout=rollout.update_timeout,
+        tolerance=rollout.probe_tolerance,
+    )
     maker = BatchMaker(
-        Collector(crew.engines, crew.rewards),
+        Collector(engines, Replaceable(crew.rewards, **common)),
         _sampler(recipe, len(stores[TRAIN]), int(state["taken"])),
         rollout.n,
         sampling,
@@ -54,7 +66,7 @@ def build_trainer(
     trainer = OnlineTrainer(
         settings=settings,
         ranks=crew.ranks,
-        engines=crew.engines,
+        engines=engines,
         relays=crew.relays,
         maker=maker,
         batches=OnDemand(maker.make),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,9 @@ from isotrain.device.base import Device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.engines import Engines, engine_name
+from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_of_engines
-from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
@@ -34,24 +33,22 @@ from isotrain.trainers.online.rollout_worker import RolloutWorker
 class Crew:
     ranks: WorkerGroup
     store_host: str | None
-    engines: Engines
+    engines: WorkerGroup
     relays: Relays
-    rewards: Replaceable
+    rewards: WorkerGroup
 
     def start(self, timeout: float) -> Description:
         """Load all models at the same time; returns what rank 0 says of itself."""
-        generating, scoring = self.engines.group.submit("start"), self.rewards.group.submit("start")
+        generating, scoring = self.engines.submit("start"), self.rewards.submit("start")
         store = self.ranks.call_on(0, "open_store", self.store_host)
         described: Description = self.ranks.call("start", store, timeout=timeout)[0]
-        self.rewards.group.results(scoring, timeout)
-        self.engines.group.results(generating, timeout)
+        self.rewards.results(scoring, timeout)
+        self.engines.results(generating, timeout)
         return described
 
 
 @contextmanager
-def assemble(
-    recipe: Recipe, cluster: ClusterSection, device: Device, tell: Callable[[str], None]
-) -> Iterator[Crew]:
+def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterator[Crew]:
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
     rollout, values = recipe.rollout, resolved(recipe)
@@ -80,13 +77,7 @@ def assemble(
             placement.ranks[0].host,
             rollout.update_timeout,
         )
-        yield Crew(
-            ranks,
-            placement.store_host,
-            Engines(engines, cluster.start_timeout, tell),
-            relays,
-            Replaceable(rewards, cluster.start_timeout, tell),
-        )
+        yield Crew(ranks, placement.store_host, engines, relays, rewards)
 
 
 def _ranks(recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device) -> list[Member]:

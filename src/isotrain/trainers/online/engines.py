@@ -5,12 +5,15 @@ T: tokens of the probe.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.errors import ClusterError, WeightUpdateError
+from isotrain.cluster.failures import Overdue
+from isotrain.cluster.workers import WorkerGroup
+from isotrain.errors import WeightUpdateError
 from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.replaceable import Replaceable, Task
 
@@ -30,15 +33,20 @@ class Engines(Replaceable):
     log-probs of a probe with those of the trained model, which shows that the weights also mean the same.
     """
 
-    probe_T: npt.NDArray[np.int32]
-    timeout: float
-    tolerance: float
-    newest: Weights | None = None
-    under_way: list[tuple[Task, Task]]
-
-    def configure(self, probe_T: npt.NDArray[np.int32], timeout: float, tolerance: float) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        start_timeout: float,
+        tell: Callable[[str], None],
+        *,
+        probe_T: npt.NDArray[np.int32],
+        timeout: float,
+        tolerance: float,
+    ) -> None:
+        super().__init__(group, start_timeout, tell)
         self.probe_T, self.timeout, self.tolerance = probe_T, timeout, tolerance
-        self.under_way = []
+        self.newest: Weights | None = None
+        self.under_way: list[tuple[Task, Task]] = []
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
@@ -59,9 +67,7 @@ class Engines(Replaceable):
         try:
             version = self.result(update, self.timeout)
             logps = self.result(probe, self.timeout)
-        except ClusterError as error:
-            if "no answer" not in str(error):
-                raise
+        except Overdue as error:
             raise WeightUpdateError(
                 f"{name}: weight update {wanted} has not ended within {self.timeout:g} s "
                 "(rollout.update_timeout)"

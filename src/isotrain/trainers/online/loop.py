@@ -79,11 +79,18 @@ class OnlineTrainer:
     skipped: int = 0
     failures_told: int = 0
     timing: dict[str, float] = field(default_factory=dict)
+    saving: dict[str, float] = field(default_factory=dict)
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
+        try:
+            self._train(done)
+        finally:
+            self.batches.close()
+
+    def _train(self, done: int) -> None:
         for step in range(done + 1, self.settings.steps + 1):
-            self.timing = {}
+            self.timing, self.saving = self.saving, {}  # of the checkpoint after the step before
             with self._timed("step"):
                 with self._timed("wait_for_batch"):
                     batch = self.batches.next()
@@ -247,12 +254,14 @@ class OnlineTrainer:
         }
 
     def _save(self, step: int, taken: int) -> None:
+        started = time.perf_counter()
         self.recorder.sync()
         if self.settings.takes_turns:
             self.ranks.call("come_back")
         self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
         if self.settings.takes_turns:
             self.ranks.call("make_room")
+        self.saving = {"save_checkpoint": time.perf_counter() - started}
 
     def _count_skipped(self, step: int, values: dict[str, float]) -> None:
         skipped = int(values.pop("actor/skipped", 0.0) + values.pop("critic/skipped", 0.0))

@@ -29,7 +29,7 @@ def train_online(recipe: Recipe, source: str) -> None:
         check_run(recipe)
         stores = open_prompts(recipe, progress.message)
         progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
-        with assemble(recipe, cluster, device, progress.message) as crew:
+        with assemble(recipe, cluster, device) as crew:
             described = crew.start(cluster.start_timeout)
             facts = {"type": described.device_type, "name": described.device_name, "ranks": len(crew.ranks)}
             digests = {name: store.digest for name, store in stores.items()}
