@@ -57,8 +57,9 @@ def _start(home: Path, resources: dict[str, float], cpus: int | None) -> Path:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=str(home / "r"),
-            # Engines have processes of their own, which must not outlive a worker that was killed.
-            _system_config={"process_group_cleanup_enabled": True},
+            # Engines have processes of their own, which must not outlive a worker that was killed. And
+            # workers are no background jobs: Ray would let every other process of the machine go first.
+            _system_config={"process_group_cleanup_enabled": True, "worker_niceness": 0},
             **_object_store(home),
         )
     except Exception as error:

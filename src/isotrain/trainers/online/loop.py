@@ -126,7 +126,7 @@ class OnlineTrainer:
         """Trajectories to the ranks that will learn from them, straight from where the engines put them."""
         settings = self.settings
         if settings.takes_turns:
-            self.engines.group.call("sleep")
+            self.engines.on_all("sleep")
             self.ranks.call("come_back")
         with self._timed("deliver"):
             while True:
@@ -225,7 +225,7 @@ class OnlineTrainer:
             expected = self.ranks.call("probe", self.engines.probe_T)[0]
             if self.settings.takes_turns:
                 self.ranks.call("make_room")
-                self.engines.group.call("wake")
+                self.engines.on_all("wake")
             self.engines.send(Weights(version, self.relays.spread(update), expected))
             if isinstance(self.batches, OnDemand):
                 difference = self.engines.settle()

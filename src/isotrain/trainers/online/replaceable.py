@@ -51,6 +51,11 @@ class Replaceable:
             self.replace(task, death)
             return None
 
+    def on_all(self, method: str) -> None:
+        """Run a method on every worker, and wait; one that died has been replaced."""
+        for task in [self.submit(index, method) for index in range(len(self))]:
+            self.result(task)
+
     def replace(self, task: Task, death: WorkerDied) -> None:
         """A new worker in the place of one that died, unless another thread has seen to it already."""
         with self._lock:
