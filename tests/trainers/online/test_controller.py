@@ -1,0 +1,144 @@
+"""What goes through the controller: as many bytes for long answers as for short ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from online_runs import online_recipe
+from ray import cloudpickle
+
+from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.objects import fetch
+from isotrain.cluster.workers import Call, Member, WorkerGroup
+from isotrain.data.trajectory import Trajectory
+from isotrain.device.detect import choose_device
+from isotrain.recipe.load import resolved
+from isotrain.recipe.online import ClusterSection
+from isotrain.rollout.base import Request, Sampling
+from isotrain.trainers.online.collector import Collector
+from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.messages import Ticket
+from isotrain.trainers.online.plan import plan_step
+from isotrain.trainers.online.prompts import TRAIN, open_prompts
+from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.reward_worker import RewardWorker
+from isotrain.trainers.online.rollout_worker import RolloutWorker
+
+PROMPTS, N, RANKS = 8, 4, 2
+SHORT, LONG = 128, 8192
+BUDGET = 16384
+
+
+class LongWinded:
+    """In the place of an engine: as many tokens as it is asked for at most, of one kind."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        length = sampling.max_tokens
+        for request in requests:
+            yield Trajectory(
+                row=request.row,
+                place=request.place,
+                sample=request.sample,
+                seed=request.seed,
+                prompt_length=len(request.prompt_P),
+                tokens_T=np.concatenate([request.prompt_P, np.full(length, 20, np.int32)]),
+                mask_N=np.ones(length, np.bool_),
+                logp_N=np.full(length, -1.0, np.float32),
+                version_N=np.zeros(length, np.int32),
+                finished=True,
+            )
+
+
+class LongWindedWorker(RolloutWorker):
+    """The rollout worker itself, but for its engine."""
+
+    def start(self) -> None:
+        self.stores = open_prompts(self.recipe)
+        self.engine = LongWinded()  # type: ignore[assignment]
+
+
+class Counting(WorkerGroup):
+    """Adds up the size of all that this process sends to workers and gets from them."""
+
+    sent = received = 0
+
+    def submit_to(self, index: int, method: str, *args: Any, **kwargs: Any) -> Call:
+        self.sent += size((args, kwargs))
+        return super().submit_to(index, method, *args, **kwargs)
+
+    def stream(self, method: str, index: int, *args: Any, **kwargs: Any) -> Any:
+        self.sent += size((args, kwargs))
+        return super().stream(method, index, *args, **kwargs)
+
+    def results(self, calls: Sequence[Call], timeout: float | None = None) -> list[Any]:
+        values = super().results(calls, timeout)
+        self.received += sum(size(value) for value in values)
+        return values
+
+
+def size(value: Any) -> int:
+    return len(cloudpickle.dumps(value))
+
+
+@pytest.fixture(scope="module")
+def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    values = resolved(online_recipe(tiny, tmp_path_factory.mktemp("run")))
+    here = sys.modules[__name__]
+    # Workers cannot import this file: they get the class itself.
+    cloudpickle.register_pickle_by_value(here)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with (
+            join_cluster(ClusterSection(address="local"), choose_device("cpu")),
+            Counting("engine", LongWindedWorker, [Member((values, "engine 0"))]) as engines,
+            Counting("reward worker", RewardWorker, [Member((values,))]) as rewards,
+        ):
+            starting = engines.submit("start")
+            rewards.call("start")
+            engines.results(starting)
+            yield Collector(
+                Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
+                Replaceable(rewards, 60.0, print),
+            )
+    cloudpickle.unregister_pickle_by_value(here)
+
+
+def bytes_per_trajectory(collector: Collector, length: int) -> dict[str, float]:
+    """Of one step: what comes in with answers and scores, and what goes out for them.
+
+    One draw at a time, because how many share a message depends on the moment.
+    """
+    engines, rewards = collector.engines.group, collector.rewards.group
+    assert isinstance(engines, Counting) and isinstance(rewards, Counting)
+    for group in (engines, rewards):
+        group.sent = group.received = 0
+    groups = [
+        collector.collect(TRAIN, [Ticket(place, place)], N, Sampling(length))[0][0]
+        for place in range(PROMPTS)
+    ]
+    told = {
+        "answers": engines.received,
+        "scores": rewards.received,
+        "requests": engines.sent + rewards.sent,
+    }
+    plan = plan_step(groups, PROMPTS, BUDGET, RANKS)
+    told["plans"] = sum(size(part) for part in plan.ranks)
+    values = [score.value for group in groups for score in group.scores]
+    told["values"] = sum(size(part) for part in plan.split(values))
+    lengths = [len(t.response_N) for group in fetch([g.handle for g in groups]) for t in group]
+    assert lengths == [length] * PROMPTS * N
+    return {name: total / (PROMPTS * N) for name, total in told.items()}
+
+
+def test_bytes_do_not_depend_on_lengths(collector: Collector) -> None:
+    short, long = (bytes_per_trajectory(collector, length) for length in (SHORT, LONG))
+    print(f"bytes a trajectory: {short} with {SHORT} tokens, {long} with {LONG}")
+    # A larger number takes a byte or two more, and longer trajectories make more micro-batches.
+    for name in short:
+        assert long[name] == pytest.approx(short[name], abs=8), name
+    assert sum(long.values()) < 600

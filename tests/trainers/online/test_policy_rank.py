@@ -1,0 +1,348 @@
+"""An online step of every algorithm equals the formulas, written out without packing in formulas.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import formulas
+import numpy as np
+import pytest
+import torch
+from formulas import Tensors
+from hand_made_step import (
+    FLAT,
+    GREEDY,
+    LORA_ALPHA,
+    LORA_RANK,
+    MAX_TOKENS,
+    N_SAMPLES,
+    PROMPTS,
+    SCORES,
+    Step,
+    step_recipe,
+    take_step,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "rloo": {},
+    "reinforce++": {"gamma": 0.9},
+    "reinforce++-baseline": {},
+    "remax": {},
+    "ppo": {"gamma": 0.95, "lam": 0.9, "critic": {"lr": 1e-2, "clip": 0.1}},
+}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "one update": {},
+    "four updates, KL in the loss, entropy bonus": {
+        "algorithm": {
+            "mini_batch_size": 2,
+            "passes": 2,
+            "kl": {"place": "loss", "coefficient": 0.3},
+            "loss": {"entropy": 0.05},
+        },
+        "rollout": {"temperature": 0.7},
+    },
+    "two updates, KL in the reward, correction, small micro-batches": {
+        "algorithm": {
+            "mini_batch_size": 2,
+            "kl": {
+                "place": "reward",
+                "coefficient": 0.2,
+                "estimator": "k1",
+                "controller": "adaptive",
+                "horizon": 20,
+            },
+            "correction": {"level": "token", "high": 1.2},
+            "overlong": {"buffer": 4, "factor": 0.5},
+        },
+        "data": {"tokens_per_micro_batch": 42},
+    },
+}
+
+# Steps of GRPO whose four updates move far enough for every clip to matter.
+LOSSES: dict[str, dict[str, Any]] = {
+    "narrow clip": {"loss": {"eps_low": 0.05, "eps_high": 0.1, "dual_clip": 1.2}},
+    "no dual clip": {"loss": {"dual_clip": None, "aggregation": "seq-mean-token-sum"}},
+    "gspo": {"loss": {"name": "gspo", "eps_low": 0.01, "eps_high": 0.02}},
+    "cispo": {"loss": {"name": "cispo", "eps_high": 0.1}, "kl": {"place": "loss", "estimator": "k2"}},
+    "reinforce": {"loss": {"name": "reinforce", "aggregation": "seq-mean-token-mean", "entropy": 0.1}},
+    "Dr. GRPO": {"loss": {"aggregation": "seq-mean-token-sum-norm"}, "scale_by_std": False},
+    "whole answers weighted": {"correction": {"level": "sequence", "high": 3.0, "low": 0.5}},
+    "whole answers left out": {"correction": {"level": "sequence", "outside": "mask", "high": 4.0}},
+    "tokens left out": {
+        "correction": {"level": "token", "outside": "mask", "high": 1.5},
+        "kl": {"place": "loss", "estimator": "abs"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def causal(tiny: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sequence classifier with one label, as transformers saves it."""
+    path = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def classifier(judge: Path) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+
+
+def merged(*sections: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for section in sections for name, value in section.items()}
+
+
+def near(found: float, wanted: Any) -> bool:
+    return bool(found == pytest.approx(float(wanted), rel=1e-5, abs=1e-5))
+
+
+def check(step: Step, causal: Any, values: Tensors | None = None) -> list[list[float]]:
+    """A step against the formulas, with the critic's values; returns what the critic is to learn."""
+    algorithm, rollout = step.recipe.algorithm, step.recipe.rollout
+    temperature = rollout.temperature
+    with torch.no_grad():
+        files = type(causal).from_pretrained(step.recipe.model.path, dtype=torch.float32).state_dict()
+        ref, _ = formulas.ask_policy(causal, files, FLAT, temperature)
+        old, _ = formulas.ask_policy(causal, step.weights, FLAT, temperature)
+    sampled = formulas.written([torch.from_numpy(t.logp_N) for t in FLAT], FLAT)
+    longest = [len(t.mask_N) for t in FLAT]
+    scores = [
+        formulas.shaped(score, length, MAX_TOKENS, algorithm.overlong)
+        for score, length in zip(SCORES, longest, strict=True)
+    ]
+    penalties = [[0.0] * len(one) for one in old]
+    if algorithm.kl.place == "reward":
+        kl = [formulas.divergence(algorithm.kl.estimator, o, r) for o, r in zip(old, ref, strict=True)]
+        penalties = [(algorithm.kl.coefficient * one).tolist() for one in kl]
+        check_controller(step, float(np.mean([one.mean() if len(one) else 0.0 for one in kl])))
+    known = [one.tolist() for one in values] if values else [[0.0] * len(one) for one in old]
+    advantages, returns = formulas.advantages(algorithm, scores, penalties, known, GREEDY, N_SAMPLES)
+    check_tokens(step.found("advantages_N"), advantages)
+    rewards = [score - sum(own) for score, own in zip(scores, penalties, strict=True)]
+    check_figures(step, rewards, [a for own in advantages for a in own], torch.cat(old), torch.cat(sampled))
+    tensors = [torch.tensor(own) for own in advantages]
+    check_policy(step, causal, tensors, old, ref, sampled)
+    return returns
+
+
+def check_tokens(found: Tensors, wanted: list[list[float]]) -> None:
+    for own, trajectory, expected in zip(found, FLAT, wanted, strict=True):
+        mask_N = torch.from_numpy(trajectory.mask_N)
+        assert own[mask_N].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert not own[~mask_N].any()
+
+
+def check_controller(step: Step, kl: float) -> None:
+    section = step.recipe.algorithm.kl
+    assert abs(kl) > 1e-3 and near(step.metrics["actor/reward_kl_penalty"], kl)
+    change = 0.0
+    if section.controller == "adaptive":
+        change = min(max(kl / section.target - 1, -0.2), 0.2) * len(FLAT) / section.horizon
+    assert near(step.metrics["actor/kl_coef"], section.coefficient)
+    assert near(step.next_kl_coefficient, section.coefficient * (1 + change))
+
+
+def check_figures(
+    step: Step, rewards: list[float], advantages: list[float], old: torch.Tensor, sampled: torch.Tensor
+) -> None:
+    metrics = step.metrics
+    wanted = {
+        "critic/score/mean": np.mean(SCORES),
+        "critic/rewards/mean": np.mean(rewards),
+        "critic/rewards/min": min(rewards),
+        "critic/advantages/mean": np.mean(advantages),
+        "critic/advantages/max": max(advantages),
+        "critic/advantages/min": min(advantages),
+        "training/rollout_logp_diff_mean": (old - sampled).abs().mean(),
+        "training/rollout_probs_diff_max": (old.exp() - sampled.exp()).abs().max(),
+        "prompt_length/mean": np.mean(PROMPTS),
+        "response_length/mean": np.mean([len(t.mask_N) for t in FLAT]),
+    }
+    assert {name: metrics[name] for name in wanted} == pytest.approx(
+        {name: float(value) for name, value in wanted.items()}, rel=1e-5, abs=1e-5
+    )
+
+
+def mini_batches(step: Step) -> list[list[int]]:
+    """Trajectories of each update: whole groups in their order, once per pass."""
+    size = (step.recipe.algorithm.mini_batch_size or len(PROMPTS)) * N_SAMPLES
+    wanted = [list(range(first, first + size)) for first in range(0, len(FLAT), size)]
+    assert step.numbers() == wanted
+    return wanted * step.recipe.algorithm.passes
+
+
+def check_policy(
+    step: Step, causal: Any, advantages: Tensors, old: Tensors, ref: Tensors, sampled: Tensors
+) -> None:
+    """Loss, its parts and the norm of its gradient, of each update with the weights that it began with."""
+    algorithm, temperature = step.recipe.algorithm, step.recipe.rollout.temperature
+    loss, kl = algorithm.loss, algorithm.kl
+    how = loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean")
+    for (weights, result), mini in zip(step.policy, mini_batches(step), strict=True):
+        logps, entropies = formulas.ask_policy(causal, weights, FLAT, temperature)
+        told = [formulas.policy_losses(loss, logps[i], old[i], advantages[i]) for i in mini]
+        factors = [formulas.correction(algorithm.correction, old[i], sampled[i]) for i in mini]
+        weighted = [own * factor for (own, *_), factor in zip(told, factors, strict=True)]
+        policy = formulas.aggregate(how, weighted, MAX_TOKENS)
+        entropy = formulas.aggregate(how, [entropies[i] for i in mini], MAX_TOKENS)
+        total = policy - loss.entropy * entropy
+        wanted = {
+            "actor/pg_loss": policy,
+            "actor/entropy": entropy,
+            "actor/pg_clipfrac": torch.cat([held for _, held, _ in told]).mean(),
+            "actor/pg_clipfrac_lower": torch.cat([dual for _, _, dual in told]).mean(),
+            "actor/ppo_kl": torch.cat([old[i] - logps[i] for i in mini]).mean(),
+        }
+        if kl.place == "loss":
+            own = [formulas.divergence(kl.estimator, logps[i], ref[i]) for i in mini]
+            wanted["actor/kl_loss"] = formulas.aggregate(how, own, MAX_TOKENS)
+            total = total + kl.coefficient * wanted["actor/kl_loss"]
+        for name, value in wanted.items():
+            assert near(result.metrics[name], value.item()), name
+        assert result.applied and near(result.loss, total.item())
+        if not step.recipe.model.lora.rank:
+            assert result.grad_norm == pytest.approx(formulas.gradient_norm(causal, total), rel=1e-4)
+
+
+def check_critic(step: Step, model: Any, old: Tensors, returns: list[list[float]]) -> None:
+    found = formulas.written(step.found("values_N"), FLAT)
+    torch.testing.assert_close(torch.cat(found), torch.cat(old), rtol=1e-5, atol=1e-5)
+    check_tokens(step.found("returns_N"), returns)
+    clip, wanted = step.recipe.algorithm.critic.clip, [torch.tensor(own) for own in returns]
+    for (weights, result), mini in zip(step.critic, mini_batches(step), strict=True):
+        values = formulas.ask_critic(model, weights, FLAT)
+        told = [formulas.value_losses(clip, values[i], old[i], wanted[i]) for i in mini]
+        loss = formulas.aggregate("token-mean", [own for own, _ in told], MAX_TOKENS)
+        assert near(result.loss, loss.item()) and near(result.metrics["critic/vf_loss"], loss.item())
+        assert near(result.metrics["critic/vf_clipfrac"], torch.cat([held for _, held in told]).mean())
+        assert result.grad_norm == pytest.approx(formulas.gradient_norm(model, loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_a_step_equals_the_formulas(
+    tiny: Path, tmp_path: Path, device_type: str, causal: Any, judge: Path, algorithm: str, variant: str
+) -> None:
+    sections = dict(VARIANTS[variant])
+    own = merged({"name": algorithm}, ALGORITHMS[algorithm], sections.pop("algorithm", {}))
+    fresh = variant == "one update"
+    if algorithm == "ppo" and not fresh:
+        own["critic"] = {**own["critic"], "path": str(judge)}
+    step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm=own, **sections))
+    if algorithm != "ppo":
+        check(step, causal)
+        return
+    model = classifier(judge)
+    weights = step.critic[0][0]
+    if fresh:
+        assert not weights["score.weight"].any() and not any(one.any() for one in step.found("values_N"))
+    with torch.no_grad():
+        values = formulas.ask_critic(model, weights, FLAT)
+    check_critic(step, model, values, check(step, causal, values))
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_every_loss_and_correction(
+    tiny: Path, tmp_path: Path, device_type: str, causal: Any, name: str
+) -> None:
+    own = merged({"name": "grpo", "mini_batch_size": 2, "passes": 2}, LOSSES[name])
+    step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm=own))
+    check(step, causal)
+    clips = own.get("loss", {}).get("name", "clip") != "reinforce"
+    assert (step.metrics["actor/pg_clipfrac"] > 0) == clips
+    assert step.metrics["actor/pg_clipfrac_lower"] > 0 or name != "narrow clip"
+
+
+def test_with_lr_0_nothing_moves_at_all(tiny: Path, tmp_path: Path, device_type: str) -> None:
+    """Old log-probs are those of the updates bit for bit, with and without gradients."""
+    step = take_step(
+        step_recipe(
+            tiny,
+            tmp_path,
+            device_type,
+            algorithm={"name": "grpo", "mini_batch_size": 2, "passes": 2},
+            data={"tokens_per_micro_batch": 42},
+            rollout={"temperature": 0.7},
+            optimizer={"lr": 0.0},
+        )
+    )
+    assert len(step.policy) == 4 and len(step.minis[0]) > 1
+    for _, result in step.policy:
+        assert result.metrics["actor/ppo_kl"] == 0.0 and result.metrics["actor/pg_clipfrac"] == 0.0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_micro_batches_do_not_matter(tiny: Path, tmp_path: Path, device_type: str, algorithm: str) -> None:
+    def taken(budget: int) -> Step:
+        recipe = step_recipe(
+            tiny,
+            tmp_path,
+            device_type,
+            algorithm={"name": algorithm, "kl": {"place": "reward", "coefficient": 0.1}},
+            data={"tokens_per_micro_batch": budget},
+        )
+        return take_step(recipe)
+
+    one, several = taken(512), taken(42)
+    assert len(one.minis[0]) == 1 and len(several.minis[0]) == 3
+    for (_, whole), (_, parts) in zip(one.policy + one.critic, several.policy + several.critic, strict=True):
+        assert parts.loss == pytest.approx(whole.loss, abs=1e-6)
+        assert parts.grad_norm == pytest.approx(whole.grad_norm, rel=1e-6, abs=1e-6)
+        assert parts.metrics == pytest.approx(whole.metrics, abs=1e-6)
+    timed = ("timing_s/", "perf/")
+    stable = [{k: v for k, v in s.metrics.items() if not k.startswith(timed)} for s in (one, several)]
+    assert stable[1] == pytest.approx(stable[0], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_without_its_adapters_the_policy_is_its_reference(
+    tiny: Path, tmp_path: Path, device_type: str, causal: Any, place: str
+) -> None:
+    recipe = step_recipe(
+        tiny,
+        tmp_path,
+        device_type,
+        model={"lora": {"rank": LORA_RANK, "alpha": LORA_ALPHA}},
+        algorithm={
+            "name": "grpo",
+            "mini_batch_size": 2,
+            "kl": {"place": place, "coefficient": 0.2},
+        },
+    )
+    step = take_step(recipe, shaken=0.1)
+    check(step, causal)
+    files = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    with torch.no_grad():
+        base, _ = formulas.ask_policy(files, files.state_dict(), FLAT, 1.0)
+    found = formulas.written(step.found("ref_logp_N"), FLAT)
+    torch.testing.assert_close(torch.cat(found), torch.cat(base), rtol=0, atol=1e-5)
+    moved = torch.cat(formulas.written(step.found("old_logp_N"), FLAT)) - torch.cat(found)
+    assert moved.abs().mean() > 0.05
+
+
+def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, judge: Path) -> None:
+    sections: dict[str, Any] = {
+        "reward": {"model": {"path": str(judge), "weight": 2.0}},
+        "data": {"tokens_per_micro_batch": 42},
+    }
+    step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm={"name": "rloo"}, **sections))
+    model = classifier(judge)
+    with torch.no_grad():
+        told = [model(torch.from_numpy(t.tokens_T).long()[None]).logits.item() for t in FLAT]
+    assert np.std(told) > 0.01
+    scores = [score + 2.0 * own for score, own in zip(SCORES, told, strict=True)]
+    nothing = [[0.0] * int(t.mask_N.sum()) for t in FLAT]
+    wanted, _ = formulas.advantages(step.recipe.algorithm, scores, nothing, nothing, GREEDY, N_SAMPLES)
+    check_tokens(step.found("advantages_N"), wanted)
+    assert near(step.metrics["critic/score/mean"], np.mean(scores))
+    assert near(step.metrics["critic/score/max"], max(scores))
