@@ -16,7 +16,13 @@ from isotrain.cli.train import train
 from isotrain.errors import IsotrainError
 
 # Packages that `pip install isotrain` leaves out, and the extra that brings them.
-_EXTRAS = {"datasets": "hub", "tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
+_EXTRAS = {
+    "datasets": "hub",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "swanlab": "swanlab",
+    "ray": "online",
+}
 
 
 class CleanErrors(TyperGroup):

@@ -21,7 +21,11 @@ def put(value: Any) -> Handle:
 
 def fetch(handles: Sequence[Handle]) -> list[Any]:
     """The values, from whichever machine has them; None where the process that owned one is gone."""
-    return [_fetch(handle) for handle in handles]
+    try:
+        found: list[Any] = ray.get([handle.reference for handle in handles])
+        return found
+    except ray.exceptions.ObjectLostError:
+        return [_fetch(handle) for handle in handles]
 
 
 def _fetch(handle: Handle) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
@@ -62,6 +62,8 @@ class WorkerGroup:
         """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time."""
         self._name, self._worker, self._members = name, worker, tuple(members)
         self._spmd, self._concurrency, self._start_timeout = spmd, concurrency, start_timeout
+        # Its name is what `ps` and `ray list actors` show.
+        self._actor: Any = ray.remote(type(worker.__name__, (Host,), {}))
         self._hosts: list[Any] = [None] * len(members)
         self._where: list[Whereabouts | None] = [None] * len(members)
         self._closed = ""
@@ -135,22 +137,31 @@ class WorkerGroup:
         traceback, the end of a worker's process as WorkerDied.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        pending, values = list(calls), dict[ObjectRef[Any], Any]()
+        pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Any], Any]()
         while pending:
-            ready = _wait(pending, deadline)
+            ready = _wait(list(pending), deadline)
             if not ready:
-                raise self._overdue(pending, timeout)
-            for call in ready:
-                pending.remove(call)
-                try:
-                    values[call.ref] = ray.get(call.ref)
-                except Exception as error:
-                    raise self._failed(call, error, pending) from None
+                raise self._overdue(list(pending.values()), timeout)
+            ended = [pending.pop(ref) for ref in ready]
+            try:
+                values.update(zip(ready, ray.get(ready), strict=True))
+            except Exception:
+                self._raise_first(ended, list(pending.values()))
         return [values[call.ref] for call in calls]
+
+    def _raise_first(self, ended: Sequence[Call], pending: Sequence[Call]) -> NoReturn:
+        for number, call in enumerate(ended):
+            try:
+                ray.get(call.ref)
+            except Exception as error:
+                raise self._failed(call, error, [*ended[number + 1 :], *pending]) from None
+        raise AssertionError("one of them has failed")
 
     def restart(self, index: int) -> None:
         """End one worker, whatever it is doing, and start it anew with the same arguments."""
         assert not self._spmd, "the other members of an SPMD group cannot go on without this one"
+        if self._closed:
+            raise ClusterError(f"{self._name} {index} is not started again: {self._closed}")
         self._kill(index)
         self._start([index])
 
@@ -179,18 +190,14 @@ class WorkerGroup:
         strategy = PlacementGroupSchedulingStrategy(seat.group, seat.bundle) if seat else "SPREAD"
         # Devices are reserved by the placement group and told to workers by environment, because Ray knows no
         # worker that uses the devices of several bundles, nor two that take turns on one.
-        return (
-            ray.remote(type(self._worker.__name__, (Host,), {}))  # the name that `ps` and `ray list` show
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                max_task_retries=0,
-                max_concurrency=self._concurrency,
-                scheduling_strategy=strategy,
-                runtime_env={"env_vars": dict(member.environment or {})},
-            )
-            .remote()
-        )
+        return self._actor.options(
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=self._concurrency,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": dict(member.environment or {})},
+        ).remote()
 
     def _host(self, index: int) -> Any:
         if self._closed or self._hosts[index] is None:
@@ -215,12 +222,13 @@ class WorkerGroup:
         return cause
 
     def _further_failures(self, pending: Sequence[Call]) -> list[IsotrainError]:
-        left, deadline, failures = list(pending), time.monotonic() + GRACE, list[IsotrainError]()
-        while left and (ready := _wait(left, deadline)):
-            for call in ready:
-                left.remove(call)
+        left, deadline = {call.ref: call for call in pending}, time.monotonic() + GRACE
+        failures: list[IsotrainError] = []
+        while left and (ready := _wait(list(left), deadline)):
+            for ref in ready:
+                call = left.pop(ref)
                 try:
-                    ray.get(call.ref)
+                    ray.get(ref)
                 except Exception as error:
                     failures.append(self._explain(call, error))
         return failures
@@ -241,11 +249,13 @@ class WorkerGroup:
         return error
 
 
-def _wait(calls: Sequence[Call], deadline: float | None) -> list[Call]:
-    """The calls that have ended, at least one unless the time is over."""
+def _wait(refs: list[ObjectRef[Any]], deadline: float | None) -> list[ObjectRef[Any]]:
+    """Those that are there, at least one unless the time is over."""
     timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-    ready, _ = ray.wait([call.ref for call in calls], num_returns=1, timeout=timeout)
-    return [call for call in calls if call.ref in ready]
+    first, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+    # All that are there by now, in one go: a thousand workers answer in far fewer than a thousand turns.
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if first else ([], [])
+    return list(ready or first)
 
 
 def _may_be_an_effect(failure: IsotrainError) -> bool:

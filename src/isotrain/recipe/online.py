@@ -194,8 +194,8 @@ class RolloutSection(Section):
     """Run the engine without compiling its model: slower steps, but it starts in seconds."""
     update_timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a weight update that has not ended ends the run."""
-    probe_tolerance: float = Field(default=0.1, gt=0)
-    """Largest mean difference between the engine's and the trained model's log-probs after an update."""
+    probe_tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean difference of engine's and trained model's log-probs after an update; by `model.dtype`."""
     record: bool = False
     """Write all trajectories to Parquet in the run directory."""
     validation: ValidationSection = ValidationSection()

@@ -206,6 +206,21 @@ class Recipe(Section):
                 "algorithm.dynamic.attempts looks at rewards before the ranks have the answers, where "
                 "reward.model is: use one of the two"
             )
+        if algorithm.name == "remax" and self.reward is not None and self.reward.model is not None:
+            raise ValueError(
+                "reward.model cannot be used with remax, whose greedy answers never reach the ranks: use "
+                "another algorithm or another reward"
+            )
+        if algorithm.overlong.buffer > rollout.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong.buffer ({algorithm.overlong.buffer}) is above rollout.max_tokens "
+                f"({rollout.max_tokens}): lower it"
+            )
+        if rollout.validation.n > 1 and rollout.validation.temperature == 0:
+            raise ValueError(
+                f"rollout.validation.n ({rollout.validation.n}) greedy answers would all be the same: set "
+                "rollout.validation.temperature, or n: 1"
+            )
         return self
 
     @model_validator(mode="after")

@@ -200,6 +200,13 @@ def private_directory() -> Path:
     return path
 
 
+def remove_private_directory() -> None:
+    """For a process that will be killed, and so never gets to the end where it would be removed."""
+    if private_directory.cache_info().currsize:
+        shutil.rmtree(private_directory(), ignore_errors=True)
+        private_directory.cache_clear()
+
+
 def remove_abandoned(root: Path, age: float = 60.0) -> None:
     """Remove what processes left that were killed: shared memory outlives them."""
     for path in root.glob(PREFIX + "*"):

@@ -24,7 +24,16 @@ from isotrain.recipe.load import difference, load_resolved, resolved
 from isotrain.recipe.schema import DataSection, Recipe
 
 # A run may be resumed with these changed: they leave the samples, the loss and the updates as they were.
-_FREE_TO_CHANGE = ("output", "observe.", "device.", "trainer.", "cluster")
+_FREE_TO_CHANGE = (
+    "output",
+    "observe.",
+    "device.",
+    "trainer.",
+    "cluster",
+    *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
+    *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance")),
+    *(f"reward.{name}" for name in ("timeout", "workers")),
+)
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
 

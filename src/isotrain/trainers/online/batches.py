@@ -140,5 +140,6 @@ class Ahead:
         self._may_begin.release()
 
     def close(self) -> None:
+        """No further batch is begun; one that is being made ends with its workers."""
         self._closed = True
         self._may_begin.release()

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.data.prompts import PromptStore
 from isotrain.data.sampler import Sampler
@@ -28,6 +31,8 @@ from isotrain.trainers.setup import total_steps
 
 # Long enough to show weights that do not fit, short enough to cost nothing.
 PROBE_TOKENS = 32
+# Half-precision logits are rounded to an eighth where they are above 16; wrong weights are off by far more.
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 def build_trainer(
@@ -51,9 +56,9 @@ def build_trainer(
     engines = Engines(
         crew.engines,
         **common,
-        probe_T=stores[TRAIN].prompt(0)[:PROBE_TOKENS],
+        probe_T=_probe(stores[TRAIN]),
         timeout=rollout.update_timeout,
-        tolerance=rollout.probe_tolerance,
+        tolerance=rollout.probe_tolerance or PROBE_TOLERANCE[recipe.model.dtype],
     )
     maker = BatchMaker(
         Collector(engines, Replaceable(crew.rewards, **common)),
@@ -84,6 +89,12 @@ def build_trainer(
     if rollout.staleness:
         trainer.batches = Ahead(maker.make, rollout.staleness, settings.steps - goes_on.step)
     return trainer
+
+
+def _probe(store: PromptStore) -> npt.NDArray[np.int32]:
+    """The longest of the first prompts, cut: log-probs need a second token."""
+    prompts = [store.prompt(number) for number in range(min(len(store), 16))]
+    return max(prompts, key=len)[:PROBE_TOKENS]
 
 
 def _settings(recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, PromptStore]) -> LoopSettings:

@@ -13,7 +13,7 @@ from isotrain.cluster.streams import Stream, next_item, wait_any
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.messages import Answers, Group, Ticket
-from isotrain.trainers.online.replaceable import Replaceable, Task
+from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
 
 
 class Seconds(NamedTuple):
@@ -99,7 +99,7 @@ class _Round:
         work = self.scoring.pop(task)
         self.idle.append(task.index)
         scored = self.rewards.result(task)
-        if scored is None:
+        if scored is DIED:
             self.backlog += work
             return
         for (answers, handle), told in zip(work, scored, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ from isotrain.trainers.online.rollout_worker import RolloutWorker
 @dataclass(frozen=True)
 class Crew:
     ranks: WorkerGroup
-    store_host: str | None
+    store: tuple[str | None, str | None]
+    """Where the ranks meet: a host to listen on, or none and a directory for a file."""
     engines: WorkerGroup
     relays: Relays
     rewards: WorkerGroup
@@ -40,7 +42,7 @@ class Crew:
     def start(self, timeout: float) -> Description:
         """Load all models at the same time; returns what rank 0 says of itself."""
         generating, scoring = self.engines.submit("start"), self.rewards.submit("start")
-        store = self.ranks.call_on(0, "open_store", self.store_host)
+        store = self.ranks.call_on(0, "open_store", *self.store)
         described: Description = self.ranks.call("start", store, timeout=timeout)[0]
         self.rewards.results(scoring, timeout)
         self.engines.results(generating, timeout)
@@ -65,19 +67,29 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
             join_cluster(cluster, device, keep_logs=Path(recipe.output).absolute() / "logs")
         )
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout))
-        ranks = group("training rank", PolicyRank, _ranks(recipe, values, placement, device), spmd=True)
-        engines = group("rollout engine", RolloutWorker, _engines(values, placement, device, demand))
+        learners = _ranks(recipe, values, placement, device)
+        writers = _engines(values, placement, device, demand)
         scorer = Member((values,), helper_environment(device))
-        rewards = group("reward worker", RewardWorker, [scorer] * recipe.reward.workers)
         away = relay_members(placement, rollout.update_timeout)
+        # At the same time: each process takes seconds to import what it needs.
+        with ThreadPoolExecutor() as pool:
+            wanted = [
+                pool.submit(group, "training rank", PolicyRank, learners, True),
+                pool.submit(group, "rollout engine", RolloutWorker, writers),
+                pool.submit(group, "reward worker", RewardWorker, [scorer] * recipe.reward.workers),
+                pool.submit(group, "weight relay", Relay, away),
+            ]
+        ranks, engines, rewards, relay_group = (future.result() for future in wanted)
         relays = Relays(
             ranks,
-            group("weight relay", Relay, away) if away else None,
+            relay_group if away else None,
             relay_of_engines(placement),
             placement.ranks[0].host,
             rollout.update_timeout,
         )
-        yield Crew(ranks, placement.store_host, engines, relays, rewards)
+        # The directory of a private cluster is removed with it.
+        directory = str(joined.logs.parent) if joined.private else None
+        yield Crew(ranks, (placement.store_host, directory), engines, relays, rewards)
 
 
 def _ranks(recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device) -> list[Member]:

@@ -15,7 +15,7 @@ from isotrain.cluster.failures import Overdue
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.replaceable import Replaceable, Task
+from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
 
 
 class Weights(NamedTuple):
@@ -24,6 +24,14 @@ class Weights(NamedTuple):
     """Where each engine finds them."""
     logps: npt.NDArray[np.float32]
     """The trained model's log-probs of the probe with these weights."""
+
+
+class Delivery(NamedTuple):
+    """Weights on their way to one engine."""
+
+    update: Task
+    probe: Task
+    weights: Weights
 
 
 class Engines(Replaceable):
@@ -46,48 +54,53 @@ class Engines(Replaceable):
         super().__init__(group, start_timeout, tell)
         self.probe_T, self.timeout, self.tolerance = probe_T, timeout, tolerance
         self.newest: Weights | None = None
-        self.under_way: list[tuple[Task, Task]] = []
+        self.under_way: list[Delivery] = []
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
         self.newest = weights
         self.under_way = [self._send_to(index, weights) for index in range(len(self))]
 
-    def _send_to(self, index: int, weights: Weights) -> tuple[Task, Task]:
-        return self.submit(index, "update", weights.updates[index]), self.submit(index, "probe", self.probe_T)
+    def _send_to(self, index: int, weights: Weights) -> Delivery:
+        update = self.submit(index, "update", weights.updates[index])
+        return Delivery(update, self.submit(index, "probe", self.probe_T), weights)
 
     def settle(self) -> float:
-        """Wait until all engines have the newest weights; returns the largest difference on the probe."""
-        tasks, self.under_way = self.under_way, []
-        return max((self._verified(update, probe) for update, probe in tasks), default=0.0)
+        """Wait until all engines have what was sent last; returns the largest difference on the probe."""
+        deliveries, self.under_way = self.under_way, []
+        return max((self._verified(delivery) for delivery in deliveries), default=0.0)
 
-    def _verified(self, update: Task, probe: Task) -> float:
-        assert self.newest is not None
-        name, wanted = engine_name(update.index), self.newest.version
+    def _verified(self, delivery: Delivery) -> float:
+        name, weights = engine_name(delivery.update.index), delivery.weights
         try:
-            version = self.result(update, self.timeout)
-            logps = self.result(probe, self.timeout)
+            version = self.result(delivery.update, self.timeout)
+            logps = self.result(delivery.probe, self.timeout)
         except Overdue as error:
             raise WeightUpdateError(
-                f"{name}: weight update {wanted} has not ended within {self.timeout:g} s "
+                f"{name}: weight update {weights.version} has not ended within {self.timeout:g} s "
                 "(rollout.update_timeout)"
             ) from error
-        if version is None or logps is None:
-            return 0.0  # it died, and its successor has been given the newest weights
-        if version != wanted:
-            raise WeightUpdateError(f"{name} has weights of version {version} after update {wanted}")
-        difference = float(np.abs(logps - self.newest.logps).mean())
+        if version is DIED or logps is DIED:
+            return 0.0  # its successor has been given the newest weights, and they were verified
+        return self._compared(name, version, logps, weights)
+
+    def _compared(self, name: str, version: int, logps: npt.NDArray[np.float32], weights: Weights) -> float:
+        if version != weights.version:
+            raise WeightUpdateError(f"{name} has weights of version {version} after update {weights.version}")
+        difference = float(np.abs(logps - weights.logps).mean())
         if not difference <= self.tolerance:
             raise WeightUpdateError(
-                f"{name}: after weight update {wanted} its log-probs differ from the trained model's by "
-                f"{difference:.3g} in the mean, more than rollout.probe_tolerance ({self.tolerance:g})"
+                f"{name}: after weight update {weights.version} its log-probs differ from the trained model "
+                f"by {difference:.3g} in the mean, more than rollout.probe_tolerance ({self.tolerance:g})"
             )
         return difference
 
     def prepare(self, index: int) -> None:
         super().prepare(index)
-        if self.newest is not None:
-            self._verified(*self._send_to(index, self.newest))
+        if (weights := self.newest) is not None:
+            version = self.group.call_on(index, "update", weights.updates[index], timeout=self.timeout)
+            logps = self.group.call_on(index, "probe", self.probe_T, timeout=self.timeout)
+            self._compared(engine_name(index), version, logps, weights)
 
 
 def engine_name(index: int) -> str:

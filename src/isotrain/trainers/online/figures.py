@@ -65,15 +65,15 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def validation_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean score of each data set's prompts over `n` answers each."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        by_source[group.source].append(float(np.mean([score.value for score in group.scores])))
+def validation_figures(groups: Sequence[Group], scores_R: Numbers) -> dict[str, float]:
+    """The mean score of each data set's prompts over `n` answers each, and how many answers had none."""
     n = len(groups[0].scores)
-    return {
-        f"val-core/{source}/reward/mean@{n}": float(np.mean(means)) for source, means in by_source.items()
-    }
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for group, mean in zip(groups, scores_R.reshape(-1, n).mean(axis=1), strict=True):
+        by_source[group.source].append(float(mean))
+    figures = {f"val-core/{source}/reward/mean@{n}": float(np.mean(m)) for source, m in by_source.items()}
+    failures = sum(score.failure is not None for group in groups for score in group.scores)
+    return figures | ({"val/reward_failures": float(failures)} if failures else {})
 
 
 def advantage_figures(parts: Sequence[AdvantageFigures]) -> dict[str, float]:

@@ -6,8 +6,8 @@ R: trajectories of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from isotrain.algorithms.dapo import overlong_penalty
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.engine.schedule import Schedule
-from isotrain.errors import NonFiniteError
+from isotrain.errors import ClusterError, NonFiniteError, RewardError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Ahead, Batch, BatchMaker, OnDemand
 from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.figures import Numbers, advantage_figures, step_figures, validation_figures
-from isotrain.trainers.online.messages import RunState, Ticket
+from isotrain.trainers.online.messages import Group, RunState, Ticket
 from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import VALIDATION
 from isotrain.trainers.online.relays import Relays
@@ -34,6 +34,7 @@ from isotrain.trainers.recorder import Recorder
 
 # The first few say what is wrong; the metrics go on counting.
 FAILURES_TOLD = 3
+CLOSING_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class OnlineTrainer:
     failures_told: int = 0
     timing: dict[str, float] = field(default_factory=dict)
     saving: dict[str, float] = field(default_factory=dict)
+    judged: dict[str, float] = field(default_factory=dict)
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
@@ -87,6 +89,9 @@ class OnlineTrainer:
             self._train(done)
         finally:
             self.batches.close()
+            # A checkpoint that is being written when the run ends is finished first.
+            with suppress(ClusterError):
+                self.ranks.call("close", timeout=CLOSING_SECONDS)
 
     def _train(self, done: int) -> None:
         for step in range(done + 1, self.settings.steps + 1):
@@ -114,6 +119,11 @@ class OnlineTrainer:
     def _tell_failures(self, step: int, batch: Batch) -> None:
         """A reward that fails costs one sample and not the run, but its owner should know."""
         failed = [s for g in batch.groups for s in g.scores if s.failure is not None]
+        if step == 1 and len(failed) == sum(len(g.scores) for g in batch.groups):
+            raise RewardError(
+                f"not one of the first {len(failed)} answers could be scored, the first because of "
+                f"{failed[0].failure}: {failed[0].detail}; look at the reward section and its answer_key"
+            )
         if failed and self.failures_told < FAILURES_TOLD:
             self.failures_told += 1
             total = sum(len(g.scores) for g in batch.groups)
@@ -125,23 +135,28 @@ class OnlineTrainer:
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
         """Trajectories to the ranks that will learn from them, straight from where the engines put them."""
         settings = self.settings
-        if settings.takes_turns:
-            self.engines.on_all("sleep")
-            self.ranks.call("come_back")
         with self._timed("deliver"):
             while True:
                 plan = plan_step(batch.groups, settings.mini_batch_size, settings.budget, len(self.ranks))
                 lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
                 gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
                 if not gone:
-                    return batch, plan
+                    break
                 # Trajectories die with the engine that holds them: their draws are answered once more.
+                self.recorder.progress.message(
+                    f"warning: {len(gone)} group(s) were lost and are answered again"
+                )
                 batch = replace(batch, groups=self.maker.again(batch.groups, gone))
+        self.engines.post("release", batch.taken)
+        if settings.takes_turns:
+            self.engines.on_all("sleep")
+            self.ranks.call("come_back")
+        return batch, plan
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
         settings, ranks = self.settings, self.ranks
-        scores_R = self._scores(batch)
+        scores_R = self._scores(batch.groups)
         if settings.several_updates or settings.kl_in_reward:
             with self._timed("old_log_prob"):
                 ranks.call("old_log_probs")
@@ -158,6 +173,7 @@ class OnlineTrainer:
             advantages = self._advantages(batch, plan, shaped_R, rewards_R)
             figures = ranks.call_each("advantages", advantages)
         values = step_figures(batch.groups, scores_R, rewards_R, step - 1) | advantage_figures(figures)
+        values |= self.judged
         if self.critic_schedule is not None:
             with self._timed("update_critic"):
                 values |= ranks.call("update_critic", self.critic_schedule(step))[0]
@@ -171,15 +187,16 @@ class OnlineTrainer:
             own = zip(plan.split(rewards_R.tolist()), advantages, strict=True)
             ranks.call_each("record", [(path, rewards, given[1]) for rewards, given in own])
         ranks.call("forget")
-        values["actor/kl_coef"] = self.kl.coefficient
+        if settings.uses_reference:
+            values["actor/kl_coef"] = self.kl.coefficient
         if settings.kl_in_reward:
             values["actor/reward_kl_penalty"] = mean_kl
             self.kl = self.kl.updated(mean_kl, len(scores_R))
         return values
 
-    def _scores(self, batch: Batch) -> Numbers:
-        """Scores of all trajectories, from all rewards."""
-        scores_R = np.array([score.value for group in batch.groups for score in group.scores])
+    def _scores(self, groups: Sequence[Group]) -> Numbers:
+        """Scores of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
+        scores_R = np.array([score.value for group in groups for score in group.scores])
         if self.settings.reward_model_weight is None:
             return scores_R
         with self._timed("reward_model"):
@@ -187,6 +204,9 @@ class OnlineTrainer:
         judged_R = np.empty_like(scores_R)
         for part in told:
             judged_R[list(part)] = list(part.values())
+        failed_R = [score.failure is not None for group in groups for score in group.scores]
+        judged_R[failed_R] = 0.0
+        self.judged = {"reward/model/mean": float(judged_R.mean())}
         return scores_R + self.settings.reward_model_weight * judged_R
 
     def _length_shaping(self, batch: Batch) -> Numbers | float:
@@ -238,7 +258,25 @@ class OnlineTrainer:
         groups, _ = self.maker.collector.collect(
             VALIDATION, tickets, settings.validation_n, settings.validation_sampling
         )
-        return validation_figures(groups)
+        scores_R = self._validation_scores(groups)
+        self.engines.post("release", 0)
+        return validation_figures(groups, scores_R)
+
+    def _validation_scores(self, groups: Sequence[Group]) -> Numbers:
+        """As in training; a reward model must be given the trajectories first."""
+        if self.settings.reward_model_weight is None:
+            return self._scores(groups)
+        if self.settings.takes_turns:
+            self.ranks.call("come_back")
+        plan = plan_step(groups, len(groups), self.settings.budget, len(self.ranks))
+        lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
+        if any(lost):
+            raise ClusterError("validation answers were lost with their engine; start the run again")
+        scores_R = self._scores(groups)
+        self.ranks.call("forget")
+        if self.settings.takes_turns:
+            self.ranks.call("make_room")
+        return scores_R
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]

@@ -36,7 +36,7 @@ from isotrain.errors import CheckpointError
 from isotrain.models.lora import adapters_off
 from isotrain.recipe.schema import Recipe, SftSection
 from isotrain.rollout.broadcast import BroadcastSender
-from isotrain.rollout.transfer import read_update, write_update
+from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.messages import RankPlan, RunState
 from isotrain.trainers.online.models import Models, build_models
@@ -87,9 +87,9 @@ class PolicyRank:
         self.minis: list[list[Micro]] = []
         self.sender: BroadcastSender | None = None
 
-    def open_store(self, host: str | None) -> str:
+    def open_store(self, host: str | None, directory: str | None) -> str:
         """Make the place where the ranks meet; asked of the first one."""
-        return open_store(host)
+        return open_store(host, directory)
 
     def start(self, store: str) -> Description:
         """Join the other ranks and load the models."""
@@ -309,6 +309,9 @@ class PolicyRank:
             onload(engine)
 
     def close(self) -> None:
+        """Finish what is being written, remove what was shared, leave the other ranks."""
+        self.writer.wait()
+        remove_private_directory()
         self.open.close()
 
 

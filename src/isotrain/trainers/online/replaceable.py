@@ -12,7 +12,15 @@ from isotrain.cluster.streams import Stream, open_stream
 from isotrain.cluster.workers import Call, WorkerGroup
 from isotrain.errors import ClusterError
 
+# In one place: a worker that dies again and again has a cause that a new one does not cure.
 MOST_DEATHS = 10
+
+
+class Died:
+    """What stands for the answer of a worker that died; there is a new one in its place."""
+
+
+DIED = Died()
 
 
 @dataclass(frozen=True)
@@ -30,46 +38,61 @@ class Replaceable:
         self.start_timeout = start_timeout
         self.tell = tell
         self.lives = [0] * len(group)
-        # Batches are made in a thread of their own while the loop validates: both may meet the same death.
-        self._lock = threading.RLock()
+        # Batches are made in a thread of their own while the loop validates: both may meet the same death,
+        # and neither may give work to a worker that is still being started.
+        self._places = [threading.RLock() for _ in range(len(group))]
 
     def __len__(self) -> int:
         return len(self.group)
 
     def submit(self, index: int, method: str, *args: Any) -> Task:
-        return Task(index, self.lives[index], self.group.submit_to(index, method, *args))
+        with self._places[index]:
+            return Task(index, self.lives[index], self.group.submit_to(index, method, *args))
 
     def stream(self, index: int, method: str, *args: Any) -> Task:
-        return Task(index, self.lives[index], open_stream(self.group, index, method, *args))
+        with self._places[index]:
+            return Task(index, self.lives[index], open_stream(self.group, index, method, *args))
 
     def result(self, task: Task, timeout: float | None = None) -> Any:
-        """What a worker answered, or None if it died; there is a new one in its place then."""
+        """What a worker answered, or DIED."""
         assert isinstance(task.work, Call)
         try:
             return self.group.results([task.work], timeout)[0]
         except WorkerDied as death:
             self.replace(task, death)
-            return None
+            return DIED
 
-    def on_all(self, method: str) -> None:
-        """Run a method on every worker, and wait; one that died has been replaced."""
-        for task in [self.submit(index, method) for index in range(len(self))]:
-            self.result(task)
+    def on_all(self, method: str, *args: Any) -> None:
+        """Run a method on every worker, also on those that take the place of one that dies at it."""
+        for task in [self.submit(index, method, *args) for index in range(len(self))]:
+            while self.result(task) is DIED:
+                task = self.submit(task.index, method, *args)
+
+    def post(self, method: str, *args: Any) -> None:
+        """Queue a method behind what every worker is doing, without waiting for anything."""
+        for index in range(len(self)):
+            self.submit(index, method, *args)
 
     def replace(self, task: Task, death: WorkerDied) -> None:
         """A new worker in the place of one that died, unless another thread has seen to it already."""
-        with self._lock:
-            if self.lives[task.index] != task.life:
+        index = task.index
+        with self._places[index]:
+            if self.lives[index] != task.life:
                 return
-            self.lives[task.index] += 1
-            if sum(self.lives) > MOST_DEATHS:
-                raise ClusterError(
-                    f"{death}\n{sum(self.lives)} such workers died in this run: giving up"
-                ) from death
-            self.tell(f"warning: {death}\na new one takes its place")
-            self.group.restart(task.index)
-            self.prepare(task.index)
+            while True:
+                self.lives[index] += 1
+                if self.lives[index] > MOST_DEATHS:
+                    raise ClusterError(
+                        f"{death}\n{self.lives[index]} died in this place: giving up"
+                    ) from death
+                self.tell(f"warning: {death}\na new one takes its place")
+                try:
+                    self.group.restart(index)
+                    self.prepare(index)
+                    return
+                except WorkerDied as another:
+                    death = another
 
     def prepare(self, index: int) -> None:
-        """Make a new worker ready."""
+        """Make a new worker ready; raises WorkerDied where that kills it."""
         self.group.call_on(index, "start", timeout=self.start_timeout)

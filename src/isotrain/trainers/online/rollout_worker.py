@@ -23,6 +23,7 @@ class RolloutWorker:
     def __init__(self, recipe: dict[str, Any], name: str) -> None:
         self.recipe = Recipe.model_validate(recipe)
         self.name = name
+        self.held: list[tuple[int, Handle]] = []
 
     def start(self) -> None:
         recipe = self.recipe
@@ -41,7 +42,11 @@ class RolloutWorker:
     def answer(
         self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
     ) -> Iterator[tuple[Answers, Handle]]:
-        """`n` answers to each draw, handed over together as soon as the last of them is there."""
+        """`n` answers to each draw, handed over together as soon as the last of them is there.
+
+        Their handles are kept here until `release`: Ray forgets to count references that travel inside the
+        items of a stream, and would free what the controller still means to use.
+        """
         open_groups: dict[int, list[Trajectory]] = {ticket.place: [] for ticket in tickets}
         for trajectory in self.engine.generate(self._requests(store, tickets, n), sampling):
             group = open_groups[trajectory.place]
@@ -49,7 +54,13 @@ class RolloutWorker:
             if len(group) == n:
                 del open_groups[trajectory.place]
                 group.sort(key=lambda t: t.sample)
-                yield _describe(group), put(tuple(group))
+                handle = put(tuple(group))
+                self.held.append((trajectory.place, handle))
+                yield _describe(group), handle
+
+    def release(self, done: int) -> None:
+        """Forget the answers to draws before `done`; those of validation are before all of them."""
+        self.held = [(place, handle) for place, handle in self.held if place >= done]
 
     def _requests(self, store: str, tickets: Sequence[Ticket], n: int) -> list[Request]:
         prompts = self.stores[store]

@@ -140,7 +140,10 @@ def estimate(
             kl_N=kl_N,
             kl_coefficient=kl_coefficient,
         )
-        needs = {"values_N": micro.values_N, "greedy_R": micro.per_trajectory(greedy) if greedy else None}
+        needs = {
+            "values_N": micro.values_N,
+            "greedy_R": None if greedy is None else micro.per_trajectory(greedy),
+        }
         extra = [needs[name] for name in settings.estimator.needs]
         micro.advantages_N, micro.returns_N = settings.estimator.function(
             rewards_N, batch.mask_N, batch.lengths, *extra, **settings.options
