@@ -108,8 +108,8 @@ def step_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str
 class Here:
     """A group of one rank, in this process, which keeps what the rank forgets after the step."""
 
-    # There are no engines to send weights to, and no second step to save for.
-    not_done = ("publish", "probe", "save", "finish")
+    # There are no engines to send weights to, and no second step to save for; the test closes the rank.
+    not_done = ("publish", "probe", "save", "finish", "close")
 
     def __init__(self, rank: PolicyRank) -> None:
         self.rank = rank
@@ -118,7 +118,7 @@ class Here:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         if method == "forget":
             self.minis = self.rank.minis
         return [None if method in self.not_done else getattr(self.rank, method)(*args)]

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import npusim
 import psutil
 
+from isotrain.data.record import read_trajectories
 from isotrain.recipe.schema import Recipe
 from support import command, tiny_recipe, write_recipe
 
@@ -77,6 +79,18 @@ class OnlineRun:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)
 
+    def trained(self) -> int:
+        """Steps in the metrics; long runs print a line from time to time only."""
+        file = Path(self.recipe.output) / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def wait_for_trained(self, count: int, timeout: float = 600) -> None:
+        deadline = time.monotonic() + timeout
+        while self.trained() < count:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+
     def wait(self, timeout: float = 400) -> int:
         try:
             return self.process.wait(timeout)
@@ -92,11 +106,7 @@ class OnlineRun:
 
     def workers(self, kind: str) -> list[int]:
         """Process ids of the run's workers of one class, such as `PolicyRank`."""
-        return [
-            process.pid
-            for process in psutil.Process(self.process.pid).children(recursive=True)
-            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}")
-        ]
+        return workers_below(self.process.pid, kind)
 
     def end(self) -> None:
         """Whatever is left of the run; Ray's processes follow their driver."""
@@ -105,5 +115,36 @@ class OnlineRun:
             self.process.wait()
 
 
+def workers_below(root: int, kind: str) -> list[int]:
+    """Process ids of workers of one class below a process, which has started their cluster."""
+    found = []
+    for process in psutil.Process(root).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
+                found.append(process.pid)
+    return found
+
+
 def run_online(recipe: Recipe, work: Path, name: str = "run", timeout: float = 400) -> Path:
     return OnlineRun(recipe, work, name).finish(timeout)
+
+
+def resumed(recipe: Recipe, work: Path, name: str, after: int, timeout: float = 600) -> Path:
+    """A run that is killed after so many steps and started again."""
+    first = OnlineRun(recipe, work, f"{name}-killed")
+    first.wait_for_steps(after, timeout)
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.wait()
+    second = OnlineRun(recipe, work, f"{name}-resumed")
+    run = second.finish(timeout)
+    assert "resuming after step" in second.text, second.text
+    return run
+
+
+def drawn(run: Path) -> list[list[tuple[int, int, int]]]:
+    """Of each step the answers that were learnt from, as their draw, prompt and number, in order."""
+    steps: dict[str, list[tuple[int, int, int]]] = {}
+    for file in sorted((run / "trajectories").glob("step-*.parquet")):
+        learnt = steps.setdefault(file.name[: len("step-000000")], [])
+        learnt += [(t.place, t.row, t.sample) for t, _, _ in read_trajectories(file)]
+    return [sorted(learnt) for learnt in steps.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,12 @@ def size(value: Any) -> int:
     return len(cloudpickle.dumps(value))
 
 
+def started(worker: type, *args: Any) -> Counting:
+    group = Counting(worker.__name__, worker, [Member(args)])
+    group.call("start")
+    return group
+
+
 @pytest.fixture(scope="module")
 def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
     values = resolved(online_recipe(tiny, tmp_path_factory.mktemp("run")))
@@ -95,16 +102,16 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("OMP_NUM_THREADS", "1")
         with (
             join_cluster(ClusterSection(address="local"), choose_device("cpu")),
-            Counting("engine", LongWindedWorker, [Member((values, "engine 0"))]) as engines,
-            Counting("reward worker", RewardWorker, [Member((values,))]) as rewards,
+            ThreadPoolExecutor() as pool,
         ):
-            starting = engines.submit("start")
-            rewards.call("start")
-            engines.results(starting)
-            yield Collector(
-                Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
-                Replaceable(rewards, 60.0, print),
-            )
+            # At the same time: each takes seconds to import what it needs.
+            writing = pool.submit(started, LongWindedWorker, values, "engine 0")
+            scoring = pool.submit(started, RewardWorker, values)
+            with writing.result() as engines, scoring.result() as rewards:
+                yield Collector(
+                    Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
+                    Replaceable(rewards, 60.0, print),
+                )
     cloudpickle.unregister_pickle_by_value(here)
 
 

@@ -1,0 +1,96 @@
+"""Runs over two Ray nodes, which stand for two machines: weights reach engines where no rank writes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from online_runs import OnlineRun, online_recipe, run_online, workers_below
+from ray.cluster_utils import Cluster as Machines
+
+from isotrain.cluster.private import loopback_addresses, read_authentication_again
+from isotrain.observe.metrics import read_metrics
+from isotrain.recipe.schema import Recipe
+from support import stable_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# An engine on the other node than the only rank; ranks on both nodes, each with an engine.
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "separate": {"cluster": {"placement": "separate"}},
+    "both": {"device": {"ranks": 2}, "rollout": {"engines": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    """Two nodes with one CPU each on the loopback address, with token authentication."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home,
+    ):
+        patch.setenv("RAY_TMPDIR", home)
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "7c" * 32)
+        read_authentication_again()
+        with loopback_addresses():
+            cluster = Machines()
+            try:
+                for _ in range(2):
+                    cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=200 << 20)
+                yield cluster
+            finally:
+                cluster.shutdown()
+    read_authentication_again()
+
+
+def layout(tiny: Path, output: Path, name: str, address: str, steps: int) -> Recipe:
+    own = LAYOUTS[name]
+    return online_recipe(
+        tiny,
+        output,
+        device={"type": "cpu", **own.get("device", {})},
+        data={
+            "train": str(tiny / "prompts.jsonl"),
+            "batch_size": 8,
+            "max_length": 64,
+            "tokens_per_micro_batch": 512,
+        },
+        rollout={"engine": "hf", "n": 8, "max_tokens": 8, **own.get("rollout", {})},
+        cluster={"address": address, **own.get("cluster", {})},
+        trainer={"steps": steps},
+    )
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_two_nodes_do_what_one_does(tiny: Path, tmp_path: Path, machines: Machines, name: str) -> None:
+    one = run_online(layout(tiny, tmp_path / "one", name, "local", 1), tmp_path, "one", timeout=900)
+    run = OnlineRun(layout(tiny, tmp_path / "two", name, machines.address, 30), tmp_path, "two")
+    try:
+        run.wait_for_trained(3, 900)
+        # The weights went through a relay, and go on to do so after an engine has died.
+        assert len(workers_below(os.getpid(), "Relay")) == 1
+        victims = workers_below(os.getpid(), "RolloutWorker")
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        run.wait_for_trained(run.trained() + 3, 900)
+        assert not set(victims) & set(workers_below(os.getpid(), "RolloutWorker"))
+        two = run.finish(900)
+    finally:
+        run.end()
+    assert run.text.count("takes its place") == len(victims), run.text
+    (first,) = stable_metrics(one)
+    rows = read_metrics(two / "metrics.jsonl")
+    assert {name: rows[0][name] for name in first} == pytest.approx(first, rel=1e-5, abs=1e-5)
+    # On-policy: with other weights than the trainer's an engine would say other log-probs.
+    assert max(row["training/rollout_logp_diff_mean"] for row in rows) < 1e-4
+    assert {row["rollout/staleness/max"] for row in rows} == {0.0}
+    rewards = [row["critic/rewards/mean"] for row in rows]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
