@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 class Turns:
@@ -62,8 +65,7 @@ def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any
             print(f"turn {turn}: {line}", file=sys.stderr, flush=True)
     finally:
         for process in processes.values():
-            process.kill()
-            process.wait()
+            _end(process)
     return {side: answers[side][1:] for side in sides}
 
 
@@ -76,6 +78,26 @@ def _read(process: subprocess.Popen[str]) -> dict[str, Any]:
     raise SystemExit(f"a side ended early with code {process.wait()}")
 
 
+def _end(process: subprocess.Popen[str]) -> None:
+    """A side that waits for its turn leaves by itself, with all that it started."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _peak_bytes() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    """Of this process and all that it started, the sum of each one's largest resident memory."""
+    own = psutil.Process()
+    return sum(_peak_of(process.pid) for process in [own, *own.children(recursive=True)])
+
+
+def _peak_of(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)

@@ -142,3 +142,5 @@ def test_a_lost_rank_ends_the_run_although_batches_are_being_made(tiny: Path, tm
         run.end()
     assert "error: training rank 0" in run.text, run.text
     assert "Traceback" not in run.text, run.text
+    # The others were ended, and nobody takes that for their death.
+    assert "takes its place" not in run.text, run.text

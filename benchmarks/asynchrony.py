@@ -1,0 +1,199 @@
+"""Answers that may be one version of the weights old against strictly on-policy ones. Higher is better.
+
+The tiny model learns to answer with digits, as `isotrain train` runs it, with a reward that takes a second,
+as a call over a network does, and answers of very unequal lengths. With `rollout.staleness: 1` the next
+step's answers are generated and scored while the model learns from this step's, and importance weights of
+tokens correct for their age. `ratio` is the time of all steps on-policy over that with staleness 1, in the
+median over turns with different seeds; what is learnt must be the same: `rewards` are means of the last
+steps.
+
+Lengths: a random model hardly ever ends an answer. So it is first taught, with SFT, to answer with random
+digits and capitals, most of the answers short and some long (a log-normal distribution), and learns from
+rewards to leave the capitals out; where an answer ends is nothing to the reward. Engine and rank have a core
+each in both runs.
+
+    python benchmarks/asynchrony.py [--turns 2] [--steps 24]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import bench
+
+from isotrain.data.prepare.tiny import make_tiny, toy_prompts
+from isotrain.observe.metrics import read_metrics
+
+GOAL = 1.1
+REWARD_TOLERANCE = 0.05
+LAST_STEPS = 5
+LONGEST = 96
+REWARD = """
+import asyncio, string
+
+async def score(response: str) -> float:
+    await asyncio.sleep(1.0)
+    return sum(c in string.digits for c in response) / len(response) if response else 0.0
+"""
+OVERRIDES = {0: ["rollout.staleness=0"], 1: ["rollout.staleness=1", "algorithm.correction.level=token"]}
+SHOWN = (
+    "timing_s/wait_for_batch",
+    "timing_s/gen",
+    "timing_s/reward",
+    "timing_s/update_actor",
+    "timing_s/step",
+)
+
+
+def isotrain(*arguments: str) -> None:
+    # A core each: with the default of as many threads as cores, engine and rank would wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "isotrain.cli.main", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"isotrain {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def write_recipe(file: Path, **sections: Any) -> Path:
+    file.write_text(json.dumps({"name": file.stem, **sections}))  # JSON is YAML
+    return file
+
+
+def make_task(directory: Path) -> Path:
+    """The taught model, prompts and reward; returns the recipe that learns from rewards."""
+    make_tiny(directory)
+    draw = random.Random(0)
+    kinds = (string.digits, string.ascii_uppercase)
+
+    def answer() -> str:
+        length = min(LONGEST, 1 + int(draw.lognormvariate(2.1, 1.0)))
+        return "".join(draw.choice(draw.choice(kinds)) for _ in range(length))
+
+    prompts = [row for row in toy_prompts(4000, seed=5) if row["answer"] == "digits"]
+    taught = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": answer()}]}
+        for row in prompts
+        for _ in "ab"
+    ]
+    sft = write_recipe(
+        directory / "lengths.yaml",
+        output=str(directory / "lengths"),
+        model={"path": str(directory / "model"), "dtype": "float32"},
+        data={
+            "train": str(write_rows(directory / "taught.jsonl", taught)),
+            "max_length": 192,
+            "batch_size": 32,
+        },
+        algorithm={"name": "sft"},
+        optimizer={"lr": 5e-3},
+        trainer={"steps": 120},
+    )
+    isotrain("train", str(sft))
+    isotrain("export", str(directory / "lengths"), "--out", str(directory / "taught"))
+    (directory / "slow_reward.py").write_text(REWARD)
+    return write_recipe(
+        directory / "asynchrony.yaml",
+        output="set by each run",
+        model={"path": str(directory / "taught"), "dtype": "float32"},
+        data={
+            "train": str(write_rows(directory / "prompts-digits.jsonl", prompts)),
+            "max_length": 64,
+            "batch_size": 32,
+        },
+        algorithm={"name": "grpo"},
+        rollout={"n": 8, "max_tokens": LONGEST, "cache_gb": 0.25},
+        reward={
+            "answer_key": "answer",
+            "function": {"path": f"{directory / 'slow_reward.py'}:score", "concurrency": 256},
+        },
+        cluster={"address": "local", "placement": "separate"},
+        optimizer={"lr": 1e-3, "schedule": "constant", "warmup_ratio": 0},
+    )
+
+
+def run(recipe: Path, staleness: int, seed: int, steps: int) -> dict[str, float]:
+    """Figures of one run, by name; times are seconds of a step."""
+    output = recipe.with_name(f"run-{staleness}-{seed}")
+    started = time.perf_counter()
+    isotrain(
+        "train",
+        str(recipe),
+        f"output={output}",
+        f"seed={seed}",
+        f"trainer.steps={steps}",
+        *OVERRIDES[staleness],
+    )
+    rows = read_metrics(output / "metrics.jsonl")
+    figures = {
+        "steps_s": sum(row["timing_s/step"] for row in rows),
+        "whole_run_s": time.perf_counter() - started,
+        "first_reward": rows[0]["critic/score/mean"],
+        "last_reward": mean(row["critic/score/mean"] for row in rows[-LAST_STEPS:]),
+        "length": mean(row["response_length/mean"] for row in rows),
+        "longest": mean(row["response_length/max"] for row in rows),
+        "staleness": mean(row["rollout/staleness/mean"] for row in rows),
+        **{name.removeprefix("timing_s/"): mean(row[name] for row in rows) for name in SHOWN},
+    }
+    print(
+        f"seed {seed}, staleness {staleness}: {figures['steps_s']:.1f} s, reward from "
+        f"{figures['first_reward']:.3f} to {figures['last_reward']:.3f}, "
+        f"lengths {figures['length']:.0f} of up to {figures['longest']:.0f}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24)
+    options = parser.parse_args()
+    told: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
+        recipe = make_task(Path(directory))
+        print("the model answers with digits and capitals of skewed lengths now", file=sys.stderr, flush=True)
+        for turn in range(options.turns):
+            for staleness in (0, 1) if turn % 2 == 0 else (1, 0):
+                told[staleness].append(run(recipe, staleness, 42 + turn, options.steps))
+    names = {0: "on-policy", 1: "staleness 1"}
+    ratio = bench.spread([a["steps_s"] / b["steps_s"] for a, b in zip(told[0], told[1], strict=True)])
+    rewards = {staleness: mean(row["last_reward"] for row in rows) for staleness, rows in told.items()}
+    agree = abs(rewards[0] - rewards[1]) <= REWARD_TOLERANCE
+    bench.report(
+        "asynchrony",
+        ratio["median"],
+        goal=GOAL,
+        met=ratio["median"] >= GOAL and agree,
+        ratios=ratio,
+        rewards={names[staleness]: round(value, 4) for staleness, value in rewards.items()},
+        rewards_agree=agree,
+        steps=options.steps,
+        **{
+            names[staleness]: {name: bench.spread([row[name] for row in rows]) for name in rows[0]}
+            for staleness, rows in told.items()
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

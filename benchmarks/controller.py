@@ -1,0 +1,210 @@
+"""What a step costs the controller: 16,384 trajectories against 2,048, by part. Lower is better.
+
+A step of GRPO with 1,024 prompts x 16 answers for 64 ranks, and an eighth of both. Groups come through the
+real collector from workers that make up lengths and scores and do nothing else; then the controller's own
+work on them is measured part by part, and the size of all messages. `ratio` is the processor time of a
+trajectory in the large step over that in the small one: 1 means that the controller's work grows with nothing
+but the number of trajectories. `seconds` is the controller's work in the large step, all of its threads
+together. `ranks_a_group` says how many ranks fetch the answers to one prompt, on average.
+
+    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--answers 16] [--ranks 64] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import bench
+import numpy as np
+from ray import cloudpickle
+
+from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.objects import Handle, put
+from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.device.detect import choose_device
+from isotrain.recipe.online import ClusterSection, GrpoSection
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.batches import Batch, _informative
+from isotrain.trainers.online.collector import Collector, Seconds
+from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.figures import step_figures
+from isotrain.trainers.online.loop import OnlineTrainer
+from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
+from isotrain.trainers.online.plan import StepPlan, plan_step
+from isotrain.trainers.online.prompts import TRAIN
+from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.settings import advantage_settings
+
+ENGINES, SCORERS = 4, 2
+LONGEST, BUDGET = 8192, 16384
+SMALLER = 8
+GOAL = 1.5
+
+
+class Engine:
+    """Makes lengths up: most answers short, a few as long as is allowed."""
+
+    def answer(
+        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Answers, Handle]]:
+        for place, row in tickets:
+            draw = random.Random(place)
+            lengths = tuple(min(LONGEST, int(draw.lognormvariate(6.5, 0.8)) + 1) for _ in range(n))
+            finished = tuple(length < LONGEST for length in lengths)
+            yield Answers(place, row, draw.randint(50, 300), lengths, lengths, finished, 0), put(place)
+
+
+class Scorer:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def score(self, store: str, items: Sequence[tuple[int, Handle]]) -> list[tuple[str, tuple[Score, ...]]]:
+        return [("data", tuple(self._score(row, i) for i in range(self.n))) for row, _ in items]
+
+    def _score(self, row: int, sample: int) -> Score:
+        return Score(float(row % 3 == sample % 2), {}, None, "")
+
+
+class Step(NamedTuple):
+    prompts: int
+    n: int
+    ranks: int
+
+
+class Spent(NamedTuple):
+    wall: float
+    processor: float
+
+
+def spent(act: Callable[[], Any]) -> tuple[Any, Spent]:
+    wall, processor = time.perf_counter(), time.process_time()
+    result = act()
+    return result, Spent(time.perf_counter() - wall, time.process_time() - processor)
+
+
+def size(value: Any) -> int:
+    return len(cloudpickle.dumps(value))
+
+
+class Controller:
+    """The parts of a step that need no worker's answer, as the loop does them."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        estimation = advantage_settings(GrpoSection(name="grpo"))
+        self.trainer: Any = SimpleNamespace(
+            settings=SimpleNamespace(estimation=estimation, reward_model_weight=None),
+            ranks=range(step.ranks),
+            kl=SimpleNamespace(coefficient=0.0),
+        )
+
+    def work(self, groups: list[Group]) -> tuple[dict[str, Spent], dict[str, int]]:
+        """Time of each part, and bytes of what comes in and goes out."""
+        step, trainer, times = self.step, self.trainer, dict[str, Spent]()
+        batch = Batch(groups, None, 0, Seconds(0.0, 0.0), 0)
+        _, times["informative groups"] = spent(lambda: _informative(groups))
+        plan: StepPlan
+        plan, times["plan"] = spent(lambda: plan_step(groups, step.prompts, BUDGET, step.ranks))
+        scores_R, times["scores"] = spent(lambda: OnlineTrainer._scores(trainer, groups))
+        told, times["advantages"] = spent(
+            lambda: OnlineTrainer._advantages(trainer, batch, plan, scores_R, scores_R)
+        )
+        _, times["metrics"] = spent(lambda: step_figures(groups, scores_R, scores_R, 1))
+        self.ranks_a_group = sum(len(part.groups) for part in plan.ranks) / len(groups)
+        sizes = {
+            "answers, in": sum(size((group.answers, group.handle)) for group in groups),
+            "scores, in": sum(size((group.source, group.scores)) for group in groups),
+        }
+        sizes["plans, out"], times["plans to bytes"] = spent(lambda: sum(size(part) for part in plan.ranks))
+        sizes["advantages, out"], times["advantages to bytes"] = spent(
+            lambda: sum(size(part) for part in told)
+        )
+        return times, sizes
+
+
+def measure(
+    collector: Collector, controller: Controller, turns: int
+) -> tuple[list[dict[str, Spent]], dict[str, int]]:
+    step, all_times, sizes = controller.step, [], {}
+    tickets = [Ticket(place, place) for place in range(step.prompts)]
+    for turn in range(turns + 1):  # the first is left out
+        (groups, _), collected = spent(lambda: collector.collect(TRAIN, tickets, step.n, Sampling(LONGEST)))
+        times, sizes = controller.work(groups)
+        times = {"collect": collected, **times}
+        if turn:
+            all_times.append(times)
+        total = sum(part.processor for part in times.values())
+        print(f"turn {turn}: {step.prompts * step.n} trajectories {total:.2f} s", file=sys.stderr, flush=True)
+    return all_times, sizes
+
+
+def totals(all_times: Sequence[dict[str, Spent]], step: Step) -> list[float]:
+    """Microseconds of processor time for a trajectory, by turn."""
+    trajectories = step.prompts * step.n
+    return [1e6 * sum(part.processor for part in times.values()) / trajectories for times in all_times]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--profile", action="store_true", help="show the functions that take most time")
+    options = parser.parse_args()
+    large = Step(options.prompts, options.answers, options.ranks)
+    small = Step(options.prompts // SMALLER, options.answers, max(1, options.ranks // SMALLER))
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not know this file
+    with ExitStack() as stack:
+        stack.enter_context(join_cluster(ClusterSection(address="local"), choose_device("cpu")))
+        engines = stack.enter_context(WorkerGroup("engine", Engine, [Member()] * ENGINES))
+        scorers = stack.enter_context(WorkerGroup("scorer", Scorer, [Member((large.n,))] * SCORERS))
+        collector = Collector(
+            Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
+            Replaceable(scorers, 60.0, print),
+        )
+        few, _ = measure(collector, Controller(small), options.turns)
+        profile = cProfile.Profile()
+        if options.profile:
+            profile.enable()
+        controller = Controller(large)
+        many, sizes = measure(collector, controller, options.turns)
+        profile.disable()
+    if options.profile:
+        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+    ratio = bench.spread([a / b for a, b in zip(totals(many, large), totals(few, small), strict=True)])
+    trajectories = large.prompts * large.n
+    bench.report(
+        "controller",
+        ratio["median"],
+        goal=GOAL,
+        met=ratio["median"] <= GOAL,
+        ratios=ratio,
+        trajectories=trajectories,
+        ranks=large.ranks,
+        ranks_a_group=round(controller.ranks_a_group, 2),
+        seconds=bench.spread([sum(part.processor for part in times.values()) for times in many]),
+        parts_s={name: bench.spread([times[name].processor for times in many]) for name in many[0]},
+        collect_wall_s=bench.spread([times["collect"].wall for times in many]),
+        small_us_a_trajectory=bench.spread(totals(few, small)),
+        bytes_a_trajectory={name: round(value / trajectories, 1) for name, value in sizes.items()},
+        bytes=sum(sizes.values()),
+    )
+
+
+if __name__ == "__main__":
+    main()

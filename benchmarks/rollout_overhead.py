@@ -1,0 +1,238 @@
+"""Time of answers through isotrain's rollout layer over that of vLLM alone. Lower is better.
+
+SmolLM2-135M-Instruct in bfloat16. Two processes with the same engine take turns on the same prompts with the
+same seeds. One calls `vllm.LLM.generate` on token ids. The other is a controller with a rollout worker in a
+private Ray cluster: the worker turns outputs into trajectories and puts them into the object store group by
+group, and the controller collects the handles, as in training but without rewards. `ratio` is the median over
+the turns of the layer's time over that of vLLM alone. `answers_equal` says that both wrote the same tokens in
+all turns; `fetch_s` is the time it takes afterwards to fetch all trajectories from the store.
+
+    python benchmarks/rollout_overhead.py [--turns 7] [--prompts 32] [--answers 4] [--tokens 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bench
+import numpy as np
+import numpy.typing as npt
+from smollm2 import smollm2
+from turns import Turns, take_turns
+
+SIDES = ["vllm", "layer"]
+GOAL = 1.05
+
+
+class Work(NamedTuple):
+    """What both sides do in a turn."""
+
+    recipe: Any
+    prompts: int
+
+    def tickets(self, turn: int) -> list[Any]:
+        from isotrain.trainers.online.messages import Ticket
+
+        return [Ticket(place, place) for place in range(turn * self.prompts, (turn + 1) * self.prompts)]
+
+
+class Outcome(NamedTuple):
+    seconds: float
+    responses: dict[tuple[int, int], npt.NDArray[np.int32]]
+    """By place and sample."""
+    fetch: float = 0.0
+
+
+def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
+    from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+    from isotrain.recipe.schema import Recipe
+
+    prepare_gsm8k_sums(bench.gsm8k(), directory)
+    return Recipe.model_validate(
+        {
+            "name": "rollout-overhead",
+            "output": str(directory / "run"),
+            "model": {"path": str(options.model or smollm2())},
+            "data": {
+                "train": str(directory / "train.jsonl"),
+                "max_length": 96,
+                "tokens_per_micro_batch": 96 + options.tokens,
+            },
+            "algorithm": {"name": "grpo"},
+            "rollout": {"n": options.answers, "max_tokens": options.tokens, "cache_gb": 0.5},
+            "reward": {"gsm8k": {}},
+        }
+    )
+
+
+@contextmanager
+def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
+    from isotrain.data.trajectory import sample_seed
+    from isotrain.device.detect import choose_device
+    from isotrain.rollout.build import build_rollout
+    from isotrain.rollout.stopping import end_tokens
+    from isotrain.rollout.vllm import VllmEngine
+    from isotrain.trainers.online.prompts import TRAIN, open_prompts
+
+    recipe = work.recipe
+    store = open_prompts(recipe)[TRAIN]
+    engine = build_rollout(
+        recipe.rollout,
+        recipe.model.path,
+        recipe.model.dtype,
+        device=choose_device("cpu"),
+        max_prompt=int(store.lengths.max()),
+        seed=recipe.seed,
+        name="vllm",
+    )
+    assert isinstance(engine, VllmEngine)
+    llm = engine._llm  # a plain vllm.LLM, and certain to have the same settings
+    from vllm import SamplingParams
+
+    def answer(turn: int) -> Outcome:
+        wanted = [(place, sample) for place, _ in work.tickets(turn) for sample in range(recipe.rollout.n)]
+        prompts = [{"prompt_token_ids": store.prompt(place).tolist()} for place, _ in wanted]
+        seeds = [sample_seed(recipe.seed, place, sample) for place, sample in wanted]
+        started = time.perf_counter()
+        parameters = [
+            SamplingParams(
+                temperature=recipe.rollout.temperature,
+                seed=seed,
+                max_tokens=recipe.rollout.max_tokens,
+                logprobs=0,
+                stop_token_ids=list(end_tokens(Path(recipe.model.path))),
+                detokenize=False,
+                flat_logprobs=True,
+            )
+            for seed in seeds
+        ]
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        responses = [np.asarray(output.outputs[0].token_ids, np.int32) for output in outputs]
+        return Outcome(seconds, dict(zip(wanted, responses, strict=True)))
+
+    yield answer
+    engine.close()
+
+
+@contextmanager
+def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
+    from isotrain.cluster.connect import join_cluster
+    from isotrain.cluster.objects import fetch
+    from isotrain.cluster.placement import Demand, place
+    from isotrain.cluster.streams import next_item, open_stream, wait_any
+    from isotrain.cluster.workers import Member, WorkerGroup
+    from isotrain.device.detect import choose_device
+    from isotrain.recipe.load import resolved
+    from isotrain.recipe.online import ClusterSection
+    from isotrain.rollout.base import Sampling
+    from isotrain.trainers.online.prompts import TRAIN
+    from isotrain.trainers.online.rollout_worker import RolloutWorker
+
+    recipe, device = work.recipe, choose_device("cpu")
+    sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)
+
+    def answer(turn: int) -> Outcome:
+        tickets, handles = work.tickets(turn), []
+        started = time.perf_counter()
+        stream = open_stream(group, 0, "answer", TRAIN, tickets, recipe.rollout.n, sampling)
+        while True:
+            wait_any([stream])
+            try:
+                handles.append(next_item(group, stream)[1])
+            except StopIteration:
+                break
+        collected = time.perf_counter()
+        trajectories = [trajectory for answers in fetch(handles) for trajectory in answers]
+        fetched = time.perf_counter()
+        responses = {(t.place, t.sample): t.response_N for t in trajectories}
+        return Outcome(collected - started, responses, fetched - collected)
+
+    with (
+        join_cluster(ClusterSection(address="local"), device) as joined,
+        place(joined, device, Demand(ranks=1, engines=1), 600.0) as placement,
+    ):
+        member = Member(
+            (resolved(recipe), "rollout engine 0"), device.rank_environment(1, False), placement.engines[0]
+        )
+        with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
+            group.call("start")
+            yield answer
+
+
+def checksum(responses: dict[tuple[int, int], npt.NDArray[np.int32]]) -> int:
+    sum_ = 0
+    for _, response_N in sorted(responses.items()):
+        sum_ = zlib.crc32(response_N.tobytes(), sum_)
+    return sum_
+
+
+def run_side(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        work = Work(make_recipe(options, Path(directory)), options.prompts)
+        with (vllm_alone if options.side == "vllm" else through_ray)(work) as answer:
+            turns = Turns(1)
+            for turn in range(options.turns + 1):
+                outcome = answer(turn)
+                turns.after_step(
+                    seconds=outcome.seconds,
+                    fetch_s=outcome.fetch,
+                    tokens=sum(map(len, outcome.responses.values())),
+                    checksum=checksum(outcome.responses),
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--model", type=Path, help="another model than SmolLM2-135M-Instruct")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when torch is imported
+    if options.side:
+        return run_side(options)
+    answers = take_turns(SIDES, options.turns)
+    rows = {side: [turn["rows"][0] for turn in told] for side, told in answers.items()}
+
+    def column(side: str, name: str) -> Sequence[float]:
+        return [row[name] for row in rows[side]]
+
+    ratio = bench.spread(
+        [a / b for a, b in zip(column("layer", "seconds"), column("vllm", "seconds"), strict=True)]
+    )
+    equal = column("layer", "checksum") == column("vllm", "checksum")
+    bench.report(
+        "rollout_overhead",
+        ratio["median"],
+        goal=GOAL,
+        met=ratio["median"] <= GOAL and equal,
+        ratios=ratio,
+        answers_equal=equal,
+        seconds={side: bench.spread(column(side, "seconds")) for side in SIDES},
+        fetch_s=bench.spread(column("layer", "fetch_s")),
+        tokens=bench.spread(column("layer", "tokens")),
+        tokens_per_s={
+            side: bench.spread(
+                [a / b for a, b in zip(column(side, "tokens"), column(side, "seconds"), strict=True)]
+            )
+            for side in SIDES
+        },
+        peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in answers.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()

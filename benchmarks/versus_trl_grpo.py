@@ -1,0 +1,231 @@
+"""GRPO on sums out of GSM8K with TRL and with isotrain, in turns.
+
+SmolLM2-135M-Instruct, computing in bfloat16, with gradient checkpointing, which is TRL's default and which
+`--keep-activations` switches off on both sides; 4 prompts x 8 completions of at most 64 tokens a step, one
+update, no KL, the same rows in the same order, the same Python reward, optimizer, temperature and loss. TRL
+generates with transformers: with vLLM its first weight update fails on a CPU, where vLLM repacks weights
+after it has loaded them. isotrain is the whole program, with Ray and vLLM. TRL keeps its weights in bfloat16
+as they are stored, which is its default; isotrain trains in float32 and rounds for computing, as always.
+
+Both sides are to write as many tokens: with `--lengths equal` the model has an end token that it never
+writes, so that all completions have 64 tokens. With `--lengths natural` they end where the model ends them,
+and only tokens per second compare. `ratio` is isotrain's step rate over TRL's, in the median over the turns.
+Memory is summed over the processes of a side, each with its own peak, so that shared pages count more than
+once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import bench
+from sums_reward import score
+from turns import Turns, take_turns
+
+SIDES = ["trl", "isotrain"]
+PROMPTS, COMPLETIONS, MAX_TOKENS, TEMPERATURE = 4, 8, 64, 1.0
+LR, BETAS, EPS, DECAY, CLIP = 1e-6, (0.9, 0.999), 1e-8, 0.0, 1.0
+STEPS = 10_000  # more than any run takes
+GOAL = 4.0
+
+
+def prepared_model(directory: Path, lengths: str) -> Path:
+    """The model, or for equal lengths a copy that shares its weights and has another end token."""
+    if lengths == "natural":
+        return directory
+    target = directory.with_name(f"{directory.name}-endless")
+    if target.is_dir():
+        return target
+    tokens = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    end = json.loads((directory / "tokenizer_config.json").read_text())["eos_token"]
+    never = max((token for token in tokens if token["content"] != end), key=lambda token: token["id"])
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.mkdir()
+    for file in directory.iterdir():
+        if file.suffix == ".safetensors":
+            (partial / file.name).symlink_to(file.resolve())
+        else:
+            shutil.copyfile(file, partial / file.name)
+    changes = {
+        "config.json": {"eos_token_id": never["id"]},
+        "generation_config.json": {"eos_token_id": never["id"]},
+        "tokenizer_config.json": {"eos_token": never["content"]},
+    }
+    for name, values in changes.items():
+        path = partial / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    partial.rename(target)
+    return target
+
+
+def write_rows(directory: Path) -> Path:
+    from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+
+    prepare_gsm8k_sums(bench.gsm8k(), directory)
+    return directory / "train.jsonl"
+
+
+def trl(model: Path, steps: int, checkpointing: bool, directory: Path) -> None:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = [json.loads(line) for line in write_rows(directory).read_text().splitlines()]
+    data = Dataset.from_list(
+        [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows]
+    )
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [
+            score(messages[0]["content"], right) for messages, right in zip(completions, answer, strict=True)
+        ]
+
+    class InTurns(TrainerCallback):
+        turns: Turns
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.turns = Turns(steps)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "loss" in logs:
+                self.turns.after_step(
+                    length=logs["completions/mean_length"],
+                    reward=logs["reward"],
+                    grad_norm=float(logs["grad_norm"]),
+                )
+
+    config = GRPOConfig(
+        output_dir=str(directory),
+        per_device_train_batch_size=PROMPTS * COMPLETIONS,
+        num_generations=COMPLETIONS,
+        max_completion_length=MAX_TOKENS,
+        temperature=TEMPERATURE,
+        beta=0.0,
+        num_iterations=1,
+        loss_type="dapo",  # the mean over all tokens of the batch
+        scale_rewards="group",
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        weight_decay=DECAY,
+        max_grad_norm=CLIP,
+        max_steps=STEPS,
+        shuffle_dataset=False,
+        gradient_checkpointing=checkpointing,
+        use_cpu=True,
+        bf16=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    GRPOTrainer(
+        str(model), reward_funcs=reward, args=config, train_dataset=data, callbacks=[InTurns()]
+    ).train()
+
+
+def isotrain(model: Path, steps: int, checkpointing: bool, directory: Path) -> None:
+    from isotrain_online import train_in_turns
+
+    from isotrain.recipe.schema import Recipe
+
+    recipe = Recipe.model_validate(
+        {
+            "name": "versus-trl",
+            "output": str(directory / "run"),
+            "model": {"path": str(model), "gradient_checkpointing": checkpointing},
+            "data": {
+                "train": str(write_rows(directory)),
+                "batch_size": PROMPTS,
+                "max_length": 96,
+                "tokens_per_micro_batch": 4096,
+                "shuffle": False,
+            },
+            "algorithm": {"name": "grpo", "convention": "trl"},
+            "rollout": {
+                "n": COMPLETIONS,
+                "max_tokens": MAX_TOKENS,
+                "temperature": TEMPERATURE,
+                "cache_gb": 0.5,
+            },
+            "reward": {"function": {"path": f"{Path(__file__).with_name('sums_reward.py')}:score"}},
+            "cluster": {"address": "local"},
+            "optimizer": {
+                "lr": LR,
+                "betas": BETAS,
+                "eps": EPS,
+                "weight_decay": DECAY,
+                "clip_norm": CLIP,
+                "schedule": "constant",
+                "warmup_ratio": 0.0,
+            },
+            "trainer": {"steps": STEPS},
+            "observe": {"sinks": []},
+        }
+    )
+
+    def figures(values: Mapping[str, float]) -> dict[str, float]:
+        parts = {name: value for name, value in values.items() if name.startswith("timing_s/")}
+        return {
+            "length": values["response_length/mean"],
+            "reward": values["critic/score/mean"],
+            "grad_norm": values["actor/grad_norm"],
+            **parts,
+        }
+
+    train_in_turns(recipe, steps, figures)
+
+
+def run_side(side: str, model: Path, steps: int, checkpointing: bool) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        (isotrain if side == "isotrain" else trl)(model, steps, checkpointing, Path(directory))
+
+
+def compare(turns: int, lengths: str, checkpointing: bool) -> None:
+    # The default of every side, but written down: all of them use the same cores, one side at a time.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    answers = take_turns(SIDES, turns)
+    rows = {side: [row for turn in told for row in turn["rows"]] for side, told in answers.items()}
+    seconds = {side: [turn["seconds"] / len(turn["rows"]) for turn in told] for side, told in answers.items()}
+    tokens = {
+        side: [
+            PROMPTS * COMPLETIONS * sum(row["length"] for row in turn["rows"]) / turn["seconds"]
+            for turn in told
+        ]
+        for side, told in answers.items()
+    }
+    steps = bench.spread([a / b for a, b in zip(seconds["trl"], seconds["isotrain"], strict=True)])
+    rates = bench.spread([a / b for a, b in zip(tokens["isotrain"], tokens["trl"], strict=True)])
+    ratio = rates if lengths == "natural" else steps
+    parts = [name for name in rows["isotrain"][0] if name.startswith("timing_s/")]
+    bench.report(
+        "versus_trl grpo",
+        ratio["median"],
+        goal=GOAL,
+        met=ratio["median"] >= GOAL,
+        lengths=lengths,
+        gradient_checkpointing=checkpointing,
+        ratios=steps,
+        ratios_tokens_per_s=rates,
+        step_s={side: bench.spread(values) for side, values in seconds.items()},
+        completion_tokens_per_s={side: bench.spread(values) for side, values in tokens.items()},
+        mean_length={side: round(mean(row["length"] for row in told), 2) for side, told in rows.items()},
+        mean_reward={side: round(mean(row["reward"] for row in told), 4) for side, told in rows.items()},
+        grad_norm={side: bench.spread([row["grad_norm"] for row in told]) for side, told in rows.items()},
+        peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in answers.items()},
+        isotrain_s={
+            name.removeprefix("timing_s/"): bench.spread([row[name] for row in rows["isotrain"]])
+            for name in parts
+        },
+        trl_generation="transformers: TRL's weight updates of vLLM fail on a CPU",
+    )
