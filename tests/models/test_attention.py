@@ -62,6 +62,11 @@ def test_it_is_attention_under_a_block_mask(device_type: str, key_heads: int) ->
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=2e-6)
 
 
+def test_short_samples_on_the_host_are_computed_in_float32() -> None:
+    half = [x.detach().bfloat16() for x in inputs("cpu", 2)]
+    assert torch.equal(attend(half), attend([x.float() for x in half]).bfloat16())
+
+
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 6])
 def test_sliding_window(device_type: str, window: int) -> None:
     qkv = inputs(device_type, 2)

@@ -15,6 +15,8 @@ from transformers import AttentionInterface
 from isotrain.errors import ModelError
 
 SEGMENTS = "isotrain_segments"
+# On a CPU, up to this length the float32 kernel is up to three times as fast in the backward pass.
+SHORT_ON_CPU = 384
 
 
 def segment_attention(
@@ -74,6 +76,9 @@ def _attend(
         place_T = torch.arange(tokens, device=query.device)
         distance_TT = place_T[:, None] - place_T[None, :]
         mask = (distance_TT >= 0) & (distance_TT < sliding_window)
+    dtype = query.dtype
+    if query.is_cpu and tokens <= SHORT_ON_CPU:
+        query, key, value = query.float(), key.float(), value.float()
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -83,7 +88,7 @@ def _attend(
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-    )
+    ).to(dtype)
 
 
 # Without a mask function of the same name, transformers builds no mask: the segments are the mask.
