@@ -116,7 +116,7 @@ class Controller:
         batch = Batch(groups, None, 0, Seconds(0.0, 0.0), 0)
         _, times["informative groups"] = spent(lambda: _informative(groups))
         plan: StepPlan
-        plan, times["plan"] = spent(lambda: plan_step(groups, step.prompts, BUDGET, step.ranks))
+        plan, times["plan"] = spent(lambda: plan_step(groups, step.prompts, BUDGET, step.ranks, True))
         scores_R, times["scores"] = spent(lambda: OnlineTrainer._scores(trainer, groups))
         told, times["advantages"] = spent(
             lambda: OnlineTrainer._advantages(trainer, batch, plan, scores_R, scores_R)

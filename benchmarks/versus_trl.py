@@ -3,7 +3,7 @@
 What each algorithm's figures mean is told in `versus_trl_sft.py` and `versus_trl_grpo.py`.
 
     python benchmarks/versus_trl.py --algorithm sft [--turns 5] [--steps 3]
-    python benchmarks/versus_trl.py --algorithm grpo [--turns 4] [--steps 1] [--lengths natural]
+    python benchmarks/versus_trl.py --algorithm grpo [--turns 4] [--lengths natural] [--prompts sums]
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument(
         "--lengths", choices=["equal", "natural"], default="equal", help="of answers, in grpo"
     )
+    parser.add_argument(
+        "--prompts", choices=["questions", "sums"], default="questions", help="out of GSM8K, in grpo"
+    )
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing, in grpo")
     parser.add_argument("--model", type=Path, help="another model for grpo (SmolLM2-135M-Instruct)")
     parser.add_argument("--side", choices=[*sft.SIDES, *grpo.SIDES], help=argparse.SUPPRESS)
@@ -40,9 +43,9 @@ def main() -> None:
     turns, steps = options.turns or 4, options.steps or 1
     model = grpo.prepared_model(options.model or smollm2(), options.lengths)
     if options.side:
-        grpo.run_side(options.side, model, steps, not options.keep_activations)
+        grpo.run_side(options.side, model, steps, options.prompts, not options.keep_activations)
     else:
-        grpo.compare(turns, options.lengths, not options.keep_activations)
+        grpo.compare(turns, options.lengths, options.prompts, not options.keep_activations)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""GRPO on sums out of GSM8K with TRL and with isotrain, in turns.
+"""GRPO on GSM8K with TRL and with isotrain, in turns.
 
 SmolLM2-135M-Instruct, computing in bfloat16, with gradient checkpointing, which is TRL's default and which
 `--keep-activations` switches off on both sides; 4 prompts x 8 completions of at most 64 tokens a step, one
-update, no KL, the same rows in the same order, the same Python reward, optimizer, temperature and loss. TRL
+update, no KL, the same rows in the same order, the same Python reward, optimizer, temperature and loss. The
+prompts are GSM8K's questions or, with `--prompts sums`, single calculations out of its solutions. TRL
 generates with transformers: with vLLM its first weight update fails on a CPU, where vLLM repacks weights
 after it has loaded them. isotrain is the whole program, with Ray and vLLM. TRL keeps its weights in bfloat16
 as they are stored, which is its default; isotrain trains in float32 and rounds for computing, as always.
@@ -26,7 +27,7 @@ from statistics import mean
 from typing import Any
 
 import bench
-from sums_reward import score
+from number_reward import score
 from turns import Turns, take_turns
 
 SIDES = ["trl", "isotrain"]
@@ -65,19 +66,25 @@ def prepared_model(directory: Path, lengths: str) -> Path:
     return target
 
 
-def write_rows(directory: Path) -> Path:
+def write_rows(directory: Path, prompts: str) -> Path:
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k
     from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
 
-    prepare_gsm8k_sums(bench.gsm8k(), directory)
-    return directory / "train.jsonl"
+    if prompts == "sums":
+        prepare_gsm8k_sums(bench.gsm8k(), directory)
+        return directory / "train.jsonl"
+    prepare_gsm8k(bench.gsm8k(), directory)
+    return directory / "train.parquet"
 
 
-def trl(model: Path, steps: int, checkpointing: bool, directory: Path) -> None:
+def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: Path) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = [json.loads(line) for line in write_rows(directory).read_text().splitlines()]
+    from isotrain.data.rows import read_rows
+
+    rows = [row.values for row in read_rows(str(write_rows(directory, prompts)))]
     data = Dataset.from_list(
         [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows]
     )
@@ -133,7 +140,7 @@ def trl(model: Path, steps: int, checkpointing: bool, directory: Path) -> None:
     ).train()
 
 
-def isotrain(model: Path, steps: int, checkpointing: bool, directory: Path) -> None:
+def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directory: Path) -> None:
     from isotrain_online import train_in_turns
 
     from isotrain.recipe.schema import Recipe
@@ -144,9 +151,9 @@ def isotrain(model: Path, steps: int, checkpointing: bool, directory: Path) -> N
             "output": str(directory / "run"),
             "model": {"path": str(model), "gradient_checkpointing": checkpointing},
             "data": {
-                "train": str(write_rows(directory)),
+                "train": str(write_rows(directory, prompts)),
                 "batch_size": PROMPTS,
-                "max_length": 96,
+                "max_length": 512,
                 "tokens_per_micro_batch": 4096,
                 "shuffle": False,
             },
@@ -156,8 +163,9 @@ def isotrain(model: Path, steps: int, checkpointing: bool, directory: Path) -> N
                 "max_tokens": MAX_TOKENS,
                 "temperature": TEMPERATURE,
                 "cache_gb": 0.5,
+                "eager": False,
             },
-            "reward": {"function": {"path": f"{Path(__file__).with_name('sums_reward.py')}:score"}},
+            "reward": {"function": {"path": f"{Path(__file__).with_name('number_reward.py')}:score"}},
             "cluster": {"address": "local"},
             "optimizer": {
                 "lr": LR,
@@ -185,12 +193,12 @@ def isotrain(model: Path, steps: int, checkpointing: bool, directory: Path) -> N
     train_in_turns(recipe, steps, figures)
 
 
-def run_side(side: str, model: Path, steps: int, checkpointing: bool) -> None:
+def run_side(side: str, model: Path, steps: int, prompts: str, checkpointing: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        (isotrain if side == "isotrain" else trl)(model, steps, checkpointing, Path(directory))
+        (isotrain if side == "isotrain" else trl)(model, steps, prompts, checkpointing, Path(directory))
 
 
-def compare(turns: int, lengths: str, checkpointing: bool) -> None:
+def compare(turns: int, lengths: str, prompts: str, checkpointing: bool) -> None:
     # The default of every side, but written down: all of them use the same cores, one side at a time.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -214,6 +222,7 @@ def compare(turns: int, lengths: str, checkpointing: bool) -> None:
         goal=GOAL,
         met=ratio["median"] >= GOAL,
         lengths=lengths,
+        prompts=prompts,
         gradient_checkpointing=checkpointing,
         ratios=steps,
         ratios_tokens_per_s=rates,

@@ -76,6 +76,21 @@ def test_sliding_window(device_type: str, window: int) -> None:
         torch.testing.assert_close(out, qkv[2].repeat_interleave(2, dim=1).transpose(1, 2))
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 4])
+def test_a_segment_sees_the_one_that_it_continues(device_type: str, window: int | None) -> None:
+    """Two of two tokens and one of one that continue a prompt of three, against each with its own prompt."""
+    order = [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7, 8]
+    qkv, reference = inputs(device_type, 2), inputs(device_type, 2)
+    shared = attend(qkv, (3, 2, 2, 1, 1), segment_continues=(-1, 0, 0, 0, -1), sliding_window=window)
+    repeated = attend([x[:, :, order] for x in reference], (5, 5, 4, 1), sliding_window=window)
+    places = [0, 1, 2, 3, 4, 8, 9, 13, 14]  # the first copy of the prompt, and what follows each
+    torch.testing.assert_close(shared, repeated[:, places], rtol=0, atol=1e-6)
+    shared.square().sum().backward()
+    repeated[:, places].square().sum().backward()
+    for x, y in zip(qkv, reference, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=2e-6)
+
+
 def test_scaling(device_type: str) -> None:
     qkv = inputs(device_type)
     torch.testing.assert_close(attend(qkv, scaling=0.7), explicit(qkv, scale=0.7), rtol=0, atol=1e-6)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -13,6 +14,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from isotrain.data.packing import pack
+from isotrain.data.sample import Sample
+from isotrain.data.shared_prompts import pack_shared
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.world import join_world
@@ -189,3 +193,36 @@ def test_the_objective_gets_the_predicting_positions(tiny: Path, device_type: st
     assert isinstance(head, TokenHead) and head.chunk == 7 and head.targets_N is targets_N
     assert torch.equal(head.hidden_ND, everything[predict_N])
     assert head.weight_VD is model.causal_lm.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_shared_prompt_changes_nothing(tiny: Path, device_type: str, checkpointing: bool) -> None:
+    """Log-probs and gradients of answers with their prompt stored once, against a copy for each."""
+    draw = np.random.default_rng(3)
+    prompt, other = draw.integers(3, 60, 11), draw.integers(3, 60, 5)
+    rows = [(prompt, 7), (other, 4), (prompt, 7), (prompt, 2), (other, 9), (prompt, 0)]
+    samples = []
+    for begin, length in rows:
+        tokens_T = np.concatenate([begin, draw.integers(3, 60, length)]).astype(np.int32)
+        samples.append(Sample(tokens_T, np.arange(len(tokens_T)) >= len(begin)))
+    results = []
+    for batch in (pack(samples), pack_shared(samples, [len(begin) for begin, _ in rows])):
+        model = load(tiny / "model", device_type, "segments").train()
+        if checkpointing:
+            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = batch.to(torch.device(device_type))
+        logp_N = model(
+            batch.tokens_T,
+            batch.positions_T,
+            batch.lengths,
+            batch.predict_N,
+            batch.targets_N,
+            lambda head: head.logps(),
+            batch.continues,
+        )
+        (logp_N * torch.linspace(-1, 2, len(logp_N), device=logp_N.device)).sum().backward()
+        results.append((logp_N.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (plain_N, plain), (shared_N, shared) = results
+    torch.testing.assert_close(shared_N, plain_N, rtol=0, atol=1e-5)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=2e-5, msg=name)

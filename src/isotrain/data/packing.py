@@ -28,11 +28,15 @@ class PackedBatch:
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     lengths: tuple[int, ...]
-    """Tokens of each sample, on the host: kernels that need bounds get them without a device sync."""
+    """Tokens of each segment, on the host: kernels that need bounds get them without a device sync."""
     predict_N: torch.Tensor
     targets_N: torch.Tensor
-    segment_N: torch.Tensor
+    sample_N: torch.Tensor
     """Which sample of the micro-batch a loss-bearing token belongs to."""
+    last_S: torch.Tensor
+    """Where each sample's last token is."""
+    continues: tuple[int, ...] = ()
+    """For each segment the number of the one that it continues, or -1; empty where each is a sample."""
 
     @property
     def loss_tokens(self) -> int:
@@ -45,7 +49,8 @@ class PackedBatch:
             positions_T=self.positions_T.to(device, non_blocking=True),
             predict_N=self.predict_N.to(device, non_blocking=True),
             targets_N=self.targets_N.to(device, non_blocking=True),
-            segment_N=self.segment_N.to(device, non_blocking=True),
+            sample_N=self.sample_N.to(device, non_blocking=True),
+            last_S=self.last_S.to(device, non_blocking=True),
         )
 
 
@@ -68,21 +73,29 @@ def pack(samples: Sequence[Sample]) -> PackedBatch:
         lengths=lengths,
         predict_N=torch.from_numpy(target_at_N - 1),
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
-        segment_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)[target_at_N]),
+        sample_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)[target_at_N]),
+        last_S=torch.tensor(lengths).cumsum(0) - 1,
     )
 
 
-def plan_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+def computing_cost(tokens: int, seen: int) -> float:
+    """Of tokens that each see about `seen` tokens, in units of a token that sees few."""
+    return tokens * (1 + seen / ATTENTION_CROSSOVER)
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], budget: int, ranks: int, costs: Sequence[float] | None = None
+) -> list[list[list[int]]]:
     """Which sample goes into which micro-batch of which rank: `plan[rank][micro_batch]` lists samples.
 
     Every rank gets equally many micro-batches, and the k-th ones of all ranks cost about the same: the ranks
-    meet in collectives at every layer, so the slowest sets the pace. The plan is a function of the lengths
-    alone; all ranks compute it for themselves.
+    meet in collectives at every layer, so the slowest sets the pace. The plan is a function of its arguments
+    alone; all ranks compute it for themselves. `costs` are for what is not a single sample.
     """
     longest = max(lengths, default=0)
     assert longest <= budget, f"a sample of {longest} tokens is beyond the budget of {budget}"
 
-    costs = [length * (1 + length / ATTENTION_CROSSOVER) for length in lengths]
+    costs = costs or [computing_cost(length, length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
     def fill(per_rank: int) -> list[list[int]] | None:

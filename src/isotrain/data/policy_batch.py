@@ -13,6 +13,7 @@ import torch
 
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
+from isotrain.data.shared_prompts import pack_shared
 from isotrain.data.trajectory import Trajectory
 
 
@@ -38,8 +39,13 @@ class PolicyBatch:
         )
 
 
-def pack_trajectories(trajectories: Sequence[Trajectory], index: Sequence[int]) -> PolicyBatch:
-    """Lay trajectories one after the other; without any, the batch has a token but no response tokens."""
+def pack_trajectories(
+    trajectories: Sequence[Trajectory], index: Sequence[int], share_prompts: bool = False
+) -> PolicyBatch:
+    """Lay trajectories one after the other; without any, the batch has a token but no response tokens.
+
+    With `share_prompts` a prompt with several answers is there once.
+    """
     assert len(trajectories) == len(index)
     samples = []
     for trajectory in trajectories:
@@ -49,8 +55,9 @@ def pack_trajectories(trajectories: Sequence[Trajectory], index: Sequence[int]) 
     # Copies of the given types even for no trajectories at all, and memory that torch may write to.
     mask_N = np.concatenate([np.zeros(0, np.bool_), *(t.mask_N for t in trajectories)])
     logp_N = np.concatenate([np.zeros(0, np.float32), *(t.logp_N for t in trajectories)])
+    prompts = [trajectory.prompt_length for trajectory in trajectories]
     return PolicyBatch(
-        packed=pack(samples),
+        packed=pack_shared(samples, prompts) if share_prompts else pack(samples),
         lengths=tuple(len(t.mask_N) for t in trajectories),
         mask_N=torch.from_numpy(mask_N),
         rollout_logp_N=torch.from_numpy(logp_N),

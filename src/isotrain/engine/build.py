@@ -32,6 +32,8 @@ from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
 # Where the Hugging Face model sits inside ours: stripped from names in files.
 PREFIX = PackedModel.prefix
+# Larger chunks sum the head's gradient fewer times. About three such tensors exist at one time.
+LOGIT_BYTES = 256 << 20
 
 
 def build_engine(
@@ -107,7 +109,9 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
 
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
     attention = _attention(directory, model, device)
-    return PackedModel(build_causal_lm(directory, attention), attention, model.head_chunk)
+    causal_lm = build_causal_lm(directory, attention)
+    vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
+    return PackedModel(causal_lm, attention, model.head_chunk or max(1, LOGIT_BYTES // (4 * vocabulary)))
 
 
 def _scalar_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:

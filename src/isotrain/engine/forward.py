@@ -36,6 +36,7 @@ class Forward:
             on_device.predict_N,
             on_device.targets_N,
             objective,
+            on_device.continues,
         )
         return result
 

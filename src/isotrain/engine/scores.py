@@ -24,6 +24,6 @@ def score_samples(model: Frozen, batches: Sequence[PackedBatch]) -> list[torch.T
 
 
 def _at_last_tokens(batch: PackedBatch) -> PackedBatch:
-    last_S = torch.tensor(batch.lengths, device=batch.tokens_T.device).cumsum(0) - 1
-    segment_S = torch.arange(len(last_S), device=last_S.device)
-    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S], segment_N=segment_S)
+    last_S = batch.last_S
+    sample_S = torch.arange(len(last_S), device=last_S.device)
+    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S], sample_N=sample_S)

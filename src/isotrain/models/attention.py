@@ -1,10 +1,12 @@
 """Causal attention over packed samples, exact and without padding, for devices without a flash kernel.
 
-H: query heads, G: key/value heads, T: packed tokens, D: head size, S: samples of equal length L.
+H: query heads, G: key/value heads, T: packed tokens, D: head size, S: segments of equal length L that each
+see K tokens: their own and, where they continue another segment, that one's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -27,67 +29,89 @@ def segment_attention(
     attention_mask: torch.Tensor | None,
     *,
     segment_lengths: tuple[int, ...],
+    segment_continues: tuple[int, ...] = (),
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: SDPA within each sample, so that none sees its neighbour."""
+    """transformers' attention signature: SDPA within each sample, so that none sees its neighbour.
+
+    A segment that continues another one sees that one's tokens as well.
+    """
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if extras.get(unsupported) is not None:
             raise ModelError(
                 f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
                 "set model.attention=padded"
             )
-    # Neighbours of equal length share one call: a batch keeps more cores busy than its samples one by one.
-    runs = [(length, len(list(same))) for length, same in groupby(segment_lengths)]
-    pieces = zip(
-        runs,
-        query_1HTD.split([length * count for length, count in runs], dim=2),
-        key_1GTD.split([length * count for length, count in runs], dim=2),
-        value_1GTD.split([length * count for length, count in runs], dim=2),
-        strict=True,
-    )
-    outputs = []
-    for (length, count), *tensors in pieces:
-        query, key, value = (_as_batch(tensor, length, count) for tensor in tensors)
+    outputs: list[torch.Tensor] = []
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for query, key, value, trunk in _runs(
+        query_1HTD, key_1GTD, value_1GTD, segment_lengths, segment_continues or (-1,) * len(segment_lengths)
+    ):
+        # Each segment's own, for those that continue it.
+        keys += key.split(1)
+        values += value.split(1)
+        if trunk >= 0:
+            key = torch.cat([keys[trunk].expand(len(key), -1, -1, -1), key], dim=2)
+            value = torch.cat([values[trunk].expand(len(value), -1, -1, -1), value], dim=2)
         output_SHLD = _attend(query, key, value, scaling, dropout, sliding_window)
         outputs.append(output_SHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
 
-def _as_batch(packed_1HTD: torch.Tensor, length: int, count: int) -> torch.Tensor:
-    """Samples of one length that lie one after the other, as a batch; a view."""
-    batch_SHLD: torch.Tensor = packed_1HTD[0].unflatten(1, (count, length)).transpose(0, 1)
-    return batch_SHLD
+def _runs(
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    lengths: tuple[int, ...],
+    continues: tuple[int, ...],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+    """Neighbours of one length that continue the same segment, as batches, and which segment that is.
+
+    They share one call: a batch keeps more cores busy than its samples one by one.
+    """
+    alike = groupby(zip(lengths, continues, strict=True))
+    runs = [(length, trunk, len(list(same))) for (length, trunk), same in alike]
+    # Split and not sliced: the gradient of every slice would be as large as the whole.
+    sizes = [length * count for length, _, count in runs]
+    parts = (tensor[0].split(sizes, dim=1) for tensor in (query_1HTD, key_1GTD, value_1GTD))
+    for (length, trunk, count), *tensors in zip(runs, *parts, strict=True):
+        query, key, value = (part.unflatten(1, (count, length)).transpose(0, 1) for part in tensors)
+        yield query, key, value, trunk
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query_SHLD: torch.Tensor,
+    key_SGKD: torch.Tensor,
+    value_SGKD: torch.Tensor,
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    tokens = query.shape[2]
-    mask = None
-    if sliding_window is not None and tokens > sliding_window:
-        place_T = torch.arange(tokens, device=query.device)
-        distance_TT = place_T[:, None] - place_T[None, :]
-        mask = (distance_TT >= 0) & (distance_TT < sliding_window)
-    dtype = query.dtype
-    if query.is_cpu and tokens <= SHORT_ON_CPU:
-        query, key, value = query.float(), key.float(), value.float()
+    """The queries are those of the last L of K tokens."""
+    tokens, seen = query_SHLD.shape[2], key_SGKD.shape[2]
+    mask_LK = None
+    if seen > tokens or (sliding_window is not None and seen > sliding_window):
+        place_K = torch.arange(seen, device=query_SHLD.device)
+        distance_LK = place_K[seen - tokens :, None] - place_K[None, :]
+        mask_LK = distance_LK >= 0
+        if sliding_window is not None:
+            mask_LK &= distance_LK < sliding_window
+    dtype = query_SHLD.dtype
+    if query_SHLD.is_cpu and seen <= SHORT_ON_CPU:
+        query_SHLD, key_SGKD, value_SGKD = query_SHLD.float(), key_SGKD.float(), value_SGKD.float()
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
+        query_SHLD,
+        key_SGKD,
+        value_SGKD,
+        attn_mask=mask_LK,
         dropout_p=dropout,
-        is_causal=mask is None,
+        is_causal=mask_LK is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=query_SHLD.shape[1] != key_SGKD.shape[1],
     ).to(dtype)
 
 

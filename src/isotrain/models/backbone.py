@@ -13,6 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 
+def shares_prompts(attention: str) -> bool:
+    """Whether this attention can compute a prompt once for several answers."""
+    return attention == "segments"
+
+
 @dataclass(frozen=True)
 class Backbone:
     pretrained: PreTrainedModel
@@ -20,11 +25,17 @@ class Backbone:
     attention: str
 
     def hidden_states(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, lengths: tuple[int, ...]
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        lengths: tuple[int, ...],
+        continues: tuple[int, ...] = (),
     ) -> torch.Tensor:
+        """`lengths` and `continues` are those of a `PackedBatch`."""
+        assert not continues or shares_prompts(self.attention)
         if self.attention == "padded":
             return self._padded(tokens_T, lengths)
-        extras: dict[str, Any] = {"segment_lengths": lengths}
+        extras: dict[str, Any] = {"segment_lengths": lengths, "segment_continues": continues}
         if self.attention == "flash":
             bounds = torch.tensor((0, *lengths), device=tokens_T.device).cumsum(0, dtype=torch.int32)
             longest = max(lengths)

@@ -5,7 +5,7 @@ N: loss-bearing tokens, C: tokens of a chunk, D: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,38 +21,27 @@ def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperature: float
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
-def _nll(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits_CV, targets_C, reduction="none")
-
-
 class _HeadGradient:
     """Gradients of a head collected chunk by chunk; the weight's is summed in float32."""
 
-    def __init__(
-        self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, needs_weight: bool, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, needs_weight: bool) -> None:
         self.hidden_ND = torch.empty_like(hidden_ND)
         # Zero, not None, where no token bears loss: in a reduction all ranks must bring the same tensors.
         empty = needs_weight and len(hidden_ND) == 0
         self.weight_VD: torch.Tensor | None = torch.zeros_like(weight_VD) if empty else None
-        self.needs_weight = needs_weight
-        self.temperature = temperature
-        self._leaf_VD = weight_VD.detach().requires_grad_(needs_weight)
+        self._needs_weight, self._given_ND, self._given_VD = needs_weight, hidden_ND, weight_VD
 
-    def differentiate(
-        self, part: slice, hidden_ND: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Adds the gradient of what one chunk's logits are reduced to, and returns its value."""
-        with torch.enable_grad():
-            hidden_CD = hidden_ND[part].detach().requires_grad_()
-            value = reduce(_logits(hidden_CD, self._leaf_VD, self.temperature))
-        inputs = (hidden_CD, self._leaf_VD) if self.needs_weight else (hidden_CD,)
-        grads = torch.autograd.grad(value, inputs)
-        self.hidden_ND[part] = grads[0]
-        if self.needs_weight:
+    def add(self, part: slice, grad_CV: torch.Tensor) -> None:
+        """Take in the gradient of one chunk's logits."""
+        grad_CV = grad_CV.to(self._given_VD.dtype)
+        grad_VD = grad_CV.t() @ self._given_ND[part] if self._needs_weight else None
+        self.take(part, grad_CV @ self._given_VD, grad_VD)
+
+    def take(self, part: slice, grad_CD: torch.Tensor, grad_VD: torch.Tensor | None = None) -> None:
+        self.hidden_ND[part] = grad_CD
+        if grad_VD is not None:
             # The first chunk's gradient is kept as it is: a single chunk needs no float32 copy.
-            self.weight_VD = grads[1] if self.weight_VD is None else self.weight_VD.float().add_(grads[1])
-        return value.detach()
+            self.weight_VD = grad_VD if self.weight_VD is None else self.weight_VD.float().add_(grad_VD)
 
 
 class NllShare(torch.autograd.Function):
@@ -72,13 +61,16 @@ class NllShare(torch.autograd.Function):
         chunk: int,
     ) -> torch.Tensor:
         gradient = _HeadGradient(hidden_ND, weight_VD, needs_weight=ctx.needs_input_grad[1])
+        leaf_VD = weight_VD.detach().requires_grad_(ctx.needs_input_grad[1])
         share = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         for part in _chunks(len(targets_N), chunk):
-            share += gradient.differentiate(
-                part,
-                hidden_ND,
-                lambda logits_CV: _nll(logits_CV, targets_N[part]).sum() / loss_tokens,  # noqa: B023
-            )
+            hidden_CD = hidden_ND[part].detach().requires_grad_()
+            with torch.enable_grad():
+                nll_C = F.cross_entropy(_logits(hidden_CD, leaf_VD), targets_N[part], reduction="none")
+                value = nll_C.sum() / loss_tokens
+            inputs = (hidden_CD, leaf_VD) if leaf_VD.requires_grad else (hidden_CD,)
+            gradient.take(part, *torch.autograd.grad(value, inputs))
+            share += value.detach()
         ctx.gradient, ctx.weight_dtype = gradient, weight_VD.dtype
         return share
 
@@ -106,11 +98,9 @@ class Logps(torch.autograd.Function):
         chunk: int,
         temperature: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        logp_N, norm_N, _ = _all_chunks(hidden_ND, weight_VD, targets_N, chunk, temperature, entropies=False)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, norm_N)
         ctx.chunk, ctx.temperature = chunk, temperature
-        logp_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
-        for part in _chunks(len(targets_N), chunk):
-            logp_N[part] = -_nll(_logits(hidden_ND[part], weight_VD, temperature), targets_N[part])
         return logp_N
 
     @staticmethod
@@ -128,16 +118,10 @@ class LogpsAndEntropies(torch.autograd.Function):
         chunk: int,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        logp_N, norm_N, entropy_N = _all_chunks(hidden_ND, weight_VD, targets_N, chunk, temperature, True)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, norm_N, entropy_N)
         ctx.chunk, ctx.temperature = chunk, temperature
         ctx.set_materialize_grads(False)  # an output that nothing depends on is seen as such
-        logp_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
-        entropy_N = torch.empty_like(logp_N)
-        for part in _chunks(len(targets_N), chunk):
-            logits_CV = _logits(hidden_ND[part], weight_VD, temperature)
-            logp_N[part], entropy_N[part] = _LogpAndEntropy.apply(  # type: ignore[no-untyped-call]
-                logits_CV, targets_N[part]
-            )
         return logp_N, entropy_N
 
     @staticmethod
@@ -147,47 +131,48 @@ class LogpsAndEntropies(torch.autograd.Function):
         return _backward(ctx, grad_logp_N, grad_entropy_N)
 
 
+def _all_chunks(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    chunk: int,
+    temperature: float,
+    entropies: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs of the targets, the logarithm of each softmax's denominator, and entropies if wanted."""
+    logp_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
+    norm_N, entropy_N = torch.empty_like(logp_N), torch.empty_like(logp_N)
+    for part in _chunks(len(targets_N), chunk):
+        logits_CV = _logits(hidden_ND[part], weight_VD, temperature)
+        targets_C1 = targets_N[part, None]
+        norm_N[part] = logits_CV.gather(1, targets_C1)[:, 0]
+        logp_CV = torch.log_softmax(logits_CV, -1)
+        logp_N[part] = logp_CV.gather(1, targets_C1)[:, 0]
+        if entropies:
+            entropy_N[part] = -torch.linalg.vecdot(torch.exp(logp_CV, out=logits_CV), logp_CV)
+        del logits_CV, logp_CV  # before the next chunk's are there
+    return logp_N, norm_N.sub_(logp_N), entropy_N
+
+
 def _backward(
     ctx: Any, grad_logp_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """The logits are computed a second time, and only the outputs that the loss depends on."""
-    hidden_ND, weight_VD, targets_N = ctx.saved_tensors
-    gradient = _HeadGradient(hidden_ND, weight_VD, ctx.needs_input_grad[1], ctx.temperature)
+    """The logits are computed a second time; what was learnt about them in the forward pass is not."""
+    hidden_ND, weight_VD, targets_N, norm_N, *entropy = ctx.saved_tensors
+    if grad_logp_N is None:
+        grad_logp_N = torch.zeros_like(norm_N)
+    gradient = _HeadGradient(hidden_ND, weight_VD, ctx.needs_input_grad[1])
     for part in _chunks(len(targets_N), ctx.chunk):
-
-        def reduce(logits_CV: torch.Tensor, part: slice = part) -> torch.Tensor:
-            if grad_entropy_N is None:
-                assert grad_logp_N is not None
-                return (_nll(logits_CV, targets_N[part]) * -grad_logp_N[part]).sum()
-            logp_C, entropy_C = _LogpAndEntropy.apply(  # type: ignore[no-untyped-call]
-                logits_CV, targets_N[part]
-            )
-            value: torch.Tensor = (entropy_C * grad_entropy_N[part]).sum()
-            return value if grad_logp_N is None else value + (logp_C * grad_logp_N[part]).sum()
-
-        gradient.differentiate(part, hidden_ND, reduce)
+        logits_CV = _logits(hidden_ND[part], weight_VD, ctx.temperature)
+        logp_CV, grad_logp_C1 = logits_CV.sub_(norm_N[part, None]), grad_logp_N[part, None]
+        # d logp / d logits = onehot - p, and d entropy / d logits = -p (logp + entropy).
+        if grad_entropy_N is None:
+            grad_CV = logp_CV.exp_().mul_(-grad_logp_C1)
+        else:
+            grad_CV = (logp_CV + entropy[0][part, None]).mul_(grad_entropy_N[part, None]).add_(grad_logp_C1)
+            grad_CV.mul_(logp_CV.exp_()).neg_()
+        grad_CV.scatter_add_(1, targets_N[part, None], grad_logp_C1)
+        gradient.add(part, grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature))
+        del logits_CV, logp_CV, grad_CV
     grad_weight = None if gradient.weight_VD is None else gradient.weight_VD.to(weight_VD.dtype)
     return gradient.hidden_ND, grad_weight, None, None, None
-
-
-class _LogpAndEntropy(torch.autograd.Function):
-    """With its gradient written out: autograd would hold twice as many tensors of a chunk's logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_CV: torch.Tensor, targets_C: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logp_CV = torch.log_softmax(logits_CV, -1)
-        entropy_C = -logp_CV.exp().mul_(logp_CV).sum(-1)
-        ctx.save_for_backward(logp_CV, targets_C, entropy_C)
-        return logp_CV.gather(1, targets_C[:, None])[:, 0], entropy_C
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_logp_C: torch.Tensor, grad_entropy_C: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """d logp / d logits = onehot - p, and d entropy / d logits = -p (logp + entropy)."""
-        logp_CV, targets_C, entropy_C = ctx.saved_tensors
-        grad_CV = (logp_CV + entropy_C[:, None]).mul_(grad_entropy_C[:, None]).add_(grad_logp_C[:, None])
-        grad_CV.mul_(logp_CV.exp()).neg_()
-        return grad_CV.scatter_add_(1, targets_C[:, None], grad_logp_C[:, None]), None

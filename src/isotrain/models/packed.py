@@ -45,8 +45,10 @@ class PackedModel(nn.Module):
         predict_N: torch.Tensor,
         targets_N: torch.Tensor,
         objective: Callable[[TokenHead], Result],
+        continues: tuple[int, ...] = (),
     ) -> Result:
-        hidden_TD = Backbone(self.causal_lm, self.attention).hidden_states(tokens_T, positions_T, lengths)
+        backbone = Backbone(self.causal_lm, self.attention)
+        hidden_TD = backbone.hidden_states(tokens_T, positions_T, lengths, continues)
         weight_VD = self.causal_lm.get_output_embeddings().weight
         head = TokenHead(hidden_TD.index_select(0, predict_N), weight_VD, targets_N, self.head_chunk)
         return objective(head)

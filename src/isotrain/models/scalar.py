@@ -61,7 +61,9 @@ class ScalarModel(nn.Module):
         predict_N: torch.Tensor,
         targets_N: torch.Tensor,
         objective: Callable[[ScalarHead], Result],
+        continues: tuple[int, ...] = (),
     ) -> Result:
-        hidden_TD = Backbone(self.classifier, self.attention).hidden_states(tokens_T, positions_T, lengths)
+        backbone = Backbone(self.classifier, self.attention)
+        hidden_TD = backbone.hidden_states(tokens_T, positions_T, lengths, continues)
         weight_1D = self.classifier.get_parameter(SCORE)
         return objective(ScalarHead(hidden_TD.index_select(0, predict_N), weight_1D))

@@ -44,8 +44,8 @@ class ModelSection(Section):
     """Attention over packed samples: `flash` kernels, `segments` (exact SDPA per sample), or `padded`."""
     gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    head_chunk: int = Field(default=512, ge=1)
-    """Tokens whose vocabulary logits exist at one time."""
+    head_chunk: int | None = Field(default=None, ge=1)
+    """Tokens whose vocabulary logits exist at one time; by default as many as 256 MiB of float32 hold."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
 

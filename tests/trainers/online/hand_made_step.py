@@ -29,7 +29,7 @@ from isotrain.trainers.online.batches import Batch, OnDemand
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Answers, Group, Score
-from isotrain.trainers.online.policy_rank import PolicyRank
+from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.policy_rank import Progress as Beginning
 from isotrain.trainers.online.prompts import open_prompts
 from isotrain.trainers.online.step import Micro
@@ -164,14 +164,14 @@ def take_step(recipe: Recipe, shaken: float = 0.02) -> Step:
         where = "isotrain.trainers.online.policy_rank.fetch"
         patch.setattr(where, lambda handles: [GROUPS[handle] for handle in handles])
         try:
-            rank.start(open_store(None))
+            described = rank.start(open_store(None))
             _shake(rank.policy, shaken)
-            return _train(recipe, rank)
+            return _train(recipe, rank, described)
         finally:
             rank.close()
 
 
-def _train(recipe: Recipe, rank: PolicyRank) -> Step:
+def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     step, here, recorder = Step(recipe, weights_of(rank.policy)), Here(rank), Recorder(Progress())
     _watch(rank.policy, step.policy)
     if rank.models.critic is not None:
@@ -180,7 +180,7 @@ def _train(recipe: Recipe, rank: PolicyRank) -> Step:
     crew: Any = SimpleNamespace(ranks=here, engines=[], relays=relays, rewards=[])
     recorder.sinks = [SimpleNamespace(write=lambda number, values: step.metrics.update(values))]
     trainer = build_trainer(
-        recipe, ClusterSection(), open_prompts(recipe), crew, recorder, Beginning(0, {}, [])
+        recipe, ClusterSection(), open_prompts(recipe), crew, described, recorder, Beginning(0, {}, [])
     )
     trainer.batches = OnDemand(make_batch)
     trainer.train(0)

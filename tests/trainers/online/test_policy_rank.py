@@ -276,7 +276,7 @@ def test_with_lr_0_nothing_moves_at_all(tiny: Path, tmp_path: Path, device_type:
             optimizer={"lr": 0.0},
         )
     )
-    assert len(step.policy) == 4 and len(step.minis[0]) > 1
+    assert len(step.policy) == 4 and len(step.minis[1]) > 1
     for _, result in step.policy:
         assert result.metrics["actor/ppo_kl"] == 0.0 and result.metrics["actor/pg_clipfrac"] == 0.0
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.data.prompts import PromptStore
 from isotrain.data.sampler import Sampler
-from isotrain.device.detect import choose_device
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
@@ -22,7 +21,7 @@ from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.crew import Crew
 from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
-from isotrain.trainers.online.policy_rank import Progress
+from isotrain.trainers.online.policy_rank import Description, Progress
 from isotrain.trainers.online.prompts import TRAIN, VALIDATION
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.settings import advantage_settings
@@ -40,13 +39,14 @@ def build_trainer(
     cluster: ClusterSection,
     stores: Mapping[str, PromptStore],
     crew: Crew,
+    described: Description,
     recorder: Recorder,
     goes_on: Progress,
 ) -> OnlineTrainer:
     """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     assert isinstance(algorithm, OnlineSection) and rollout is not None
-    settings = _settings(recipe, cluster, stores)
+    settings = _settings(recipe, cluster, stores, described)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
     sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
     common: dict[str, Any] = {
@@ -97,7 +97,9 @@ def _probe(store: PromptStore) -> npt.NDArray[np.int32]:
     return max(prompts, key=len)[:PROBE_TOKENS]
 
 
-def _settings(recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, PromptStore]) -> LoopSettings:
+def _settings(
+    recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, PromptStore], described: Description
+) -> LoopSettings:
     algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
     assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
     overlong, model = algorithm.overlong, recipe.reward.model
@@ -115,6 +117,7 @@ def _settings(recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, Prom
         save_every=trainer.save_every,
         mini_batch_size=mini_batch_size,
         budget=data.tokens_per_micro_batch,
+        share_prompts=described.shares_prompts,
         devices=recipe.device.ranks + engine_devices,
         estimation=advantage_settings(algorithm),
         several_updates=updates > 1,
@@ -130,7 +133,7 @@ def _settings(recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, Prom
         validation_rows=validation_rows,
         validation_n=rollout.validation.n,
         validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
-        takes_turns=colocated and cluster.offload and choose_device(recipe.device.type).type != "cpu",
+        takes_turns=colocated and cluster.offload and described.device_type != "cpu",
         record=Path(recipe.output) / "trajectories" if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
     )

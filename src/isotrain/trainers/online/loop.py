@@ -47,6 +47,8 @@ class LoopSettings:
     mini_batch_size: int
     """Prompts of one update."""
     budget: int
+    share_prompts: bool
+    """Whether the ranks compute a prompt once for all answers to it that they have."""
     devices: int
     estimation: AdvantageSettings
     several_updates: bool
@@ -137,7 +139,7 @@ class OnlineTrainer:
         settings = self.settings
         with self._timed("deliver"):
             while True:
-                plan = plan_step(batch.groups, settings.mini_batch_size, settings.budget, len(self.ranks))
+                plan = self._plan(batch.groups, settings.mini_batch_size)
                 lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
                 gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
                 if not gone:
@@ -152,6 +154,12 @@ class OnlineTrainer:
             self.engines.on_all("sleep")
             self.ranks.call("come_back")
         return batch, plan
+
+    def _plan(self, groups: Sequence[Group], groups_per_mini_batch: int) -> StepPlan:
+        settings = self.settings
+        return plan_step(
+            groups, groups_per_mini_batch, settings.budget, len(self.ranks), settings.share_prompts
+        )
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
@@ -268,7 +276,7 @@ class OnlineTrainer:
             return self._scores(groups)
         if self.settings.takes_turns:
             self.ranks.call("come_back")
-        plan = plan_step(groups, len(groups), self.settings.budget, len(self.ranks))
+        plan = self._plan(groups, len(groups))
         lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
         if any(lost):
             raise ClusterError("validation answers were lost with their engine; start the run again")

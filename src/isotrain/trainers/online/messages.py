@@ -65,6 +65,8 @@ class RankPlan:
     """`mini_batches[mini][micro]` lists trajectories."""
     totals: list[Totals]
     """Of each mini-batch."""
+    share_prompts: bool
+    """Whether a prompt with several answers in one micro-batch is there once."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from isotrain.data.split import plan_mini_batches
@@ -27,18 +28,19 @@ class StepPlan:
         return [{i: values[i] for i in own} for own in self.own]
 
 
-def plan_step(groups: Sequence[Group], groups_per_mini_batch: int, budget: int, ranks: int) -> StepPlan:
-    lengths: list[int] = []
-    group_of: list[int] = []
-    written: list[int] = []
-    firsts: list[int] = []
-    for number, group in enumerate(groups):
-        answers = group.answers
-        firsts.append(len(lengths))
-        lengths += [answers.prompt_length + n for n in answers.response_lengths]
-        written += answers.written
-        group_of += [number] * len(answers.written)
-    minis = plan_mini_batches(lengths, group_of, groups_per_mini_batch, budget, ranks)
+def plan_step(
+    groups: Sequence[Group], groups_per_mini_batch: int, budget: int, ranks: int, share_prompts: bool
+) -> StepPlan:
+    firsts = list(accumulate((len(group.answers.written) for group in groups), initial=0))
+    group_of = [number for number, group in enumerate(groups) for _ in group.answers.written]
+    written = [count for group in groups for count in group.answers.written]
+    minis = plan_mini_batches(
+        [(group.answers.prompt_length, group.answers.response_lengths) for group in groups],
+        groups_per_mini_batch,
+        budget,
+        ranks,
+        share_prompts,
+    )
     totals = []
     for mini in minis:
         counts = [written[i] for micros in mini for micro in micros for i in micro]
@@ -52,6 +54,11 @@ def plan_step(groups: Sequence[Group], groups_per_mini_batch: int, budget: int, 
                 groups=[(groups[number].handle, firsts[number]) for number in needed],
                 mini_batches=[mini[rank] for mini in minis],
                 totals=totals,
+                share_prompts=share_prompts,
             )
         )
-    return StepPlan(plans, own, sum(lengths))
+    tokens = sum(
+        group.answers.prompt_length * len(group.answers.written) + sum(group.answers.response_lengths)
+        for group in groups
+    )
+    return StepPlan(plans, own, tokens)

@@ -33,6 +33,7 @@ from isotrain.engine.state import engine_shards, generator_shards, host_generato
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
 from isotrain.errors import CheckpointError
+from isotrain.models.backbone import shares_prompts
 from isotrain.models.lora import adapters_off
 from isotrain.recipe.schema import Recipe, SftSection
 from isotrain.rollout.broadcast import BroadcastSender
@@ -64,6 +65,8 @@ class Description(NamedTuple):
     parameters: int
     trained: int
     attention: str
+    shares_prompts: bool
+    """Whether all models can compute a prompt once for several answers."""
 
 
 class Progress(NamedTuple):
@@ -112,6 +115,7 @@ class PolicyRank:
             everything,
             trained,
             self.policy.model.attention,
+            all(shares_prompts(engine.model.attention) for engine in self.models.all()),
         )
 
     def resume(self) -> Progress:
@@ -135,7 +139,10 @@ class PolicyRank:
             by_number.update(enumerate(group, start=first))
         device = self.world.device
         self.minis = [
-            [Micro(pack_trajectories([by_number[i] for i in micro], micro).to(device)) for micro in mini]
+            [
+                Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts).to(device))
+                for m in mini
+            ]
             for mini in plan.mini_batches
         ]
         self.totals = plan.totals

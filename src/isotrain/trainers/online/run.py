@@ -37,7 +37,7 @@ def train_online(recipe: Recipe, source: str) -> None:
             goes_on = crew.ranks.call("resume")[0]
             for complaint in goes_on.complaints:
                 progress.message(f"warning: {complaint}")
-            trainer = build_trainer(recipe, cluster, stores, crew, Recorder(progress), goes_on)
+            trainer = build_trainer(recipe, cluster, stores, crew, described, Recorder(progress), goes_on)
             steps = trainer.settings.steps
             progress.message(_introduction(recipe, recipe.rollout, described, steps))
             if goes_on.step:
@@ -60,5 +60,5 @@ def _introduction(recipe: Recipe, rollout: RolloutSection, described: Descriptio
         f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} answers on "
         f"{recipe.device.ranks} x {described.device_type} ({described.device_name})\n"
         f"  {described.trained:,} of {described.parameters:,} parameters trained, "
-        f"{described.attention} attention"
+        f"{described.attention} attention{', prompts shared' * described.shares_prompts}"
     )
