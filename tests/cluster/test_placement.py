@@ -81,7 +81,7 @@ def test_cpus_are_not_hidden() -> None:
     ranks = assign([seat(0, "a"), seat(1, "a")], Demand(ranks=2)).ranks
     assert [own["LOCAL_RANK"] for own in rank_environments(ranks, Cpu())] == ["0", "1"]
     assert all("OMP_NUM_THREADS" in own for own in rank_environments(ranks, Cpu()))
-    assert engine_environments(ranks, Cpu()) == [{}, {}]
+    assert all(set(own) == {"OMP_NUM_THREADS"} for own in engine_environments(ranks, Cpu()))
     assert helper_environment(Cpu()) == {}
 
 
@@ -109,3 +109,17 @@ def test_the_names_that_ray_knows() -> None:
                 patch.setenv(name, value)
             manager.set_current_process_visible_accelerator_ids(["5"])
             assert os.environ[variable] == "before"
+
+
+def test_cores_are_shared_with_those_who_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(Cpu, "count", lambda self: 12)
+    ranks, engines = [seat(0, "a"), seat(1, "a"), seat(2, "b")], [seat(3, "a"), seat(4, "b")]
+
+    def threads(environments: list[dict[str, str]]) -> list[str]:
+        return [environment["OMP_NUM_THREADS"] for environment in environments]
+
+    assert threads(rank_environments(ranks, Cpu())) == ["6", "6", "12"]
+    assert threads(rank_environments(ranks, Cpu(), beside=engines)) == ["4", "4", "6"]
+    assert threads(engine_environments(engines, Cpu())) == ["12", "12"]
+    assert threads(engine_environments(engines, Cpu(), beside=ranks)) == ["4", "6"]

@@ -221,7 +221,7 @@ def test_a_head_with_a_bias(tmp_path: Path) -> None:
 def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json; give a Hugging Face model directory"):
         model_directory(str(tmp_path))
-    with pytest.raises(ModelError, match=r"'\./typo' has no config\.json"):
+    with pytest.raises(ModelError, match=r"'\./typo' does not exist"):
         model_directory("./typo")
 
 

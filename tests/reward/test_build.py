@@ -12,7 +12,7 @@ from children import write_functions
 
 from isotrain.errors import RewardError
 from isotrain.recipe.online import RewardSection
-from isotrain.reward.base import Answer, Scored, Scorer, failure_metrics
+from isotrain.reward.base import Answer, Scored, Scorer
 from isotrain.reward.build import build_scorer
 
 
@@ -68,17 +68,12 @@ def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None
     assert bad.detail == "reward.function: rewards.py:2: ZeroDivisionError: division by zero"
 
 
-def test_failures_are_counted(tmp_path: Path) -> None:
+def test_failures_are_told(tmp_path: Path) -> None:
     path = write_functions(tmp_path)
     with scorer(function={"path": f"{path}:score"}, timeout=1.0) as rewards:
         scored = rewards.score([Answer(text, "") for text in ("", "sleep", "exit", "raise", "nan", "")])
     assert [result.score for result in scored] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert failure_metrics(scored) == {
-        "reward/failures": 4.0,
-        "reward/failures/timeout": 1.0,
-        "reward/failures/crash": 1.0,
-        "reward/failures/error": 2.0,
-    }
+    assert [result.failure for result in scored] == [None, "timeout", "crash", "error", "error", None]
 
 
 def test_concurrency_is_the_recipes(tmp_path: Path) -> None:

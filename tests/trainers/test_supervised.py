@@ -26,12 +26,20 @@ def test_it_learns_and_leaves_a_whole_run_directory(tiny: Path, tmp_path: Path, 
         out,
         device_type,
         data={"validation": str(tiny / "validation.jsonl")},
-        trainer={"steps": 30, "validate_every": 10, "save_every": 10, "keep_checkpoints": 2},
+        trainer={
+            "steps": 30,
+            "validate_every": 10,
+            "validate_first": True,
+            "save_every": 10,
+            "keep_checkpoints": 2,
+        },
         observe={"sinks": ["tensorboard"]},
     )
     launch(recipe, "# as written\n")
-    rows = read_metrics(out / "metrics.jsonl")
+    before, *rows = read_metrics(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 31))
+    assert set(before) == {"step", "val/loss"} and before["step"] == 0
+    assert rows[9]["val/loss"] < before["val/loss"]
     assert rows[-1]["train/loss"] < 0.6 * rows[0]["train/loss"]
     assert [row["step"] for row in rows if "val/loss" in row] == [10, 20, 30]
     assert rows[-1]["val/loss"] < rows[9]["val/loss"]

@@ -111,10 +111,14 @@ def assign(seats: Sequence[Seat], demand: Demand) -> Placement:
 
 
 def rank_environments(
-    seats: Sequence[Seat], device: Device, deterministic: bool = False
+    seats: Sequence[Seat], device: Device, deterministic: bool = False, beside: Sequence[Seat] = ()
 ) -> list[dict[str, str]]:
-    """Each training rank's variables: who it is, and its node's devices; its own is number LOCAL_RANK."""
+    """Each training rank's variables: who it is, and its node's devices; its own is number LOCAL_RANK.
+
+    `beside` are the seats of others that work at the same time and want their share of a host's cores.
+    """
     local_sizes = Counter(seat.node for seat in seats)
+    at_work = local_sizes + Counter(seat.node for seat in beside)
     seen: Counter[str] = Counter()
     environments = []
     for rank, seat in enumerate(seats):
@@ -122,7 +126,7 @@ def rank_environments(
         neighbours = [number for other in seats if other.node == seat.node for number in other.devices]
         environments.append(
             {
-                **device.rank_environment(local_size, deterministic),
+                **device.rank_environment(at_work[seat.node], deterministic),
                 **_visible(device, neighbours),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(seats)),
@@ -134,9 +138,18 @@ def rank_environments(
     return environments
 
 
-def engine_environments(seats: Sequence[Seat], device: Device) -> list[dict[str, str]]:
-    """Each rollout engine's variables: it sees its own devices only."""
-    return [_visible(device, seat.devices) for seat in seats]
+def engine_environments(
+    seats: Sequence[Seat], device: Device, beside: Sequence[Seat] = ()
+) -> list[dict[str, str]]:
+    """Each rollout engine's variables: it sees its own devices only. `beside` is as for ranks."""
+    at_work = Counter(seat.node for seat in [*seats, *beside])
+    return [
+        {
+            **device.rank_environment(at_work[seat.node], deterministic=False),
+            **_visible(device, seat.devices),
+        }
+        for seat in seats
+    ]
 
 
 def helper_environment(device: Device) -> dict[str, str]:

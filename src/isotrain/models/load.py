@@ -35,7 +35,8 @@ def model_directory(path: str, field: str = "model.path") -> Path:
     if (local / "config.json").is_file():
         return local
     if local.exists() or path.startswith((".", "/", "~")):
-        raise ModelError(f"{field}: '{path}' has no config.json; give a Hugging Face model directory")
+        problem = "has no config.json" if local.exists() else "does not exist"
+        raise ModelError(f"{field}: '{path}' {problem}; give a Hugging Face model directory")
     from huggingface_hub import snapshot_download
 
     try:

@@ -24,7 +24,7 @@ class MetricsLog:
     def __init__(self, path: str | os.PathLike[str], *, resume_after: int | None = None) -> None:
         """Starts a new log, or goes on after a step as `resume` says."""
         self.path = Path(path)
-        self._last_step = 0
+        self._last_step = -1  # a validation before the first step is step 0
         if resume_after is not None:
             with _named_errors(self.path):
                 self._last_step = _cut(self.path, resume_after)
@@ -96,14 +96,14 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 
 def _cut(path: Path, last_step: int) -> int:
-    """Drops what is later than `last_step` and returns the last step that is left, 0 for none."""
+    """Drops what is later than `last_step`, everything for 0; returns the last step that is left, or -1."""
     before = path.read_bytes() if path.exists() else b""
-    kept = [(line, row) for line, row in _lines(path, before) if row["step"] <= last_step]
+    kept = [(line, row) for line, row in _lines(path, before) if row["step"] <= last_step and last_step > 0]
     # A line that lost only its newline is whole: the newline is given back.
     after = b"".join(line + b"\n" for line, _ in kept)
     if after != before:
         write_atomically(path, after)
-    return int(kept[-1][1]["step"]) if kept else 0
+    return int(kept[-1][1]["step"]) if kept else -1
 
 
 def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, float]]]:

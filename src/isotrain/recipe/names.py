@@ -183,6 +183,7 @@ OTHER_NAMES = {
     # Run
     "ckpt_path": "output",
     "default_local_dir": "output",
+    "eval_on_start": "trainer.validate_first",
     "eval_steps": "trainer.validate_every",
     "experiment_name": "name",
     "full_determinism": "device.deterministic",
@@ -206,6 +207,7 @@ OTHER_NAMES = {
     "save_steps": "trainer.save_every",
     "save_total_limit": "trainer.keep_checkpoints",
     "test_freq": "trainer.validate_every",
+    "val_before_train": "trainer.validate_first",
     "total_epochs": "trainer.epochs",
     "total_training_steps": "trainer.steps",
 }

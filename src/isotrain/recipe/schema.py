@@ -124,6 +124,8 @@ class TrainerSection(Section):
     """Optimizer steps to train for."""
     validate_every: int = Field(default=0, ge=0)
     """Steps between validations; 0 validates at the end only."""
+    validate_first: bool = False
+    """Validate before the first step as well: metrics of step 0 are what the model could do before."""
     save_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = Field(default=3, ge=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -40,13 +39,6 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """End every process; may be called twice."""
-
-
-def failure_metrics(scored: Sequence[Scored]) -> dict[str, float]:
-    """How many answers could not be scored, in all and by the kind of failure."""
-    kinds = Counter(result.failure for result in scored if result.failure)
-    counts = {f"reward/failures/{kind}": float(kinds[kind]) for kind in FAILURES}
-    return {"reward/failures": float(kinds.total()), **counts}
 
 
 def one_line(text: str, limit: int = 300) -> str:

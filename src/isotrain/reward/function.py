@@ -45,13 +45,7 @@ class RewardFunction:
 
 def load_function(path: str) -> RewardFunction:
     """The function that `file.py:function` names; a `RewardError` tells file and line of what is wrong."""
-    file_name, _, name = path.rpartition(":")
-    file = Path(file_name)
-    if not file.is_file():
-        raise RewardError(
-            f"reward.function.path: there is no file {file_name} (looked in {os.getcwd()}); "
-            "write the path relative to the directory that training is started in, or in full"
-        )
+    file, name = function_file(path)
     module = _import(file)
     function = getattr(module, name, None)
     if not callable(function):
@@ -61,13 +55,25 @@ def load_function(path: str) -> RewardFunction:
             if inspect.isfunction(value) and value.__module__ == MODULE
         )
         raise RewardError(
-            f"reward.function.path: {file_name} has no function {name}"
+            f"reward.function.path: {file} has no function {name}"
             + (f"; it has {', '.join(known)}" if known else "")
         )
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async
     )
-    return RewardFunction(function, _names(function, name, file_name), asynchronous)
+    return RewardFunction(function, _names(function, name, str(file)), asynchronous)
+
+
+def function_file(path: str) -> tuple[Path, str]:
+    """File and function of `file.py:function`; the file is there."""
+    file_name, _, name = path.rpartition(":")
+    file = Path(file_name)
+    if not file.is_file():
+        raise RewardError(
+            f"reward.function.path: there is no file {file_name} (looked in {os.getcwd()}); "
+            "write the path relative to the directory that training is started in, or in full"
+        )
+    return file, name
 
 
 def _import(file: Path) -> ModuleType:

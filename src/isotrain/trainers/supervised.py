@@ -40,6 +40,7 @@ class SupervisedTrainer:
     recorder: Recorder
     steps: int
     validate_every: int
+    validate_first: bool
     save_every: int
     max_skipped: int
     """Updates that may be left out because a number was not finite."""
@@ -48,6 +49,8 @@ class SupervisedTrainer:
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
+        if done == 0 and self.validate_first and self.validation is not None:
+            self.recorder.write(0, self._validate(self.validation))
         for step in range(done + 1, self.steps + 1):
             started = time.perf_counter()
             data = self.feed.next_step()
@@ -56,7 +59,7 @@ class SupervisedTrainer:
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)
             if self.validation is not None and self._is_due(step, self.validate_every):
-                values["val/loss"] = self.engine.evaluate(self.validation.one_pass(), self.loss)
+                values |= self._validate(self.validation)
             self.recorder.write(step, values)
             if self._is_due(step, self.save_every):
                 self._save(step)
@@ -65,6 +68,9 @@ class SupervisedTrainer:
         self.writer.wait()
         if failure := self.writer.failure():
             raise CheckpointError(failure)
+
+    def _validate(self, feed: Feed) -> dict[str, float]:
+        return {"val/loss": self.engine.evaluate(feed.one_pass(), self.loss)}
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
@@ -181,6 +187,7 @@ def _build_trainer(
         recorder=recorder,
         steps=steps,
         validate_every=trainer.validate_every,
+        validate_first=trainer.validate_first,
         save_every=trainer.save_every,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),

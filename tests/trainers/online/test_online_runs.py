@@ -34,7 +34,7 @@ def saving(tiny: Path, output: Path) -> Recipe:
             "tokens_per_micro_batch": 256,
         },
         rollout={"engine": "hf", "n": 4, "max_tokens": 6, "record": True},
-        trainer={"steps": 5, "save_every": 1, "validate_every": 2},
+        trainer={"steps": 5, "save_every": 1, "validate_every": 2, "validate_first": True},
     )
 
 
@@ -45,7 +45,10 @@ def whole(tiny: Path, work: Path) -> Path:
 
 
 def test_the_first_update_is_on_policy(whole: Path) -> None:
-    for row in read_metrics(whole / "metrics.jsonl"):
+    before, *rows = read_metrics(whole / "metrics.jsonl")
+    assert before["step"] == 0 and any(name.startswith("val-core/") for name in before)
+    assert "actor/ppo_kl" not in before
+    for row in rows:
         assert row["actor/ppo_kl"] == 0.0 and row["actor/pg_clipfrac"] == 0.0
         # Engine and trainer run the same kernels in batches of other sizes.
         assert row["training/rollout_probs_diff_max"] < 1e-5
@@ -94,6 +97,6 @@ def test_two_ranks_do_what_one_does(tiny: Path, work: Path, whole: Path) -> None
     ]
     for name in names:
         # After the first update rounding may turn a sampled token; until then only sums are in another order.
-        one_rank, two_ranks = (stable_metrics(run)[0][name] for run in (whole, two))
+        one_rank, two_ranks = (stable_metrics(run)[1][name] for run in (whole, two))
         assert two_ranks == pytest.approx(one_rank, abs=1e-5), name
     assert drawn(two) == drawn(whole)

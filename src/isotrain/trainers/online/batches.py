@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +45,23 @@ class BatchMaker:
         self.attempts = attempts
         self.greedy = greedy
 
-    def make(self) -> Batch:
+    def begin(self) -> Callable[[], Batch]:
+        """Draw the prompts of a batch; calling the result has them answered."""
+        if self.attempts:
+            return self._make_informative  # how many it draws is known at its end
+        tickets = self._draw(self.sampler.batch_size)
+        return partial(self._make, tickets, self.sampler.taken)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a batch must be made before the prompts of the next can be drawn."""
+        return self.attempts > 0
+
+    def _make(self, tickets: list[Ticket], taken: int) -> Batch:
+        groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
+        return self._with_greedy(Batch(groups, None, taken, seconds, 0))
+
+    def _make_informative(self) -> Batch:
         wanted = len(tickets := self._draw(self.sampler.batch_size))
         groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
         resampled = 0
@@ -54,13 +72,15 @@ class BatchMaker:
                 break
             more, extra = self.collector.collect(TRAIN, self._draw(missing), self.n, self.sampling)
             groups, seconds, resampled = kept + more, seconds.plus(extra), resampled + missing
-        greedy = None
-        if self.greedy:
-            places = [Ticket(g.answers.place, g.answers.row) for g in groups]
-            best, extra = self.collector.collect(TRAIN, places, 1, _greedy(self.sampling))
-            greedy = {g.answers.place: g.scores[0].value for g in best}
-            seconds = seconds.plus(extra)
-        return Batch(groups, greedy, self.sampler.taken, seconds, resampled)
+        return self._with_greedy(Batch(groups, None, self.sampler.taken, seconds, resampled))
+
+    def _with_greedy(self, batch: Batch) -> Batch:
+        if not self.greedy:
+            return batch
+        places = [Ticket(g.answers.place, g.answers.row) for g in batch.groups]
+        best, extra = self.collector.collect(TRAIN, places, 1, _greedy(self.sampling))
+        scores = {g.answers.place: g.scores[0].value for g in best}
+        return replace(batch, greedy=scores, seconds=batch.seconds.plus(extra))
 
     def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
         """The groups with new answers to those draws whose trajectories are gone."""
@@ -92,11 +112,11 @@ def _greedy(sampling: Sampling) -> Sampling:
 class OnDemand:
     """On-policy: a batch is made when it is asked for, with the weights of that moment."""
 
-    def __init__(self, make: Callable[[], Batch]) -> None:
-        self.make = make
+    def __init__(self, begin: Callable[[], Callable[[], Batch]]) -> None:
+        self._begin = begin
 
     def next(self) -> Batch:
-        return self.make()
+        return self._begin()()
 
     def weights_are_out(self) -> None: ...
 
@@ -104,42 +124,49 @@ class OnDemand:
 
 
 class Ahead:
-    """Batches are made in a thread while training goes on, at most `staleness` weight versions ahead.
+    """Batches are made in threads while training goes on, at most `staleness` weight versions ahead.
 
-    A batch may be begun as soon as the weights that it may be too old by are out: so the queue is bounded by
-    the same number.
+    A batch is begun as soon as the weights that it may be too old by are out: so `staleness + 1` are under
+    way at most. Their answers are written one batch after the other, for an engine does one thing at a time,
+    but while the last answers of one are being scored, those of the next are being written.
     """
 
-    def __init__(self, make: Callable[[], Batch], staleness: int, batches: int) -> None:
-        self._make = make
-        self._left = batches
-        self._may_begin = threading.Semaphore(staleness + 1)
-        self._made: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-        self._thread.start()
+    def __init__(
+        self, begin: Callable[[], Callable[[], Batch]], staleness: int, batches: int, one_by_one: bool = False
+    ) -> None:
+        """With `one_by_one` a batch waits until the one before it is made."""
+        self._begin, self._left, self._one_by_one = begin, batches, one_by_one
+        self._begun: deque[Future[Batch]] = deque()
+        for _ in range(staleness + 1):
+            self._start()
 
-    def _run(self) -> None:
-        try:
-            for _ in range(self._left):
-                self._may_begin.acquire()
-                if self._closed:
-                    return
-                self._made.put(self._make())
-        except BaseException as error:  # raised where the batch is asked for
-            self._made.put(error)
+    def _start(self) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        before = self._begun[-1] if self._begun and self._one_by_one else None
+        made: Future[Batch] = Future()
+        self._begun.append(made)
+        # Not those of an executor: one that waits for a worker must not keep the program from ending.
+        arguments = (made, self._begin(), before)
+        threading.Thread(target=_fulfil, args=arguments, name="batch", daemon=True).start()
 
     def next(self) -> Batch:
-        made = self._made.get()
-        if isinstance(made, BaseException):
-            raise made
-        return made
+        return self._begun.popleft().result()
 
     def weights_are_out(self) -> None:
-        """New weights are on their way to the engines: one more batch may be begun behind them."""
-        self._may_begin.release()
+        """New weights are on their way to the engines: one more batch is begun behind them."""
+        self._start()
 
     def close(self) -> None:
         """No further batch is begun; one that is being made ends with its workers."""
-        self._closed = True
-        self._may_begin.release()
+        self._left = 0
+
+
+def _fulfil(made: Future[Batch], make: Callable[[], Batch], before: Future[Batch] | None) -> None:
+    try:
+        if before is not None:
+            before.result()
+        made.set_result(make())
+    except BaseException as error:  # raised where the batch is asked for
+        made.set_exception(error)

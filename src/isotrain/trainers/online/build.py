@@ -74,7 +74,7 @@ def build_trainer(
         engines=engines,
         relays=crew.relays,
         maker=maker,
-        batches=OnDemand(maker.make),
+        batches=OnDemand(maker.begin),
         schedule=_schedule(recipe, recipe.optimizer.lr, settings.steps),
         critic_schedule=(
             _schedule(recipe, algorithm.critic.lr, settings.steps)
@@ -87,7 +87,9 @@ def build_trainer(
     )
     trainer.send_weights(goes_on.step)
     if rollout.staleness:
-        trainer.batches = Ahead(maker.make, rollout.staleness, settings.steps - goes_on.step)
+        trainer.batches = Ahead(
+            maker.begin, rollout.staleness, settings.steps - goes_on.step, maker.one_by_one
+        )
     return trainer
 
 
@@ -114,6 +116,7 @@ def _settings(
     return LoopSettings(
         steps=total_steps(recipe, len(stores[TRAIN])),
         validate_every=trainer.validate_every,
+        validate_first=trainer.validate_first,
         save_every=trainer.save_every,
         mini_batch_size=mini_batch_size,
         budget=data.tokens_per_micro_batch,

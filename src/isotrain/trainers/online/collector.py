@@ -15,6 +15,9 @@ from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.messages import Answers, Group, Ticket
 from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
 
+# Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
+CALLS_AT_ONCE = 4
+
 
 class Seconds(NamedTuple):
     generating: float
@@ -55,7 +58,7 @@ class _Round:
         self.streams: list[Task] = []
         self.backlog: list[tuple[Answers, Handle]] = []
         self.scoring: dict[Task, list[tuple[Answers, Handle]]] = {}
-        self.idle = list(range(len(rewards)))
+        self.idle = [index for _ in range(CALLS_AT_ONCE) for index in range(len(rewards))]
         self.done: dict[int, Group] = {}
 
     def run(self, tickets: Sequence[Ticket]) -> tuple[dict[int, Group], Seconds]:
@@ -88,7 +91,7 @@ class _Round:
             self.engines.replace(task, death)
 
     def _send_backlog(self) -> None:
-        """A worker gets all that has come while it was busy: rewards may then run at the same time."""
+        """Workers that are free get equal parts of what has come."""
         while self.idle and self.backlog:
             count = -(-len(self.backlog) // len(self.idle))
             work, self.backlog = self.backlog[:count], self.backlog[count:]

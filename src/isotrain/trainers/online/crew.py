@@ -23,6 +23,7 @@ from isotrain.device.base import Device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.collector import CALLS_AT_ONCE
 from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_of_engines
@@ -58,25 +59,31 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
     demand = Demand(recipe.device.ranks, rollout.engines, rollout.tensor_parallel, colocated)
     with ExitStack() as stack:
 
-        def group(name: str, worker: type, members: list[Member], spmd: bool = False) -> WorkerGroup:
+        def group(name: str, worker: type, members: list[Member], **options: Any) -> WorkerGroup:
             return stack.enter_context(
-                WorkerGroup(name, worker, members, spmd=spmd, start_timeout=cluster.start_timeout)
+                WorkerGroup(name, worker, members, start_timeout=cluster.start_timeout, **options)
             )
 
         joined = stack.enter_context(
             join_cluster(cluster, device, keep_logs=Path(recipe.output).absolute() / "logs")
         )
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout))
-        learners = _ranks(recipe, values, placement, device)
+        learners = _ranks(recipe, values, placement, device, demand)
         writers = _engines(values, placement, device, demand)
         scorer = Member((values,), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
         # At the same time: each process takes seconds to import what it needs.
         with ThreadPoolExecutor() as pool:
             wanted = [
-                pool.submit(group, "training rank", PolicyRank, learners, True),
+                pool.submit(group, "training rank", PolicyRank, learners, spmd=True),
                 pool.submit(group, "rollout engine", RolloutWorker, writers),
-                pool.submit(group, "reward worker", RewardWorker, [scorer] * recipe.reward.workers),
+                pool.submit(
+                    group,
+                    "reward worker",
+                    RewardWorker,
+                    [scorer] * recipe.reward.workers,
+                    concurrency=CALLS_AT_ONCE,
+                ),
                 pool.submit(group, "weight relay", Relay, away),
             ]
         ranks, engines, rewards, relay_group = (future.result() for future in wanted)
@@ -92,8 +99,11 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
         yield Crew(ranks, (placement.store_host, directory), engines, relays, rewards)
 
 
-def _ranks(recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device) -> list[Member]:
-    environments = rank_environments(placement.ranks, device, recipe.device.deterministic)
+def _ranks(
+    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, demand: Demand
+) -> list[Member]:
+    beside = [] if demand.colocated else placement.engines
+    environments = rank_environments(placement.ranks, device, recipe.device.deterministic, beside)
     return [
         Member((values,), environment, seat)
         for environment, seat in zip(environments, placement.ranks, strict=True)
@@ -101,10 +111,9 @@ def _ranks(recipe: Recipe, values: dict[str, Any], placement: Placement, device:
 
 
 def _engines(values: dict[str, Any], placement: Placement, device: Device, demand: Demand) -> list[Member]:
-    # Engines that run beside the ranks share the host's cores with them; in turn, each side has them all.
-    sharing = demand.engines + (0 if demand.colocated else demand.ranks)
-    environments = engine_environments(placement.engines, device)
+    beside = [] if demand.colocated else placement.ranks
+    environments = engine_environments(placement.engines, device, beside)
     return [
-        Member((values, engine_name(index)), {**device.rank_environment(sharing, False), **environment}, seat)
+        Member((values, engine_name(index)), environment, seat)
         for index, (environment, seat) in enumerate(zip(environments, placement.engines, strict=True))
     ]

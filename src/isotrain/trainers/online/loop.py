@@ -43,6 +43,7 @@ class LoopSettings:
 
     steps: int
     validate_every: int
+    validate_first: bool
     save_every: int
     mini_batch_size: int
     """Prompts of one update."""
@@ -96,6 +97,8 @@ class OnlineTrainer:
                 self.ranks.call("close", timeout=CLOSING_SECONDS)
 
     def _train(self, done: int) -> None:
+        if done == 0 and self.settings.validate_first and self.settings.validation_rows:
+            self.recorder.write(0, self.validate())
         for step in range(done + 1, self.settings.steps + 1):
             self.timing, self.saving = self.saving, {}  # of the checkpoint after the step before
             with self._timed("step"):

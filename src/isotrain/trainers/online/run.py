@@ -11,6 +11,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.crew import assemble
 from isotrain.trainers.online.policy_rank import Description
+from isotrain.trainers.online.precheck import check_online
 from isotrain.trainers.online.prompts import open_prompts
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import check_run, run_lock, write_start
@@ -27,6 +28,8 @@ def train_online(recipe: Recipe, source: str) -> None:
         open_progress(silent=silent, devices=recipe.device.ranks) as progress,
     ):
         check_run(recipe)
+        for warning in check_online(recipe):
+            progress.message(f"warning: {warning}")
         stores = open_prompts(recipe, progress.message)
         progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
         with assemble(recipe, cluster, device) as crew:

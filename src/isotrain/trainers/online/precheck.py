@@ -1,0 +1,33 @@
+"""What can be seen to be wrong with an online recipe before any worker is started."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from isotrain.errors import RolloutError
+from isotrain.models.load import model_directory
+from isotrain.recipe.online import OnlineSection, PpoSection
+from isotrain.recipe.schema import Recipe
+from isotrain.reward.function import function_file
+
+
+def check_online(recipe: Recipe) -> list[str]:
+    """Raise where the run would fail once its workers have started; returns warnings."""
+    algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
+    assert isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None
+    if rollout.engine == "vllm" and find_spec("vllm") is None:
+        raise RolloutError(
+            "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or write rollout.engine: hf"
+        )
+    if reward.function is not None:
+        function_file(reward.function.path)
+    if reward.model is not None:
+        model_directory(reward.model.path, "reward.model.path")
+    if isinstance(algorithm, PpoSection) and algorithm.critic.path:
+        model_directory(algorithm.critic.path, "algorithm.critic.path")
+    if rollout.staleness and algorithm.correction.level == "off":
+        return [
+            f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of answers; "
+            "algorithm.correction.level=token does"
+        ]
+    return []

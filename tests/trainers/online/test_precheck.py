@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from online_runs import online_recipe
+
+from isotrain.errors import IsotrainError
+from isotrain.trainers.online import precheck
+from isotrain.trainers.online.precheck import check_online
+
+MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
+    r"reward.function.path: there is no file nowhere.py": {
+        "reward": {"function": {"path": "nowhere.py:score"}}
+    },
+    r"reward.model.path: './nowhere' does not exist": {"reward": {"model": {"path": "./nowhere"}}},
+    r"algorithm.critic.path: './nowhere' does not exist": {
+        "algorithm": {"name": "ppo", "critic": {"path": "./nowhere"}}
+    },
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_told_before_workers_start(tiny: Path, tmp_path: Path, message: str) -> None:
+    with pytest.raises(IsotrainError, match=message):
+        check_online(online_recipe(tiny, tmp_path, "cpu", **MISTAKES[message]))
+
+
+def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precheck, "find_spec", lambda name: None)
+    with pytest.raises(IsotrainError, match=r"vllm is not installed.*rollout\.engine: hf"):
+        check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "vllm"}))
+    assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "hf"})) == []
+
+
+def test_old_answers_without_correction(tiny: Path, tmp_path: Path) -> None:
+    def warnings(level: str) -> list[str]:
+        algorithm = {"name": "grpo", "correction": {"level": level}}
+        sections = {"rollout": {"staleness": 2}, "cluster": {"placement": "separate"}}
+        return check_online(online_recipe(tiny, tmp_path, "cpu", algorithm=algorithm, **sections))
+
+    assert "correction.level=token" in warnings("off")[0] and warnings("token") == []
