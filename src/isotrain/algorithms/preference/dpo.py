@@ -1,0 +1,30 @@
+"""Direct preference optimisation (Rafailov et al., arXiv:2305.18290), with smoothed labels.
+
+P: pairs of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from isotrain.algorithms.preference.pairs import Judged, Side
+
+
+def dpo(
+    chosen: Side,
+    rejected: Side,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    length_averaged: bool = False,
+) -> Judged:
+    """`-(1 - eps) log sigmoid(h) - eps log sigmoid(-h)`, `h = beta [(logp_c - ref_c) - (logp_r - ref_r)]`.
+
+    `label_smoothing` is the share of pairs that are thought to be the wrong way round. With
+    `length_averaged`, log-probs are means over an answer's tokens.
+    """
+    chosen_P = beta * chosen.log_ratio_P(length_averaged)
+    rejected_P = beta * rejected.log_ratio_P(length_averaged)
+    h_P = chosen_P - rejected_P
+    loss_P = -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
+    return Judged(loss_P, chosen_P, rejected_P)

@@ -1,0 +1,55 @@
+"""Pairs of answers, one preferred to the other: what every loss over them takes and gives.
+
+P: pairs of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from isotrain.algorithms.aggregate import Loss
+from isotrain.algorithms.flat import widen
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of the pairs: the chosen answers, or the rejected ones."""
+
+    logp_P: torch.Tensor
+    """The sum of the answer's log-probs under the policy."""
+    ref_logp_P: torch.Tensor | None
+    """The same under the reference; None for losses that have none."""
+    tokens_P: torch.Tensor
+    """Tokens of the answer."""
+
+    def mean_logp_P(self) -> torch.Tensor:
+        return widen(self.logp_P) / self.tokens_P.clamp(min=1)
+
+    def log_ratio_P(self, length_averaged: bool = False) -> torch.Tensor:
+        """How much more likely the answer is than under the reference, in all or per token."""
+        assert self.ref_logp_P is not None, "this loss compares with a reference"
+        ratio_P = widen(self.logp_P) - widen(self.ref_logp_P.detach())
+        return ratio_P / self.tokens_P.clamp(min=1) if length_averaged else ratio_P
+
+
+class Judged(NamedTuple):
+    """Of each pair: its loss, and the implicit rewards of its answers."""
+
+    loss_P: torch.Tensor
+    chosen_P: torch.Tensor
+    rejected_P: torch.Tensor
+
+
+def shares(judged: Judged, pairs: int) -> Loss:
+    """A micro-batch's share of the mean over all `pairs` of the step, and of its metrics."""
+    chosen_P, rejected_P = judged.chosen_P.detach(), judged.rejected_P.detach()
+    loss = judged.loss_P.sum() / pairs
+    return loss, {
+        "accuracy": (chosen_P > rejected_P).float().sum() / pairs,
+        "margin": (chosen_P - rejected_P).sum() / pairs,
+        "chosen_reward": chosen_P.sum() / pairs,
+        "rejected_reward": rejected_P.sum() / pairs,
+    }

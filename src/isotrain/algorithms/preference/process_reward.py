@@ -1,0 +1,37 @@
+"""Process reward models: is the solution still right at the end of this step?
+
+N: ends of steps in the micro-batch, C: classes, in which the second one means a good step.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from isotrain.algorithms.aggregate import Loss
+from isotrain.algorithms.flat import widen
+
+
+def prm(logits_NC: torch.Tensor, labels_N: torch.Tensor, steps: int) -> Loss:
+    """Cross-entropy at the ends of steps, as a share of the mean over the batch's `steps`.
+
+    `logits_NC` are those of a head with two classes, or of the two tokens that stand for bad and good.
+    Labels between 0 and 1 are probabilities of a good step: `-(1 - p) log q_bad - p log q_good`.
+    """
+    assert logits_NC.shape[1] == 2
+    logq_NC = F.log_softmax(widen(logits_NC), -1)
+    good_N = labels_N.to(logq_NC.dtype)
+    loss_N = -(1 - good_N) * logq_NC[:, 0] - good_N * logq_NC[:, 1]
+    right_N = (logq_NC[:, 1] > logq_NC[:, 0]) == (good_N > 0.5)
+    return loss_N.sum() / steps, {"accuracy": right_N.float().sum() / steps}
+
+
+def prm_of_vocabulary(
+    logp_bad_N: torch.Tensor, logp_good_N: torch.Tensor, labels_N: torch.Tensor, steps: int
+) -> Loss:
+    """The same against the whole vocabulary: `logp_*` are log-probs of the two tokens among all."""
+    logq_bad_N, logq_good_N = widen(logp_bad_N), widen(logp_good_N)
+    good_N = labels_N.to(logq_bad_N.dtype)
+    loss_N = -(1 - good_N) * logq_bad_N - good_N * logq_good_N
+    right_N = (logq_good_N > logq_bad_N) == (good_N > 0.5)
+    return loss_N.sum() / steps, {"accuracy": right_N.float().sum() / steps}

@@ -1,0 +1,20 @@
+"""Simple preference optimisation (Meng et al., arXiv:2405.14734): log-probs per token, no reference.
+
+P: pairs of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from isotrain.algorithms.preference.pairs import Judged, Side
+
+
+def simpo(
+    chosen: Side, rejected: Side, *, beta: float = 2.0, margin: float = 1.0, label_smoothing: float = 0.0
+) -> Judged:
+    """`-log sigmoid(h)`, `h = beta (mean logp_c - mean logp_r) - margin`, with labels smoothed as in DPO."""
+    chosen_P, rejected_P = beta * chosen.mean_logp_P(), beta * rejected.mean_logp_P()
+    h_P = chosen_P - rejected_P - margin
+    loss_P = -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
+    return Judged(loss_P, chosen_P, rejected_P)
