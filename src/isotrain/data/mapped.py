@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.rows import Row
 from isotrain.errors import DataError
 
 _META = "meta.json"
@@ -25,6 +24,8 @@ _OFFSETS = "<i8"
 _REPORT_EVERY = 1000
 
 Progress = Callable[[int], None]
+Source = TypeVar("Source")
+"""What an entry is made from: a row, or a part of one."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ class Mapped:
             if offsets[0] != 0 or offsets[-1] != meta[part.count] or np.any(np.diff(offsets) < 0):
                 raise DataError(f"{directory / part.offsets}: damaged; delete {directory}")
             for name, kind in part.types.items():
-                self.arrays[name] = np.memmap(directory / name, dtype=kind, mode="r")
+                # An empty file cannot be mapped: no row may have a value of this kind.
+                empty = meta[part.count] == 0
+                self.arrays[name] = (
+                    np.zeros(0, kind) if empty else np.memmap(directory / name, dtype=kind, mode="r")
+                )
                 self.offsets[name] = offsets
 
     @classmethod
@@ -97,8 +102,8 @@ class Mapped:
 
 
 def build_mapped(
-    rows: Iterable[Row],
-    encode: Callable[[Row], Entry | None],
+    rows: Iterable[Source],
+    encode: Callable[[Source], Entry | None],
     directory: Path,
     layout: Layout,
     description: Mapping[str, Any],
@@ -128,8 +133,8 @@ def build_mapped(
 
 
 def _write(
-    rows: Iterable[Row],
-    encode: Callable[[Row], Entry | None],
+    rows: Iterable[Source],
+    encode: Callable[[Source], Entry | None],
     directory: Path,
     layout: Layout,
     description: Mapping[str, Any],

@@ -1,0 +1,120 @@
+"""Judged rows to samples with their judgements.
+
+T: tokens of one sample, V: judgements of an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from isotrain.data.encode import Encoder, TooLong
+from isotrain.data.preference import read_answers, read_pair, read_steps
+from isotrain.data.prompts import PromptEncoder
+from isotrain.data.rows import Row
+from isotrain.data.sample import Sample
+from isotrain.errors import DataError
+
+Kind = Literal["pairs", "answers", "steps"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is judged together: the two samples of a pair, an answer, or a solution.
+
+    Pairs: chosen, then rejected; the judgement is the margin, or nothing. Answers: 1 for desirable, 0 for
+    not. Solutions: the mask is true at the last token of each step, and there are as many judgements.
+    """
+
+    samples: tuple[Sample, ...]
+    values_V: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return sum(len(sample) for sample in self.samples)
+
+
+class JudgedEncoder:
+    """One kind of judged rows to items. A row may hold several, or be left out."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Kind,
+        max_length: int,
+        too_long: TooLong,
+        step_separator: str = "\n",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.settings: dict[str, Any] = {
+            "kind": kind,
+            "max_length": max_length,
+            "too_long": too_long,
+            "step_separator": step_separator if kind == "steps" else None,
+        }
+        self._max_length, self._too_long = max_length, too_long
+        self._encode = Encoder(tokenizer, "prompt-completion", "prompt", "completion", max_length, too_long)
+        self._prompt = PromptEncoder(
+            tokenizer, "prompt", max_length, "drop" if too_long == "drop" else "error"
+        )
+        self._separator = list(tokenizer(step_separator, add_special_tokens=False)["input_ids"])
+        if kind == "steps" and not self._separator:
+            raise DataError("algorithm.step_separator: it has no token, so steps would have no end")
+        readers: dict[Kind, Callable[[Row], list[Item]]] = {
+            "pairs": self._pair,
+            "answers": self._answers,
+            "steps": self._steps,
+        }
+        self._read = readers[kind]
+
+    def __call__(self, row: Row) -> list[Item]:
+        return self._read(row)
+
+    def _pair(self, row: Row) -> list[Item]:
+        pair = read_pair(row)
+        chosen, rejected = self._encode(pair.chosen), self._encode(pair.rejected)
+        if chosen is None or rejected is None:
+            return []
+        margin = [] if pair.margin is None else [pair.margin]
+        return [Item((chosen, rejected), np.array(margin, np.float32))]
+
+    def _answers(self, row: Row) -> list[Item]:
+        return [
+            Item((sample,), np.array([judged.desirable], np.float32))
+            for judged in read_answers(row)
+            if (sample := self._encode(judged.answer)) is not None
+        ]
+
+    def _steps(self, row: Row) -> list[Item]:
+        judged = read_steps(row)
+        prompt_P = self._prompt(judged.prompt)
+        if prompt_P is None:
+            return []
+        tokens: list[int] = prompt_P.tolist()
+        ends = []
+        for step in judged.steps:
+            tokens += self.tokenizer(step, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens += self._separator
+            ends.append(len(tokens) - 1)
+        if len(tokens) > self._max_length:
+            if self._too_long == "error":
+                raise DataError(
+                    f"{row.origin}: {len(tokens)} tokens, but data.max_length is {self._max_length}; raise "
+                    "it, or set data.too_long to 'truncate' or 'drop'"
+                )
+            ends = [end for end in ends if end < self._max_length]
+            if self._too_long == "drop" or not ends:
+                return []
+            tokens = tokens[: ends[-1] + 1]  # nothing is asked of what comes after the last whole step
+        mask_T = np.zeros(len(tokens), np.bool_)
+        mask_T[ends] = True
+        return [
+            Item(
+                (Sample(np.array(tokens, np.int32), mask_T),),
+                np.array(judged.labels[: len(ends)], np.float32),
+            )
+        ]
