@@ -43,6 +43,15 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert "data.prompt_key=extra_info.question" in result.output
 
 
+def test_judged(tmp_path: Path) -> None:
+    source = tmp_path / "prefs.jsonl"
+    source.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
+    out = tmp_path / "pairs.jsonl"
+    result = CliRunner().invoke(app, ["judged", "ultrafeedback", "--source", str(source), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {out} (1 rows from 1)" in result.output and out.is_file()
+
+
 def test_help_needs_no_heavy_import() -> None:
     code = (
         "import sys, isotrain.cli.prepare, isotrain.cli.preview;"

@@ -62,6 +62,47 @@ def gsm8k_sums(
 
 
 @app.command()
+def gsm8k_judged(
+    out: _Out,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")] = 0,
+) -> None:
+    """Write GSM8K's solutions beside corrupted ones: pairs, judged answers and judged steps.
+
+    Example:
+
+        isotrain prepare gsm8k-judged --out work/gsm8k-judged
+    """
+    from isotrain.data.prepare.gsm8k_judged import prepare_gsm8k_judged
+
+    for name, rows in prepare_gsm8k_judged(source, out, seed).items():
+        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+
+
+@app.command()
+def judged(
+    name: Annotated[
+        Literal["ultrafeedback", "prm800k", "math-shepherd"], typer.Argument(help="Whose rows they are.")
+    ],
+    source: Annotated[str, typer.Option("--source", help="JSON lines or Parquet files, or a Hub name.")],
+    out: Annotated[Path, typer.Option("--out", help="The .jsonl file to write.")],
+) -> None:
+    """Write a published set of preferences or step labels in the rows that training reads.
+
+    Example:
+
+        isotrain prepare judged ultrafeedback --source train_prefs.parquet --out work/pairs.jsonl
+    """
+    from isotrain.data.prepare.judged_sets import prepare_judged_set
+
+    read, written = prepare_judged_set(name, source, out)
+    typer.echo(f"wrote {out} ({written:,} rows from {read:,})")
+
+
+@app.command()
 def tiny(
     out: _Out,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")] = 0,
