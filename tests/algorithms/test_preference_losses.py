@@ -156,7 +156,12 @@ def test_kto_by_hand(device_type: str) -> None:
     )
     expected = 1.5 * (1 - sigmoid(0.5 * (1 - 0.25))) + 0.5 * (1 - sigmoid(0.5 * (0.25 + 1)))
     assert loss.item() == pytest.approx(expected / 2)
-    assert metrics["chosen_reward_sum"].item() == 0.5 and metrics["rejected_reward_sum"].item() == -0.5
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "chosen_reward_share": 0.25,
+        "rejected_reward_share": -0.25,
+        "chosen_share": 0.5,
+        "rejected_share": 0.5,
+    }
     loss.backward()
     assert logp_S.grad is not None and logp_S.grad[0] < 0 < logp_S.grad[1]
 

@@ -89,7 +89,7 @@ def test_one_pass(store: TokenStore, ranks: int) -> None:
     own = feeds(store, ranks, limit=ROWS, shuffle=False)
     passes = []
     for _ in range(2):  # each pass begins anew
-        steps = [list(feed.one_pass()) for feed in own]
+        steps = [[step.batches for step in feed.one_pass()] for feed in own]
         in_order = [
             sorted(row for part in parts for row in rows_of(part)) for parts in zip(*steps, strict=True)
         ]

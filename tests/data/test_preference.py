@@ -8,7 +8,7 @@ from isotrain.data.preference import read_answers, read_pair, read_steps
 from isotrain.data.rows import Row
 from isotrain.errors import DataError
 
-ASK = {"role": "user", "content": "2 + 3?"}
+ASK, SURE = ({"role": "user", "content": text} for text in ("2 + 3?", "Sure?"))
 RIGHT, WRONG = {"role": "assistant", "content": "5"}, {"role": "assistant", "content": "6"}
 
 
@@ -29,6 +29,12 @@ def row(**values: Any) -> Row:
             [RIGHT],
         ),
         ({"prompt": "2 + 3?", "chosen": [RIGHT], "rejected": [WRONG]}, [ASK], [RIGHT]),
+        # What both sides begin with comes after the prompt, where that is not among it.
+        (
+            {"prompt": [ASK], "chosen": [WRONG, SURE, RIGHT], "rejected": [WRONG, SURE, WRONG]},
+            [ASK, WRONG, SURE],
+            [RIGHT],
+        ),
         (
             {"chosen": "\n\nHuman: 2 + 3?\n\nAssistant: 5", "rejected": "\n\nHuman: 2 + 3?\n\nAssistant: 6"},
             "\n\nHuman: 2 + 3?\n\nAssistant:",

@@ -110,7 +110,7 @@ def test_loss_and_gradient_equal_a_plain_loop(tiny: Path, build: Build) -> None:
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.grad_norm == pytest.approx(norm(gradient), rel=1e-5)
-    assert result.loss_tokens == LOSS_TOKENS and result.applied
+    assert result.metrics == {"loss_tokens": LOSS_TOKENS} and result.applied
     for name, change in difference(before, weights(engine)).items():
         torch.testing.assert_close(change, gradient[name], rtol=1e-4, atol=1e-6, msg=name)
 

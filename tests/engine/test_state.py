@@ -22,7 +22,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import StepResult, TrainingEngine
+from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.state import (
     engine_shards,
     generator_shards,
@@ -51,7 +51,7 @@ class Job:
     engine: TrainingEngine
     feed: Feed
 
-    def step(self, lr: float = 3e-3) -> StepResult:
+    def step(self, lr: float = 3e-3) -> UpdateResult:
         # Draws on every generator, an odd number of normal ones: NumPy keeps the second of a pair for later.
         random.random()
         np.random.standard_normal()
@@ -80,7 +80,7 @@ def job(recipe: Recipe, seed: int = 0) -> Iterator[Job]:
         random.seed(seed)
         np.random.seed(seed)
         engine = build_engine(recipe.model, recipe.optimizer, device=device, world=world, seed=recipe.seed)
-        feed, _ = open_feeds(recipe, world, Progress())
+        feed, _ = open_feeds(recipe, device, world, Progress())
         yield Job(device, engine, feed)
 
 

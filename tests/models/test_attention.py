@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from isotrain.errors import ModelError
+from isotrain.models import attention
 from isotrain.models.attention import SEGMENTS, segment_attention
 
 LENGTHS = (3, 1, 5)
@@ -76,9 +77,16 @@ def test_sliding_window(device_type: str, window: int) -> None:
         torch.testing.assert_close(out, qkv[2].repeat_interleave(2, dim=1).transpose(1, 2))
 
 
+@pytest.mark.parametrize("largest_mask", [0, 1 << 26])
 @pytest.mark.parametrize("window", [None, 1, 3, 4])
-def test_a_segment_sees_the_one_that_it_continues(device_type: str, window: int | None) -> None:
-    """Two of two tokens and one of one that continue a prompt of three, against each with its own prompt."""
+def test_a_segment_sees_the_one_that_it_continues(
+    device_type: str, window: int | None, largest_mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of two tokens and one of one that continue a prompt of three, against each with its own prompt.
+
+    Under a mask, and where the prompt's queries go along instead.
+    """
+    monkeypatch.setattr(attention, "LARGEST_MASK", largest_mask)
     order = [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7, 8]
     qkv, reference = inputs(device_type, 2), inputs(device_type, 2)
     shared = attend(qkv, (3, 2, 2, 1, 1), segment_continues=(-1, 0, 0, 0, -1), sliding_window=window)

@@ -38,8 +38,8 @@ class Feed:
         batches = [pack([self.store[int(rows[i])] for i in chosen]) for chosen in own]
         return StepData(batches, sum(lengths), lengths)
 
-    def one_pass(self) -> Iterator[list[PackedBatch]]:
+    def one_pass(self) -> Iterator[StepData]:
         """The sampler's rows once, from the beginning; it is left at the end of the pass."""
         self.sampler.taken = 0
         while self.sampler.taken < self.sampler.rows:
-            yield self.next_step().batches
+            yield self.next_step()

@@ -20,6 +20,9 @@ from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.errors import DataError
 
+# Raise it when the same rows and settings give other items than before, or the store another layout.
+FORMAT_VERSION = 2
+
 Kind = Literal["pairs", "answers", "steps"]
 
 
@@ -37,6 +40,11 @@ class Item:
     def __len__(self) -> int:
         return sum(len(sample) for sample in self.samples)
 
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Tokens of each sample before the first that is marked."""
+        return tuple(int(np.argmax(sample.mask_T)) for sample in self.samples)
+
 
 class JudgedEncoder:
     """One kind of judged rows to items. A row may hold several, or be left out."""
@@ -51,6 +59,7 @@ class JudgedEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {
+            "judged": FORMAT_VERSION,
             "kind": kind,
             "max_length": max_length,
             "too_long": too_long,

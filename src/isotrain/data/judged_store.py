@@ -8,19 +8,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.judged import Item, JudgedEncoder
+from isotrain.data.judged import FORMAT_VERSION, Item, JudgedEncoder
 from isotrain.data.mapped import Entry, Mapped, Progress, Ragged, build_mapped
 from isotrain.data.rows import Row, read_rows, source_digest
 from isotrain.data.sample import Sample
 from isotrain.data.store import store_key
 
-# Raise it when the same rows and settings give other items than before, or the files another layout.
-FORMAT_VERSION = 1
-
 _TOKENS, _MASK, _LENGTHS, _VALUES = "tokens.bin", "mask.bin", "lengths.bin", "values.bin"
+_PROMPTS = "prompts.bin"
 _LAYOUT = (
     Ragged("tokens", {_TOKENS: "<i4", _MASK: "|u1"}, "offsets.bin"),
-    Ragged("samples", {_LENGTHS: "<i8"}, "sample-offsets.bin"),
+    Ragged("samples", {_LENGTHS: "<i8", _PROMPTS: "<i8"}, "sample-offsets.bin"),
     Ragged("values", {_VALUES: "<f4"}, "value-offsets.bin"),
 )
 
@@ -48,6 +46,16 @@ class JudgedStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def sizes(self, number: int) -> list[tuple[int, int]]:
+        """Tokens of each sample of an item, and how many of them are its prompt; no token is read."""
+        lengths, prompts = self._mapped.get(_LENGTHS, number), self._mapped.get(_PROMPTS, number)
+        return list(zip(lengths.tolist(), prompts.tolist(), strict=True))
+
+    def judgements(self, number: int) -> int:
+        """How many an item has; none is read."""
+        offsets = self._mapped.offsets[_VALUES]
+        return int(offsets[number + 1] - offsets[number])
 
     def __getitem__(self, number: int) -> Item:
         # Copies: items outlive the map, and torch wants memory that it may write to.
@@ -98,6 +106,7 @@ def _entry(item: Item | None) -> Entry | None:
             _TOKENS: np.concatenate([sample.tokens_T for sample in item.samples]),
             _MASK: np.concatenate([sample.mask_T for sample in item.samples]),
             _LENGTHS: np.array([len(sample) for sample in item.samples]),
+            _PROMPTS: np.array(item.prompts),
             _VALUES: item.values_V,
         }
     )

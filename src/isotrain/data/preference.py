@@ -100,6 +100,10 @@ def _split_messages(row: Row, prompt: Any, chosen: list[Any], rejected: list[Any
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    repeated = not asked or chosen[: len(asked)] == asked or asked[-1:] == chosen[max(shared - 1, 0) : shared]
+    if not repeated:
+        return [*asked, *chosen[:shared]], chosen[shared:], rejected[shared:]
     if shared:
         return chosen[:shared], chosen[shared:], rejected[shared:]
     if prompt is None:

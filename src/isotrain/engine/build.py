@@ -108,18 +108,19 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
 
 
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
-    attention = _attention(directory, model, device)
+    attention = choose_attention(directory, model, device)
     causal_lm = build_causal_lm(directory, attention)
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
     return PackedModel(causal_lm, attention, model.head_chunk or max(1, LOGIT_BYTES // (4 * vocabulary)))
 
 
 def _scalar_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
-    attention = _attention(directory, model, device)
+    attention = choose_attention(directory, model, device)
     return ScalarModel(build_scalar(directory, attention), attention)
 
 
-def _attention(directory: Path, model: ModelSection, device: Device) -> str:
+def choose_attention(directory: Path, model: ModelSection, device: Device) -> str:
+    """How a model's attention is computed: as the recipe says, or the best that device and model allow."""
     # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
     windowed = has_window(read_config(directory)) and not device.flash_window
     if model.attention == "auto":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,15 +37,6 @@ class UpdateResult:
     applied: bool
     """False where the loss or the gradient was not finite: the weights are as before."""
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    loss: float
-    grad_norm: float
-    loss_tokens: int
-    applied: bool
-    """False where the loss or the gradient was not finite: the weights are as before."""
 
 
 class TrainingEngine:
@@ -103,15 +94,15 @@ class TrainingEngine:
         """What the objective makes of each micro-batch's head, without gradients or dropout."""
         return self.forward.infer(batches, objective)
 
-    def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> StepResult:
-        """One supervised update: `loss` gives each micro-batch's share."""
+    def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> UpdateResult:
+        """One supervised update: `loss` gives each micro-batch's share; the tokens with loss are a metric."""
         loss_tokens = self._loss_tokens(batches)
 
         def objective(head: TokenHead) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return loss(head, loss_tokens), {}
 
         result = self.update([(batch, objective) for batch in batches], lr)
-        return StepResult(result.loss, result.grad_norm, loss_tokens, result.applied)
+        return replace(result, metrics={"loss_tokens": float(loss_tokens)})
 
     def evaluate(self, steps: Iterable[Sequence[PackedBatch]], loss: Loss) -> float:
         """The mean loss per loss-bearing token over all given steps."""

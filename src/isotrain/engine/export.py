@@ -10,7 +10,12 @@ import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from isotrain.engine.build import PREFIX, adapter_config
 from isotrain.engine.checkpoint.layout import share, step_directory, steps_in
@@ -18,8 +23,10 @@ from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.lora import ADAPTER
+from isotrain.models.scalar import ScalarModel
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
+from isotrain.recipe.preference import RmSection
 from isotrain.recipe.schema import ModelSection
 
 logger = logging.getLogger("isotrain")
@@ -32,11 +39,14 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
     directory = RunDirectory(run)
     if not directory.resolved.is_file():
         raise CheckpointError(f"{run} is not a run directory (no resolved.json)")
-    model = load_resolved(directory.resolved).model
+    recipe = load_resolved(directory.resolved)
+    model = recipe.model
     reader = _open(directory.checkpoints, step)
     if adapter_only and not model.lora.rank:
         raise RecipeError("--adapter: this run trained all weights and has no adapter")
     write = _write_full if not model.lora.rank else _write_adapter if adapter_only else _write_merged
+    if isinstance(recipe.algorithm, RmSection):
+        write = _write_classifier
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -75,9 +85,9 @@ def _open(root: Path, step: int | None) -> CheckpointReader:
     )
 
 
-def _weights(reader: CheckpointReader) -> dict[str, torch.Tensor]:
+def _weights(reader: CheckpointReader, prefix: str = PREFIX) -> dict[str, torch.Tensor]:
     """The trained weights under their Hugging Face names."""
-    prefix = f"weights/{PREFIX}"
+    prefix = f"weights/{prefix}"
     return {
         name.removeprefix(prefix): reader.whole(name) for name in reader.shapes() if name.startswith(prefix)
     }
@@ -86,14 +96,33 @@ def _weights(reader: CheckpointReader) -> dict[str, torch.Tensor]:
 def _write_full(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
     # The type in which the base model is published; the float32 master weights stay in the checkpoint.
     causal_lm = AutoModelForCausalLM.from_pretrained(model_directory(model.path), dtype="auto")
-    weights = _weights(reader)
-    named = dict(causal_lm.named_parameters())  # tied ones once, as they are trained and saved
+    _fill(causal_lm, _weights(reader), reader, model)
+    causal_lm.save_pretrained(out)
+
+
+def _write_classifier(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    """A reward model as a sequence classifier with one label, which transformers and vLLM can serve."""
+    directory = model_directory(model.path)
+    config = AutoConfig.from_pretrained(directory, num_labels=1)
+    # In a batch, the score of a row is that of its last token which is not padding.
+    config.pad_token_id = load_tokenizer(directory).pad_token_id
+    classifier = AutoModelForSequenceClassification.from_pretrained(directory, config=config, dtype="auto")
+    _fill(classifier, _weights(reader, ScalarModel.prefix), reader, model)
+    classifier.save_pretrained(out)
+
+
+def _fill(
+    target: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    reader: CheckpointReader,
+    model: ModelSection,
+) -> None:
+    named = dict(target.named_parameters())  # tied ones once, as they are trained and saved
     if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
         raise CheckpointError(
             f"{reader.directory}: its weights are not those of {model.path}: was the model changed since?"
         )
-    causal_lm.load_state_dict(weights, strict=False)
-    causal_lm.save_pretrained(out)
+    target.load_state_dict(weights, strict=False)
 
 
 def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> None:

@@ -20,10 +20,11 @@ def score_samples(model: Frozen, batches: Sequence[PackedBatch]) -> list[torch.T
 
     The stand-in of an empty micro-batch has a score too, which means nothing.
     """
-    return model.infer([_at_last_tokens(batch) for batch in batches], ScalarHead.values)
+    return model.infer([at_last_tokens(batch) for batch in batches], ScalarHead.values)
 
 
-def _at_last_tokens(batch: PackedBatch) -> PackedBatch:
+def at_last_tokens(batch: PackedBatch) -> PackedBatch:
+    """The batch with each sample's last token as the only one that is asked for."""
     last_S = batch.last_S
     sample_S = torch.arange(len(last_S), device=last_S.device)
     return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S], sample_N=sample_S)

@@ -19,6 +19,11 @@ from isotrain.errors import ModelError
 SEGMENTS = "isotrain_segments"
 # On a CPU, up to this length the float32 kernel is up to three times as fast in the backward pass.
 SHORT_ON_CPU = 384
+# Queries times keys of a mask that is worth its memory.
+LARGEST_MASK = 1 << 26
+
+Run = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key, value of segments alike: `query_SHLD`, `key_SGLD`, `value_SGLD`."""
 
 
 def segment_attention(
@@ -46,18 +51,16 @@ def segment_attention(
                 "set model.attention=padded"
             )
     outputs: list[torch.Tensor] = []
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for query, key, value, trunk in _runs(
+    seen: list[Run] = []
+    for run, trunk in _runs(
         query_1HTD, key_1GTD, value_1GTD, segment_lengths, segment_continues or (-1,) * len(segment_lengths)
     ):
-        # Each segment's own, for those that continue it.
-        keys += key.split(1)
-        values += value.split(1)
-        if trunk >= 0:
-            key = torch.cat([keys[trunk].expand(len(key), -1, -1, -1), key], dim=2)
-            value = torch.cat([values[trunk].expand(len(value), -1, -1, -1), value], dim=2)
-        output_SHLD = _attend(query, key, value, scaling, dropout, sliding_window)
+        if segment_continues:  # each segment by itself, for those that continue it
+            seen += zip(*(part.split(1) for part in run), strict=True)
+        if trunk < 0:
+            output_SHLD = _attend(*run, scaling, dropout, sliding_window)
+        else:
+            output_SHLD = _attend_after(seen[trunk], run, scaling, dropout, sliding_window)
         outputs.append(output_SHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -68,7 +71,7 @@ def _runs(
     value_1GTD: torch.Tensor,
     lengths: tuple[int, ...],
     continues: tuple[int, ...],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+) -> Iterator[tuple[Run, int]]:
     """Neighbours of one length that continue the same segment, as batches, and which segment that is.
 
     They share one call: a batch keeps more cores busy than its samples one by one.
@@ -80,7 +83,23 @@ def _runs(
     parts = (tensor[0].split(sizes, dim=1) for tensor in (query_1HTD, key_1GTD, value_1GTD))
     for (length, trunk, count), *tensors in zip(runs, *parts, strict=True):
         query, key, value = (part.unflatten(1, (count, length)).transpose(0, 1) for part in tensors)
-        yield query, key, value, trunk
+        yield (query, key, value), trunk
+
+
+def _attend_after(
+    trunk: Run, run: Run, scaling: float | None, dropout: float, sliding_window: int | None
+) -> torch.Tensor:
+    """Attention of segments that also see a trunk's tokens, in the cheaper of two ways."""
+    past, count, tokens = trunk[0].shape[2], len(run[0]), run[0].shape[2]
+
+    def whole(part: int) -> torch.Tensor:
+        return torch.cat([trunk[part].expand(count, -1, -1, -1), run[part]], dim=2)
+
+    key, value = whole(1), whole(2)
+    if tokens <= past and tokens * (past + tokens) <= LARGEST_MASK:
+        return _attend(run[0], key, value, scaling, dropout, sliding_window)
+    # The trunk's outputs are computed once more: still less than a mask costs, whose zeros are computed too.
+    return _attend(whole(0), key, value, scaling, dropout, sliding_window)[:, :, past:]
 
 
 def _attend(
@@ -95,11 +114,9 @@ def _attend(
     tokens, seen = query_SHLD.shape[2], key_SGKD.shape[2]
     mask_LK = None
     if seen > tokens or (sliding_window is not None and seen > sliding_window):
-        place_K = torch.arange(seen, device=query_SHLD.device)
-        distance_LK = place_K[seen - tokens :, None] - place_K[None, :]
-        mask_LK = distance_LK >= 0
+        mask_LK = torch.ones(tokens, seen, dtype=torch.bool, device=query_SHLD.device).tril_(seen - tokens)
         if sliding_window is not None:
-            mask_LK &= distance_LK < sliding_window
+            mask_LK.triu_(seen - tokens - sliding_window + 1)
     dtype = query_SHLD.dtype
     if query_SHLD.is_cpu and seen <= SHORT_ON_CPU:
         query_SHLD, key_SGKD, value_SGKD = query_SHLD.float(), key_SGKD.float(), value_SGKD.float()

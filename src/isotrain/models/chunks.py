@@ -29,15 +29,9 @@ class _HeadGradient:
         # Zero, not None, where no token bears loss: in a reduction all ranks must bring the same tensors.
         empty = needs_weight and len(hidden_ND) == 0
         self.weight_VD: torch.Tensor | None = torch.zeros_like(weight_VD) if empty else None
-        self._needs_weight, self._given_ND, self._given_VD = needs_weight, hidden_ND, weight_VD
 
-    def add(self, part: slice, grad_CV: torch.Tensor) -> None:
-        """Take in the gradient of one chunk's logits."""
-        grad_CV = grad_CV.to(self._given_VD.dtype)
-        grad_VD = grad_CV.t() @ self._given_ND[part] if self._needs_weight else None
-        self.take(part, grad_CV @ self._given_VD, grad_VD)
-
-    def take(self, part: slice, grad_CD: torch.Tensor, grad_VD: torch.Tensor | None = None) -> None:
+    def add(self, part: slice, grad_CD: torch.Tensor, grad_VD: torch.Tensor | None = None) -> None:
+        """Take in what one chunk gives: its own hidden states' gradient, and its share of the weight's."""
         self.hidden_ND[part] = grad_CD
         if grad_VD is not None:
             # The first chunk's gradient is kept as it is: a single chunk needs no float32 copy.
@@ -69,7 +63,7 @@ class NllShare(torch.autograd.Function):
                 nll_C = F.cross_entropy(_logits(hidden_CD, leaf_VD), targets_N[part], reduction="none")
                 value = nll_C.sum() / loss_tokens
             inputs = (hidden_CD, leaf_VD) if leaf_VD.requires_grad else (hidden_CD,)
-            gradient.take(part, *torch.autograd.grad(value, inputs))
+            gradient.add(part, *torch.autograd.grad(value, inputs))
             share += value.detach()
         ctx.gradient, ctx.weight_dtype = gradient, weight_VD.dtype
         return share
@@ -118,7 +112,9 @@ class LogpsAndEntropies(torch.autograd.Function):
         chunk: int,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logp_N, norm_N, entropy_N = _all_chunks(hidden_ND, weight_VD, targets_N, chunk, temperature, True)
+        logp_N, norm_N, entropy_N = _all_chunks(
+            hidden_ND, weight_VD, targets_N, chunk, temperature, entropies=True
+        )
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, norm_N, entropy_N)
         ctx.chunk, ctx.temperature = chunk, temperature
         ctx.set_materialize_grads(False)  # an output that nothing depends on is seen as such
@@ -172,7 +168,9 @@ def _backward(
             grad_CV = (logp_CV + entropy[0][part, None]).mul_(grad_entropy_N[part, None]).add_(grad_logp_C1)
             grad_CV.mul_(logp_CV.exp_()).neg_()
         grad_CV.scatter_add_(1, targets_N[part, None], grad_logp_C1)
-        gradient.add(part, grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature))
+        grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(weight_VD.dtype)
+        grad_VD = grad_CV.t() @ hidden_ND[part] if ctx.needs_input_grad[1] else None
+        gradient.add(part, grad_CV @ weight_VD, grad_VD)
         del logits_CV, logp_CV, grad_CV
     grad_weight = None if gradient.weight_VD is None else gradient.weight_VD.to(weight_VD.dtype)
     return gradient.hidden_ND, grad_weight, None, None, None

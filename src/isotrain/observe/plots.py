@@ -53,6 +53,14 @@ ROLLOUT: tuple[Panel, ...] = (
     ("answers cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
     ("mismatch", (("training/rollout_probs_diff_mean", "mean difference of probabilities", PURPLE),)),
 )
+PREFERENCE: tuple[Panel, ...] = (
+    ("accuracy", (("train/accuracy", "training", BLUE), ("val/accuracy", "validation", ORANGE))),
+    (
+        "reward",
+        (("train/chosen_reward", "of chosen answers", GREEN), ("train/rejected_reward", "of rejected", RED)),
+    ),
+    ("F1 of wrong steps", (("train/f1", "training", BLUE), ("val/f1", "validation", ORANGE))),
+)
 # In the order in which they are stacked; what a step spends on anything else is `other`. The last two come on
 # top of a step's own seconds.
 TIMING = {
@@ -86,6 +94,7 @@ def plot_run(metrics: Sequence[Mapping[str, float]], out: Path, *, name: str | N
     out.mkdir(parents=True, exist_ok=True)
     figures = {
         "loss.png": _loss(metrics, run),
+        "preference.png": _panels(metrics, run, "Preference", PREFERENCE),
         "reward.png": _reward(metrics, run),
         "policy.png": _panels(metrics, run, "Policy", POLICY),
         "rollout.png": _panels(metrics, run, "Rollout", ROLLOUT),
@@ -112,7 +121,8 @@ def _loss(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     _curve(axes, steps, loss, BLUE, "training")
     if len(val_steps):
         _validation(axes, val_steps, val_loss, ORANGE, "validation")
-    _finish(axes, "loss (nats per token)")
+    of_tokens = any("train/loss_tokens" in row for row in metrics)
+    _finish(axes, "loss (nats per token)" if of_tokens else "loss")
     return figure
 
 

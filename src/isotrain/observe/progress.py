@@ -25,6 +25,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("critic/score/mean", "score", ".3f"),
     ("train/loss", "loss", ".4f"),
     ("train/accuracy", "accuracy", ".3f"),
+    ("train/f1", "f1", ".3f"),
+    ("train/margin", "margin", ".3f"),
     ("response_length/mean", "length", ".0f"),
     ("actor/kl_loss", "kl", ".4f"),
     ("actor/reward_kl_penalty", "kl", ".4f"),
@@ -152,6 +154,9 @@ class StepTimer:
         self._warm = False
 
     def update(self, step: int, now: float) -> None:
+        if step == 0:  # a validation before the first step
+            self._seen[0] = (0, now)
+            return
         self._seen.append((step, now))
         self._left = self._total - step
         # The first step pays for compilation and cold caches, so it counts only until there is a second.

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
+from isotrain.recipe.preference import DpoSection, Judged, RmSection
 from isotrain.recipe.section import Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -95,7 +96,7 @@ class SftSection(Section):
     """Supervised fine-tuning: cross-entropy over the tokens the assistant wrote."""
 
 
-Algorithm = SftSection | Online
+Algorithm = SftSection | Judged | Online
 
 
 class OptimizerSection(Section):
@@ -222,6 +223,17 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.validation.n ({rollout.validation.n}) greedy answers would all be the same: set "
                 "rollout.validation.temperature, or n: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _budget_holds_a_pair(self) -> Recipe:
+        """Both samples of a pair go into one micro-batch."""
+        data, longest = self.data, 2 * self.data.max_length
+        if isinstance(self.algorithm, DpoSection | RmSection) and data.tokens_per_micro_batch < longest:
+            raise ValueError(
+                f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) is below twice "
+                f"data.max_length, which a pair may need: raise it to at least {longest}"
             )
         return self
 

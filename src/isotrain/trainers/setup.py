@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from isotrain.data.encode import Encoder
 from isotrain.data.feed import Feed
+from isotrain.data.judged import JudgedEncoder
+from isotrain.data.judged_feed import JudgedFeed
+from isotrain.data.judged_store import JudgedStore, cached_judged
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import TokenStore, cached_store
 from isotrain.device.base import Device
+from isotrain.engine.build import choose_attention
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
+from isotrain.models.backbone import shares_prompts
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.progress import Progress
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import difference, load_resolved, resolved
+from isotrain.recipe.preference import DpoSection, JudgedSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
 
 # A run may be resumed with these changed: they leave the samples, the loss and the updates as they were.
@@ -30,6 +39,7 @@ _FREE_TO_CHANGE = (
     "device.",
     "trainer.",
     "cluster",
+    "model.head_chunk",
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
     *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance")),
     *(f"reward.{name}" for name in ("timeout", "workers")),
@@ -100,38 +110,75 @@ def run_lock(output: Path, leads: bool) -> Iterator[None]:
         yield
 
 
-def open_feeds(recipe: Recipe, world: World, progress: Progress) -> tuple[Feed, Feed | None]:
+def open_feeds(
+    recipe: Recipe, device: Device, world: World, progress: Progress
+) -> tuple[Feed | JudgedFeed, Feed | JudgedFeed | None]:
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
-    tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    encoder = Encoder(
-        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
-    )
-    train = _open_store(data.train, encoder, world, progress)
+    opened = _store_opener(recipe, world, progress)
+    train = opened(data.train)
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
     sampler = Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit)
-    feed = _feed(train, sampler, data, world)
+    feed = _feed(recipe, train, sampler, device, world)
     if not data.validation:
         return feed, None
-    validation = _open_store(data.validation, encoder, world, progress)
+    validation = opened(data.validation)
     rows = min(len(validation), data.validation_rows or len(validation))
     in_order = Sampler(rows, data.batch_size, recipe.seed, shuffle=False, limit=rows)
-    return feed, _feed(validation, in_order, data, world)
+    return feed, _feed(recipe, validation, in_order, device, world)
 
 
-def _feed(store: TokenStore, sampler: Sampler, data: DataSection, world: World) -> Feed:
-    return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
+def _feed(
+    recipe: Recipe, store: TokenStore | JudgedStore, sampler: Sampler, device: Device, world: World
+) -> Feed | JudgedFeed:
+    data, algorithm = recipe.data, recipe.algorithm
+    if isinstance(store, TokenStore):
+        return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
+    attention = choose_attention(model_directory(recipe.model.path), recipe.model, device)
+    return JudgedFeed(
+        store,
+        sampler,
+        data.tokens_per_micro_batch,
+        world.rank,
+        world.size,
+        share_prompts=isinstance(algorithm, DpoSection | RmSection) and shares_prompts(attention),
+        longest=data.max_length if isinstance(algorithm, KtoSection) else None,
+    )
 
 
-def _open_store(source: str | list[str], encoder: Encoder, world: World, progress: Progress) -> TokenStore:
-    def report(rows: int) -> None:
-        if rows % 10000 == 0:
-            progress.message(f"tokenising {source}: {rows:,} rows")
+def judged_encoder(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection, algorithm: JudgedSection
+) -> JudgedEncoder:
+    separator = algorithm.step_separator if isinstance(algorithm, PrmSection) else ""
+    return JudgedEncoder(tokenizer, algorithm.kind, data.max_length, data.too_long, separator)
 
-    # One rank of a machine builds the store while its others wait; then all map the same files.
-    store = cached_store(source, encoder, token_cache(), report) if world.local_rank == 0 else None
-    world.barrier()
-    return store or cached_store(source, encoder, token_cache())
+
+def _store_opener(
+    recipe: Recipe, world: World, progress: Progress
+) -> Callable[[str | list[str]], TokenStore | JudgedStore]:
+    """From a source of rows to its store, of the kind that the algorithm learns from."""
+    data, algorithm = recipe.data, recipe.algorithm
+    tokenizer = load_tokenizer(model_directory(recipe.model.path))
+    cached: Callable[..., TokenStore | JudgedStore]
+    if isinstance(algorithm, JudgedSection):
+        cached = partial(cached_judged, encoder=judged_encoder(tokenizer, data, algorithm))
+    else:
+        encoder = Encoder(
+            tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+        )
+        cached = partial(cached_store, encode=encoder)
+
+    def opened(source: str | list[str]) -> TokenStore | JudgedStore:
+        def report(rows: int) -> None:
+            if rows % 10000 == 0:
+                progress.message(f"tokenising {source}: {rows:,} rows")
+
+        # One rank of a machine builds the store while its others wait; then all map the same files.
+        store = cached(source, root=token_cache(), progress=report) if world.local_rank == 0 else None
+        world.barrier()
+        return store or cached(source, root=token_cache())
+
+    return opened
 
 
 def token_cache() -> Path:

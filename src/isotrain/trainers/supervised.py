@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.data.feed import Feed, StepData
+from isotrain.data.judged_feed import JudgedFeed, JudgedStep
+from isotrain.data.store import TokenStore
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
-from isotrain.engine.build import build_engine
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import Loss, StepResult, TrainingEngine
+from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.world import World, join_world
@@ -23,19 +24,22 @@ from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
 from isotrain.observe.progress import Progress, open_progress
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.preference import JudgedSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import check_run, open_feeds, record_start, run_lock, total_steps
+from isotrain.trainers.tasks.base import Task
+from isotrain.trainers.tasks.build import build_task
 
 
 @dataclass
 class SupervisedTrainer:
     engine: TrainingEngine
     device: Device
-    loss: Loss
+    task: Task[Any]
     schedule: Schedule
-    feed: Feed
-    validation: Feed | None
+    feed: Feed | JudgedFeed
+    validation: Feed | JudgedFeed | None
     writer: CheckpointWriter
     recorder: Recorder
     steps: int
@@ -54,7 +58,7 @@ class SupervisedTrainer:
         for step in range(done + 1, self.steps + 1):
             started = time.perf_counter()
             data = self.feed.next_step()
-            result = self.engine.step(data.batches, self.loss, self.schedule(step))
+            result = self.task.update(data, self.schedule(step))
             self.device.synchronize()
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)
@@ -69,20 +73,22 @@ class SupervisedTrainer:
         if failure := self.writer.failure():
             raise CheckpointError(failure)
 
-    def _validate(self, feed: Feed) -> dict[str, float]:
-        return {"val/loss": self.engine.evaluate(feed.one_pass(), self.loss)}
+    def _validate(self, feed: Feed | JudgedFeed) -> dict[str, float]:
+        return {f"val/{name}": value for name, value in self.task.evaluate(feed.one_pass()).items()}
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def _values(self, step: int, result: StepResult, data: StepData, seconds: float) -> dict[str, float]:
+    def _values(
+        self, step: int, result: UpdateResult, data: StepData | JudgedStep, seconds: float
+    ) -> dict[str, float]:
         ranks = self.engine.world.size
         values = {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
             "train/lr": self.schedule(step),
             "train/tokens": data.tokens,
-            "train/loss_tokens": result.loss_tokens,
+            **{f"train/{name}": value for name, value in result.metrics.items()},
             "timing_s/step": seconds,
             "perf/throughput": data.tokens / (seconds * ranks),
             "perf/max_memory_allocated_gb": self.device.memory().peak / 2**30,
@@ -94,7 +100,7 @@ class SupervisedTrainer:
             values["perf/mfu"] = flops / (seconds * ranks * self.peak_flops)
         return values
 
-    def _count_skipped(self, step: int, result: StepResult) -> None:
+    def _count_skipped(self, step: int, result: UpdateResult) -> None:
         if result.applied:
             return
         self.skipped += 1
@@ -145,7 +151,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             open_progress(silent=silent, devices=world.size) as progress,
         ):
             check_run(recipe)
-            feed, validation = open_feeds(recipe, world, progress)
+            feed, validation = open_feeds(recipe, device, world, progress)
             data = {"train": feed.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}
             )
@@ -167,17 +173,18 @@ def _build_trainer(
     device: Device,
     world: World,
     run: RunDirectory,
-    feed: Feed,
-    validation: Feed | None,
+    feed: Feed | JudgedFeed,
+    validation: Feed | JudgedFeed | None,
     recorder: Recorder,
 ) -> SupervisedTrainer:
     model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
     steps = total_steps(recipe, len(feed.store))
     peak = recipe.device.peak_tflops
+    engine, task = build_task(recipe, device=device, world=world)
     return SupervisedTrainer(
-        engine=build_engine(model, optimizer, device=device, world=world, seed=recipe.seed),
+        engine=engine,
         device=device,
-        loss=SUPERVISED_LOSSES[recipe.algorithm.name],
+        task=task,
         schedule=make_schedule(
             optimizer.schedule, optimizer.lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio
         ),
@@ -199,8 +206,13 @@ def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) ->
     engine, store = trainer.engine, trainer.feed.store
     everything = sum(p.numel() for p in engine.model.parameters())
     trained = sum(p.numel() for p in engine.trained.values())
+    told = f"{len(store):,} samples, {store.tokens:,} tokens"
+    if isinstance(store, TokenStore):
+        told += f", {store.loss_tokens:,} of them with loss"
+    elif isinstance(recipe.algorithm, JudgedSection):
+        told = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
     return (
         f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
         f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
-        f"  {len(store):,} samples, {store.tokens:,} tokens, {store.loss_tokens:,} of them with loss"
+        f"  {told}"
     )

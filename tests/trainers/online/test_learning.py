@@ -20,6 +20,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "critic": {"lr": 1e-2}},
 }
 
+STEPS = {"grpo": 45, "rloo": 80, "reinforce++": 80, "ppo": 200}
+
 
 def learn(tiny: Path, work: Path, algorithm: str, engine: str, device_type: str) -> list[float]:
     recipe = online_recipe(
@@ -29,7 +31,7 @@ def learn(tiny: Path, work: Path, algorithm: str, engine: str, device_type: str)
         data={"train": str(tiny / "prompts.jsonl"), "batch_size": 16, "max_length": 64},
         algorithm=ALGORITHMS[algorithm],
         rollout={"engine": engine, "n": 8, "max_tokens": 12, "cache_gb": 0.25},
-        trainer={"steps": 45 if algorithm == "grpo" else 80},
+        trainer={"steps": STEPS[algorithm]},
     )
     run = run_online(recipe, work, timeout=900)
     rows = read_metrics(run / "metrics.jsonl")

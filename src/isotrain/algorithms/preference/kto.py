@@ -42,7 +42,9 @@ def kto(
     loss_S = weight_S * (1 - torch.sigmoid(beta * sign_S * (log_ratio_S - kl)))
     reward_S = beta * log_ratio_S.detach()
     return loss_S.sum() / answers, {
-        # Sums: how many of each kind the step has is known to the loop.
-        "chosen_reward_sum": torch.where(desirable_S, reward_S, 0.0).sum(),
-        "rejected_reward_sum": torch.where(desirable_S, 0.0, reward_S).sum(),
+        # With how many of each kind there are, these make means once they are added up.
+        "chosen_reward_share": torch.where(desirable_S, reward_S, 0.0).sum() / answers,
+        "rejected_reward_share": torch.where(desirable_S, 0.0, reward_S).sum() / answers,
+        "chosen_share": desirable_S.float().sum() / answers,
+        "rejected_share": (~desirable_S).float().sum() / answers,
     }

@@ -54,8 +54,8 @@ class BatchMaker:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether a batch must be made before the prompts of the next can be drawn."""
-        return self.attempts > 0
+        """Whether a batch must be made before the next: to know its prompts, or for its greedy answers."""
+        return self.attempts > 0 or self.greedy
 
     def _make(self, tickets: list[Ticket], taken: int) -> Batch:
         groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
@@ -141,7 +141,7 @@ class Ahead:
             self._start()
 
     def _start(self) -> None:
-        if self._left == 0:
+        if self._left <= 0:
             return
         self._left -= 1
         before = self._begun[-1] if self._begun and self._one_by_one else None

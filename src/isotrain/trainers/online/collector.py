@@ -58,7 +58,8 @@ class _Round:
         self.streams: list[Task] = []
         self.backlog: list[tuple[Answers, Handle]] = []
         self.scoring: dict[Task, list[tuple[Answers, Handle]]] = {}
-        self.idle = [index for _ in range(CALLS_AT_ONCE) for index in range(len(rewards))]
+        self.calls = [0] * len(rewards)
+        """How many each reward worker is busy with."""
         self.done: dict[int, Group] = {}
 
     def run(self, tickets: Sequence[Ticket]) -> tuple[dict[int, Group], Seconds]:
@@ -91,16 +92,18 @@ class _Round:
             self.engines.replace(task, death)
 
     def _send_backlog(self) -> None:
-        """Workers that are free get equal parts of what has come."""
-        while self.idle and self.backlog:
-            count = -(-len(self.backlog) // len(self.idle))
+        """What has come goes in equal parts to as many calls as are free, those of idle workers first."""
+        while self.backlog and (free := len(self.calls) * CALLS_AT_ONCE - sum(self.calls)):
+            count = -(-len(self.backlog) // free)
             work, self.backlog = self.backlog[:count], self.backlog[count:]
             items = [(answers.row, handle) for answers, handle in work]
-            self.scoring[self.rewards.submit(self.idle.pop(), "score", self.store, items)] = work
+            index = self.calls.index(min(self.calls))
+            self.calls[index] += 1
+            self.scoring[self.rewards.submit(index, "score", self.store, items)] = work
 
     def _take_scores(self, task: Task) -> None:
         work = self.scoring.pop(task)
-        self.idle.append(task.index)
+        self.calls[task.index] -= 1
         scored = self.rewards.result(task)
         if scored is DIED:
             self.backlog += work

@@ -68,8 +68,9 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
             join_cluster(cluster, device, keep_logs=Path(recipe.output).absolute() / "logs")
         )
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout))
-        learners = _ranks(recipe, values, placement, device, demand)
-        writers = _engines(values, placement, device, demand)
+        at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
+        learners = _ranks(recipe, values, placement, device, at_once)
+        writers = _engines(values, placement, device, at_once)
         scorer = Member((values,), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
         # At the same time: each process takes seconds to import what it needs.
@@ -100,9 +101,9 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
 
 
 def _ranks(
-    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, demand: Demand
+    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
 ) -> list[Member]:
-    beside = [] if demand.colocated else placement.engines
+    beside = placement.engines if at_once else []
     environments = rank_environments(placement.ranks, device, recipe.device.deterministic, beside)
     return [
         Member((values,), environment, seat)
@@ -110,8 +111,8 @@ def _ranks(
     ]
 
 
-def _engines(values: dict[str, Any], placement: Placement, device: Device, demand: Demand) -> list[Member]:
-    beside = [] if demand.colocated else placement.ranks
+def _engines(values: dict[str, Any], placement: Placement, device: Device, at_once: bool) -> list[Member]:
+    beside = placement.ranks if at_once else []
     environments = engine_environments(placement.engines, device, beside)
     return [
         Member((values, engine_name(index)), environment, seat)

@@ -35,7 +35,8 @@ from isotrain.engine.world import open_store
 from isotrain.errors import CheckpointError
 from isotrain.models.backbone import shares_prompts
 from isotrain.models.lora import adapters_off
-from isotrain.recipe.schema import Recipe, SftSection
+from isotrain.recipe.online import OnlineSection
+from isotrain.recipe.schema import Recipe
 from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.rollout.update import WeightUpdate
@@ -82,7 +83,7 @@ class PolicyRank:
 
     def __init__(self, recipe: dict[str, Any]) -> None:
         self.recipe = Recipe.model_validate(recipe)
-        assert not isinstance(self.recipe.algorithm, SftSection)
+        assert isinstance(self.recipe.algorithm, OnlineSection)
         self.algorithm = self.recipe.algorithm
         self.settings = update_settings(self.recipe, self.algorithm)
         self.estimation = advantage_settings(self.algorithm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from isotrain.errors import RolloutError
+from isotrain.errors import RewardError, RolloutError
 from isotrain.models.load import model_directory
 from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
@@ -19,6 +19,8 @@ def check_online(recipe: Recipe) -> list[str]:
         raise RolloutError(
             "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or write rollout.engine: hf"
         )
+    if reward.math is not None and find_spec("math_verify") is None:
+        raise RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
     if reward.function is not None:
         function_file(reward.function.path)
     if reward.model is not None:

@@ -59,9 +59,10 @@ def _workers(rollout: RolloutSection, ranks: int) -> str:
 
 def _introduction(recipe: Recipe, rollout: RolloutSection, described: Description, steps: int) -> str:
     """What is about to happen, before the first step has taken its time."""
+    shared = ", prompts shared" if described.shares_prompts else ""
     return (
         f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} answers on "
         f"{recipe.device.ranks} x {described.device_type} ({described.device_name})\n"
         f"  {described.trained:,} of {described.parameters:,} parameters trained, "
-        f"{described.attention} attention{', prompts shared' * described.shares_prompts}"
+        f"{described.attention} attention{shared}"
     )

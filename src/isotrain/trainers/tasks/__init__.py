@@ -1,0 +1,1 @@
+"""What supervised runs learn from a step's data, one file for each kind."""

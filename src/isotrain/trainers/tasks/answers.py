@@ -1,0 +1,69 @@
+"""Learning from answers that are each desirable or not.
+
+S: samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from isotrain.algorithms.aggregate import Loss
+from isotrain.algorithms.flat import sums
+from isotrain.algorithms.preference.kto import kto, reference_point
+from isotrain.data.judged_feed import JudgedBatch, JudgedStep
+from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.models.head import TokenHead
+from isotrain.trainers.tasks.base import Work, evaluate
+from isotrain.trainers.tasks.reference import Reference, answer_logps
+
+
+@dataclass(frozen=True)
+class KtoTask:
+    engine: TrainingEngine
+    reference: Reference
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def update(self, data: JudgedStep, lr: float) -> UpdateResult:
+        result = self.engine.update(self._work(data), lr)
+        return replace(result, metrics=_rewards(result.metrics))
+
+    def evaluate(self, steps: Iterable[JudgedStep]) -> dict[str, float]:
+        return _rewards(evaluate(self.engine, steps, self._work, lambda data: data.items))
+
+    def _work(self, data: JudgedStep) -> Work:
+        kl = self._reference_point(data)
+        references = self.reference(data.batches)
+        return [
+            (batch.packed, self._objective(batch, ref_logp_S, kl, data.items))
+            for batch, ref_logp_S in zip(data.batches, references, strict=True)
+        ]
+
+    def _reference_point(self, data: JudgedStep) -> float:
+        policy = answer_logps(self.engine, data.mismatched)
+        reference = self.reference(data.mismatched)
+        own = sum((p - r).sum().item() for p, r in zip(policy, reference, strict=True))
+        return reference_point(self.engine.world.sum([own])[0], data.items)
+
+    def _objective(self, batch: JudgedBatch, ref_logp_S: torch.Tensor, kl: float, answers: int) -> Objective:
+        def objective(head: TokenHead) -> Loss:
+            logp_S = sums(head.logps(), batch.lengths)
+            desirable_S = batch.values_V.to(logp_S.device) > 0.5
+            loss, metrics = kto(logp_S, ref_logp_S, desirable_S, kl=kl, answers=answers, **self.options)
+            share = len(batch.numbers) / answers  # of the step, so that the sum is `kl` itself
+            return loss, {**metrics, "kl": torch.tensor(kl * share, device=logp_S.device)}
+
+        return objective
+
+
+def _rewards(metrics: dict[str, float]) -> dict[str, float]:
+    """Means over the answers of each kind, from sums over both."""
+    found = dict(metrics)
+    means = {}
+    for kind in ("chosen", "rejected"):
+        total, count = found.pop(f"{kind}_reward_share"), found.pop(f"{kind}_share")
+        means[f"{kind}_reward"] = total / count if count else 0.0
+    return {**found, **means, "margin": means["chosen_reward"] - means["rejected_reward"]}

@@ -1,0 +1,85 @@
+"""From a recipe to what its supervised run trains: configuration ends here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from isotrain.algorithms import SUPERVISED_LOSSES
+from isotrain.algorithms.preference import PREFERENCE_LOSSES
+from isotrain.device.base import Device
+from isotrain.engine.build import build_critic, build_engine, build_reference
+from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.world import World
+from isotrain.errors import DataError, RecipeError
+from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.tasks.answers import KtoTask
+from isotrain.trainers.tasks.base import Task
+from isotrain.trainers.tasks.pairs import DpoTask, RmTask
+from isotrain.trainers.tasks.reference import Reference, beside, without_adapters
+from isotrain.trainers.tasks.sft import SftTask
+from isotrain.trainers.tasks.steps import PrmTask
+
+
+def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[TrainingEngine, Task[Any]]:
+    """The engine, its weights loaded, and what it does with each step's data."""
+    algorithm, model, optimizer = recipe.algorithm, recipe.model, recipe.optimizer
+    if isinstance(algorithm, RmSection):
+        if model.lora.rank:
+            raise RecipeError("model.lora: a reward model trains all weights; set model.lora.rank=0")
+        scorer = build_critic(
+            model, optimizer, path=None, lr=optimizer.lr, device=device, world=world, seed=recipe.seed
+        )
+        return scorer, RmTask(scorer, algorithm.margins, {"loss": algorithm.loss, "centre": algorithm.centre})
+    engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
+    task: Task[Any]
+    if isinstance(algorithm, DpoSection):
+        has_reference = algorithm.loss in ("sigmoid", "ipo")
+        reference = _reference(recipe, algorithm.reference, engine, device) if has_reference else None
+        task = DpoTask(engine, PREFERENCE_LOSSES[algorithm.loss], _dpo_options(algorithm), reference)
+    elif isinstance(algorithm, KtoSection):
+        options = {
+            "beta": algorithm.beta,
+            "desirable_weight": algorithm.desirable_weight,
+            "undesirable_weight": algorithm.undesirable_weight,
+        }
+        task = KtoTask(engine, _reference(recipe, algorithm.reference, engine, device), options)
+    elif isinstance(algorithm, PrmSection):
+        tokenizer = load_tokenizer(model_directory(model.path))
+        bad = _single_token(tokenizer, algorithm.bad_token, "algorithm.bad_token")
+        good = _single_token(tokenizer, algorithm.good_token, "algorithm.good_token")
+        task = PrmTask(engine, bad, good, algorithm.vocabulary == "whole")
+    else:
+        task = SftTask(engine, SUPERVISED_LOSSES[algorithm.name])
+    return engine, task
+
+
+def _dpo_options(algorithm: DpoSection) -> dict[str, Any]:
+    """What the recipe says, as far as the loss takes it."""
+    options: dict[str, Any] = {} if algorithm.beta is None else {"beta": algorithm.beta}
+    if algorithm.loss in ("sigmoid", "simpo"):
+        options["label_smoothing"] = algorithm.label_smoothing
+    if algorithm.loss in ("sigmoid", "ipo"):
+        options["length_averaged"] = algorithm.length_averaged
+    if algorithm.loss == "simpo":
+        options["margin"] = algorithm.margin
+    return options
+
+
+def _reference(recipe: Recipe, where: str, engine: TrainingEngine, device: Device) -> Reference:
+    has_adapters = recipe.model.lora.rank > 0
+    if where == "adapters-off" and not has_adapters:
+        raise RecipeError("algorithm.reference: adapters-off needs adapters; set model.lora.rank, or live")
+    if has_adapters and where != "live":
+        return without_adapters(engine)
+    return beside(build_reference(recipe.model, device=device, world=engine.world))
+
+
+def _single_token(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> int:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise DataError(f"{field}: '{text}' is {len(ids)} tokens of this model; give a text that is one")
+    return int(ids[0])

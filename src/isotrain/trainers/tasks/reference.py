@@ -1,0 +1,40 @@
+"""Log-probs of answers under the policy as it was before training.
+
+S: samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from isotrain.algorithms.flat import sums
+from isotrain.data.judged_feed import JudgedBatch
+from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.frozen import Frozen
+from isotrain.models.lora import adapters_off
+
+Reference = Callable[[Sequence[JudgedBatch]], list[torch.Tensor]]
+"""From micro-batches to the summed log-probs of each of their samples, `logp_S`."""
+
+
+def answer_logps(model: TrainingEngine | Frozen, batches: Sequence[JudgedBatch]) -> list[torch.Tensor]:
+    """The summed log-probs of each sample's answer; ranks must bring equally many micro-batches."""
+    found = model.infer([batch.packed for batch in batches], lambda head: head.logps())
+    return [sums(logp_N, batch.lengths) for batch, logp_N in zip(batches, found, strict=True)]
+
+
+def without_adapters(engine: TrainingEngine) -> Reference:
+    """The policy's own base model: adapters are all that learns."""
+
+    def reference(batches: Sequence[JudgedBatch]) -> list[torch.Tensor]:
+        with adapters_off(engine.model):
+            return answer_logps(engine, batches)
+
+    return reference
+
+
+def beside(model: Frozen) -> Reference:
+    """A second model that stays as it is."""
+    return lambda batches: answer_logps(model, batches)

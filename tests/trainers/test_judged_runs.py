@@ -1,0 +1,222 @@
+"""Runs on judged answers: anchors at the first step, learning, and what must not change the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judged_runs import ALGORITHMS, KIND, judged_recipe, write_judged
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from isotrain.engine.export import export_run
+from isotrain.errors import DataError, RecipeError
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.launch import launch
+from support import run_cli, stable_metrics, write_recipe
+
+LN2 = math.log(2)
+LORA = {"lora": {"rank": 4, "alpha": 8}}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_judged(tmp_path_factory.mktemp("judged"))
+
+
+def train(recipe: Recipe) -> list[dict[str, float]]:
+    launch(recipe, "")
+    return stable_metrics(recipe.output)
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["all weights", "adapters"])
+def test_anchors_of_losses_with_a_reference(
+    tiny: Path, rows: Path, tmp_path: Path, device_type: str, model: dict[str, Any]
+) -> None:
+    def first(name: str, output: str, **algorithm: Any) -> dict[str, float]:
+        sections = {"algorithm": {"name": name, **algorithm}, "trainer": {"steps": 1}, "model": model}
+        return train(judged_recipe(name, tiny, rows, tmp_path / output, device_type, **sections))[0]
+
+    row = first("dpo", "dpo", label_smoothing=0.1)
+    assert row["train/loss"] == pytest.approx(LN2, abs=2e-6)
+    assert row["train/margin"] == pytest.approx(0.0, abs=1e-5)
+    assert first("dpo", "ipo", loss="ipo", beta=0.5)["train/loss"] == pytest.approx(1.0, abs=1e-4)
+    row = first("kto", "kto", desirable_weight=1.5, undesirable_weight=1.5)
+    assert row["train/loss"] == pytest.approx(0.75, abs=1e-5)
+    assert row["train/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_new_reward_model_knows_nothing(tiny: Path, rows: Path, tmp_path: Path, device_type: str) -> None:
+    (row,) = train(judged_recipe("rm", tiny, rows, tmp_path / "rm", device_type, trainer={"steps": 1}))
+    assert row["train/loss"] == pytest.approx(LN2, rel=1e-6) and row["train/margin"] == 0.0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_learns(tiny: Path, rows: Path, tmp_path: Path, name: str) -> None:
+    held_out = str(rows / f"{KIND[name]}-held-out.jsonl")
+    recipe = judged_recipe(
+        name,
+        tiny,
+        rows,
+        tmp_path / name,
+        "cpu",
+        data={"validation": held_out, "batch_size": 16, "tokens_per_micro_batch": 1024},
+        algorithm={"name": name, **({"beta": 0.5} if name == "kto" else {})},
+        trainer={"steps": 400 if name == "prm" else 120, "validate_first": True},
+    )
+    before, *_, last = train(recipe)
+    assert last["val/loss"] < before["val/loss"]
+    if name == "kto":
+        assert last["val/margin"] > 1.0 > 0.01 > abs(before["val/margin"])
+    elif name == "prm":
+        assert last["val/f1"] > 0.8
+    else:
+        assert last["val/accuracy"] > 0.9
+    plots = {path.name for path in (tmp_path / name / "plots").iterdir()}
+    assert {"loss.png", "preference.png"} <= plots
+
+
+@pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo"])
+def test_the_kin_of_dpo_learn(tiny: Path, rows: Path, tmp_path: Path, loss: str) -> None:
+    recipe = judged_recipe(
+        "dpo",
+        tiny,
+        rows,
+        tmp_path / loss,
+        "cpu",
+        algorithm={"name": "dpo", "loss": loss},
+        data={"batch_size": 16, "tokens_per_micro_batch": 1024},
+        trainer={"steps": 60},
+    )
+    metrics = train(recipe)
+    assert sum(row["train/accuracy"] for row in metrics[-10:]) / 10 > 0.8
+    assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_micro_batches_do_not_matter(
+    tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str
+) -> None:
+    def run(budget: int, attention: str) -> list[dict[str, float]]:
+        output = tmp_path / f"{budget}-{attention}"
+        sections = {"data": {"tokens_per_micro_batch": budget}, "model": {"attention": attention}}
+        return train(judged_recipe(name, tiny, rows, output, device_type, **sections))
+
+    one = run(4096, "segments")
+    # Padded, no prompt is shared.
+    for other in (run(128, "segments"), run(4096, "padded")):
+        for a, b in zip(one, other, strict=True):
+            assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_ranks_do_not_matter(tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str) -> None:
+    """KTO's reference point is a mean over all ranks, before anything is cut off at 0."""
+    one = judged_recipe(name, tiny, rows, tmp_path / "one", device_type)
+    expected = train(one)
+    two = judged_recipe(name, tiny, rows, tmp_path / "two", device_type, device={"ranks": 2})
+    run_cli("train", str(write_recipe(two, tmp_path / "two.yaml")))
+    for a, b in zip(expected, stable_metrics(tmp_path / "two"), strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_checkpointing_activations_does_not_matter(
+    tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str
+) -> None:
+    runs = [
+        train(
+            judged_recipe(
+                name,
+                tiny,
+                rows,
+                tmp_path / str(checkpointing),
+                device_type,
+                model={"gradient_checkpointing": checkpointing},
+            )
+        )
+        for checkpointing in (True, False)
+    ]
+    for a, b in zip(*runs, strict=True):
+        assert b == pytest.approx(a, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_resume_is_exact(tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str) -> None:
+    def recipe(output: str) -> Recipe:
+        trainer = {"steps": 6, "save_every": 2}
+        return judged_recipe(name, tiny, rows, tmp_path / output, device_type, trainer=trainer)
+
+    whole = train(recipe("whole"))
+    train(recipe("parts"))
+    (tmp_path / "parts" / "checkpoints" / "step-00000006" / "COMPLETE").unlink()
+    torch.manual_seed(999)
+    assert train(recipe("parts")) == whole
+
+
+def test_a_reward_model_is_exported_as_a_classifier(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    recipe = judged_recipe(
+        "rm",
+        tiny,
+        rows,
+        tmp_path / "run",
+        "cpu",
+        data={"validation": str(rows / "pairs-held-out.jsonl"), "validation_rows": 8},
+        trainer={"steps": 10},
+    )
+    last = train(recipe)[-1]
+    out = export_run(tmp_path / "run", tmp_path / "model", None, adapter_only=False)
+    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    margins = []
+    for line in (rows / "pairs-held-out.jsonl").read_text().splitlines()[:8]:
+        row = json.loads(line)
+        scores = []
+        for side in ("chosen", "rejected"):
+            text = tokenizer.apply_chat_template([*row["prompt"], *row[side]], tokenize=False)
+            with torch.no_grad():
+                tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+                scores.append(model(tokens).logits[0, 0].item())
+        margins.append(scores[0] - scores[1])
+    assert sum(margins) / 8 == pytest.approx(last["val/margin"], abs=1e-4)
+    assert abs(last["val/margin"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "error", "message"),
+    [
+        ("rm", {"model": LORA}, RecipeError, "a reward model trains all weights"),
+        ("dpo", {"algorithm": {"name": "dpo", "reference": "adapters-off"}}, RecipeError, "needs adapters"),
+        (
+            "prm",
+            {"algorithm": {"name": "prm", "good_token": "good step"}},
+            DataError,
+            "give a text that is one",
+        ),
+        ("dpo", {"data": {"train": "answers.jsonl"}}, DataError, "no 'chosen'"),
+    ],
+)
+def test_mistakes(
+    tiny: Path,
+    rows: Path,
+    tmp_path: Path,
+    name: str,
+    sections: dict[str, dict[str, Any]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    if "data" in sections:
+        sections = {"data": {"train": str(rows / sections["data"]["train"])}}
+    with pytest.raises(error, match=message):
+        launch(judged_recipe(name, tiny, rows, tmp_path / "run", "cpu", **sections), "")
+
+
+def test_preview_shows_both_sides(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    for name, words in (("dpo", ("chosen:", "rejected:")), ("kto", ("answer:",)), ("prm", ("solution:",))):
+        recipe = judged_recipe(name, tiny, rows, tmp_path / "run", "cpu")
+        file = write_recipe(recipe, tmp_path / f"{name}.yaml")
+        shown = run_cli("preview", str(file), "--rows", "2").stdout
+        assert all(shown.count(word) == 2 for word in words), shown
