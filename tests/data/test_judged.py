@@ -77,7 +77,10 @@ def test_answers(make_encoder: MakeEncoder) -> None:
 @pytest.mark.parametrize("template", [None, styles.CHATML])
 def test_marks_at_the_ends_of_steps(make_encoder: MakeEncoder, template: str | None) -> None:
     encoder = make_encoder("steps", template)
-    item = one(encoder, STEPS)
+    asked = [{"role": "user", "content": STEPS["prompt"]}] if template else STEPS["prompt"]
+    item = one(encoder, {**STEPS, "prompt": asked})
+    begin = encoder.tokenizer.decode(item.samples[0].tokens_T)
+    assert begin.startswith(f"{STEPS['prompt']}\n12" if template is None else "<|im_start|>system")
     (sample,) = item.samples
     assert item.values_V.tolist() == [1.0, 0.25] and sample.mask_T.sum() == 2 and sample.mask_T[-1]
     ends = np.flatnonzero(sample.mask_T) + 1

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from isotrain.data.chat import encode_prompt_text
 from isotrain.data.encode import Encoder, TooLong
 from isotrain.data.preference import read_answers, read_pair, read_steps
 from isotrain.data.prompts import PromptEncoder
@@ -100,10 +101,13 @@ class JudgedEncoder:
 
     def _steps(self, row: Row) -> list[Item]:
         judged = read_steps(row)
-        prompt_P = self._prompt(judged.prompt)
-        if prompt_P is None:
+        prompt = judged.prompt.values["prompt"]
+        if isinstance(prompt, str):  # plain text, as in pairs and answers
+            tokens = [*encode_prompt_text(self.tokenizer, prompt), *self._separator]
+        elif (prompt_P := self._prompt(judged.prompt)) is not None:
+            tokens = prompt_P.tolist()
+        else:
             return []
-        tokens: list[int] = prompt_P.tolist()
         ends = []
         for step in judged.steps:
             tokens += self.tokenizer(step, add_special_tokens=False, verbose=False)["input_ids"]

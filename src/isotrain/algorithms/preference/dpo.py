@@ -5,9 +5,7 @@ P: pairs of the micro-batch.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-
-from isotrain.algorithms.preference.pairs import Judged, Side
+from isotrain.algorithms.preference.pairs import Judged, Side, smoothed
 
 
 def dpo(
@@ -26,5 +24,4 @@ def dpo(
     chosen_P = beta * chosen.log_ratio_P(length_averaged)
     rejected_P = beta * rejected.log_ratio_P(length_averaged)
     h_P = chosen_P - rejected_P
-    loss_P = -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
-    return Judged(loss_P, chosen_P, rejected_P)
+    return Judged(smoothed(h_P, label_smoothing), chosen_P, rejected_P)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.flat import widen
@@ -41,6 +42,11 @@ class Judged(NamedTuple):
     loss_P: torch.Tensor
     chosen_P: torch.Tensor
     rejected_P: torch.Tensor
+
+
+def smoothed(h_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    """`-(1 - eps) log sigmoid(h) - eps log sigmoid(-h)`, where eps of the pairs are the wrong way round."""
+    return -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
 
 
 def shares(judged: Judged, pairs: int) -> Loss:

@@ -5,9 +5,7 @@ P: pairs of the micro-batch.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-
-from isotrain.algorithms.preference.pairs import Judged, Side
+from isotrain.algorithms.preference.pairs import Judged, Side, smoothed
 
 
 def simpo(
@@ -16,5 +14,4 @@ def simpo(
     """`-log sigmoid(h)`, `h = beta (mean logp_c - mean logp_r) - margin`, with labels smoothed as in DPO."""
     chosen_P, rejected_P = beta * chosen.mean_logp_P(), beta * rejected.mean_logp_P()
     h_P = chosen_P - rejected_P - margin
-    loss_P = -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
-    return Judged(loss_P, chosen_P, rejected_P)
+    return Judged(smoothed(h_P, label_smoothing), chosen_P, rejected_P)

@@ -84,7 +84,8 @@ def _steps(
     question: str, steps: list[str], corrupted: list[str], wrong: int, draw: random.Random
 ) -> dict[str, Any]:
     """Every step is right but the corrupted one; a quarter of the solutions have none."""
+    prompt = [{"role": "user", "content": question}]
     if draw.random() < 0.25:
-        return {"prompt": question, "completions": steps, "labels": [True] * len(steps)}
+        return {"prompt": prompt, "completions": steps, "labels": [True] * len(steps)}
     labels = [number != wrong for number in range(len(steps))]
-    return {"prompt": question, "completions": corrupted, "labels": labels}
+    return {"prompt": prompt, "completions": corrupted, "labels": labels}
