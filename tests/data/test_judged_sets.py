@@ -38,6 +38,10 @@ def test_binarised_ultrafeedback() -> None:
     assert pair.chosen.values == {"prompt": [ASK], "completion": [said("Hello.")]}
 
 
+def test_pairs_without_a_difference_are_left_out() -> None:
+    assert records("ultrafeedback", prompt="Hi?", chosen="a", rejected="a") == []
+
+
 def test_original_ultrafeedback() -> None:
     completions = [
         {"response": "fine", "overall_score": 7.0},

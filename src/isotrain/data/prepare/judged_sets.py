@@ -27,7 +27,8 @@ def ultrafeedback(row: Row) -> Iterator[Record]:
         scores = values.get("score_chosen"), values.get("score_rejected")
         if all(isinstance(score, (int, float)) for score in scores):
             record["margin"] = float(scores[0]) - float(scores[1])  # type: ignore[arg-type]
-        yield record
+        if record.get("chosen") != record.get("rejected"):  # in some rows nothing is preferred
+            yield record
         return
     scored = [
         (float(completion["overall_score"]), str(completion["response"]))
