@@ -88,7 +88,8 @@ def test_missing_keys_are_named_with_an_example_where_they_belong() -> None:
         "r.yaml: 'output' is missing; it takes text: write 'output: runs/my-run'",
         "r.yaml: 'data.train' is missing; it takes text or a list of texts: write 'train: data/train.jsonl' "
         "in section 'data'",
-        "r.yaml: 'algorithm.name' is missing; it takes one of 'sft', 'grpo', 'rloo', 'reinforce++', "
+        "r.yaml: 'algorithm.name' is missing; it takes one of 'sft', 'dpo', 'kto', 'rm', 'prm', 'grpo', "
+        "'rloo', 'reinforce++', "
         "'reinforce++-baseline', 'remax', 'ppo': write 'name: sft' in section 'algorithm'",
     ]
 

@@ -16,6 +16,9 @@ PARTS = "rollout:\n  n: 4\nreward:\n  gsm8k:\n    method: strict\n"
 NAMES = [kind.model_fields["name"].annotation.__args__[0] for kind in Algorithm.__args__]
 
 
+OFFLINE = ("sft", "dpo", "kto", "rm", "prm")
+
+
 def lines(text: str, *overrides: str) -> list[str]:
     with pytest.raises(RecipeError) as error:
         parse_recipe(text, "r.yaml", overrides)
@@ -23,7 +26,7 @@ def lines(text: str, *overrides: str) -> list[str]:
 
 
 def recipe(name: str) -> Recipe:
-    parts = "" if name == "sft" else PARTS
+    parts = "" if name in OFFLINE else PARTS
     return parse_recipe(f"{HEAD}algorithm: {{name: {name}}}\n{parts}", "r.yaml")
 
 
@@ -35,7 +38,7 @@ def test_resolved_reads_back_equal(name: str, tmp_path: Path) -> None:
     assert after == before and type(after.algorithm) is type(before.algorithm)
     assert next(iter(resolved(after)["algorithm"])) == "name"
     assert resolved(after)["cluster"] is None
-    if name == "sft":
+    if name in OFFLINE:
         assert resolved(after)["rollout"] is None and resolved(after)["reward"] is None
 
 
@@ -75,7 +78,10 @@ def test_overrides_reach_into_variants_and_optional_sections() -> None:
     assert found.reward is not None and found.reward.gsm8k is None
 
 
-UNKNOWN_NAME = "expected one of 'sft', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', 'ppo'"
+UNKNOWN_NAME = (
+    "expected one of 'sft', 'dpo', 'kto', 'rm', 'prm', "
+    "'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', 'ppo'"
+)
 NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample answers: write 'rollout: {n: 4}'"
 NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score answers: write 'reward: {gsm8k: {}}'"
 NO_PART = "no reward is named; add one of gsm8k, math, function, model, such as gsm8k: {}"

@@ -25,7 +25,7 @@ def test_every_field_is_there_with_a_docstring() -> None:
 def test_what_variants_share_is_there_once() -> None:
     page = render()
     assert page.count("| `algorithm.passes` |") == page.count("| `algorithm.loss.eps_low` |") == 1
-    assert page.count("| `algorithm.name` |") == 7
+    assert page.count("| `algorithm.name` |") == 11
     assert page.index("## `algorithm`: `ppo` also has") < page.index("| `algorithm.lam` |")
 
 
