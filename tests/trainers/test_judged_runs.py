@@ -120,6 +120,8 @@ def test_ranks_do_not_matter(tiny: Path, rows: Path, tmp_path: Path, device_type
     two = judged_recipe(name, tiny, rows, tmp_path / "two", device_type, device={"ranks": 2})
     run_cli("train", str(write_recipe(two, tmp_path / "two.yaml")))
     for a, b in zip(expected, stable_metrics(tmp_path / "two"), strict=True):
+        # KTO's `kl` is a mean of sums over whole answers, about -40 each: rounding alone moves it by 3e-5.
+        assert b.pop("train/kl", 0.0) == pytest.approx(a.pop("train/kl", 0.0), abs=2e-4)
         assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
 
 
