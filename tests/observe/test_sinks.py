@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,20 @@ def open_one(name: str, directory: Path, **options: Any) -> Sink:
     settings = {"project": "p", "name": "n", "config": {"seed": 1, "model": {"path": "x"}}}
     (sink,) = open_sinks(["console", name], run_directory=directory, **settings, **options)
     return sink
+
+
+def names_of_files(directory: Path, pattern: str) -> set[str]:
+    """The names of a tracker's files once all hold the metric.
+
+    A tracker's own process may still be writing its file when `finish` returns.
+    """
+    deadline = time.monotonic() + 20
+    while True:
+        counts = {file: file.read_bytes().count(b"train/loss") for file in directory.glob(pattern)}
+        if counts and all(counts.values()):
+            return {file.name for file in counts}
+        assert time.monotonic() < deadline, f"not in all files: {counts}"
+        time.sleep(0.05)
 
 
 def read_scalars(directory: Path, name: str) -> list[tuple[int, float]]:
@@ -69,9 +84,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for step in range(first, first + 3):
             sink.write(step, {"train/loss": 1.0})
         sink.close()
-    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files and all(b"train/loss" in file.read_bytes() for file in files)
-    assert len({file.name for file in files}) == 1, "a resumed run keeps its id"
+    names = names_of_files(tmp_path, "wandb/offline-run-*/run-*.wandb")
+    assert len(names) == 1, "a resumed run keeps its id"
 
 
 def test_wandb_skips_steps_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +112,8 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         for step in range(first, first + 3):
             sink.write(step, {"train/loss": 1.0})
         sink.close()
-    files = list(tmp_path.glob("swanlab/run-*/run-*.swanlab"))
-    assert files and all(b"train/loss" in file.read_bytes() for file in files)
-    assert len({file.name for file in files}) == 1, "a resumed run keeps its id"
+    names = names_of_files(tmp_path, "swanlab/run-*/run-*.swanlab")
+    assert len(names) == 1, "a resumed run keeps its id"
 
 
 @pytest.mark.parametrize("name", sorted(sinks.SINKS))
