@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -16,36 +15,18 @@ from ray.cluster_utils import Cluster as Machines
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, place, rank_environments
-from isotrain.cluster.private import loopback_addresses, read_authentication_again
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.engine.world import interface_of
 from isotrain.errors import ClusterError, LaunchError
 from isotrain.recipe.online import ClusterSection
+from ray_machines import two_machines
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    """Two nodes with one CPU each on the loopback address, with token authentication."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home,
-    ):
-        patch.setenv("RAY_TMPDIR", home)
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", "2a" * 32)
-        read_authentication_again()
-        with loopback_addresses():
-            cluster = Machines()
-            try:
-                for _ in range(2):
-                    cluster.add_node(num_cpus=1, include_dashboard=False)
-                yield cluster
-            finally:
-                cluster.shutdown()
-    read_authentication_again()
+    with two_machines() as cluster:
+        yield cluster
 
 
 def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:

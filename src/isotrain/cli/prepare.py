@@ -11,15 +11,17 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Write data sets, or a tiny model with data, to a directory.")
 
 _Out = Annotated[Path, typer.Option("--out", help="The directory to write to.")]
+_Gsm8k = Annotated[
+    Path | None,
+    typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
+]
+_Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")]
 
 
 @app.command()
 def gsm8k(
     out: _Out,
-    source: Annotated[
-        Path | None,
-        typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
-    ] = None,
+    source: _Gsm8k = None,
 ) -> None:
     """Write GSM8K (school mathematics) as train.parquet and test.parquet.
 
@@ -42,10 +44,7 @@ def gsm8k(
 @app.command()
 def gsm8k_sums(
     out: _Out,
-    source: Annotated[
-        Path | None,
-        typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
-    ] = None,
+    source: _Gsm8k = None,
 ) -> None:
     """Write the small calculations in GSM8K's solutions as prompts: a task for small models.
 
@@ -64,11 +63,8 @@ def gsm8k_sums(
 @app.command()
 def gsm8k_judged(
     out: _Out,
-    source: Annotated[
-        Path | None,
-        typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")] = 0,
+    source: _Gsm8k = None,
+    seed: _Seed = 0,
 ) -> None:
     """Write GSM8K's solutions beside corrupted ones: pairs, judged answers and judged steps.
 
@@ -105,7 +101,7 @@ def judged(
 @app.command()
 def tiny(
     out: _Out,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")] = 0,
+    seed: _Seed = 0,
     rows: Annotated[int, typer.Option("--rows", min=10, help="Training rows.")] = 2000,
     architecture: Annotated[
         Literal["llama", "qwen2", "qwen3"], typer.Option("--architecture", help="Kind of model.")

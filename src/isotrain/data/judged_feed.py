@@ -6,7 +6,7 @@ S: samples of a micro-batch, V: its judgements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ class JudgedBatch:
     """The judgements of all items, one after the other."""
     numbers: tuple[int, ...]
     """Of the items, in their store."""
-
-    def to(self, device: torch.device) -> JudgedBatch:
-        return replace(self, packed=self.packed.to(device), values_V=self.values_V.to(device))
 
 
 @dataclass(frozen=True)

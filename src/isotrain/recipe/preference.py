@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from isotrain.recipe.section import Section
+from isotrain.recipe.section import OfflineSection
 
 Kind = Literal["pairs", "answers", "steps"]
 Reference = Literal["auto", "live", "adapters-off"]
 
 
-class JudgedSection(Section):
+class JudgedSection(OfflineSection):
     """What all of them have in common."""
 
-    refuses: ClassVar[Mapping[str, str]] = {
-        "rollout": "samples no answers",
-        "reward": "scores no answers",
-        "cluster": "runs without one",
-    }
     kind: ClassVar[Kind]
     """What its data is."""
     items: ClassVar[str]

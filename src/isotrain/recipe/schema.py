@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Judged, RmSection
-from isotrain.recipe.section import Section
+from isotrain.recipe.section import OfflineSection, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -85,13 +84,7 @@ class DataSection(Section):
         return self
 
 
-class SftSection(Section):
-    refuses: ClassVar[Mapping[str, str]] = {
-        "rollout": "samples no answers",
-        "reward": "scores no answers",
-        "cluster": "runs without one",
-    }
-
+class SftSection(OfflineSection):
     name: Literal["sft"]
     """Supervised fine-tuning: cross-entropy over the tokens the assistant wrote."""
 

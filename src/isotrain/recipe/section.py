@@ -17,3 +17,13 @@ class Section(BaseModel):
     """Top-level sections that must be there with this one: what for, and what to write."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Top-level sections that must not be there with this one, and why."""
+
+
+class OfflineSection(Section):
+    """An algorithm that learns from what is in its data."""
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "rollout": "samples no answers",
+        "reward": "scores no answers",
+        "cluster": "runs without one",
+    }

@@ -119,31 +119,38 @@ def open_feeds(
     train = opened(data.train)
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
     sampler = Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit)
-    feed = _feed(recipe, train, sampler, device, world)
+    share_prompts = _pairs_share_prompts(recipe, device)
+    feed = _feed(recipe, train, sampler, share_prompts, world)
     if not data.validation:
         return feed, None
     validation = opened(data.validation)
     rows = min(len(validation), data.validation_rows or len(validation))
     in_order = Sampler(rows, data.batch_size, recipe.seed, shuffle=False, limit=rows)
-    return feed, _feed(recipe, validation, in_order, device, world)
+    return feed, _feed(recipe, validation, in_order, share_prompts, world)
 
 
 def _feed(
-    recipe: Recipe, store: TokenStore | JudgedStore, sampler: Sampler, device: Device, world: World
+    recipe: Recipe, store: TokenStore | JudgedStore, sampler: Sampler, share_prompts: bool, world: World
 ) -> Feed | JudgedFeed:
     data, algorithm = recipe.data, recipe.algorithm
     if isinstance(store, TokenStore):
         return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
-    attention = choose_attention(model_directory(recipe.model.path), recipe.model, device)
     return JudgedFeed(
         store,
         sampler,
         data.tokens_per_micro_batch,
         world.rank,
         world.size,
-        share_prompts=isinstance(algorithm, DpoSection | RmSection) and shares_prompts(attention),
+        share_prompts=share_prompts,
         longest=data.max_length if isinstance(algorithm, KtoSection) else None,
     )
+
+
+def _pairs_share_prompts(recipe: Recipe, device: Device) -> bool:
+    """Whether both samples of a pair can store their prompt once."""
+    if not isinstance(recipe.algorithm, DpoSection | RmSection):
+        return False
+    return shares_prompts(choose_attention(model_directory(recipe.model.path), recipe.model, device))
 
 
 def judged_encoder(

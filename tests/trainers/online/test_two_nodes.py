@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 from online_runs import OnlineRun, online_recipe, run_online, workers_below
 from ray.cluster_utils import Cluster as Machines
 
-from isotrain.cluster.private import loopback_addresses, read_authentication_again
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
+from ray_machines import two_machines
 from support import stable_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -29,26 +28,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:
-    """Two nodes with one CPU each on the loopback address, with token authentication."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home,
-    ):
-        patch.setenv("RAY_TMPDIR", home)
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", "7c" * 32)
-        read_authentication_again()
-        with loopback_addresses():
-            cluster = Machines()
-            try:
-                for _ in range(2):
-                    cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=200 << 20)
-                yield cluster
-            finally:
-                cluster.shutdown()
-    read_authentication_again()
+    with two_machines(object_store_memory=200 << 20) as cluster:
+        yield cluster
 
 
 def layout(tiny: Path, output: Path, name: str, address: str, steps: int) -> Recipe:

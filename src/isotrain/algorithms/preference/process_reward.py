@@ -20,10 +20,7 @@ def prm(logits_NC: torch.Tensor, labels_N: torch.Tensor, steps: int) -> Loss:
     """
     assert logits_NC.shape[1] == 2
     logq_NC = F.log_softmax(widen(logits_NC), -1)
-    good_N = labels_N.to(logq_NC.dtype)
-    loss_N = -(1 - good_N) * logq_NC[:, 0] - good_N * logq_NC[:, 1]
-    right_N = (logq_NC[:, 1] > logq_NC[:, 0]) == (good_N > 0.5)
-    return loss_N.sum() / steps, {"accuracy": right_N.float().sum() / steps}
+    return prm_of_vocabulary(logq_NC[:, 0], logq_NC[:, 1], labels_N, steps)
 
 
 def prm_of_vocabulary(

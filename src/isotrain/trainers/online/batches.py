@@ -47,22 +47,17 @@ class BatchMaker:
 
     def begin(self) -> Callable[[], Batch]:
         """Draw the prompts of a batch; calling the result has them answered."""
-        if self.attempts:
-            return self._make_informative  # how many it draws is known at its end
-        tickets = self._draw(self.sampler.batch_size)
-        return partial(self._make, tickets, self.sampler.taken)
+        if self.attempts:  # how many it draws is known at its end
+            return lambda: self._make(self._draw(self.sampler.batch_size))
+        return partial(self._make, self._draw(self.sampler.batch_size))
 
     @property
     def one_by_one(self) -> bool:
         """Whether a batch must be made before the next: to know its prompts, or for its greedy answers."""
         return self.attempts > 0 or self.greedy
 
-    def _make(self, tickets: list[Ticket], taken: int) -> Batch:
-        groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
-        return self._with_greedy(Batch(groups, None, taken, seconds, 0))
-
-    def _make_informative(self) -> Batch:
-        wanted = len(tickets := self._draw(self.sampler.batch_size))
+    def _make(self, tickets: list[Ticket]) -> Batch:
+        wanted = len(tickets)
         groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
         resampled = 0
         for _ in range(self.attempts):
@@ -70,9 +65,11 @@ class BatchMaker:
             missing = wanted - len(kept)
             if not missing:
                 break
-            more, extra = self.collector.collect(TRAIN, self._draw(missing), self.n, self.sampling)
+            tickets = self._draw(missing)
+            more, extra = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
             groups, seconds, resampled = kept + more, seconds.plus(extra), resampled + missing
-        return self._with_greedy(Batch(groups, None, self.sampler.taken, seconds, resampled))
+        taken = tickets[-1].place + 1
+        return self._with_greedy(Batch(groups, None, taken, seconds, resampled))
 
     def _with_greedy(self, batch: Batch) -> Batch:
         if not self.greedy:

@@ -5,8 +5,7 @@ S: samples of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,26 +14,19 @@ from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.flat import sums
 from isotrain.algorithms.preference.kto import kto, reference_point
 from isotrain.data.judged_feed import JudgedBatch, JudgedStep
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.engine.engine import Objective, TrainingEngine
 from isotrain.models.head import TokenHead
-from isotrain.trainers.tasks.base import Work, evaluate
+from isotrain.trainers.tasks.judged import Work
 from isotrain.trainers.tasks.reference import Reference, answer_logps
 
 
 @dataclass(frozen=True)
-class KtoTask:
+class KtoWork:
     engine: TrainingEngine
     reference: Reference
     options: dict[str, Any] = field(default_factory=dict)
 
-    def update(self, data: JudgedStep, lr: float) -> UpdateResult:
-        result = self.engine.update(self._work(data), lr)
-        return replace(result, metrics=_rewards(result.metrics))
-
-    def evaluate(self, steps: Iterable[JudgedStep]) -> dict[str, float]:
-        return _rewards(evaluate(self.engine, steps, self._work, lambda data: data.items))
-
-    def _work(self, data: JudgedStep) -> Work:
+    def __call__(self, data: JudgedStep) -> Work:
         kl = self._reference_point(data)
         references = self.reference(data.batches)
         return [
@@ -59,7 +51,7 @@ class KtoTask:
         return objective
 
 
-def _rewards(metrics: dict[str, float]) -> dict[str, float]:
+def reward_figures(metrics: dict[str, float]) -> dict[str, float]:
     """Means over the answers of each kind, from sums over both."""
     found = dict(metrics)
     means = {}

@@ -16,12 +16,13 @@ from isotrain.errors import DataError, RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.tasks.answers import KtoTask
+from isotrain.trainers.tasks.answers import KtoWork, reward_figures
 from isotrain.trainers.tasks.base import Task
-from isotrain.trainers.tasks.pairs import DpoTask, RmTask
+from isotrain.trainers.tasks.judged import JudgedTask
+from isotrain.trainers.tasks.pairs import DpoWork, RmWork
 from isotrain.trainers.tasks.reference import Reference, beside, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
-from isotrain.trainers.tasks.steps import PrmTask
+from isotrain.trainers.tasks.steps import PrmWork, f1_figures
 
 
 def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[TrainingEngine, Task[Any]]:
@@ -33,25 +34,29 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
         scorer = build_critic(
             model, optimizer, path=None, lr=optimizer.lr, device=device, world=world, seed=recipe.seed
         )
-        return scorer, RmTask(scorer, algorithm.margins, {"loss": algorithm.loss, "centre": algorithm.centre})
+        options = {"loss": algorithm.loss, "centre": algorithm.centre}
+        return scorer, JudgedTask(scorer, RmWork(algorithm.margins, options))
     engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
     task: Task[Any]
     if isinstance(algorithm, DpoSection):
         has_reference = algorithm.loss in ("sigmoid", "ipo")
         reference = _reference(recipe, algorithm.reference, engine, device) if has_reference else None
-        task = DpoTask(engine, PREFERENCE_LOSSES[algorithm.loss], _dpo_options(algorithm), reference)
+        loss = PREFERENCE_LOSSES[algorithm.loss]
+        task = JudgedTask(engine, DpoWork(loss, _dpo_options(algorithm), reference))
     elif isinstance(algorithm, KtoSection):
-        options = {
+        weights = {
             "beta": algorithm.beta,
             "desirable_weight": algorithm.desirable_weight,
             "undesirable_weight": algorithm.undesirable_weight,
         }
-        task = KtoTask(engine, _reference(recipe, algorithm.reference, engine, device), options)
+        reference = _reference(recipe, algorithm.reference, engine, device)
+        task = JudgedTask(engine, KtoWork(engine, reference, weights), figures=reward_figures)
     elif isinstance(algorithm, PrmSection):
         tokenizer = load_tokenizer(model_directory(model.path))
         bad = _single_token(tokenizer, algorithm.bad_token, "algorithm.bad_token")
         good = _single_token(tokenizer, algorithm.good_token, "algorithm.good_token")
-        task = PrmTask(engine, bad, good, algorithm.vocabulary == "whole")
+        work = PrmWork(bad, good, algorithm.vocabulary == "whole")
+        task = JudgedTask(engine, work, size=lambda data: data.judgements, figures=f1_figures)
     else:
         task = SftTask(engine, SUPERVISED_LOSSES[algorithm.name])
     return engine, task

@@ -5,7 +5,7 @@ S: samples of a micro-batch, chosen and rejected in turn; P: its pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,29 +16,22 @@ from isotrain.algorithms.flat import sums
 from isotrain.algorithms.preference.pairs import Judged, Side, shares
 from isotrain.algorithms.preference.reward_model import rm
 from isotrain.data.judged_feed import JudgedBatch, JudgedStep
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.engine.engine import Objective
 from isotrain.engine.scores import at_last_tokens
 from isotrain.models.head import TokenHead
 from isotrain.models.scalar import ScalarHead
-from isotrain.trainers.tasks.base import Work, evaluate
+from isotrain.trainers.tasks.judged import Work
 from isotrain.trainers.tasks.reference import Reference
 
 
 @dataclass(frozen=True)
-class DpoTask:
-    engine: TrainingEngine
+class DpoWork:
     loss: Callable[..., Judged]
     options: dict[str, Any]
     reference: Reference | None
     """None for losses that have none."""
 
-    def update(self, data: JudgedStep, lr: float) -> UpdateResult:
-        return self.engine.update(self._work(data), lr)
-
-    def evaluate(self, steps: Iterable[JudgedStep]) -> dict[str, float]:
-        return evaluate(self.engine, steps, self._work, lambda data: data.items)
-
-    def _work(self, data: JudgedStep) -> Work:
+    def __call__(self, data: JudgedStep) -> Work:
         references: list[torch.Tensor | None] = [None] * len(data.batches)
         if self.reference is not None:
             references = list(self.reference(data.batches))
@@ -61,19 +54,12 @@ class DpoTask:
 
 
 @dataclass(frozen=True)
-class RmTask:
-    engine: TrainingEngine
+class RmWork:
     margins: bool
     """Whether the items' judgements are margins to be used."""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def update(self, data: JudgedStep, lr: float) -> UpdateResult:
-        return self.engine.update(self._work(data), lr)
-
-    def evaluate(self, steps: Iterable[JudgedStep]) -> dict[str, float]:
-        return evaluate(self.engine, steps, self._work, lambda data: data.items)
-
-    def _work(self, data: JudgedStep) -> Work:
+    def __call__(self, data: JudgedStep) -> Work:
         return [(at_last_tokens(batch.packed), self._objective(batch, data.items)) for batch in data.batches]
 
     def _objective(self, batch: JudgedBatch, pairs: int) -> Objective:

@@ -5,7 +5,6 @@ N: ends of steps of a micro-batch, C: the tokens for a wrong step and for a righ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,27 +14,19 @@ from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.preference.process_reward import prm, prm_of_vocabulary
 from isotrain.data.judged_feed import JudgedBatch, JudgedStep
 from isotrain.data.packing import PackedBatch
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.engine.engine import Objective
 from isotrain.models.head import TokenHead
-from isotrain.trainers.tasks.base import Work, evaluate
+from isotrain.trainers.tasks.judged import Work
 
 
 @dataclass(frozen=True)
-class PrmTask:
-    engine: TrainingEngine
+class PrmWork:
     bad: int
     good: int
     """The two tokens that a verdict is one of."""
     whole_vocabulary: bool
 
-    def update(self, data: JudgedStep, lr: float) -> UpdateResult:
-        result = self.engine.update(self._work(data), lr)
-        return replace(result, metrics=_with_f1(result.metrics))
-
-    def evaluate(self, steps: Iterable[JudgedStep]) -> dict[str, float]:
-        return _with_f1(evaluate(self.engine, steps, self._work, lambda data: data.judgements))
-
-    def _work(self, data: JudgedStep) -> Work:
+    def __call__(self, data: JudgedStep) -> Work:
         return [(_at_ends(batch.packed), self._objective(batch, data.judgements)) for batch in data.batches]
 
     def _objective(self, batch: JudgedBatch, steps: int) -> Objective:
@@ -70,7 +61,7 @@ def _at_ends(batch: PackedBatch) -> PackedBatch:
     return replace(batch, predict_N=end_N, targets_N=batch.tokens_T[end_N])
 
 
-def _with_f1(metrics: dict[str, float]) -> dict[str, float]:
+def f1_figures(metrics: dict[str, float]) -> dict[str, float]:
     """F1 of finding the wrong steps, from shares of the steps that add up over ranks."""
     found, called, wrong = (metrics[name] for name in ("found", "called_wrong", "wrong"))
     rest = {name: value for name, value in metrics.items() if name not in ("found", "called_wrong", "wrong")}

@@ -1,0 +1,52 @@
+"""Learning from judged items, whatever they are: the same for every algorithm but for the work of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from isotrain.data.judged_feed import JudgedStep
+from isotrain.data.packing import PackedBatch
+from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+
+Work = Sequence[tuple[PackedBatch, Objective]]
+"""A step's micro-batches, each with what is to be made of it: shares of the step's loss and metrics."""
+
+
+def _items(data: JudgedStep) -> int:
+    return data.items
+
+
+def _as_they_are(metrics: dict[str, float]) -> dict[str, float]:
+    return metrics
+
+
+@dataclass(frozen=True)
+class JudgedTask:
+    engine: TrainingEngine
+    work: Callable[[JudgedStep], Work]
+    size: Callable[[JudgedStep], int] = _items
+    """What the shares of a step are divided by."""
+    figures: Callable[[dict[str, float]], dict[str, float]] = _as_they_are
+    """From summed shares to what people read."""
+
+    def update(self, data: JudgedStep, lr: float) -> UpdateResult:
+        result = self.engine.update(self.work(data), lr)
+        return replace(result, metrics=self.figures(result.metrics))
+
+    def evaluate(self, steps: Iterable[JudgedStep]) -> dict[str, float]:
+        """Means over all steps, each of which counts by its size."""
+        totals: dict[str, float] = {}
+        weight = 0
+        for data in steps:
+            shares: Counter[str] = Counter()
+            for packed, objective in self.work(data):
+                ((loss, metrics),) = self.engine.infer([packed], objective)
+                shares.update(
+                    {"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}}
+                )
+            for name, total in zip(shares, self.engine.world.sum(list(shares.values())), strict=True):
+                totals[name] = totals.get(name, 0.0) + total * self.size(data)
+            weight += self.size(data)
+        return self.figures({name: total / weight for name, total in totals.items()})
