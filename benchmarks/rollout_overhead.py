@@ -230,6 +230,7 @@ def main() -> None:
             )
             for side in SIDES
         },
+        processor_s={side: bench.spread([turn["processor_s"] for turn in answers[side]]) for side in SIDES},
         peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in answers.items()},
     )
 

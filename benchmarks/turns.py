@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ class Turns:
         self.rows.append(figures)
         if len(self.rows) == self.steps:
             seconds = time.perf_counter() - self._started
+            processor = _processor_seconds() - self._used
             rows, self.rows = self.rows, []
-            self._answer(seconds=seconds, rows=rows, peak_bytes=_peak_bytes())
+            self._answer(seconds=seconds, processor_s=processor, rows=rows, peak_bytes=_peak_bytes())
 
     def _answer(self, **fields: Any) -> None:
         print("turn " + json.dumps(fields), flush=True)
         if not sys.stdin.readline():
             sys.exit()
+        self._used = _processor_seconds()
         self._started = time.perf_counter()
 
 
@@ -87,6 +90,17 @@ def _end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _processor_seconds() -> float:
+    """Of this process and all that it started and that still runs."""
+    own = psutil.Process()
+    total = 0.0
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _peak_bytes() -> int:

@@ -22,6 +22,16 @@ GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 # Ray's sockets are below its directory, and a socket's path has at most 107 characters.
 LONGEST_ROOT = 20
+SYSTEM_CONFIG = {
+    # Engines have processes of their own, which must not outlive a worker that was killed.
+    "process_group_cleanup_enabled": True,
+    # Workers are no background jobs: Ray would let every other process of the machine go first.
+    "worker_niceness": 0,
+    # An engine's threads wait for each other: each moment that Ray takes from one is lost for all of them.
+    "prestart_worker_first_driver": False,
+    "enable_metrics_collection": False,
+    "enable_timeline": False,
+}
 
 
 @contextmanager
@@ -57,9 +67,7 @@ def _start(home: Path, resources: dict[str, float], cpus: int | None) -> Path:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=str(home / "r"),
-            # Engines have processes of their own, which must not outlive a worker that was killed. And
-            # workers are no background jobs: Ray would let every other process of the machine go first.
-            _system_config={"process_group_cleanup_enabled": True, "worker_niceness": 0},
+            _system_config=SYSTEM_CONFIG,
             **_object_store(home),
         )
     except Exception as error:
