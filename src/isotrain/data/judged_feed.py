@@ -14,6 +14,7 @@ import torch
 from isotrain.data.judged import Item
 from isotrain.data.judged_store import JudgedStore
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
+from isotrain.data.reference_table import ReferenceTable
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
 from isotrain.data.shared_prompts import pack_shared
@@ -28,6 +29,8 @@ class JudgedBatch:
     """The judgements of all items, one after the other."""
     numbers: tuple[int, ...]
     """Of the items, in their store."""
+    ref_logp_S: torch.Tensor | None = None
+    """Log-probs under the reference, where the feed has them."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,13 @@ class JudgedFeed:
     """Whether the samples of an item store their common prompt once."""
     longest: int | None = None
     """Where set, there are mismatched samples of at most this length as well."""
+    reference: ReferenceTable | None = None
 
     def next_step(self) -> JudgedStep:
-        numbers = [int(row) for row in self.sampler.next_batch()]
+        return self.step_of([int(row) for row in self.sampler.next_batch()])
+
+    def step_of(self, numbers: Sequence[int]) -> JudgedStep:
+        """These items as one step."""
         sizes = [self.store.sizes(number) for number in numbers]
         lengths = [length for item in sizes for length, _ in item]
         return JudgedStep(
@@ -88,9 +95,10 @@ class JudgedFeed:
         return total - (len(item) - 1) * item[0][1] * (self.share_prompts and same_prompt)
 
     def _pack(self, numbers: Sequence[int]) -> JudgedBatch:
-        return self._packed([self.store[number] for number in numbers], numbers)
+        items = [self.store[number] for number in numbers]
+        return self._packed(items, numbers, slice(1) if self.longest else slice(2))
 
-    def _packed(self, items: Sequence[Item], numbers: Sequence[int]) -> JudgedBatch:
+    def _packed(self, items: Sequence[Item], numbers: Sequence[int], columns: slice) -> JudgedBatch:
         samples = [sample for item in items for sample in item.samples]
         prompts = [prompt for item in items for prompt in item.prompts]
         values_V = np.concatenate([np.zeros(0, np.float32), *(item.values_V for item in items)])
@@ -99,7 +107,13 @@ class JudgedFeed:
             lengths=tuple(int(sample.mask_T.sum()) for sample in samples),
             values_V=torch.from_numpy(values_V),
             numbers=tuple(numbers),
+            ref_logp_S=self._ref_logps(numbers, columns),
         )
+
+    def _ref_logps(self, numbers: Sequence[int], columns: slice) -> torch.Tensor | None:
+        if self.reference is None:
+            return None
+        return torch.from_numpy(self.reference[numbers][:, columns].reshape(-1))
 
     def _mismatched(self, numbers: Sequence[int]) -> list[JudgedBatch]:
         """Each prompt with the answer of another item; which one depends on the store alone."""
@@ -110,7 +124,8 @@ class JudgedFeed:
             ((length, start),) = self.store.sizes(self._donor(number))
             tokens.append(min(self.longest, prompt + length - start))
         return [
-            self._packed([self._swapped(number) for number in own], own) for own in self._own(numbers, tokens)
+            self._packed([self._swapped(number) for number in own], own, slice(1, 2))
+            for own in self._own(numbers, tokens)
         ]
 
     def _donor(self, number: int) -> int:

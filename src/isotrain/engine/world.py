@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,6 +53,15 @@ class World:
 
     def barrier(self) -> None:
         self.sum([0.0])
+
+    def agree(self, find: Callable[[], str]) -> str:
+        """A SHA-256 that one rank of each machine finds, once all machines have found the same."""
+        own = find() if self.local_rank == 0 else None
+        leaders = self.sum([float(byte) for byte in bytes.fromhex(own)] if self.leads and own else [0.0] * 32)
+        found = bytes(int(byte) for byte in leaders).hex()
+        if self.sum([float(own not in (None, found))]) != [0.0]:
+            raise LaunchError("model.path: the machines have different models there; copy one to all of them")
+        return found
 
 
 # What this process opened for the others; a listening store lives as long as its object.

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from isotrain.recipe.section import OfflineSection
 
 Kind = Literal["pairs", "answers", "steps"]
-Reference = Literal["auto", "live", "adapters-off"]
+Reference = Literal["auto", "cached", "live", "adapters-off"]
 
 
 class JudgedSection(OfflineSection):
@@ -38,7 +38,8 @@ class DpoSection(JudgedSection):
     margin: float = Field(default=1.0, ge=0)
     """By how much the chosen answer must be ahead, for `simpo`."""
     reference: Reference = "auto"
-    """Where the reference is: the model without its adapters, or a second model beside it."""
+    """Where the reference is: log-probs computed once before training and kept in the cache, a second model,
+    or the model without its adapters; `auto` is the last where there are adapters, else the first."""
 
     @model_validator(mode="after")
     def _only_what_the_loss_has(self) -> DpoSection:
@@ -62,7 +63,8 @@ class KtoSection(JudgedSection):
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Weight of the others."""
     reference: Reference = "auto"
-    """Where the reference is: the model without its adapters, or a second model beside it."""
+    """Where the reference is: log-probs computed once before training and kept in the cache, a second model,
+    or the model without its adapters; `auto` is the last where there are adapters, else the first."""
 
 
 class RmSection(JudgedSection):

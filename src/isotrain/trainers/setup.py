@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,8 @@ def check_run(recipe: Recipe) -> None:
 def record_start(
     recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str]
 ) -> RunDirectory:
-    """The run directory with this start in it; the leading rank writes it. `data` are the stores' digests."""
+    """The run directory with this start in it; the leading rank writes it. `data` are digests."""
+    check_same_data(recipe, data)
     world.barrier()  # all have checked the previous start before it is overwritten
     if world.leads:
         described = {"type": device.type, "name": device.name(), "ranks": world.size}
@@ -77,6 +78,19 @@ def write_start(
     """The run directory with this start in it: on which device, with which versions, on which data."""
     environment = describe_environment(described, numerics_variables)
     return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
+
+
+def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
+    """Refuse to go on with other data, or another reference model, than the run was started with."""
+    starts = RunDirectory(recipe.output).starts()
+    before = starts[-1].get("data", {}) if starts else {}
+    changed = [name for name, digest in data.items() if before.get(name, digest) != digest]
+    if changed:
+        fields = ", ".join("model.path" if name == "model" else f"data.{name}" for name in changed)
+        raise RecipeError(
+            f"{fields}: has changed since the run in {recipe.output} was started; bring the old content "
+            "back, or choose another output"
+        )
 
 
 def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
@@ -181,16 +195,16 @@ def _store_opener(
                 progress.message(f"tokenising {source}: {rows:,} rows")
 
         # One rank of a machine builds the store while its others wait; then all map the same files.
-        store = cached(source, root=token_cache(), progress=report) if world.local_rank == 0 else None
+        store = cached(source, root=cache("tokens"), progress=report) if world.local_rank == 0 else None
         world.barrier()
-        return store or cached(source, root=token_cache())
+        return store or cached(source, root=cache("tokens"))
 
     return opened
 
 
-def token_cache() -> Path:
-    """Where tokenised data sets are kept."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / "tokens"
+def cache(kind: str) -> Path:
+    """Where things that were made from data sets are kept: `tokens`, `references`."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / kind
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:

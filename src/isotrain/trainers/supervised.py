@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,17 @@ from isotrain.engine.state import engine_shards, generator_shards, host_generato
 from isotrain.engine.world import World, join_world
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
+from isotrain.models.identity import model_digest
+from isotrain.models.load import model_directory
 from isotrain.observe.progress import Progress, open_progress
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import JudgedSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import check_run, open_feeds, record_start, run_lock, total_steps
+from isotrain.trainers.setup import cache, check_run, open_feeds, record_start, run_lock, total_steps
 from isotrain.trainers.tasks.base import Task
-from isotrain.trainers.tasks.build import build_task
+from isotrain.trainers.tasks.build import build_task, place_of_reference
+from isotrain.trainers.tasks.remember import remember
 
 
 @dataclass
@@ -155,9 +159,13 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             data = {"train": feed.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}
             )
+            if place_of_reference(recipe) == "cached":
+                data["model"] = world.agree(lambda: model_digest(model_directory(recipe.model.path)))
             run = record_start(recipe, source, device, world, data)
             trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
             progress.message(_introduction(recipe, device, trainer))
+            if "model" in data:
+                _remember_reference(recipe, trainer, data["model"], progress)
             done = trainer.resume(run.checkpoints, progress)
             with recording(trainer.recorder, recipe, run, done, world.leads):
                 progress.start(trainer.steps, done + 1)
@@ -199,6 +207,14 @@ def _build_trainer(
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
     )
+
+
+def _remember_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, progress: Progress) -> None:
+    """Before a checkpoint is read: the model must be the one that training starts from."""
+    identity = {"digest": model, "dtype": recipe.model.dtype}
+    for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
+        if isinstance(feed, JudgedFeed):
+            remember(trainer.engine, feed, identity, steps, cache("references"), progress)
 
 
 def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:

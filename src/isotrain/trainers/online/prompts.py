@@ -7,7 +7,7 @@ from collections.abc import Callable
 from isotrain.data.prompts import PromptEncoder, PromptStore, cached_prompts
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.setup import token_cache
+from isotrain.trainers.setup import cache
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -24,6 +24,6 @@ def open_prompts(recipe: Recipe, tell: Callable[[str], None] | None = None) -> d
             if tell is not None and rows % 10_000 == 0:
                 tell(f"tokenising {sources[name]}: {rows:,} rows")
 
-        return cached_prompts(sources[name], encoder, token_cache(), report)
+        return cached_prompts(sources[name], encoder, cache("tokens"), report)
 
     return {name: opened(name) for name in sources}

@@ -14,7 +14,7 @@ from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.precheck import check_online
 from isotrain.trainers.online.prompts import open_prompts
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import check_run, run_lock, write_start
+from isotrain.trainers.setup import check_run, check_same_data, run_lock, write_start
 
 
 def train_online(recipe: Recipe, source: str) -> None:
@@ -31,11 +31,12 @@ def train_online(recipe: Recipe, source: str) -> None:
         for warning in check_online(recipe):
             progress.message(f"warning: {warning}")
         stores = open_prompts(recipe, progress.message)
+        digests = {name: store.digest for name, store in stores.items()}
+        check_same_data(recipe, digests)
         progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
         with assemble(recipe, cluster, device) as crew:
             described = crew.start(cluster.start_timeout)
             facts = {"type": described.device_type, "name": described.device_name, "ranks": len(crew.ranks)}
-            digests = {name: store.digest for name, store in stores.items()}
             run = write_start(recipe, source, facts, described.numerics_variables, digests)
             goes_on = crew.ranks.call("resume")[0]
             for complaint in goes_on.complaints:

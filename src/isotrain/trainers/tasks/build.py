@@ -20,7 +20,7 @@ from isotrain.trainers.tasks.answers import KtoWork, reward_figures
 from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.judged import JudgedTask
 from isotrain.trainers.tasks.pairs import DpoWork, RmWork
-from isotrain.trainers.tasks.reference import Reference, beside, without_adapters
+from isotrain.trainers.tasks.reference import Reference, beside, remembered, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
 from isotrain.trainers.tasks.steps import PrmWork, f1_figures
 
@@ -39,8 +39,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
     engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
     task: Task[Any]
     if isinstance(algorithm, DpoSection):
-        has_reference = algorithm.loss in ("sigmoid", "ipo")
-        reference = _reference(recipe, algorithm.reference, engine, device) if has_reference else None
+        reference = _reference(recipe, engine, device)
         loss = PREFERENCE_LOSSES[algorithm.loss]
         task = JudgedTask(engine, DpoWork(loss, _dpo_options(algorithm), reference))
     elif isinstance(algorithm, KtoSection):
@@ -49,7 +48,8 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
             "desirable_weight": algorithm.desirable_weight,
             "undesirable_weight": algorithm.undesirable_weight,
         }
-        reference = _reference(recipe, algorithm.reference, engine, device)
+        reference = _reference(recipe, engine, device)
+        assert reference is not None
         task = JudgedTask(engine, KtoWork(engine, reference, weights), figures=reward_figures)
     elif isinstance(algorithm, PrmSection):
         tokenizer = load_tokenizer(model_directory(model.path))
@@ -74,13 +74,29 @@ def _dpo_options(algorithm: DpoSection) -> dict[str, Any]:
     return options
 
 
-def _reference(recipe: Recipe, where: str, engine: TrainingEngine, device: Device) -> Reference:
-    has_adapters = recipe.model.lora.rank > 0
-    if where == "adapters-off" and not has_adapters:
-        raise RecipeError("algorithm.reference: adapters-off needs adapters; set model.lora.rank, or live")
-    if has_adapters and where != "live":
-        return without_adapters(engine)
-    return beside(build_reference(recipe.model, device=device, world=engine.world))
+def place_of_reference(recipe: Recipe) -> str | None:
+    """Where a run's reference is, `auto` decided; None for algorithms without one."""
+    algorithm, has_adapters = recipe.algorithm, recipe.model.lora.rank > 0
+    if not isinstance(algorithm, DpoSection | KtoSection):
+        return None
+    if isinstance(algorithm, DpoSection) and algorithm.loss not in ("sigmoid", "ipo"):
+        return None
+    if algorithm.reference == "adapters-off" and not has_adapters:
+        raise RecipeError("algorithm.reference: adapters-off needs adapters; set model.lora.rank, or cached")
+    if algorithm.reference == "auto":
+        return "adapters-off" if has_adapters else "cached"
+    return algorithm.reference
+
+
+def _reference(recipe: Recipe, engine: TrainingEngine, device: Device) -> Reference | None:
+    match place_of_reference(recipe):
+        case "adapters-off":
+            return without_adapters(engine)
+        case "live":
+            return beside(build_reference(recipe.model, device=device, world=engine.world))
+        case "cached":
+            return remembered(engine.world.device)
+    return None
 
 
 def _single_token(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> int:

@@ -38,3 +38,13 @@ def without_adapters(engine: TrainingEngine) -> Reference:
 def beside(model: Frozen) -> Reference:
     """A second model that stays as it is."""
     return lambda batches: answer_logps(model, batches)
+
+
+def remembered(device: torch.device) -> Reference:
+    """What the feed took from its table."""
+
+    def reference(batches: Sequence[JudgedBatch]) -> list[torch.Tensor]:
+        found = [batch.ref_logp_S for batch in batches]
+        return [logp_S.to(device) for logp_S in found if logp_S is not None]
+
+    return reference
