@@ -17,7 +17,7 @@ from isotrain.algorithms.preference.ipo import ipo
 from isotrain.algorithms.preference.kto import kto, reference_point
 from isotrain.algorithms.preference.orpo import orpo
 from isotrain.algorithms.preference.pairs import Side, shares
-from isotrain.algorithms.preference.process_reward import prm, prm_of_vocabulary
+from isotrain.algorithms.preference.process_reward import prm, two_classes
 from isotrain.algorithms.preference.reward_model import rm
 from isotrain.algorithms.preference.simpo import simpo
 
@@ -188,15 +188,17 @@ def test_rm(device_type: str) -> None:
 def test_prm_hard_and_soft(device_type: str) -> None:
     logits_NC = torch.tensor([[0.0, 0.0], [1.0, 3.0], [2.0, -1.0]], device=device_type)
     labels_N = torch.tensor([1.0, 0.0, 0.25], device=device_type)
-    loss, metrics = prm(logits_NC, labels_N, steps=3)
+    loss, metrics = prm(*two_classes(logits_NC), labels_N, steps=3)
     good = [0.5, sigmoid(2.0), sigmoid(-3.0)]
     parts = [-(1 - y) * math.log(1 - p) - y * math.log(p) for y, p in zip([1, 0, 0.25], good, strict=True)]
     assert loss.item() == pytest.approx(sum(parts) / 3)
     assert metrics["accuracy"].item() == pytest.approx(1 / 3)
-    # Against a whole vocabulary that consists of the two tokens, the two are one.
-    logp_NC = torch.log_softmax(logits_NC, -1)
-    other, _ = prm_of_vocabulary(logp_NC[:, 0], logp_NC[:, 1], labels_N, steps=3)
-    torch.testing.assert_close(other, loss)
+    # Among a whole vocabulary, what other tokens take is lost for both.
+    logp_NC = torch.log_softmax(torch.cat([logits_NC, torch.zeros(3, 5, device=device_type)], 1), -1)
+    other, same = prm(logp_NC[:, 0], logp_NC[:, 1], labels_N, steps=3)
+    lost = logp_NC[:, :2].logsumexp(1).mean()
+    torch.testing.assert_close(other, loss - lost)
+    assert lost < -0.1 and same["accuracy"] == metrics["accuracy"]
 
 
 def test_half_precision_is_widened(device_type: str) -> None:

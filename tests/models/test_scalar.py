@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    PreTrainedModel,
+)
 
 from isotrain.errors import ModelError
 from isotrain.models.load import IMPLEMENTATIONS, build_scalar
@@ -32,11 +39,13 @@ def load(directory: Path, device: str, attention: str) -> PreTrainedModel:
     return model.eval().to(device)
 
 
-def values(model: ScalarModel, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def values(
+    model: ScalarModel, device: str, wanted: Callable[[ScalarHead], torch.Tensor] = ScalarHead.values
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens_T = torch.randint(0, 60, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
     positions_T = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
     everywhere_N = torch.arange(TOKENS, device=device)
-    found_N = model(tokens_T, positions_T, LENGTHS, everywhere_N, tokens_T, ScalarHead.values)
+    found_N = model(tokens_T, positions_T, LENGTHS, everywhere_N, tokens_T, wanted)
     return tokens_T, found_N
 
 
@@ -60,22 +69,45 @@ def test_values_and_gradients_equal_transformers(directory: Path, device_type: s
         torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("attention", ["segments", "padded"])
+def test_logits_of_a_token_classifier_equal_transformers(
+    tiny: Path, tmp_path: Path, device_type: str, attention: str
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny / "model", num_labels=2)
+    saved = AutoModelForTokenClassification.from_config(config)
+    torch.nn.init.normal_(saved.score.bias)
+    saved.save_pretrained(tmp_path)
+    plain, other = (
+        AutoModelForTokenClassification.from_pretrained(
+            tmp_path, dtype=torch.float32, attn_implementation=IMPLEMENTATIONS[kind]
+        )
+        .eval()
+        .to(device_type)
+        for kind in ("padded", attention)
+    )
+    tokens_T, found_NK = values(ScalarModel(other, attention), device_type, ScalarHead.logits)
+    expected_NK = torch.cat([plain(sample[None]).logits[0] for sample in tokens_T.split(LENGTHS)])
+    torch.testing.assert_close(found_NK, expected_NK, rtol=0, atol=1e-5)
+    assert found_NK.shape == (TOKENS, 2)
+
+
 def test_values_are_multiplied_in_float32(device_type: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(5, 64, generator=generator).to(device_type, torch.bfloat16)
-    weight_1D = torch.randn(1, 64, generator=generator).to(device_type, torch.bfloat16)
-    exact_N = (hidden_ND.cpu().double() @ weight_1D.cpu().double().t())[:, 0]
-    found_N = ScalarHead(hidden_ND, weight_1D).values()
+    weight_KD = torch.randn(1, 64, generator=generator).to(device_type, torch.bfloat16)
+    exact_N = (hidden_ND.cpu().double() @ weight_KD.cpu().double().t())[:, 0]
+    found_N = ScalarHead(hidden_ND, weight_KD).values()
     assert found_N.dtype == torch.float32
     torch.testing.assert_close(found_N.cpu().double(), exact_N, rtol=1e-5, atol=1e-5)
 
 
 def test_no_position_gives_a_zero_gradient(device_type: str) -> None:
     hidden_ND = torch.empty(0, 8, device=device_type, requires_grad=True)
-    weight_1D = torch.ones(1, 8, device=device_type, requires_grad=True)
-    total = ScalarHead(hidden_ND, weight_1D).values().sum()
+    weight_KD = torch.ones(1, 8, device=device_type, requires_grad=True)
+    total = ScalarHead(hidden_ND, weight_KD).values().sum()
     total.backward()
-    assert total.item() == 0 and weight_1D.grad is not None and torch.equal(weight_1D.grad, weight_1D * 0)
+    assert total.item() == 0 and weight_KD.grad is not None and torch.equal(weight_KD.grad, weight_KD * 0)
 
 
 def test_built_without_memory_from_a_language_model(tiny: Path) -> None:

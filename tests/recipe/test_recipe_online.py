@@ -84,7 +84,7 @@ UNKNOWN_NAME = (
 )
 NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample answers: write 'rollout: {n: 4}'"
 NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score answers: write 'reward: {gsm8k: {}}'"
-NO_PART = "no reward is named; add one of gsm8k, math, function, model, such as gsm8k: {}"
+NO_PART = "no reward is named; add one of gsm8k, math, function, model, process, such as gsm8k: {}"
 
 
 @pytest.mark.parametrize(

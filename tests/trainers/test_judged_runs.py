@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from judged_runs import ALGORITHMS, KIND, judged_recipe, write_judged
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from isotrain.engine.export import export_run
 from isotrain.errors import DataError, RecipeError
@@ -187,10 +187,49 @@ def test_a_reward_model_is_exported_as_a_classifier(tiny: Path, rows: Path, tmp_
     assert abs(last["val/margin"]) > 1e-3
 
 
+def test_a_classifier_of_steps_learns_and_is_exported(
+    tiny: Path, rows: Path, tmp_path: Path, device_type: str
+) -> None:
+    recipe = judged_recipe(
+        "prm",
+        tiny,
+        rows,
+        tmp_path / "run",
+        device_type,
+        algorithm={"name": "prm", "head": "classifier"},
+        data={"validation": str(rows / "steps-held-out.jsonl"), "batch_size": 16, "validation_rows": 20},
+        trainer={"steps": 60},
+    )
+    first, *_, last = train(recipe)
+    assert first["train/loss"] == pytest.approx(LN2, rel=1e-6), "a new head is undecided"
+    assert last["val/loss"] < 0.9 * LN2
+    out = export_run(tmp_path / "run", tmp_path / "model", None, adapter_only=False)
+    model = AutoModelForTokenClassification.from_pretrained(out, dtype=torch.float32).eval()
+    assert model.config.id2label == {0: "bad", 1: "good"}
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    losses = []
+    for line in (rows / "steps-held-out.jsonl").read_text().splitlines()[:20]:
+        row = json.loads(line)
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for step, label in zip(row["completions"], row["labels"], strict=True):
+            tokens += tokenizer(step + "\n", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logits_C = model(torch.tensor([tokens])).logits[0, -1]
+            losses.append(-torch.log_softmax(logits_C, 0)[int(label)].item())
+    assert sum(losses) / len(losses) == pytest.approx(last["val/loss"], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "sections", "error", "message"),
     [
         ("rm", {"model": LORA}, RecipeError, "a reward model trains all weights"),
+        (
+            "prm",
+            {"model": LORA, "algorithm": {"name": "prm", "head": "classifier"}},
+            RecipeError,
+            "a classifier of steps trains all weights",
+        ),
         ("dpo", {"algorithm": {"name": "dpo", "reference": "adapters-off"}}, RecipeError, "needs adapters"),
         (
             "prm",

@@ -19,6 +19,7 @@ from isotrain.data.preference import read_answers, read_pair, read_steps
 from isotrain.data.prompts import PromptEncoder
 from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
+from isotrain.data.steps import join_steps, separator_tokens
 from isotrain.errors import DataError
 
 # Raise it when the same rows and settings give other items than before, or the store another layout.
@@ -71,9 +72,9 @@ class JudgedEncoder:
         self._prompt = PromptEncoder(
             tokenizer, "prompt", max_length, "drop" if too_long == "drop" else "error"
         )
-        self._separator = list(tokenizer(step_separator, add_special_tokens=False)["input_ids"])
-        if kind == "steps" and not self._separator:
-            raise DataError("algorithm.step_separator: it has no token, so steps would have no end")
+        self._separator = (
+            separator_tokens(tokenizer, step_separator, "algorithm.step_separator") if kind == "steps" else []
+        )
         readers: dict[Kind, Callable[[Row], list[Item]]] = {
             "pairs": self._pair,
             "answers": self._answers,
@@ -103,16 +104,12 @@ class JudgedEncoder:
         judged = read_steps(row)
         prompt = judged.prompt.values["prompt"]
         if isinstance(prompt, str):  # plain text, as in pairs and answers
-            tokens = [*encode_prompt_text(self.tokenizer, prompt), *self._separator]
+            asked = [*encode_prompt_text(self.tokenizer, prompt), *self._separator]
         elif (prompt_P := self._prompt(judged.prompt)) is not None:
-            tokens = prompt_P.tolist()
+            asked = prompt_P.tolist()
         else:
             return []
-        ends = []
-        for step in judged.steps:
-            tokens += self.tokenizer(step, add_special_tokens=False, verbose=False)["input_ids"]
-            tokens += self._separator
-            ends.append(len(tokens) - 1)
+        tokens, ends = join_steps(self.tokenizer, asked, judged.steps, self._separator)
         if len(tokens) > self._max_length:
             if self._too_long == "error":
                 raise DataError(

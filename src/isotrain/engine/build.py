@@ -17,6 +17,7 @@ from isotrain.errors import ModelError
 from isotrain.models.load import (
     build_causal_lm,
     build_scalar,
+    build_token_classifier,
     materialise,
     model_directory,
     move_buffers,
@@ -24,7 +25,7 @@ from isotrain.models.load import (
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
-from isotrain.models.scalar import SCORE, ScalarModel
+from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
 from isotrain.models.shards import shard_of
 from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights
@@ -70,14 +71,30 @@ def build_critic(
     """
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
     critic = _scalar_model(directory, model, device)
-    if model.gradient_checkpointing:
-        critic.classifier.gradient_checkpointing_enable({"use_reentrant": False})
-    named, files = _place(critic, model, world), WeightFiles(directory)
-    if SCORE not in files.file_of:
-        with torch.no_grad():
-            shard_of(named.pop(SCORE)).local.zero_()
-    load_weights(named.items(), files)
+    _load_classifier(critic, model, world, WeightFiles(directory))
     return _engine(critic, optimizer, lr, device, world)
+
+
+def build_step_classifier(
+    model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World
+) -> TrainingEngine:
+    """A token classifier of bad and good steps, of which all weights train; a new head is undecided."""
+    directory = model_directory(model.path)
+    classifier = _step_model(directory, model, device)
+    _load_classifier(classifier, model, world, WeightFiles(directory))
+    return _engine(classifier, optimizer, optimizer.lr, device, world)
+
+
+def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, files: WeightFiles) -> None:
+    """Weights of a model that is to train; a head that the files lack is 0."""
+    if model.gradient_checkpointing:
+        classifier.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    named = _place(classifier, model, world)
+    if SCORE not in files.file_of:
+        for name in {SCORE, SCORE_BIAS} & set(named):
+            with torch.no_grad():
+                shard_of(named.pop(name)).local.zero_()
+    load_weights(named.items(), files)
 
 
 def build_reference(model: ModelSection, *, device: Device, world: World) -> Frozen:
@@ -107,6 +124,25 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
     return Frozen(scalar, world)
 
 
+def build_process_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> Frozen:
+    """A trained judge of steps, frozen: a token classifier, or a language model that says it with a token."""
+    directory = model_directory(path, "reward.process.path")
+    files = WeightFiles(directory)
+    judge: PackedModel | ScalarModel
+    if SCORE not in files.file_of:
+        judge = _causal_model(directory, model, device)
+    elif files.shape(SCORE)[0] == 2:
+        judge = _step_model(directory, model, device)
+    else:
+        raise ModelError(
+            f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; give a token classifier "
+            "with two, or a language model"
+        )
+    _freeze(judge, _dtype(model))
+    load_weights(_place(judge, model, world).items(), files)
+    return Frozen(judge, world)
+
+
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
     attention = choose_attention(directory, model, device)
     causal_lm = build_causal_lm(directory, attention)
@@ -117,6 +153,11 @@ def _causal_model(directory: Path, model: ModelSection, device: Device) -> Packe
 def _scalar_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
     attention = choose_attention(directory, model, device)
     return ScalarModel(build_scalar(directory, attention), attention)
+
+
+def _step_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
+    attention = choose_attention(directory, model, device)
+    return ScalarModel(build_token_classifier(directory, attention), attention)
 
 
 def choose_attention(directory: Path, model: ModelSection, device: Device) -> str:

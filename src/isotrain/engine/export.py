@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
@@ -26,7 +27,7 @@ from isotrain.models.lora import ADAPTER
 from isotrain.models.scalar import ScalarModel
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
-from isotrain.recipe.preference import RmSection
+from isotrain.recipe.preference import PrmSection, RmSection
 from isotrain.recipe.schema import ModelSection
 
 logger = logging.getLogger("isotrain")
@@ -46,7 +47,9 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
         raise RecipeError("--adapter: this run trained all weights and has no adapter")
     write = _write_full if not model.lora.rank else _write_adapter if adapter_only else _write_merged
     if isinstance(recipe.algorithm, RmSection):
-        write = _write_classifier
+        write = _write_scorer
+    elif isinstance(recipe.algorithm, PrmSection) and recipe.algorithm.head == "classifier":
+        write = _write_step_classifier
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -100,13 +103,25 @@ def _write_full(model: ModelSection, reader: CheckpointReader, out: Path) -> Non
     causal_lm.save_pretrained(out)
 
 
-def _write_classifier(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+def _write_scorer(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
     """A reward model as a sequence classifier with one label, which transformers and vLLM can serve."""
     directory = model_directory(model.path)
     config = AutoConfig.from_pretrained(directory, num_labels=1)
     # In a batch, the score of a row is that of its last token which is not padding.
     config.pad_token_id = load_tokenizer(directory).pad_token_id
-    classifier = AutoModelForSequenceClassification.from_pretrained(directory, config=config, dtype="auto")
+    scorer = AutoModelForSequenceClassification.from_pretrained(directory, config=config, dtype="auto")
+    _fill(scorer, _weights(reader, ScalarModel.prefix), reader, model)
+    scorer.save_pretrained(out)
+
+
+def _write_step_classifier(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    """A process reward model as a token classifier with the labels bad and good."""
+    directory = model_directory(model.path)
+    labels = {0: "bad", 1: "good"}
+    config = AutoConfig.from_pretrained(
+        directory, id2label=labels, label2id={v: k for k, v in labels.items()}, classifier_dropout=0.0
+    )
+    classifier = AutoModelForTokenClassification.from_pretrained(directory, config=config, dtype="auto")
     _fill(classifier, _weights(reader, ScalarModel.prefix), reader, model)
     classifier.save_pretrained(out)
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -69,11 +70,18 @@ def build_causal_lm(directory: Path, attention: str) -> PreTrainedModel:
 
 def build_scalar(directory: Path, attention: str) -> PreTrainedModel:
     """The directory's model as a sequence classifier with one label, built like the causal one."""
+    return _classifier(AutoModelForSequenceClassification, "sequence", directory, attention, labels=1)
+
+
+def build_token_classifier(directory: Path, attention: str) -> PreTrainedModel:
+    """The directory's model as a token classifier with two labels, bad and good."""
+    return _classifier(AutoModelForTokenClassification, "token", directory, attention, labels=2)
+
+
+def _classifier(kind: Any, of: str, directory: Path, attention: str, labels: int) -> PreTrainedModel:
     config = read_config(directory)
-    config.num_labels = 1
-    model = _from_config(
-        AutoModelForSequenceClassification, config, attention, f"{directory}: no sequence classifier"
-    )
+    config.num_labels = labels
+    model = _from_config(kind, config, attention, f"{directory}: no {of} classifier")
     check_score(model)
     check_packing(model, attention)
     return model

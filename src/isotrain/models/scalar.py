@@ -1,6 +1,6 @@
-"""A model with one number per token, over packed samples: a critic or a reward model.
+"""A model with one number per token, or one for each class, over packed samples: a critic or a judge.
 
-T: packed tokens, N: positions whose number is wanted, D: hidden size.
+T: packed tokens, N: positions whose numbers are wanted, D: hidden size, K: classes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from isotrain.models.backbone import Backbone
 
 Result = TypeVar("Result")
 
-# The head in Hugging Face's layout of sequence classifiers.
-SCORE = "score.weight"
+# The head in Hugging Face's layout of sequence and token classifiers; the latter's has a bias.
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,22 @@ class ScalarHead:
     """The head over the wanted positions: for a critic, the states before each response token."""
 
     hidden_ND: torch.Tensor
-    weight_1D: torch.Tensor
+    weight_KD: torch.Tensor
+    bias_K: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
+        """The one number of each position."""
+        return self.logits()[:, 0]
+
+    def logits(self) -> torch.Tensor:
         """In float32, also the product: a narrower type has too few digits for returns and scores."""
-        values_N: torch.Tensor = F.linear(self.hidden_ND.float(), self.weight_1D.float())[:, 0]
-        return values_N
+        bias_K = None if self.bias_K is None else self.bias_K.float()
+        logits_NK: torch.Tensor = F.linear(self.hidden_ND.float(), self.weight_KD.float(), bias_K)
+        return logits_NK
 
 
 class ScalarModel(nn.Module):
-    """Runs a sequence classifier's backbone over packed samples and hands its head to an objective.
+    """Runs a classifier's backbone over packed samples and hands its head to an objective.
 
     Called like `PackedModel`; there is nothing to predict, and the targets are not read.
     """
@@ -65,5 +71,6 @@ class ScalarModel(nn.Module):
     ) -> Result:
         backbone = Backbone(self.classifier, self.attention)
         hidden_TD = backbone.hidden_states(tokens_T, positions_T, lengths, continues)
-        weight_1D = self.classifier.get_parameter(SCORE)
-        return objective(ScalarHead(hidden_TD.index_select(0, predict_N), weight_1D))
+        score = self.classifier.get_submodule("score")
+        assert isinstance(score, nn.Linear)
+        return objective(ScalarHead(hidden_TD.index_select(0, predict_N), score.weight, score.bias))

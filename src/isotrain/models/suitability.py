@@ -41,11 +41,10 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_score(model: PreTrainedModel) -> None:
-    """Our scalar head is a plain projection of the last hidden states to one number."""
-    score = getattr(model, "score", None)
-    if not isinstance(score, nn.Linear) or score.bias is not None:
+    """Our classifiers' head is a plain projection of the last hidden states."""
+    if not isinstance(getattr(model, "score", None), nn.Linear):
         kind = model.config.model_type
-        raise ModelError(f"model type '{kind}' has no plain 'score' head as a sequence classifier")
+        raise ModelError(f"model type '{kind}' has no plain 'score' head as a classifier")
 
 
 def check_packing(model: PreTrainedModel, attention: str) -> None:

@@ -21,6 +21,7 @@ EXAMPLES = {
     "algorithm.name": "name: sft",
     "reward.function.path": "path: rewards.py:score",
     "reward.model.path": "path: models/my-reward-model",
+    "reward.process.path": "path: models/my-process-reward-model",
 }
 
 _SHOWN = 60

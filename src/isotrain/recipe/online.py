@@ -232,6 +232,22 @@ class RewardModelSection(Section):
     """Factor of this reward in the sum."""
 
 
+class ProcessRewardSection(Section):
+    path: str
+    """A model directory, as `isotrain export` writes it after `algorithm.name: prm`: a language model or a
+    token classifier with two labels; its tokenizer must be the policy's."""
+    step_separator: str = "\n"
+    """What ends a step of an answer."""
+    good_token: str = "+"
+    """A language model's token for a right step."""
+    bad_token: str = "-"
+    """And for a wrong one."""
+    aggregate: Literal["min", "mean", "product", "last"] = "min"
+    """From the probabilities that the steps are right to the score of the answer; without a step it is 0."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
 class RewardSection(Section):
     gsm8k: Gsm8kSection | None = None
     """Final answers of GSM8K compared as text."""
@@ -241,6 +257,8 @@ class RewardSection(Section):
     """A function of yours."""
     model: RewardModelSection | None = None
     """A reward model."""
+    process: ProcessRewardSection | None = None
+    """A process reward model, which judges the steps of answers."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the right answer; a dotted path reaches into structures."""
     timeout: float = Field(default=10.0, gt=0)
@@ -252,9 +270,16 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        if not (self.gsm8k or self.math or self.function or self.model):
-            raise ValueError("no reward is named; add one of gsm8k, math, function, model, such as gsm8k: {}")
+        if not (self.gsm8k or self.math or self.function or self.judges):
+            raise ValueError(
+                "no reward is named; add one of gsm8k, math, function, model, process, such as gsm8k: {}"
+            )
         return self
+
+    @property
+    def judges(self) -> list[str]:
+        """The rewards that models on the training ranks give."""
+        return [name for name in ("model", "process") if getattr(self, name) is not None]
 
 
 class ClusterSection(Section):

@@ -101,6 +101,15 @@ class PrmSection(JudgedSection):
     """The token that stands for a wrong one."""
     vocabulary: Literal["restricted", "whole"] = "restricted"
     """Whether the two tokens are compared with each other alone, or with all others as well."""
+    head: Literal["tokens", "classifier"] = "tokens"
+    """What speaks: the language model with the two tokens, or a new head with two classes in its place."""
+
+    @model_validator(mode="after")
+    def _a_classifier_has_no_tokens(self) -> PrmSection:
+        given = [name for name in ("good_token", "bad_token", "vocabulary") if name in self.model_fields_set]
+        if self.head == "classifier" and given:
+            raise ValueError(f"{given[0]} is for head: tokens; leave it out")
+        return self
 
 
 Judged = DpoSection | KtoSection | RmSection | PrmSection

@@ -197,14 +197,15 @@ class Recipe(Section):
                 f"rollout.staleness ({rollout.staleness}) lets engines work while ranks train, which needs "
                 "devices of their own: set cluster.placement: separate"
             )
-        if algorithm.dynamic.attempts and self.reward is not None and self.reward.model is not None:
+        judge = self.reward.judges[0] if self.reward is not None and self.reward.judges else None
+        if algorithm.dynamic.attempts and judge:
             raise ValueError(
                 "algorithm.dynamic.attempts looks at rewards before the ranks have the answers, where "
-                "reward.model is: use one of the two"
+                f"reward.{judge} is: use one of the two"
             )
-        if algorithm.name == "remax" and self.reward is not None and self.reward.model is not None:
+        if algorithm.name == "remax" and judge:
             raise ValueError(
-                "reward.model cannot be used with remax, whose greedy answers never reach the ranks: use "
+                f"reward.{judge} cannot be used with remax, whose greedy answers never reach the ranks: use "
                 "another algorithm or another reward"
             )
         if algorithm.overlong.buffer > rollout.max_tokens:

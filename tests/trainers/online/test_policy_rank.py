@@ -23,7 +23,13 @@ from hand_made_step import (
     step_recipe,
     take_step,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -344,5 +350,65 @@ def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, 
     nothing = [[0.0] * int(t.mask_N.sum()) for t in FLAT]
     wanted, _ = formulas.advantages(step.recipe.algorithm, scores, nothing, nothing, GREEDY, N_SAMPLES)
     check_tokens(step.found("advantages_N"), wanted)
+    assert near(step.metrics["critic/score/mean"], np.mean(scores))
+    assert near(step.metrics["critic/score/max"], max(scores))
+
+
+@pytest.fixture(scope="module", params=["tokens", "classifier"])
+def step_judge(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A process reward model of each kind."""
+    path = tmp_path_factory.mktemp("step-judge")
+    torch.manual_seed(2)
+    kind = AutoModelForCausalLM if request.param == "tokens" else AutoModelForTokenClassification
+    config = AutoConfig.from_pretrained(tiny / "model", num_labels=2, classifier_dropout=0.0)
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)  # so that verdicts differ
+        if request.param == "classifier":
+            model.score.bias.copy_(torch.tensor([0.5, -0.25]))
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(path)
+    return path
+
+
+def good_steps(model: Any, tokenizer: Any, trajectory: Any, separator: str) -> list[float]:
+    """Probabilities of the steps of an answer, each from a sequence that ends with it."""
+    text = tokenizer.decode(trajectory.response_N.tolist(), skip_special_tokens=True)
+    tokens = trajectory.tokens_T[: trajectory.prompt_length].tolist()
+    (bad,), (good,), end = (
+        tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("-", "+", separator)
+    )
+    found = []
+    for step in (part for part in text.split(separator) if part.strip()):
+        tokens += tokenizer(step, add_special_tokens=False)["input_ids"] + end
+        logits_K = model(torch.tensor([tokens])).logits[0, -1]
+        pair = logits_K if len(logits_K) == 2 else logits_K[[bad, good]]
+        found.append(torch.softmax(pair, 0)[1].item())
+    return found
+
+
+@pytest.mark.parametrize("aggregate", ["min", "mean", "product", "last"])
+def test_scores_of_a_process_reward_model(
+    tiny: Path, tmp_path: Path, device_type: str, judge: Path, step_judge: Path, aggregate: str
+) -> None:
+    process = {"path": str(step_judge), "step_separator": "e", "aggregate": aggregate, "weight": 3.0}
+    sections: dict[str, Any] = {
+        "reward": {"process": process, "model": {"path": str(judge)}},
+        "data": {"tokens_per_micro_batch": 42},
+    }
+    step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm={"name": "rloo"}, **sections))
+    config = AutoConfig.from_pretrained(step_judge)
+    kind = AutoModelForTokenClassification if "Token" in config.architectures[0] else AutoModelForCausalLM
+    model = kind.from_pretrained(step_judge, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(step_judge)
+    folds = {"min": min, "mean": np.mean, "product": np.prod, "last": lambda steps: steps[-1]}
+    with torch.no_grad():
+        steps = [good_steps(model, tokenizer, t, "e") for t in FLAT]
+        told = [classifier(judge)(torch.from_numpy(t.tokens_T).long()[None]).logits.item() for t in FLAT]
+    assert max(map(len, steps)) > 1 and np.std([p for own in steps for p in own]) > 0.01
+    judged = [folds[aggregate](own) if own else 0.0 for own in steps]
+    scores = [a + b + 3.0 * c for a, b, c in zip(SCORES, told, judged, strict=True)]
+    assert near(step.metrics["reward/process/mean"], np.mean(judged))
     assert near(step.metrics["critic/score/mean"], np.mean(scores))
     assert near(step.metrics["critic/score/max"], max(scores))

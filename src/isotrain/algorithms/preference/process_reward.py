@@ -12,22 +12,20 @@ from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.flat import widen
 
 
-def prm(logits_NC: torch.Tensor, labels_N: torch.Tensor, steps: int) -> Loss:
-    """Cross-entropy at the ends of steps, as a share of the mean over the batch's `steps`.
-
-    `logits_NC` are those of a head with two classes, or of the two tokens that stand for bad and good.
-    Labels between 0 and 1 are probabilities of a good step: `-(1 - p) log q_bad - p log q_good`.
-    """
+def two_classes(logits_NC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of bad and good among the two: of a head with two classes, or of the two tokens for them."""
     assert logits_NC.shape[1] == 2
     logq_NC = F.log_softmax(widen(logits_NC), -1)
-    return prm_of_vocabulary(logq_NC[:, 0], logq_NC[:, 1], labels_N, steps)
+    return logq_NC[:, 0], logq_NC[:, 1]
 
 
-def prm_of_vocabulary(
-    logp_bad_N: torch.Tensor, logp_good_N: torch.Tensor, labels_N: torch.Tensor, steps: int
-) -> Loss:
-    """The same against the whole vocabulary: `logp_*` are log-probs of the two tokens among all."""
-    logq_bad_N, logq_good_N = widen(logp_bad_N), widen(logp_good_N)
+def prm(logq_bad_N: torch.Tensor, logq_good_N: torch.Tensor, labels_N: torch.Tensor, steps: int) -> Loss:
+    """Cross-entropy at the ends of steps, as a share of the mean over the batch's `steps`.
+
+    `logq_*` come from `two_classes`, or are the two tokens' log-probs among the whole vocabulary. Labels
+    between 0 and 1 are probabilities of a good step: `-(1 - p) log q_bad - p log q_good`.
+    """
+    logq_bad_N, logq_good_N = widen(logq_bad_N), widen(logq_good_N)
     good_N = labels_N.to(logq_bad_N.dtype)
     loss_N = -(1 - good_N) * logq_bad_N - good_N * logq_good_N
     right_N = (logq_good_N > logq_bad_N) == (good_N > 0.5)

@@ -13,7 +13,7 @@ from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.data.prompts import PromptStore
 from isotrain.data.sampler import Sampler
 from isotrain.engine.schedule import Schedule, make_schedule
-from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection
+from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Ahead, BatchMaker, OnDemand
@@ -99,12 +99,21 @@ def _probe(store: PromptStore) -> npt.NDArray[np.int32]:
     return max(prompts, key=len)[:PROBE_TOKENS]
 
 
+def _judges(reward: RewardSection) -> dict[str, float]:
+    weights = {}
+    if reward.model is not None:
+        weights["model"] = reward.model.weight
+    if reward.process is not None:
+        weights["process"] = reward.process.weight
+    return weights
+
+
 def _settings(
     recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, PromptStore], described: Description
 ) -> LoopSettings:
     algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
     assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
-    overlong, model = algorithm.overlong, recipe.reward.model
+    overlong = algorithm.overlong
     mini_batch_size = min(algorithm.mini_batch_size or data.batch_size, data.batch_size)
     updates = -(-data.batch_size // mini_batch_size) * algorithm.passes
     validation_rows = 0
@@ -127,7 +136,7 @@ def _settings(
         uses_reference=algorithm.kl.place != "off",
         kl_in_reward=algorithm.kl.place == "reward",
         critic_warmup=algorithm.critic.warmup_steps if isinstance(algorithm, PpoSection) else 0,
-        reward_model_weight=None if model is None else model.weight,
+        judges=_judges(recipe.reward),
         overlong=(
             {"max_length": rollout.max_tokens, "buffer": overlong.buffer, "factor": overlong.factor}
             if overlong.buffer

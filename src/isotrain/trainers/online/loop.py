@@ -6,7 +6,7 @@ R: trajectories of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,7 +57,8 @@ class LoopSettings:
     uses_reference: bool
     kl_in_reward: bool
     critic_warmup: int
-    reward_model_weight: float | None
+    judges: Mapping[str, float]
+    """Models on the ranks that give rewards, with their weights."""
     overlong: dict[str, Any] | None
     validation_rows: int
     validation_n: int
@@ -208,17 +209,17 @@ class OnlineTrainer:
     def _scores(self, groups: Sequence[Group]) -> Numbers:
         """Scores of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
         scores_R = np.array([score.value for group in groups for score in group.scores])
-        if self.settings.reward_model_weight is None:
-            return scores_R
-        with self._timed("reward_model"):
-            told = self.ranks.call("model_scores")
-        judged_R = np.empty_like(scores_R)
-        for part in told:
-            judged_R[list(part)] = list(part.values())
         failed_R = [score.failure is not None for group in groups for score in group.scores]
-        judged_R[failed_R] = 0.0
-        self.judged = {"reward/model/mean": float(judged_R.mean())}
-        return scores_R + self.settings.reward_model_weight * judged_R
+        for name, weight in self.settings.judges.items():
+            with self._timed("reward_model"):
+                told = self.ranks.call("judge", name)
+            judged_R = np.empty_like(scores_R)
+            for part in told:
+                judged_R[list(part)] = list(part.values())
+            judged_R[failed_R] = 0.0
+            self.judged[f"reward/{name}/mean"] = float(judged_R.mean())
+            scores_R = scores_R + weight * judged_R
+        return scores_R
 
     def _length_shaping(self, batch: Batch) -> Numbers | float:
         if self.settings.overlong is None:
@@ -275,7 +276,7 @@ class OnlineTrainer:
 
     def _validation_scores(self, groups: Sequence[Group]) -> Numbers:
         """As in training; a reward model must be given the trajectories first."""
-        if self.settings.reward_model_weight is None:
+        if not self.settings.judges:
             return self._scores(groups)
         if self.settings.takes_turns:
             self.ranks.call("come_back")

@@ -1,4 +1,4 @@
-"""The models of an online run on one rank: policy, reference, critic, reward model."""
+"""The models of an online run on one rank: policy, reference, critic, judges."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from typing import Any
 
 import torch
 
+from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
-from isotrain.engine.build import build_critic, build_engine, build_reference, build_reward_model
+from isotrain.engine.build import (
+    build_critic,
+    build_engine,
+    build_process_reward_model,
+    build_reference,
+    build_reward_model,
+)
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.frozen import Frozen
+from isotrain.engine.verdicts import Verdicts, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
-from isotrain.recipe.online import Online, PpoSection
-from isotrain.recipe.schema import Recipe
+from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.scalar import ScalarModel
+from isotrain.recipe.online import Online, PpoSection, ProcessRewardSection, RewardSection
+from isotrain.recipe.schema import ModelSection, Recipe
+from isotrain.trainers.online.judges import AGGREGATIONS, Judge, Steps, WholeAnswers
 
 
 @dataclass(frozen=True)
@@ -27,11 +38,13 @@ class Models:
     """None where no reference is needed, or where the policy without its adapters is the reference."""
     critic: TrainingEngine | None
     value_clip: float | None
-    reward_model: Frozen | None
+    judges: dict[str, Judge]
+    """By their name below `reward`."""
     rollout_dtype: torch.dtype
 
     def all(self) -> list[TrainingEngine | Frozen]:
-        return [m for m in (self.policy, self.reference, self.critic, self.reward_model) if m is not None]
+        judges = [judge.model for judge in self.judges.values()]
+        return [m for m in (self.policy, self.reference, self.critic, *judges) if m is not None]
 
 
 def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str) -> Models:
@@ -51,7 +64,6 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
         path, lr = algorithm.critic.path, algorithm.critic.lr
         critic = build_critic(model, optimizer, path=path, lr=lr, seed=recipe.seed, **common)
         value_clip = algorithm.critic.clip
-    judge = recipe.reward.model
     return Models(
         device=device,
         world=world,
@@ -59,6 +71,34 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
         reference=build_reference(model, **common) if needs_copy else None,
         critic=critic,
         value_clip=value_clip,
-        reward_model=build_reward_model(judge.path, model, **common) if judge else None,
+        judges=_judges(recipe.reward, model, **common),
         rollout_dtype=getattr(torch, model.dtype),
+    )
+
+
+def _judges(reward: RewardSection, model: ModelSection, *, device: Device, world: World) -> dict[str, Judge]:
+    judges: dict[str, Judge] = {}
+    if reward.model is not None:
+        scorer = build_reward_model(reward.model.path, model, device=device, world=world)
+        judges["model"] = WholeAnswers(scorer)
+    if reward.process is not None:
+        judges["process"] = _steps(reward.process, model, device, world)
+    return judges
+
+
+def _steps(process: ProcessRewardSection, model: ModelSection, device: Device, world: World) -> Steps:
+    tokenizer = load_tokenizer(model_directory(process.path, "reward.process.path"))
+    judge = build_process_reward_model(process.path, model, device=device, world=world)
+    verdicts: Verdicts = of_classes
+    if not isinstance(judge.model, ScalarModel):
+        bad = single_token(tokenizer, process.bad_token, "reward.process.bad_token")
+        good = single_token(tokenizer, process.good_token, "reward.process.good_token")
+        verdicts = of_tokens(bad, good)
+    return Steps(
+        judge,
+        verdicts,
+        tokenizer,
+        process.step_separator,
+        separator_tokens(tokenizer, process.step_separator, "reward.process.step_separator"),
+        AGGREGATIONS[process.aggregate],
     )

@@ -28,7 +28,6 @@ from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.frozen import Frozen
 from isotrain.engine.offload import offload, onload
-from isotrain.engine.scores import score_samples
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
@@ -188,15 +187,9 @@ class PolicyRank:
         ):
             micro.values_N = values_N
 
-    def model_scores(self) -> dict[int, float]:
-        """The reward model's scores of this rank's trajectories."""
-        assert self.models.reward_model is not None
-        scores = score_samples(self.models.reward_model, [m.batch.packed for m in self.micros])
-        return {
-            i: score
-            for micro, scores_R in zip(self.micros, scores, strict=True)
-            for i, score in zip(micro.batch.index, scores_R.tolist(), strict=False)
-        }
+    def judge(self, name: str) -> dict[int, float]:
+        """A judge's scores of this rank's trajectories."""
+        return self.models.judges[name].scores(self.micros, self.trajectories)
 
     def advantages(
         self,

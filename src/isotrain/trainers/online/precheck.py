@@ -25,6 +25,8 @@ def check_online(recipe: Recipe) -> list[str]:
         function_file(reward.function.path)
     if reward.model is not None:
         model_directory(reward.model.path, "reward.model.path")
+    if reward.process is not None:
+        model_directory(reward.process.path, "reward.process.path")
     if isinstance(algorithm, PpoSection) and algorithm.critic.path:
         model_directory(algorithm.critic.path, "algorithm.critic.path")
     if rollout.staleness and algorithm.correction.level == "off":

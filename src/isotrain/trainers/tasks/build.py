@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
+from isotrain.data.steps import single_token
 from isotrain.device.base import Device
-from isotrain.engine.build import build_critic, build_engine, build_reference
+from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
 from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.verdicts import Verdicts, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
-from isotrain.errors import DataError, RecipeError
+from isotrain.errors import RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
@@ -29,13 +29,16 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
     """The engine, its weights loaded, and what it does with each step's data."""
     algorithm, model, optimizer = recipe.algorithm, recipe.model, recipe.optimizer
     if isinstance(algorithm, RmSection):
-        if model.lora.rank:
-            raise RecipeError("model.lora: a reward model trains all weights; set model.lora.rank=0")
+        _no_adapters(recipe, "a reward model")
         scorer = build_critic(
             model, optimizer, path=None, lr=optimizer.lr, device=device, world=world, seed=recipe.seed
         )
         options = {"loss": algorithm.loss, "centre": algorithm.centre}
         return scorer, JudgedTask(scorer, RmWork(algorithm.margins, options))
+    if isinstance(algorithm, PrmSection) and algorithm.head == "classifier":
+        _no_adapters(recipe, "a classifier of steps")
+        judge = build_step_classifier(model, optimizer, device=device, world=world)
+        return judge, _step_task(judge, of_classes)
     engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
     task: Task[Any]
     if isinstance(algorithm, DpoSection):
@@ -53,13 +56,22 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
         task = JudgedTask(engine, KtoWork(engine, reference, weights), figures=reward_figures)
     elif isinstance(algorithm, PrmSection):
         tokenizer = load_tokenizer(model_directory(model.path))
-        bad = _single_token(tokenizer, algorithm.bad_token, "algorithm.bad_token")
-        good = _single_token(tokenizer, algorithm.good_token, "algorithm.good_token")
-        work = PrmWork(bad, good, algorithm.vocabulary == "whole")
-        task = JudgedTask(engine, work, size=lambda data: data.judgements, figures=f1_figures)
+        bad = single_token(tokenizer, algorithm.bad_token, "algorithm.bad_token")
+        good = single_token(tokenizer, algorithm.good_token, "algorithm.good_token")
+        verdicts = among_all_tokens if algorithm.vocabulary == "whole" else of_tokens
+        task = _step_task(engine, verdicts(bad, good))
     else:
         task = SftTask(engine, SUPERVISED_LOSSES[algorithm.name])
     return engine, task
+
+
+def _step_task(engine: TrainingEngine, verdicts: Verdicts) -> JudgedTask:
+    return JudgedTask(engine, PrmWork(verdicts), size=lambda data: data.judgements, figures=f1_figures)
+
+
+def _no_adapters(recipe: Recipe, what: str) -> None:
+    if recipe.model.lora.rank:
+        raise RecipeError(f"model.lora: {what} trains all weights; set model.lora.rank=0")
 
 
 def _dpo_options(algorithm: DpoSection) -> dict[str, Any]:
@@ -97,10 +109,3 @@ def _reference(recipe: Recipe, engine: TrainingEngine, device: Device) -> Refere
         case "cached":
             return remembered(engine.world.device)
     return None
-
-
-def _single_token(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> int:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise DataError(f"{field}: '{text}' is {len(ids)} tokens of this model; give a text that is one")
-    return int(ids[0])

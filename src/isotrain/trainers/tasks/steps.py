@@ -1,47 +1,34 @@
 """Learning to judge the steps of solutions.
 
-N: ends of steps of a micro-batch, C: the tokens for a wrong step and for a right one, V: all tokens.
+N: ends of steps of a micro-batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass
+from typing import Any
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.preference.process_reward import prm, prm_of_vocabulary
+from isotrain.algorithms.preference.process_reward import prm
 from isotrain.data.judged_feed import JudgedBatch, JudgedStep
-from isotrain.data.packing import PackedBatch
 from isotrain.engine.engine import Objective
-from isotrain.models.head import TokenHead
+from isotrain.engine.verdicts import Verdicts, at_ends
 from isotrain.trainers.tasks.judged import Work
 
 
 @dataclass(frozen=True)
 class PrmWork:
-    bad: int
-    good: int
-    """The two tokens that a verdict is one of."""
-    whole_vocabulary: bool
+    verdicts: Verdicts
 
     def __call__(self, data: JudgedStep) -> Work:
-        return [(_at_ends(batch.packed), self._objective(batch, data.judgements)) for batch in data.batches]
+        return [(at_ends(batch.packed), self._objective(batch, data.judgements)) for batch in data.batches]
 
     def _objective(self, batch: JudgedBatch, steps: int) -> Objective:
-        def objective(head: TokenHead) -> Loss:
-            labels_N = batch.values_V.to(head.hidden_ND.device)
-            if self.whole_vocabulary:
-                bad_N, good_N = (self._logps(head, token) for token in (self.bad, self.good))
-                loss, metrics = prm_of_vocabulary(bad_N, good_N, labels_N, steps)
-                wrong_N = bad_N > good_N
-            else:
-                weight_CD = head.weight_VD[[self.bad, self.good]]
-                logits_NC = F.linear(head.hidden_ND, weight_CD)
-                loss, metrics = prm(logits_NC, labels_N, steps)
-                wrong_N = logits_NC[:, 0] > logits_NC[:, 1]
-            truly_wrong_N = labels_N <= 0.5
+        def objective(head: Any) -> Loss:
+            bad_N, good_N = self.verdicts(head)
+            labels_N = batch.values_V.to(bad_N.device)
+            loss, metrics = prm(bad_N, good_N, labels_N, steps)
+            wrong_N, truly_wrong_N = bad_N > good_N, labels_N <= 0.5
             return loss, {
                 **metrics,
                 "found": (wrong_N & truly_wrong_N).float().sum() / steps,
@@ -50,15 +37,6 @@ class PrmWork:
             }
 
         return objective
-
-    def _logps(self, head: TokenHead, token: int) -> torch.Tensor:
-        return replace(head, targets_N=torch.full_like(head.targets_N, token)).logps()
-
-
-def _at_ends(batch: PackedBatch) -> PackedBatch:
-    """Read the model at the marked tokens themselves, and not at the ones that predict them."""
-    end_N = batch.predict_N + 1
-    return replace(batch, predict_N=end_N, targets_N=batch.tokens_T[end_N])
 
 
 def f1_figures(metrics: dict[str, float]) -> dict[str, float]:

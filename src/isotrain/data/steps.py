@@ -1,0 +1,41 @@
+"""Solutions as steps: how a process reward model reads them, in training and when it judges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from isotrain.errors import DataError
+
+
+def separator_tokens(tokenizer: PreTrainedTokenizerBase, separator: str, field: str) -> list[int]:
+    """`field` is where the user wrote it."""
+    tokens = list(tokenizer(separator, add_special_tokens=False)["input_ids"])
+    if not tokens:
+        raise DataError(f"{field}: it has no token, so steps would have no end")
+    return tokens
+
+
+def single_token(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> int:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise DataError(f"{field}: '{text}' is {len(ids)} tokens of this model; give a text that is one")
+    return int(ids[0])
+
+
+def join_steps(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], steps: Sequence[str], separator: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """All tokens, and the places where steps end: the last token of the separator after each."""
+    tokens, ends = list(prompt), []
+    for step in steps:
+        tokens += tokenizer(step, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens += separator
+        ends.append(len(tokens) - 1)
+    return tokens, ends
+
+
+def split_steps(text: str, separator: str) -> list[str]:
+    """The steps of a written solution; blank ones are none."""
+    return [step for step in text.split(separator) if step.strip()]
