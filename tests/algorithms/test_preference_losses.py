@@ -13,6 +13,7 @@ import torch
 
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
 from isotrain.algorithms.preference.dpo import dpo
+from isotrain.algorithms.preference.figures import pair_figures
 from isotrain.algorithms.preference.ipo import ipo
 from isotrain.algorithms.preference.kto import kto, reference_point
 from isotrain.algorithms.preference.orpo import orpo
@@ -46,11 +47,14 @@ def test_dpo_is_ln_2_where_policy_and_reference_are_the_same(
     assert judged.chosen_P.tolist() == judged.rejected_P.tolist() == [0.0, 0.0]
     loss, metrics = shares(judged, 2)
     assert loss.item() == pytest.approx(LN2, rel=1e-7)
-    assert {name: value.item() for name, value in metrics.items()} == {
+    assert pair_figures({name: value.item() for name, value in metrics.items()}) == {
         "accuracy": 0.0,
         "margin": 0.0,
         "chosen_reward": 0.0,
         "rejected_reward": 0.0,
+        "chosen_reward_std": 0.0,
+        "rejected_reward_std": 0.0,
+        "calibration_error": 0.0,
     }
 
 
@@ -159,6 +163,8 @@ def test_kto_by_hand(device_type: str) -> None:
     assert {name: value.item() for name, value in metrics.items()} == {
         "chosen_reward_share": 0.25,
         "rejected_reward_share": -0.25,
+        "chosen_square_share": 0.125,
+        "rejected_square_share": 0.125,
         "chosen_share": 0.5,
         "rejected_share": 0.5,
     }

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import npusim
 import pytest
-import torch
 
 from isotrain.engine.checkpoint.layout import MARKER, WRITING
 from isotrain.recipe.schema import Recipe
@@ -179,15 +178,6 @@ def killable(tiny: Path, output: Path, device_type: str, steps: int, ranks: int 
         trainer={"steps": steps, "save_every": 2, "validate_every": 20},
         observe={"sinks": ["console"]},
     )
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The reference is made in this process, the killed run in others: both add up in one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("on", "count"), [("cpu", 3), ("npu", 2)])

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from judged_runs import ALGORITHMS, KIND, judged_recipe, write_judged
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from isotrain.engine.export import export_run
 from isotrain.errors import DataError, RecipeError
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
+from judged_runs import ALGORITHMS, KIND, judged_recipe, write_judged
 from support import run_cli, stable_metrics, write_recipe
 
 LN2 = math.log(2)
@@ -112,12 +112,19 @@ def test_micro_batches_do_not_matter(
             assert b == pytest.approx(a, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_ranks_do_not_matter(tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [
+        pytest.param(name, on, marks=pytest.mark.slow if on == "npu" and name in ("rm", "prm") else ())
+        for name in ALGORITHMS
+        for on in ("cpu", "npu")
+    ],
+)
+def test_ranks_do_not_matter(tiny: Path, rows: Path, tmp_path: Path, on: str, name: str) -> None:
     """KTO's reference point is a mean over all ranks, before anything is cut off at 0."""
-    one = judged_recipe(name, tiny, rows, tmp_path / "one", device_type)
+    one = judged_recipe(name, tiny, rows, tmp_path / "one", on)
     expected = train(one)
-    two = judged_recipe(name, tiny, rows, tmp_path / "two", device_type, device={"ranks": 2})
+    two = judged_recipe(name, tiny, rows, tmp_path / "two", on, device={"ranks": 2})
     run_cli("train", str(write_recipe(two, tmp_path / "two.yaml")))
     for a, b in zip(expected, stable_metrics(tmp_path / "two"), strict=True):
         # KTO's `kl` is a mean of sums over whole answers, about -40 each: rounding alone moves it by 3e-5.

@@ -59,7 +59,18 @@ PREFERENCE: tuple[Panel, ...] = (
         "reward",
         (("train/chosen_reward", "of chosen answers", GREEN), ("train/rejected_reward", "of rejected", RED)),
     ),
+    (
+        "spread of rewards",
+        (
+            ("train/chosen_reward_std", "of chosen answers", GREEN),
+            ("train/rejected_reward_std", "of rejected", RED),
+        ),
+    ),
     ("F1 of wrong steps", (("train/f1", "training", BLUE), ("val/f1", "validation", ORANGE))),
+    (
+        "calibration error",
+        (("train/calibration_error", "training", BLUE), ("val/calibration_error", "validation", ORANGE)),
+    ),
 )
 # In the order in which they are stacked; what a step spends on anything else is `other`. The last two come on
 # top of a step's own seconds.

@@ -45,6 +45,8 @@ def kto(
         # With how many of each kind there are, these make means once they are added up.
         "chosen_reward_share": torch.where(desirable_S, reward_S, 0.0).sum() / answers,
         "rejected_reward_share": torch.where(desirable_S, 0.0, reward_S).sum() / answers,
+        "chosen_square_share": torch.where(desirable_S, reward_S.square(), 0.0).sum() / answers,
+        "rejected_square_share": torch.where(desirable_S, 0.0, reward_S.square()).sum() / answers,
         "chosen_share": desirable_S.float().sum() / answers,
         "rejected_share": (~desirable_S).float().sum() / answers,
     }

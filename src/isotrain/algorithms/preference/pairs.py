@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.flat import widen
+from isotrain.algorithms.preference.figures import pair_sums
 
 
 @dataclass(frozen=True)
@@ -58,4 +59,5 @@ def shares(judged: Judged, pairs: int) -> Loss:
         "margin": (chosen_P - rejected_P).sum() / pairs,
         "chosen_reward": chosen_P.sum() / pairs,
         "rejected_reward": rejected_P.sum() / pairs,
+        **pair_sums(chosen_P, rejected_P, pairs),
     }

@@ -49,13 +49,3 @@ class KtoWork:
             return loss, {**metrics, "kl": torch.tensor(kl * share, device=logp_S.device)}
 
         return objective
-
-
-def reward_figures(metrics: dict[str, float]) -> dict[str, float]:
-    """Means over the answers of each kind, from sums over both."""
-    found = dict(metrics)
-    means = {}
-    for kind in ("chosen", "rejected"):
-        total, count = found.pop(f"{kind}_reward_share"), found.pop(f"{kind}_share")
-        means[f"{kind}_reward"] = total / count if count else 0.0
-    return {**found, **means, "margin": means["chosen_reward"] - means["rejected_reward"]}

@@ -6,6 +6,7 @@ from typing import Any
 
 from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
+from isotrain.algorithms.preference.figures import answer_figures, pair_figures, step_figures
 from isotrain.data.steps import single_token
 from isotrain.device.base import Device
 from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
@@ -16,13 +17,13 @@ from isotrain.errors import RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.tasks.answers import KtoWork, reward_figures
+from isotrain.trainers.tasks.answers import KtoWork
 from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.judged import JudgedTask
 from isotrain.trainers.tasks.pairs import DpoWork, RmWork
 from isotrain.trainers.tasks.reference import Reference, beside, remembered, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
-from isotrain.trainers.tasks.steps import PrmWork, f1_figures
+from isotrain.trainers.tasks.steps import PrmWork
 
 
 def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[TrainingEngine, Task[Any]]:
@@ -34,7 +35,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
             model, optimizer, path=None, lr=optimizer.lr, device=device, world=world, seed=recipe.seed
         )
         options = {"loss": algorithm.loss, "centre": algorithm.centre}
-        return scorer, JudgedTask(scorer, RmWork(algorithm.margins, options))
+        return scorer, JudgedTask(scorer, RmWork(algorithm.margins, options), pair_figures)
     if isinstance(algorithm, PrmSection) and algorithm.head == "classifier":
         _no_adapters(recipe, "a classifier of steps")
         judge = build_step_classifier(model, optimizer, device=device, world=world)
@@ -44,7 +45,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
     if isinstance(algorithm, DpoSection):
         reference = _reference(recipe, engine, device)
         loss = PREFERENCE_LOSSES[algorithm.loss]
-        task = JudgedTask(engine, DpoWork(loss, _dpo_options(algorithm), reference))
+        task = JudgedTask(engine, DpoWork(loss, _dpo_options(algorithm), reference), pair_figures)
     elif isinstance(algorithm, KtoSection):
         weights = {
             "beta": algorithm.beta,
@@ -53,7 +54,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
         }
         reference = _reference(recipe, engine, device)
         assert reference is not None
-        task = JudgedTask(engine, KtoWork(engine, reference, weights), figures=reward_figures)
+        task = JudgedTask(engine, KtoWork(engine, reference, weights), answer_figures)
     elif isinstance(algorithm, PrmSection):
         tokenizer = load_tokenizer(model_directory(model.path))
         bad = single_token(tokenizer, algorithm.bad_token, "algorithm.bad_token")
@@ -66,7 +67,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
 
 
 def _step_task(engine: TrainingEngine, verdicts: Verdicts) -> JudgedTask:
-    return JudgedTask(engine, PrmWork(verdicts), size=lambda data: data.judgements, figures=f1_figures)
+    return JudgedTask(engine, PrmWork(verdicts), step_figures, size=lambda data: data.judgements)
 
 
 def _no_adapters(recipe: Recipe, what: str) -> None:

@@ -18,18 +18,14 @@ def _items(data: JudgedStep) -> int:
     return data.items
 
 
-def _as_they_are(metrics: dict[str, float]) -> dict[str, float]:
-    return metrics
-
-
 @dataclass(frozen=True)
 class JudgedTask:
     engine: TrainingEngine
     work: Callable[[JudgedStep], Work]
+    figures: Callable[[dict[str, float]], dict[str, float]]
+    """From summed shares to what people read."""
     size: Callable[[JudgedStep], int] = _items
     """What the shares of a step are divided by."""
-    figures: Callable[[dict[str, float]], dict[str, float]] = _as_they_are
-    """From summed shares to what people read."""
 
     def update(self, data: JudgedStep, lr: float) -> UpdateResult:
         result = self.engine.update(self.work(data), lr)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from isotrain.algorithms.aggregate import Loss
+from isotrain.algorithms.preference.figures import calibration_sums
 from isotrain.algorithms.preference.process_reward import prm
 from isotrain.data.judged_feed import JudgedBatch, JudgedStep
 from isotrain.engine.engine import Objective
@@ -34,13 +37,7 @@ class PrmWork:
                 "found": (wrong_N & truly_wrong_N).float().sum() / steps,
                 "called_wrong": wrong_N.float().sum() / steps,
                 "wrong": truly_wrong_N.float().sum() / steps,
+                **calibration_sums(torch.sigmoid(good_N - bad_N).detach(), ~truly_wrong_N, steps),
             }
 
         return objective
-
-
-def f1_figures(metrics: dict[str, float]) -> dict[str, float]:
-    """F1 of finding the wrong steps, from shares of the steps that add up over ranks."""
-    found, called, wrong = (metrics[name] for name in ("found", "called_wrong", "wrong"))
-    rest = {name: value for name, value in metrics.items() if name not in ("found", "called_wrong", "wrong")}
-    return {**rest, "f1": 2 * found / (called + wrong) if called + wrong else 1.0}
