@@ -1,68 +1,43 @@
-"""isotrain's part in a benchmark: the supervised trainer, fed from a given token store."""
+"""isotrain as one side of a benchmark: the whole program on a recipe."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from turns import Turns
 
-from isotrain.algorithms import sft_loss
-from isotrain.data.feed import Feed
-from isotrain.data.sampler import Sampler
-from isotrain.data.store import TokenStore
-from isotrain.device.detect import choose_device
-from isotrain.engine.build import build_engine
-from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.world import join_world
-from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.progress import Progress
-from isotrain.recipe.schema import ModelSection, OptimizerSection
+from isotrain.recipe.online import OnlineSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers import supervised
 from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.supervised import SupervisedTrainer
+
+Figures = Callable[[Mapping[str, float]], dict[str, float]]
 
 
-class RecorderInTurns(Recorder):
-    """Writes metrics as always, then lets the other side work."""
+def train_in_turns(recipe: Recipe, steps: int, figures: Figures) -> None:
+    """Train with `figures` of each step for the parent, until the parent ends the process."""
+    source = recipe.model_dump_json()
+    if isinstance(recipe.algorithm, OnlineSection):
+        from isotrain.trainers.online import run
 
-    turns: Turns
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        super().write(step, values)
-        self.turns.after_step(
-            loss=values["train/loss"], tokens=values["train/tokens"], loss_tokens=values["train/loss_tokens"]
-        )
+        run.Recorder = recorder_in_turns(steps, figures)  # type: ignore[misc]
+        run.train_online(recipe, source)
+    else:
+        supervised.Recorder = recorder_in_turns(steps, figures)  # type: ignore[misc]
+        supervised.train_supervised(recipe, source)
 
 
-def train_in_turns(
-    store: TokenStore,
-    model: ModelSection,
-    optimizer: OptimizerSection,
-    *,
-    batch: int,
-    budget: int,
-    steps: int,
-) -> None:
-    """Rows in order, a constant learning rate, until the parent ends the process."""
-    device = choose_device("cpu")
-    with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
-        recorder = RecorderInTurns(Progress())
-        recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")
-        trainer = SupervisedTrainer(
-            engine=build_engine(model, optimizer, device=device, world=world, seed=0),
-            device=device,
-            loss=sft_loss,
-            schedule=lambda step: optimizer.lr,
-            feed=Feed(store, Sampler(len(store), batch, 0, shuffle=False), budget, 0, 1),
-            validation=None,
-            writer=CheckpointWriter(Path(directory) / "checkpoints", 0, 1, keep=1),
-            recorder=recorder,
-            steps=len(store) // batch,
-            validate_every=0,
-            save_every=0,
-            max_skipped=0,
-            peak_flops=None,
-        )
-        recorder.turns = Turns(steps)
-        trainer.train(done=0)
+def recorder_in_turns(steps: int, figures: Figures) -> type[Recorder]:
+    class RecorderInTurns(Recorder):
+        """Writes metrics as always, then lets the other side work."""
+
+        def __init__(self, progress: Progress) -> None:
+            super().__init__(progress)
+            self.turns = Turns(steps)
+
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            super().write(step, values)
+            self.turns.after_step(**figures(values))
+
+    return RecorderInTurns

@@ -72,11 +72,22 @@ def bare(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
 
 def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
-    from isotrain_side import train_in_turns
+    from isotrain_side import recorder_in_turns
 
+    from isotrain.algorithms import sft_loss
+    from isotrain.data.feed import Feed
     from isotrain.data.sample import Sample
+    from isotrain.data.sampler import Sampler
     from isotrain.data.store import build_store
+    from isotrain.device.detect import choose_device
+    from isotrain.engine.build import build_engine
+    from isotrain.engine.checkpoint.writer import CheckpointWriter
+    from isotrain.engine.world import join_world
+    from isotrain.observe.metrics import MetricsLog
+    from isotrain.observe.progress import Progress
     from isotrain.recipe.schema import ModelSection, OptimizerSection
+    from isotrain.trainers.supervised import SupervisedTrainer
+    from isotrain.trainers.tasks.sft import SftTask
 
     tokens = BATCH * LENGTH
     model = ModelSection(
@@ -84,9 +95,28 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     )
     optimizer = OptimizerSection(lr=LR, weight_decay=DECAY, clip_norm=CLIP)
     mask = np.ones(LENGTH, dtype=np.bool_)
-    with tempfile.TemporaryDirectory() as directory:
+    device = choose_device("cpu")
+    with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
         store = build_store(rows, lambda row: Sample(row, mask), Path(directory) / "tokens", "rows")
-        train_in_turns(store, model, optimizer, batch=BATCH, budget=tokens, steps=steps)
+        engine = build_engine(model, optimizer, device=device, world=world, seed=0)
+        recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Progress())
+        recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")
+        SupervisedTrainer(
+            engine=engine,
+            device=device,
+            task=SftTask(engine, sft_loss),
+            schedule=lambda step: LR,
+            feed=Feed(store, Sampler(len(store), BATCH, 0, shuffle=False), tokens, 0, 1),
+            validation=None,
+            writer=CheckpointWriter(Path(directory) / "checkpoints", 0, 1, keep=1),
+            recorder=recorder,
+            steps=len(store) // BATCH,
+            validate_every=0,
+            validate_first=False,
+            save_every=0,
+            max_skipped=0,
+            peak_flops=None,
+        ).train(done=0)
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """TRL 1.16 against isotrain on the same rows, model, batch size and optimizer. Higher is better.
 
-What each algorithm's figures mean is told in `versus_trl_sft.py` and `versus_trl_grpo.py`.
+What each algorithm's figures mean is told in `versus_trl_sft.py`, `versus_trl_judged.py` and
+`versus_trl_grpo.py`.
 
     python benchmarks/versus_trl.py --algorithm sft [--turns 5] [--steps 3]
+    python benchmarks/versus_trl.py --algorithm dpo|kto|rm [--turns 5] [--steps 1]
     python benchmarks/versus_trl.py --algorithm grpo [--turns 4] [--lengths natural] [--prompts sums]
 """
 
@@ -12,6 +14,7 @@ import argparse
 from pathlib import Path
 
 import versus_trl_grpo as grpo
+import versus_trl_judged as judged
 import versus_trl_sft as sft
 from smollm2 import smollm2
 
@@ -20,9 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithm", required=True, choices=["sft", "grpo"])
-    parser.add_argument("--turns", type=int, help="turns of each side that count (sft: 5, grpo: 4)")
-    parser.add_argument("--steps", type=int, help="steps of a turn (sft: 3, grpo: 1)")
+    parser.add_argument("--algorithm", required=True, choices=["sft", *judged.ALGORITHMS, "grpo"])
+    parser.add_argument("--turns", type=int, help="turns of each side that count (5, grpo: 4)")
+    parser.add_argument("--steps", type=int, help="steps of a turn (1, sft: 3)")
     parser.add_argument(
         "--lengths", choices=["equal", "natural"], default="equal", help="of answers, in grpo"
     )
@@ -31,7 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing, in grpo")
     parser.add_argument("--model", type=Path, help="another model for grpo (SmolLM2-135M-Instruct)")
-    parser.add_argument("--side", choices=[*sft.SIDES, *grpo.SIDES], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*sft.SIDES, *judged.SIDES, *grpo.SIDES], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.algorithm == "sft":
         turns, steps = options.turns or 5, options.steps or 3
@@ -39,6 +42,13 @@ def main() -> None:
             sft.run_side(options.side, turns, steps)
         else:
             sft.compare(turns)
+        return
+    if options.algorithm in judged.ALGORITHMS:
+        turns, steps = options.turns or 5, options.steps or 1
+        if options.side:
+            judged.run_side(options.algorithm, options.side, turns, steps)
+        else:
+            judged.compare(options.algorithm, turns, steps)
         return
     turns, steps = options.turns or 4, options.steps or 1
     model = grpo.prepared_model(options.model or smollm2(), options.lengths)

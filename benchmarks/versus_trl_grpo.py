@@ -28,11 +28,12 @@ from typing import Any
 
 import bench
 from number_reward import score
-from turns import Turns, take_turns
+from trl_side import in_turns, optimizer, settings
+from turns import take_turns
 
 SIDES = ["trl", "isotrain"]
 PROMPTS, COMPLETIONS, MAX_TOKENS, TEMPERATURE = 4, 8, 64, 1.0
-LR, BETAS, EPS, DECAY, CLIP = 1e-6, (0.9, 0.999), 1e-8, 0.0, 1.0
+LR = 1e-6
 STEPS = 10_000  # more than any run takes
 GOAL = 4.0
 
@@ -79,7 +80,6 @@ def write_rows(directory: Path, prompts: str) -> Path:
 
 def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: Path) -> None:
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from isotrain.data.rows import read_rows
@@ -94,22 +94,15 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
             score(messages[0]["content"], right) for messages, right in zip(completions, answer, strict=True)
         ]
 
-    class InTurns(TrainerCallback):
-        turns: Turns
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.turns = Turns(steps)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            if "loss" in logs:
-                self.turns.after_step(
-                    length=logs["completions/mean_length"],
-                    reward=logs["reward"],
-                    grad_norm=float(logs["grad_norm"]),
-                )
+    def figures(logs: Mapping[str, float]) -> dict[str, float]:
+        return {
+            "length": logs["completions/mean_length"],
+            "reward": logs["reward"],
+            "grad_norm": float(logs["grad_norm"]),
+        }
 
     config = GRPOConfig(
-        output_dir=str(directory),
+        **settings(directory, LR),
         per_device_train_batch_size=PROMPTS * COMPLETIONS,
         num_generations=COMPLETIONS,
         max_completion_length=MAX_TOKENS,
@@ -118,30 +111,18 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
         num_iterations=1,
         loss_type="dapo",  # the mean over all tokens of the batch
         scale_rewards="group",
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_epsilon=EPS,
-        weight_decay=DECAY,
-        max_grad_norm=CLIP,
         max_steps=STEPS,
         shuffle_dataset=False,
         gradient_checkpointing=checkpointing,
-        use_cpu=True,
-        bf16=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
+    callback = in_turns(steps, figures)
     GRPOTrainer(
-        str(model), reward_funcs=reward, args=config, train_dataset=data, callbacks=[InTurns()]
+        str(model), reward_funcs=reward, args=config, train_dataset=data, callbacks=[callback]
     ).train()
 
 
 def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directory: Path) -> None:
-    from isotrain_online import train_in_turns
+    from isotrain_side import train_in_turns
 
     from isotrain.recipe.schema import Recipe
 
@@ -167,15 +148,7 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
             },
             "reward": {"function": {"path": f"{Path(__file__).with_name('number_reward.py')}:score"}},
             "cluster": {"address": "local"},
-            "optimizer": {
-                "lr": LR,
-                "betas": BETAS,
-                "eps": EPS,
-                "weight_decay": DECAY,
-                "clip_norm": CLIP,
-                "schedule": "constant",
-                "warmup_ratio": 0.0,
-            },
+            "optimizer": optimizer(LR),
             "trainer": {"steps": STEPS},
             "observe": {"sinks": []},
         }

@@ -16,35 +16,32 @@ from typing import Any
 
 import bench
 from smollm2 import smollm2
-from turns import Turns, take_turns
+from trl_side import in_turns, optimizer, settings
+from turns import take_turns
 
 SIDES = ["trl", "trl-packing", "isotrain"]
 BATCH, LR, MAX_LENGTH = 8, 1e-5, 1024
-BETAS, EPS, DECAY, CLIP = (0.9, 0.999), 1e-8, 0.0, 1.0
 GOAL = 1.5
 LOSS_TOLERANCE = 0.02
 
 
-def open_store(count: int) -> Any:
-    """GSM8K through the model's own chat template, tokenised by isotrain for all sides."""
+def write_rows(directory: Path, count: int) -> Path:
+    rows = directory / "rows.jsonl"
+    with (bench.gsm8k() / "train.jsonl").open() as file:
+        rows.write_text("".join(next(file) for _ in range(count)))
+    return rows
+
+
+def trl(rows: Path, steps: int, packing: bool, directory: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     from isotrain.data.encode import Encoder
     from isotrain.data.store import cached_store
     from isotrain.models.load import load_tokenizer
 
     encoder = Encoder(load_tokenizer(smollm2()), "auto", "question", "answer", MAX_LENGTH, "error")
-    with tempfile.TemporaryDirectory() as directory:
-        rows = Path(directory) / "rows.jsonl"
-        with (bench.gsm8k() / "train.jsonl").open() as file:
-            rows.write_text("".join(next(file) for _ in range(count)))
-        return cached_store(str(rows), encoder, smollm2().parent / "benchmark-tokens")
-
-
-def trl(rows: int, steps: int, packing: bool) -> None:
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    store = open_store(rows)
+    store = cached_store(str(rows), encoder, directory / "tokens")
     samples = [store[i] for i in range(len(store))]
     data = Dataset.from_list(
         [
@@ -57,71 +54,66 @@ def trl(rows: int, steps: int, packing: bool) -> None:
             for sample in samples
         ]
     )
+    counted: list[dict[str, float]] = []
+    config = SFTConfig(
+        **settings(directory, LR),
+        per_device_train_batch_size=2 if packing else BATCH,
+        num_train_epochs=1,
+        max_length=MAX_LENGTH,
+        packing=packing,
+        train_sampling_strategy="sequential",
+    )
+    callback = in_turns(steps, lambda logs: {"loss": logs["loss"], **counted.pop(0)})
+    trainer = SFTTrainer(str(smollm2()), args=config, train_dataset=data, callbacks=[callback])
+    collate = trainer.data_collator
 
-    class InTurns(TrainerCallback):
-        turns: Turns
+    def counting(examples: list[dict[str, Any]]) -> Any:
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        batch = collate(examples)
+        counted.append({"tokens": tokens, "loss_tokens": int((batch["labels"] != -100).sum())})
+        return batch
 
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.turns = Turns(steps)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            if "loss" in logs:
-                tokens, loss_tokens = counted.pop(0)
-                self.turns.after_step(loss=logs["loss"], tokens=tokens, loss_tokens=loss_tokens)
-
-    counted: list[tuple[int, int]] = []
-    with tempfile.TemporaryDirectory() as directory:
-        config = SFTConfig(
-            output_dir=directory,
-            per_device_train_batch_size=2 if packing else BATCH,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            adam_epsilon=EPS,
-            weight_decay=DECAY,
-            max_grad_norm=CLIP,
-            num_train_epochs=1,
-            max_length=MAX_LENGTH,
-            packing=packing,
-            train_sampling_strategy="sequential",
-            use_cpu=True,
-            bf16=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = SFTTrainer(str(smollm2()), args=config, train_dataset=data, callbacks=[InTurns()])
-        collate = trainer.data_collator
-
-        def counting(examples: list[dict[str, Any]]) -> Any:
-            tokens = sum(len(example["input_ids"]) for example in examples)
-            batch = collate(examples)
-            counted.append((tokens, int((batch["labels"] != -100).sum())))
-            return batch
-
-        trainer.data_collator = counting
-        trainer.train()
+    trainer.data_collator = counting
+    trainer.train()
 
 
-def isotrain(rows: int, steps: int) -> None:
+def isotrain(rows: Path, steps: int, directory: Path) -> None:
     from isotrain_side import train_in_turns
 
-    from isotrain.recipe.schema import ModelSection, OptimizerSection
+    from isotrain.recipe.schema import Recipe
 
-    model = ModelSection(path=str(smollm2()), dtype="bfloat16", gradient_checkpointing=True)
-    optimizer = OptimizerSection(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip_norm=CLIP)
-    train_in_turns(open_store(rows), model, optimizer, batch=BATCH, budget=4096, steps=steps)
+    recipe = Recipe.model_validate(
+        {
+            "name": "versus-trl",
+            "output": str(directory / "run"),
+            "model": {"path": str(smollm2()), "dtype": "bfloat16", "gradient_checkpointing": True},
+            "data": {
+                "train": str(rows),
+                "prompt_key": "question",
+                "completion_key": "answer",
+                "batch_size": BATCH,
+                "max_length": MAX_LENGTH,
+                "tokens_per_micro_batch": 4096,
+                "shuffle": False,
+            },
+            "algorithm": {"name": "sft"},
+            "optimizer": optimizer(LR),
+            "trainer": {"epochs": 1},
+            "observe": {"sinks": []},
+        }
+    )
+    names = ("loss", "tokens", "loss_tokens")
+    train_in_turns(recipe, steps, lambda values: {name: values[f"train/{name}"] for name in names})
 
 
 def run_side(side: str, turns: int, steps: int) -> None:
     # Packed batches of TRL hold more rows than the others'; enough for every side until the parent ends it.
-    rows = (turns + 2) * steps * BATCH * 2
-    if side == "isotrain":
-        isotrain(rows, steps)
-    else:
-        trl(rows, steps, packing=side == "trl-packing")
+    with tempfile.TemporaryDirectory() as directory:
+        rows = write_rows(Path(directory), (turns + 2) * steps * BATCH * 2)
+        if side == "isotrain":
+            isotrain(rows, steps, Path(directory))
+        else:
+            trl(rows, steps, side == "trl-packing", Path(directory))
 
 
 def compare(turns: int) -> None:

@@ -1,0 +1,61 @@
+"""TRL as one side of a benchmark, with the settings that both sides share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from turns import Turns
+
+BETAS, EPS, DECAY, CLIP = (0.9, 0.999), 1e-8, 0.0, 1.0
+
+
+def optimizer(lr: float) -> dict[str, Any]:
+    """Of isotrain's recipes."""
+    return {
+        "lr": lr,
+        "betas": BETAS,
+        "eps": EPS,
+        "weight_decay": DECAY,
+        "clip_norm": CLIP,
+        "schedule": "constant",
+        "warmup_ratio": 0.0,
+    }
+
+
+def settings(directory: Path, lr: float) -> dict[str, Any]:
+    """Of TRL's: the same optimizer, bfloat16 on the CPU, rows in order, each step logged."""
+    return {
+        "output_dir": str(directory),
+        "learning_rate": lr,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "adam_epsilon": EPS,
+        "weight_decay": DECAY,
+        "max_grad_norm": CLIP,
+        "use_cpu": True,
+        "bf16": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def in_turns(steps: int, figures: Callable[[Mapping[str, float]], dict[str, float]]) -> Any:
+    """A callback that answers the parent with `figures` of what TRL logs of each step."""
+    from transformers import TrainerCallback
+
+    class InTurns(TrainerCallback):
+        turns: Turns
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.turns = Turns(steps)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "loss" in logs:
+                self.turns.after_step(**figures(logs))
+
+    return InTurns()
