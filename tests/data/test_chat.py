@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from isotrain.data.chat import ChatTemplate, encode_conversation, encode_text
+from isotrain.data.chat import ChatTemplate, closing_tokens, encode_conversation, encode_text
 from isotrain.data.formats import Conversation, Message, Text
 from isotrain.errors import DataError
 
@@ -63,6 +63,25 @@ def test_masks_are_content_and_end_of_turn(
         pytest.skip("Gemma refuses system prompts")
     tokenizer = make_tokenizer(template, **special)
     check(tokenizer, dialogue(turns, system), [answer + end for answer in ANSWERS[:turns]])
+
+
+@pytest.mark.parametrize("style", SIMPLE)
+def test_closing_tokens_are_what_follows_the_last_answer(
+    make_tokenizer: Callable[..., Any], style: str
+) -> None:
+    template, special, end = SIMPLE[style]
+    tokenizer = make_tokenizer(template, **special)
+    closing = closing_tokens(tokenizer)
+    whole = encode_conversation(tokenizer, Conversation(tuple(dialogue(1))))
+    answered = len(whole) - len(closing)
+    assert closing and whole.tokens_T[answered:].tolist() == closing
+    assert tokenizer.decode(whole.tokens_T[:answered]).endswith(ANSWERS[0])
+    assert tokenizer.decode(closing).startswith(end)
+
+
+def test_closing_token_of_plain_text(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(None, eos="<|im_end|>")
+    assert closing_tokens(tokenizer) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])

@@ -122,6 +122,8 @@ def tiny(
     typer.echo(f"wrote {out / 'validation.jsonl'} ({validation:,} rows)")
     typer.echo(f"wrote {out / 'prompts.jsonl'} ({rows:,} rows)")
     typer.echo(f"wrote {out / 'prompts-validation.jsonl'} ({validation:,} rows)")
+    for kind in ("pairs", "answers", "steps"):
+        typer.echo(f"wrote {out / f'{kind}.jsonl'} ({rows:,} rows), {kind}-validation.jsonl ({validation:,})")
     typer.echo(f"wrote {out / 'reward.py'}")
     usual = Path("work/tiny")
     supervised = {"model.path": "model", "data.train": "train.jsonl", "data.validation": "validation.jsonl"}

@@ -54,6 +54,16 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: Text) -> Sample:
     return Sample(np.array(prompt + completion, np.int32), np.array(mask, np.bool_))
 
 
+def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What comes after the assistant's last words: the end of the turn, and what the template adds to it."""
+    if not tokenizer.chat_template:
+        return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    words = "isotrain"
+    turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+    text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return list(tokenizer(text[text.rindex(words) + len(words) :], add_special_tokens=False)["input_ids"])
+
+
 def encode_prompt_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """A text that goes on: some tokenizers close every text with the end token, which is taken off again."""
     end = tokenizer.eos_token_id

@@ -336,6 +336,12 @@ def test_without_its_adapters_the_policy_is_its_reference(
     assert moved.abs().mean() > 0.05
 
 
+def whole_answer(model: Any, trajectory: Any) -> float:
+    """The score of a conversation that ends as the chat template ends it: the end of the turn, a new line."""
+    tokens = torch.from_numpy(np.append(trajectory.tokens_T, [2, 201])).long()
+    return float(model(tokens[None]).logits.item())
+
+
 def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, judge: Path) -> None:
     sections: dict[str, Any] = {
         "reward": {"model": {"path": str(judge), "weight": 2.0}},
@@ -344,7 +350,7 @@ def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, 
     step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm={"name": "rloo"}, **sections))
     model = classifier(judge)
     with torch.no_grad():
-        told = [model(torch.from_numpy(t.tokens_T).long()[None]).logits.item() for t in FLAT]
+        told = [whole_answer(model, t) for t in FLAT]
     assert np.std(told) > 0.01
     scores = [score + 2.0 * own for score, own in zip(SCORES, told, strict=True)]
     nothing = [[0.0] * int(t.mask_N.sum()) for t in FLAT]
@@ -405,7 +411,7 @@ def test_scores_of_a_process_reward_model(
     folds = {"min": min, "mean": np.mean, "product": np.prod, "last": lambda steps: steps[-1]}
     with torch.no_grad():
         steps = [good_steps(model, tokenizer, t, "e") for t in FLAT]
-        told = [classifier(judge)(torch.from_numpy(t.tokens_T).long()[None]).logits.item() for t in FLAT]
+        told = [whole_answer(classifier(judge), t) for t in FLAT]
     assert max(map(len, steps)) > 1 and np.std([p for own in steps for p in own]) > 0.01
     judged = [folds[aggregate](own) if own else 0.0 for own in steps]
     scores = [a + b + 3.0 * c for a, b, c in zip(SCORES, told, judged, strict=True)]

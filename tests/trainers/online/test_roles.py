@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from isotrain.data.prepare import tiny_reward
 from isotrain.data.record import Record, read_trajectories
+from isotrain.data.trajectory import Trajectory
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
 from support import stable_metrics
@@ -37,7 +38,13 @@ def judged(judge: Path, records: list[Record]) -> list[float]:
     # Without padding none is to be looked for: an answer may end with that very token.
     model.config.pad_token_id = None
     with torch.no_grad():
-        return [model(torch.from_numpy(r.trajectory.tokens_T).long()[None]).logits.item() for r in records]
+        return [model(torch.tensor([conversation(r.trajectory)])).logits.item() for r in records]
+
+
+def conversation(trajectory: Trajectory) -> list[int]:
+    """As the chat template writes it: the answer, the end of the turn, a new line."""
+    tokens = trajectory.tokens_T.tolist()
+    return [*(tokens if tokens[-1] == 2 else [*tokens, 2]), 201]
 
 
 def counted(tiny: Path, records: list[Record]) -> list[float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isotrain.data.prepare import tiny_reward
+from isotrain.data.prepare.tiny_judged import toy_judged
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -46,14 +47,21 @@ def make_tiny(
 ) -> None:
     """Write a model and two tasks for it; the same arguments give the same bytes.
 
-    `train.jsonl` and `validation.jsonl` are for supervised training, `prompts.jsonl`,
-    `prompts-validation.jsonl` and `reward.py` for reinforcement learning.
+    `train.jsonl` and `validation.jsonl` are for supervised training, `prompts.jsonl` and `reward.py` for
+    reinforcement learning; `pairs.jsonl`, `answers.jsonl` and `steps.jsonl` are judged answers to these
+    prompts. Each has a `-validation` one beside it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    _write_rows(out / "train.jsonl", toy_rows(train_rows, seed=2 * seed + 1))
-    _write_rows(out / "validation.jsonl", toy_rows(validation_rows, seed=2 * seed + 2))
-    _write_rows(out / "prompts.jsonl", toy_prompts(train_rows, seed=2 * seed + 1))
-    _write_rows(out / "prompts-validation.jsonl", toy_prompts(validation_rows, seed=2 * seed + 2))
+    for rows, own_seed, suffix in (
+        (train_rows, 2 * seed + 1, ""),
+        (validation_rows, 2 * seed + 2, "-validation"),
+    ):
+        supervised = "train" if not suffix else "validation"
+        _write_rows(out / f"{supervised}.jsonl", toy_rows(rows, seed=own_seed))
+        prompts = list(toy_prompts(rows, seed=own_seed))
+        _write_rows(out / f"prompts{suffix}.jsonl", prompts)
+        for kind, judged in toy_judged(prompts, own_seed).items():
+            _write_rows(out / f"{kind}{suffix}.jsonl", judged)
     (out / "reward.py").write_bytes(Path(tiny_reward.__file__).read_bytes())
     size = make_tokenizer(out / "model", vocab=vocab, seed=seed)
     make_model(

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isotrain.data.packing import pack
+from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
+from isotrain.data.shared_prompts import pack_shared
 from isotrain.data.steps import join_steps, split_steps
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.frozen import Frozen
 from isotrain.engine.scores import score_samples
 from isotrain.engine.verdicts import Verdicts, judge_steps
+from isotrain.models.backbone import shares_prompts
 from isotrain.trainers.online.step import Micro
 
 
@@ -34,17 +36,35 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class WholeAnswers:
-    """One score at the last token."""
+    """One score at the last token of the conversation, written to its end as in the judge's training."""
 
     model: Frozen
+    closing: Sequence[int]
+    """What comes after an answer."""
+    ends: Sequence[int]
+    """Tokens with which a policy ends an answer."""
 
     def scores(self, micros: Sequence[Micro], trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
-        found = score_samples(self.model, [micro.batch.packed for micro in micros])
+        found = score_samples(self.model, [self._packed(micro, trajectories) for micro in micros])
         return {
             i: score
             for micro, scores_R in zip(micros, found, strict=True)
             for i, score in zip(micro.batch.index, scores_R.tolist(), strict=False)
         }
+
+    def _packed(self, micro: Micro, trajectories: Mapping[int, Trajectory]) -> PackedBatch:
+        told = [trajectories[i] for i in micro.batch.index]
+        samples = [self._sample(trajectory) for trajectory in told]
+        shared = shares_prompts(self.model.model.attention)
+        packed = pack_shared(samples, [t.prompt_length for t in told]) if shared else pack(samples)
+        return packed.to(self.model.world.device)
+
+    def _sample(self, trajectory: Trajectory) -> Sample:
+        tokens_T = trajectory.tokens_T
+        if trajectory.finished and tokens_T[-1] in self.ends:
+            tokens_T = tokens_T[:-1]
+        tokens_T = np.append(tokens_T, np.array(self.closing, np.int32))
+        return Sample(tokens_T, np.arange(len(tokens_T)) >= trajectory.prompt_length)
 
 
 AGGREGATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from isotrain.data.chat import closing_tokens
 from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
@@ -26,6 +27,7 @@ from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.scalar import ScalarModel
 from isotrain.recipe.online import Online, PpoSection, ProcessRewardSection, RewardSection
 from isotrain.recipe.schema import ModelSection, Recipe
+from isotrain.rollout.stopping import end_tokens
 from isotrain.trainers.online.judges import AGGREGATIONS, Judge, Steps, WholeAnswers
 
 
@@ -80,7 +82,8 @@ def _judges(reward: RewardSection, model: ModelSection, *, device: Device, world
     judges: dict[str, Judge] = {}
     if reward.model is not None:
         scorer = build_reward_model(reward.model.path, model, device=device, world=world)
-        judges["model"] = WholeAnswers(scorer)
+        policy = model_directory(model.path)
+        judges["model"] = WholeAnswers(scorer, closing_tokens(load_tokenizer(policy)), end_tokens(policy))
     if reward.process is not None:
         judges["process"] = _steps(reward.process, model, device, world)
     return judges
