@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from typer.testing import CliRunner
 
+from isotrain.cli.main import app
 from isotrain.engine.export import export_run
 from isotrain.errors import DataError, RecipeError
 from isotrain.recipe.schema import Recipe
@@ -266,5 +268,5 @@ def test_preview_shows_both_sides(tiny: Path, rows: Path, tmp_path: Path) -> Non
     for name, words in (("dpo", ("chosen:", "rejected:")), ("kto", ("answer:",)), ("prm", ("solution:",))):
         recipe = judged_recipe(name, tiny, rows, tmp_path / "run", "cpu")
         file = write_recipe(recipe, tmp_path / f"{name}.yaml")
-        shown = run_cli("preview", str(file), "--rows", "2").stdout
+        shown = CliRunner().invoke(app, ["preview", str(file), "--rows", "2"]).output
         assert all(shown.count(word) == 2 for word in words), shown

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judged_runs import judged_recipe, write_judged
 from safetensors.torch import load_file, save_file
 
 from isotrain.errors import RecipeError
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
+from judged_runs import judged_recipe, write_judged
 from support import run_cli, stable_metrics, write_recipe
 
 ALGORITHMS = ("dpo", "kto")
@@ -118,7 +118,7 @@ def test_a_resumed_run_refuses_what_has_changed(
         train(recipe(4))
 
 
-@pytest.mark.usefixtures("cache")
+@pytest.mark.slow
 def test_two_ranks_share_it(tiny: Path, rows: Path, tmp_path: Path, cache: Path) -> None:
     """Each rank computes its part; both read all."""
     two = judged_recipe("kto", tiny, rows, tmp_path / "two", "cpu", device={"ranks": 2})
