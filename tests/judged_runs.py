@@ -33,7 +33,7 @@ def judged_recipe(
         "data": {
             "train": str(rows / f"{KIND[name]}.jsonl"),
             "batch_size": 8,
-            "max_length": 64,
+            "max_length": 96 if name == "prm" else 64,
             "tokens_per_micro_batch": 256,
         },
         "algorithm": {"name": name},

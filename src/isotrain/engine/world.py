@@ -54,13 +54,13 @@ class World:
     def barrier(self) -> None:
         self.sum([0.0])
 
-    def agree(self, find: Callable[[], str]) -> str:
-        """A SHA-256 that one rank of each machine finds, once all machines have found the same."""
+    def agree(self, find: Callable[[], str], complaint: str) -> str:
+        """The SHA-256 that one rank of each machine finds; `complaint` is for machines that differ."""
         own = find() if self.local_rank == 0 else None
         leaders = self.sum([float(byte) for byte in bytes.fromhex(own)] if self.leads and own else [0.0] * 32)
         found = bytes(int(byte) for byte in leaders).hex()
         if self.sum([float(own not in (None, found))]) != [0.0]:
-            raise LaunchError("model.path: the machines have different models there; copy one to all of them")
+            raise LaunchError(complaint)
         return found
 
 

@@ -106,7 +106,10 @@ class PrmSection(JudgedSection):
 
     @model_validator(mode="after")
     def _a_classifier_has_no_tokens(self) -> PrmSection:
-        given = [name for name in ("good_token", "bad_token", "vocabulary") if name in self.model_fields_set]
+        # Not what was written: a resolved recipe has every field.
+        fields = type(self).model_fields
+        names = ("good_token", "bad_token", "vocabulary")
+        given = [name for name in names if getattr(self, name) != fields[name].default]
         if self.head == "classifier" and given:
             raise ValueError(f"{given[0]} is for head: tokens; leave it out")
         return self

@@ -160,7 +160,10 @@ def train_supervised(recipe: Recipe, source: str) -> None:
                 {"validation": validation.store.digest} if validation else {}
             )
             if place_of_reference(recipe) == "cached":
-                data["model"] = world.agree(lambda: model_digest(model_directory(recipe.model.path)))
+                data["model"] = world.agree(
+                    lambda: model_digest(model_directory(recipe.model.path)),
+                    "model.path: the machines have different models there; copy one to all of them",
+                )
             run = record_start(recipe, source, device, world, data)
             trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
             progress.message(_introduction(recipe, device, trainer))

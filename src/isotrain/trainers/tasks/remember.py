@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from isotrain.data.judged_feed import JudgedBatch, JudgedFeed
 from isotrain.data.reference_table import COLUMNS, ReferenceTable, make_table, table_path
@@ -52,7 +52,8 @@ def remember(
         progress.message(f"reference log-probs of {missing:,} items: once, then from {path}")
     told, done = time.monotonic(), 0
     for drawn in wanted:
-        numbers = [int(number) for number in drawn if not known[number]]
+        # A batch that crosses into the next epoch may have an item twice.
+        numbers = list(dict.fromkeys(int(number) for number in drawn if not known[number]))
         known[numbers] = True
         if not numbers:
             continue
@@ -80,7 +81,7 @@ def _identity(engine: TrainingEngine, feed: JudgedFeed, model: Mapping[str, str]
     }
 
 
-def _compute(engine: TrainingEngine, feed: JudgedFeed, numbers: Sequence[int]) -> Any:
+def _compute(engine: TrainingEngine, feed: JudgedFeed, numbers: Sequence[int]) -> npt.NDArray[np.float32]:
     data = feed.step_of(numbers)
     places = {number: place for place, number in enumerate(numbers)}
     own_IC = np.zeros((len(numbers), COLUMNS), np.float64)
@@ -88,15 +89,11 @@ def _compute(engine: TrainingEngine, feed: JudgedFeed, numbers: Sequence[int]) -
     def fill(batches: Sequence[JudgedBatch], columns: slice) -> None:
         for batch, logp_S in zip(batches, answer_logps(engine, batches), strict=True):
             rows = [places[number] for number in batch.numbers]
-            width = len(range(COLUMNS)[columns])
-            own_IC[rows, columns] = _host(logp_S).reshape(len(rows), width)
+            width = len(range(COLUMNS)[columns])  # not -1: a rank's micro-batch may be empty
+            own_IC[rows, columns] = logp_S.cpu().numpy().reshape(len(rows), width)
 
     fill(data.batches, slice(1) if feed.longest else slice(COLUMNS))
     if data.mismatched:
         fill(data.mismatched, slice(1, COLUMNS))
     total = engine.world.sum(own_IC.reshape(-1).tolist())
     return np.array(total, np.float32).reshape(own_IC.shape)
-
-
-def _host(values: torch.Tensor) -> Any:
-    return values.detach().cpu().numpy()
