@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from smollm2 import smollm2
+from trl_side import optimizer
 from turns import Turns
 
 from isotrain.observe.progress import Progress
@@ -13,6 +17,28 @@ from isotrain.trainers import supervised
 from isotrain.trainers.recorder import Recorder
 
 Figures = Callable[[Mapping[str, float]], dict[str, float]]
+
+
+BUDGET = 4096
+"""Tokens of a micro-batch."""
+
+
+def supervised_recipe(
+    directory: Path, rows: Path, algorithm: dict[str, Any], lr: float, **data: Any
+) -> Recipe:
+    """One epoch of SmolLM2 over rows in order, with TRL's defaults: bfloat16 and gradient checkpointing."""
+    return Recipe.model_validate(
+        {
+            "name": "versus-trl",
+            "output": str(directory / "run"),
+            "model": {"path": str(smollm2()), "dtype": "bfloat16", "gradient_checkpointing": True},
+            "data": {"train": str(rows), "tokens_per_micro_batch": BUDGET, "shuffle": False, **data},
+            "algorithm": algorithm,
+            "optimizer": optimizer(lr),
+            "trainer": {"epochs": 1},
+            "observe": {"sinks": []},
+        }
+    )
 
 
 def train_in_turns(recipe: Recipe, steps: int, figures: Figures) -> None:

@@ -44,6 +44,18 @@ def settings(directory: Path, lr: float) -> dict[str, Any]:
     }
 
 
+def count_batches(trainer: Any, counted: list[Any], count: Callable[[list[Any], Any], Any]) -> None:
+    """Append what `count` says of each batch's examples, and of what the trainer's collation made of them."""
+    collate = trainer.data_collator
+
+    def counting(examples: list[Any]) -> Any:
+        batch = collate(examples)
+        counted.append(count(examples, batch))
+        return batch
+
+    trainer.data_collator = counting
+
+
 def in_turns(steps: int, figures: Callable[[Mapping[str, float]], dict[str, float]]) -> Any:
     """A callback that answers the parent with `figures` of what TRL logs of each step."""
     from transformers import TrainerCallback

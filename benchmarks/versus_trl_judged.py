@@ -19,7 +19,7 @@ from typing import Any
 
 import bench
 from smollm2 import smollm2
-from trl_side import in_turns, optimizer, settings
+from trl_side import count_batches, in_turns, settings
 from turns import take_turns
 
 SIDES = ["trl", "trl-float32", "isotrain"]
@@ -73,46 +73,29 @@ def trl(algorithm: str, rows: Path, steps: int, directory: Path, dtype: str) -> 
         processing_class=tokenizer,
         callbacks=[in_turns(steps, lambda logs: {"loss": logs["loss"], "waste": counted.pop(0)})],
     )
-    collate = made.data_collator
 
-    def counting(examples: list[dict[str, Any]]) -> Any:
-        batch = collate(examples)
+    def padding(_: Any, batch: Any) -> float:
         masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
-        counted.append(1 - sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks))
-        return batch
+        return 1 - sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)
 
-    made.data_collator = counting
+    count_batches(made, counted, padding)
     made.train()
 
 
 def isotrain(algorithm: str, rows: Path, steps: int, directory: Path) -> None:
-    from isotrain_side import train_in_turns
+    from isotrain_side import supervised_recipe, train_in_turns
 
-    from isotrain.recipe.schema import Recipe
-
-    recipe = Recipe.model_validate(
-        {
-            "name": "versus-trl",
-            "output": str(directory / "run"),
-            "model": {"path": str(smollm2()), "dtype": "bfloat16", "gradient_checkpointing": True},
-            "data": {
-                "train": str(rows),
-                "batch_size": BATCH,
-                "max_length": MAX_LENGTH,
-                "tokens_per_micro_batch": 4096,
-                "shuffle": False,
-            },
-            "algorithm": {"name": algorithm, **({} if algorithm == "rm" else {"reference": "live"})},
-            "optimizer": optimizer(LR),
-            "trainer": {"epochs": 1},
-            "observe": {"sinks": []},
-        }
+    settled = {} if algorithm == "rm" else {"reference": "live"}
+    recipe = supervised_recipe(
+        directory, rows, {"name": algorithm, **settled}, LR, batch_size=BATCH, max_length=MAX_LENGTH
     )
     train_in_turns(recipe, steps, lambda values: {"loss": values["train/loss"]})
 
 
 def packing_waste(algorithm: str, turns: int, steps: int) -> float:
-    """Positions that isotrain computes beyond the tokens of its samples, over the steps of the run."""
+    """Share of the positions isotrain computes beyond its samples' tokens, a pair's prompt counted once."""
+    from isotrain_side import BUDGET
+
     from isotrain.data.judged import JudgedEncoder
     from isotrain.data.judged_feed import JudgedFeed
     from isotrain.data.judged_store import build_judged
@@ -128,17 +111,18 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
         feed = JudgedFeed(
             store,
             Sampler(len(store), BATCH, 0, shuffle=False),
-            4096,
+            BUDGET,
             0,
             1,
             share_prompts=kind == "pairs",
             longest=MAX_LENGTH if kind == "answers" else None,
         )
         computed = wanted = 0
-        for data in feed.one_pass():
-            for batch in (*data.batches, *data.mismatched):
-                computed += batch.packed.tokens_T.numel()
-                wanted += sum(batch.packed.lengths)
+        for batch in (batch for data in feed.one_pass() for batch in data.batches):
+            computed += batch.packed.tokens_T.numel()
+            for sizes in map(store.sizes, batch.numbers):
+                # The answers of a pair have one prompt.
+                wanted += sizes[0][1] + sum(length - prompt for length, prompt in sizes)
     return 1 - wanted / computed
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import bench
 from smollm2 import smollm2
-from trl_side import in_turns, optimizer, settings
+from trl_side import count_batches, in_turns, settings
 from turns import take_turns
 
 SIDES = ["trl", "trl-packing", "isotrain"]
@@ -65,42 +65,29 @@ def trl(rows: Path, steps: int, packing: bool, directory: Path) -> None:
     )
     callback = in_turns(steps, lambda logs: {"loss": logs["loss"], **counted.pop(0)})
     trainer = SFTTrainer(str(smollm2()), args=config, train_dataset=data, callbacks=[callback])
-    collate = trainer.data_collator
 
-    def counting(examples: list[dict[str, Any]]) -> Any:
-        tokens = sum(len(example["input_ids"]) for example in examples)
-        batch = collate(examples)
-        counted.append({"tokens": tokens, "loss_tokens": int((batch["labels"] != -100).sum())})
-        return batch
+    def tokens(examples: list[dict[str, Any]], batch: Any) -> dict[str, float]:
+        return {
+            "tokens": sum(len(example["input_ids"]) for example in examples),
+            "loss_tokens": int((batch["labels"] != -100).sum()),
+        }
 
-    trainer.data_collator = counting
+    count_batches(trainer, counted, tokens)
     trainer.train()
 
 
 def isotrain(rows: Path, steps: int, directory: Path) -> None:
-    from isotrain_side import train_in_turns
+    from isotrain_side import supervised_recipe, train_in_turns
 
-    from isotrain.recipe.schema import Recipe
-
-    recipe = Recipe.model_validate(
-        {
-            "name": "versus-trl",
-            "output": str(directory / "run"),
-            "model": {"path": str(smollm2()), "dtype": "bfloat16", "gradient_checkpointing": True},
-            "data": {
-                "train": str(rows),
-                "prompt_key": "question",
-                "completion_key": "answer",
-                "batch_size": BATCH,
-                "max_length": MAX_LENGTH,
-                "tokens_per_micro_batch": 4096,
-                "shuffle": False,
-            },
-            "algorithm": {"name": "sft"},
-            "optimizer": optimizer(LR),
-            "trainer": {"epochs": 1},
-            "observe": {"sinks": []},
-        }
+    recipe = supervised_recipe(
+        directory,
+        rows,
+        {"name": "sft"},
+        LR,
+        batch_size=BATCH,
+        max_length=MAX_LENGTH,
+        prompt_key="question",
+        completion_key="answer",
     )
     names = ("loss", "tokens", "loss_tokens")
     train_in_turns(recipe, steps, lambda values: {name: values[f"train/{name}"] for name in names})

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isotrain.errors import RecipeError
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
-from judged_runs import judged_recipe, write_judged
+from judged_runs import assert_same_run, judged_recipe, write_judged
 from support import run_cli, stable_metrics, write_recipe
 
 ALGORITHMS = ("dpo", "kto")
@@ -61,8 +61,7 @@ def test_it_is_the_live_reference(
     recipe_kind = {"dpo": "pairs", "kto": "answers"}
     live = run("live", "live")
     assert not cache.exists()
-    for expected, row in zip(live, run("cached", "cached"), strict=True):
-        assert row == pytest.approx(expected, rel=1e-4, abs=2e-5)
+    assert_same_run(live, run("cached", "cached"), abs_=2e-5)
     files = {file: file.read_bytes() for file in cache.iterdir()}
     assert len(files) == 2, "training and validation"
     again = run("again", "auto")

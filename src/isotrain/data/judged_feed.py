@@ -14,7 +14,7 @@ import torch
 from isotrain.data.judged import Item
 from isotrain.data.judged_store import JudgedStore
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
-from isotrain.data.reference_table import ReferenceTable
+from isotrain.data.reference_table import ANSWER, MISMATCHED, PAIR, ReferenceTable
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
 from isotrain.data.shared_prompts import pack_shared
@@ -63,6 +63,11 @@ class JudgedFeed:
     """Where set, there are mismatched samples of at most this length as well."""
     reference: ReferenceTable | None = None
 
+    @property
+    def own_columns(self) -> slice:
+        """Where a reference table has the log-probs of an item's own samples."""
+        return ANSWER if self.longest else PAIR
+
     def next_step(self) -> JudgedStep:
         return self.step_of([int(row) for row in self.sampler.next_batch()])
 
@@ -96,7 +101,7 @@ class JudgedFeed:
 
     def _pack(self, numbers: Sequence[int]) -> JudgedBatch:
         items = [self.store[number] for number in numbers]
-        return self._packed(items, numbers, slice(1) if self.longest else slice(2))
+        return self._packed(items, numbers, self.own_columns)
 
     def _packed(self, items: Sequence[Item], numbers: Sequence[int], columns: slice) -> JudgedBatch:
         samples = [sample for item in items for sample in item.samples]
@@ -124,7 +129,7 @@ class JudgedFeed:
             ((length, start),) = self.store.sizes(self._donor(number))
             tokens.append(min(self.longest, prompt + length - start))
         return [
-            self._packed([self._swapped(number) for number in own], own, slice(1, 2))
+            self._packed([self._swapped(number) for number in own], own, MISMATCHED)
             for own in self._own(numbers, tokens)
         ]
 

@@ -100,10 +100,7 @@ def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World,
 def build_reference(model: ModelSection, *, device: Device, world: World) -> Frozen:
     """The policy as it was before training, frozen."""
     directory = model_directory(model.path)
-    packed = _causal_model(directory, model, device)
-    _freeze(packed, _dtype(model))
-    load_weights(_place(packed, model, world).items(), WeightFiles(directory))
-    return Frozen(packed, world)
+    return _frozen(_causal_model(directory, model, device), model, world, WeightFiles(directory))
 
 
 def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> Frozen:
@@ -119,9 +116,7 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
             f"reward.model.path: '{path}' has {files.shape(SCORE)[0]} labels; "
             "give a sequence classifier with one label"
         )
-    _freeze(scalar, _dtype(model))
-    load_weights(_place(scalar, model, world).items(), files)
-    return Frozen(scalar, world)
+    return _frozen(scalar, model, world, files)
 
 
 def build_process_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> Frozen:
@@ -138,9 +133,7 @@ def build_process_reward_model(path: str, model: ModelSection, *, device: Device
             f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; give a token classifier "
             "with two, or a language model"
         )
-    _freeze(judge, _dtype(model))
-    load_weights(_place(judge, model, world).items(), files)
-    return Frozen(judge, world)
+    return _frozen(judge, model, world, files)
 
 
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
@@ -184,10 +177,14 @@ def _dtype(model: ModelSection) -> torch.dtype:
     return dtype
 
 
-def _freeze(packed: PackedModel | ScalarModel, dtype: torch.dtype) -> None:
+def _frozen(
+    packed: PackedModel | ScalarModel, model: ModelSection, world: World, files: WeightFiles
+) -> Frozen:
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(_dtype(model))
+    load_weights(_place(packed, model, world).items(), files)
+    return Frozen(packed, world)
 
 
 def _place(packed: PackedModel | ScalarModel, model: ModelSection, world: World) -> dict[str, nn.Parameter]:

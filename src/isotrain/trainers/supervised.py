@@ -18,12 +18,12 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
+from isotrain.engine.identity import model_digest
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.world import World, join_world
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
-from isotrain.models.identity import model_digest
 from isotrain.models.load import model_directory
 from isotrain.observe.progress import Progress, open_progress
 from isotrain.observe.run_directory import RunDirectory

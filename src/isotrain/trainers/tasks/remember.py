@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.data.judged_feed import JudgedBatch, JudgedFeed
-from isotrain.data.reference_table import COLUMNS, ReferenceTable, make_table, table_path
+from isotrain.data.reference_table import COLUMNS, MISMATCHED, ReferenceTable, make_table, table_path
 from isotrain.engine.engine import TrainingEngine
 from isotrain.observe.progress import Progress
 from isotrain.trainers.tasks.reference import answer_logps
@@ -88,12 +88,11 @@ def _compute(engine: TrainingEngine, feed: JudgedFeed, numbers: Sequence[int]) -
 
     def fill(batches: Sequence[JudgedBatch], columns: slice) -> None:
         for batch, logp_S in zip(batches, answer_logps(engine, batches), strict=True):
-            rows = [places[number] for number in batch.numbers]
-            width = len(range(COLUMNS)[columns])  # not -1: a rank's micro-batch may be empty
-            own_IC[rows, columns] = logp_S.cpu().numpy().reshape(len(rows), width)
+            rows = np.array([places[number] for number in batch.numbers], np.int64)  # may be empty
+            own_IC[rows, columns] = logp_S.cpu().numpy().reshape(own_IC[rows, columns].shape)
 
-    fill(data.batches, slice(1) if feed.longest else slice(COLUMNS))
+    fill(data.batches, feed.own_columns)
     if data.mismatched:
-        fill(data.mismatched, slice(1, COLUMNS))
+        fill(data.mismatched, MISMATCHED)
     total = engine.world.sum(own_IC.reshape(-1).tolist())
     return np.array(total, np.float32).reshape(own_IC.shape)

@@ -6,9 +6,8 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from isotrain.engine.checkpoint.layout import sha256_of
 from isotrain.errors import ModelError
-
-_BLOCK = 1 << 22
 
 
 def model_digest(directory: Path) -> str:
@@ -16,16 +15,8 @@ def model_digest(directory: Path) -> str:
     files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
     try:
         with ThreadPoolExecutor(4) as pool:  # hashing leaves the interpreter's lock
-            sums = list(pool.map(_file_digest, files))
+            sums = list(pool.map(sha256_of, files))
     except OSError as error:
         raise ModelError(f"model.path: {error.filename} cannot be read ({error.strerror})") from error
     named = (f"{file.name}\0{digest}\n" for file, digest in zip(files, sums, strict=True))
     return hashlib.sha256("".join(named).encode()).hexdigest()
-
-
-def _file_digest(file: Path) -> str:
-    total = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            total.update(block)
-    return total.hexdigest()
