@@ -23,7 +23,7 @@ LAYERS = (
 # They stand beside the layers and read run directories and machines.
 BESIDE = {"parity", "doctor"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
-OPEN_TO_ALL = {"errors"}
+OPEN_TO_ALL = {"errors", "hidden"}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
@@ -80,7 +80,7 @@ def may_import(package: str) -> set[str] | None:
 
 def check_arrows(path: Path, root: Path) -> Iterator[str]:
     package = room(path, root)
-    if package == "cli":
+    if package in ("cli", "__main__"):
         return
     allowed = set() if package in {"__init__", *OPEN_TO_ALL} else may_import(package)
     if allowed is None:

@@ -9,10 +9,12 @@ import typer
 from typer.core import TyperGroup
 
 import isotrain
+from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
+from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import IsotrainError
 
 # Packages that `pip install isotrain` leaves out, and the extra that brings them.
@@ -64,6 +66,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(recipes)
+app.command()(doctor)
 app.add_typer(prepare, name="prepare")
 
 
@@ -98,11 +101,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    # The doctor looks at what is there; everything else goes on without what is broken.
+    if context.invoked_subcommand != "doctor":
+        hide_a_plugin_that_cannot_load()
 
 
 def _say(message: str) -> None:

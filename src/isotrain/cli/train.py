@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from isotrain.doctor.preflight import refuse_what_cannot_work
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import parse_recipe, read_source, resolved
@@ -49,6 +50,7 @@ def train(
     if dry_run:
         show(checked)
         return
+    refuse_what_cannot_work(checked)
     from isotrain.trainers.launch import launch
 
     launch(checked, source)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
 from isotrain.recipe.fields import SectionType, expected, may_be_null, sections, tag
+from isotrain.recipe.generated import page_command
 from isotrain.recipe.schema import Recipe
 from isotrain.recipe.section import Section
 
@@ -112,18 +111,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m isotrain.recipe.reference", description=__doc__)
-    parser.add_argument("path", type=Path, help="the page to write")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    options = parser.parse_args(arguments)
-    page = render()
-    if not options.check:
-        options.path.write_text(page, encoding="utf-8")
-        return 0
-    if options.path.is_file() and options.path.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{options.path} is out of date: run `{parser.prog} {options.path}`", file=sys.stderr)
-    return 1
+    return page_command("isotrain.recipe.reference", render, arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""`python -m isotrain` is `isotrain`."""
+
+from isotrain.cli.main import main
+
+main()

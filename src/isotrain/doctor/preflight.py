@@ -1,0 +1,38 @@
+"""What is looked at before every run, in milliseconds."""
+
+from __future__ import annotations
+
+import os
+
+from isotrain.doctor.examine import examine
+from isotrain.doctor.facts import collect
+from isotrain.doctor.matrix import TARGETS
+from isotrain.doctor.system import System, ThisMachine
+from isotrain.errors import DeviceError
+from isotrain.hidden import hide
+from isotrain.recipe.schema import Recipe
+
+# Without commands it is not known what the machine has.
+_SEEN_ONLY_BY_COMMANDS = {"no-gpu-visible", "no-npu-visible", "driver-not-mounted"}
+
+
+def refuse_what_cannot_work(recipe: Recipe, system: System | None = None) -> None:
+    """End a run that would fail, in the words of `isotrain doctor`."""
+    kind = recipe.device.type
+    target = kind if kind in TARGETS else None
+    report = examine(system or ThisMachine(), target, recipe, commands=False)
+    errors = [finding for finding in report.errors if finding.id not in _SEEN_ONLY_BY_COMMANDS]
+    if errors:
+        lines = [f"{finding.problem}\n  -> {finding.remedy}" for finding in errors]
+        raise DeviceError("\n".join([*lines, "`isotrain doctor` tells more"]))
+
+
+def hide_a_plugin_that_cannot_load(system: System | None = None) -> None:
+    """Keep torch and transformers from importing torch_npu where its libraries are not there.
+
+    torch would import it by itself, transformers wherever it finds it, and both would end this process.
+    """
+    facts = collect(system or ThisMachine(), commands=False, places=())
+    if "torch-npu" in facts.packages and not facts.simulated and facts.cann is None:
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        hide("torch_npu")

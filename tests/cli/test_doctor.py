@@ -1,0 +1,75 @@
+"""`isotrain doctor` as people and programs see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from isotrain.cli.main import app
+
+MACHINES = Path(__file__).parents[1] / "doctor" / "machines"
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "100"})
+
+
+def test_a_good_machine() -> None:
+    result = doctor("--saved", str(MACHINES / "good-a2"))
+    assert result.exit_code == 0
+    assert "8 x 910B3" in result.output and "nothing stands in the way of training on npu" in result.output
+
+
+def test_a_broken_machine() -> None:
+    result = doctor("--saved", str(MACHINES / "openrlhf-0.6.2"))
+    assert result.exit_code == 1
+    for words in (
+        "error",
+        "torch 2.5.1 is installed; isotrain is written for torch>=2.6",
+        "published for CANN 8.1.RC1: torch 2.5.1",
+        "nearest complete stack: vllm-ascend 0.23.0 (published)",
+        "    pip install torch==2.10.0\n",
+        "pip install 'isotrain[train]'\n",
+    ):
+        assert words in result.output, result.output
+
+
+def test_json() -> None:
+    result = doctor("--saved", str(MACHINES / "mask-out-of-order"), "--json")
+    report = json.loads(result.output)
+    assert result.exit_code == 1 and report["device"] == "npu" and not report["fits"]
+    assert [finding["id"] for finding in report["findings"] if finding["level"] == "error"] == [
+        "mask-out-of-order"
+    ]
+    assert report["facts"]["npus"][0]["name"] == "910B3"
+
+
+def test_a_recipe_decides_the_device(tmp_path: Path) -> None:
+    result = doctor("--saved", str(MACHINES / "plugin-without-cann"), "--recipe", "tiny-sft", "--for", "cpu")
+    assert result.exit_code == 0 and "isotrain's own commands hide it" in result.output.replace(
+        "\n", " "
+    ).replace("         ", "")
+
+
+def test_saving(tmp_path: Path) -> None:
+    result = doctor("--for", "cpu", "--save", str(tmp_path / "report"))
+    assert result.exit_code == 0 and "look through it before you send it" in result.output
+    again = doctor("--for", "cpu", "--saved", str(tmp_path / "report"))
+    assert again.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--for", "tpu"), 2, "npu, cuda, cpu"),
+        (("--saved", "nowhere"), 1, "not a recorded machine"),
+        (("--save", "a", "--saved", "b"), 1, "exclude each other"),
+        (("--recipe", "nowhere"), 1, "nowhere"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], code: int, words: str) -> None:
+    result = doctor(*arguments)
+    assert result.exit_code == code and words in result.output

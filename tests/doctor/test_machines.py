@@ -1,0 +1,138 @@
+"""Recorded machines: what is found on each, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from isotrain.doctor.examine import Report, examine
+from isotrain.doctor.recorded import RecordedMachine
+from isotrain.recipe.library import locate
+from isotrain.recipe.load import load_recipe
+
+MACHINES = Path(__file__).parent / "machines"
+
+TOO_OLD = ("bounds-of-torch", "bounds-of-transformers", "end-of-life-torch-npu")
+# Errors and warnings without a recipe.
+FOUND: dict[str, tuple[str, ...]] = {
+    "950": ("fsdp-on-950",),
+    "allocator-variables": ("expandable-segments-with-split", "two-allocator-variables"),
+    "both-accelerators": ("cuda-build-of-torch", "two-accelerators"),
+    "cann-not-sourced": ("toolkit-not-switched-on",),
+    "cann-without-plugin": ("toolkit-without-npu-plugin",),
+    "container-without-driver": ("no-npu-visible",),
+    "container-without-permission": ("no-permission-for-the-driver",),
+    "cuda-old-driver": ("old-nvidia-driver",),
+    "cuda-torch-and-torchvision-on-x86": ("accelerator-torchvision-on-x86", "cuda-build-of-torch"),
+    "cuda-without-gpu": ("no-gpu-visible",),
+    "engine-mismatch": ("vllm-ascend-and-vllm",),
+    "engine-without-plugin": ("vllm-without-its-plugin",),
+    "expandable-segments": ("expandable-segments-with-sleep", "nz-weights"),
+    "good-a2": (),
+    "good-a2-cann-8.5": (),
+    "good-a2-wide-table": (),
+    "good-a3": (),
+    "good-cpu": (),
+    "good-cuda": (),
+    "half-modules-a3": ("half-modules",),
+    "hccl-settings": ("saturating-overflow", "blocking-launches"),
+    "import-crashes": ("torch-import",),
+    "mask-names-a-gap": ("mask-names-missing-devices",),
+    "mask-out-of-order": ("mask-out-of-order",),
+    "nothing-installed": ("missing-torch",),
+    "old-driver-and-firmware": ("driver-and-firmware", "driver-older-than-cann"),
+    "openrlhf-0.6.2": ("bounds-of-peft", *TOO_OLD),
+    "openrlhf-0.7.5": ("bounds-of-peft", *TOO_OLD),
+    "openrlhf-measured": ("missing-peft", *TOO_OLD),
+    "plugin-newer-than-cann": ("torch-npu-newer-than-cann",),
+    "plugin-older-than-cann": ("torch-npu-older-than-cann",),
+    "plugin-without-cann": ("npu-plugin-without-toolkit",),
+    "small-shared-memory": (),
+    "torch-mismatch": ("torch-and-torch-npu",),
+    "triton-twice": ("triton-beside-triton-ascend",),
+    "unhealthy-and-in-use": ("unhealthy-device", "devices-in-use"),
+    "verl-first-runs": ("missing-peft", *TOO_OLD),
+    "verl-june-2025-arm": ("missing-peft", *TOO_OLD, "tensordict-on-arm"),
+    "verl-sglang-2025-a3": ("missing-peft", "bounds-of-transformers", "sglang-hccl-ports"),
+    "verl-spring-2025": ("missing-peft", *TOO_OLD),
+    "vllm-ascend-0.23-a2": (),
+}
+# With a recipe: what comes, or becomes an error.
+FOUND_FOR: dict[tuple[str, str], tuple[str, ...]] = {
+    ("good-a2", "gsm8k-sft-lora-8x"): (),
+    ("good-a3", "gsm8k-sft-lora"): (),
+    ("good-a3", "gsm8k-sft-lora-8x"): ("too-few-devices",),
+    ("good-cuda", "gsm8k-grpo-8x"): (),
+    ("good-cpu", "gsm8k-grpo"): (),
+    ("good-a2", "gsm8k-grpo-8x"): ("missing-vllm",),
+    ("vllm-ascend-0.23-a2", "gsm8k-grpo-8x"): ("bounds-of-vllm",),
+    ("expandable-segments", "gsm8k-grpo-8x"): (
+        "bounds-of-vllm",
+        "expandable-segments-with-sleep",
+        "nz-weights",
+    ),
+    ("engine-without-plugin", "gsm8k-grpo-8x"): ("vllm-without-its-plugin",),
+    ("hccl-settings", "gsm8k-sft-lora-8x"): (),
+    ("small-shared-memory", "gsm8k-grpo-8x"): ("missing-vllm", "little-shared-memory"),
+}
+
+
+def examined(machine: str, recipe: str | None = None) -> Report:
+    checked = load_recipe(locate(recipe)) if recipe else None
+    return examine(RecordedMachine(MACHINES / machine), recipe=checked)
+
+
+def test_every_machine_is_listed() -> None:
+    assert set(FOUND) == {path.name for path in MACHINES.iterdir()}
+
+
+@pytest.mark.parametrize("machine", FOUND)
+def test_findings(machine: str) -> None:
+    start = time.monotonic()
+    report = examined(machine)
+    assert time.monotonic() - start < 3
+    alarms = {finding.id for finding in report.findings if finding.level != "note"}
+    assert alarms == set(FOUND[machine])
+    assert all(finding.remedy for finding in report.findings)
+
+
+@pytest.mark.parametrize(("machine", "recipe"), FOUND_FOR)
+def test_what_a_recipe_needs(machine: str, recipe: str) -> None:
+    errors = {finding.id for finding in examined(machine, recipe).errors}
+    assert errors == set(FOUND_FOR[machine, recipe])
+
+
+def test_settings_that_matter_to_several_ranks() -> None:
+    report = examined("hccl-settings", "gsm8k-sft-lora-8x")
+    warnings = {finding.id for finding in report.findings if finding.level == "warning"}
+    assert warnings == {
+        "saturating-overflow",
+        "blocking-launches",
+        "hccl-connect-timeout",
+        "hccl-exec-timeout",
+        "hccl-ports-taken",
+    }
+
+
+def test_the_remedy_is_a_command() -> None:
+    (finding,) = examined("mask-out-of-order").errors
+    assert finding.remedy == "export ASCEND_RT_VISIBLE_DEVICES=0,1,2"
+
+
+def test_the_nearest_stack() -> None:
+    """One with a torch that isotrain can train on, and what was published for the toolkit that is there."""
+    report = examined("openrlhf-0.6.2")
+    assert report.nearest and report.nearest.stack.name == "vllm-ascend 0.23.0"
+    assert "CANN 8.1.RC1 -> 9.1.0" in report.nearest.changes
+    assert "pip install torch==2.10.0" in report.nearest.commands, "ARM wheels have no build in their name"
+    assert "OpenRLHF 0.6.2" in {stack.name for stack in report.too_old}
+    x86 = examined("torch-mismatch").nearest
+    assert x86 and any(line.startswith("pip install torch==2.10.0+cpu") for line in x86.commands)
+    assert x86.changes == ("torch 2.9.1+cpu -> 2.10.0",)
+
+
+def test_no_stack_is_named_where_versions_are_not_the_trouble() -> None:
+    assert examined("mask-out-of-order").nearest is None
+    assert examined("good-a2").nearest is None

@@ -1,0 +1,77 @@
+"""Before a run: what cannot work is refused in the doctor's words, and what is broken is hidden."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isotrain.doctor.preflight import refuse_what_cannot_work
+from isotrain.doctor.recorded import RecordedMachine
+from isotrain.errors import DeviceError
+from isotrain.recipe.library import locate
+from isotrain.recipe.load import load_recipe
+
+MACHINES = Path(__file__).parent / "machines"
+RECIPE = "gsm8k-sft-lora"
+
+
+def preflight(machine: str, *overrides: str) -> None:
+    refuse_what_cannot_work(load_recipe(locate(RECIPE), overrides), RecordedMachine(MACHINES / machine))
+
+
+@pytest.mark.parametrize("machine", ["good-a2", "good-a3", "good-cuda", "good-cpu", "vllm-ascend-0.23-a2"])
+def test_good_machines_train(machine: str) -> None:
+    preflight(machine)
+
+
+def test_the_same_words_as_the_doctor() -> None:
+    with pytest.raises(
+        DeviceError, match=r"not strictly ascending.*\n  -> export ASCEND_RT_VISIBLE_DEVICES=0,1,2"
+    ):
+        preflight("mask-out-of-order")
+    with pytest.raises(DeviceError, match="torch_npu is installed but no CANN"):
+        preflight("plugin-without-cann", "device.type=npu")
+
+
+def test_another_device_is_not_refused() -> None:
+    preflight("plugin-without-cann", "device.type=cpu")
+    preflight("mask-out-of-order", "device.type=cpu")
+
+
+def test_a_plugin_without_its_libraries_is_hidden(tmp_path: Path) -> None:
+    """As broken as the real one without CANN: torch, transformers and child processes go on without it."""
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
+    information = tmp_path / "torch_npu-2.13.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (information / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "ASCEND"))
+    }
+    environment["PYTHONPATH"] = str(tmp_path)
+    child = (
+        "import isotrain, importlib.util, torch, transformers;"
+        "assert importlib.util.find_spec('torch_npu') is None;"
+        "assert not transformers.utils.is_torch_npu_available()"
+    )
+    program = (
+        "import subprocess, sys;"
+        "from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load;"
+        "hide_a_plugin_that_cannot_load();"
+        "import torch;"
+        f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    bare = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=environment, capture_output=True, timeout=120
+    )
+    assert bare.returncode != 0, "otherwise this test shows nothing"
