@@ -22,6 +22,12 @@ def test_every_field_is_there_with_a_docstring() -> None:
         assert leaf.info.description, f"{leaf.path} has no docstring"
 
 
+def test_rows_of_tables_are_lines() -> None:
+    for line in render().splitlines():
+        if line.startswith("| `"):
+            assert line.endswith(" |") and line.replace("\\|", "").count("|") == 5
+
+
 def test_what_variants_share_is_there_once() -> None:
     page = render()
     assert page.count("| `algorithm.passes` |") == page.count("| `algorithm.loss.eps_low` |") == 1

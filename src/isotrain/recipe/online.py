@@ -168,8 +168,9 @@ class ValidationSection(Section):
 
 
 class RolloutSection(Section):
-    engine: Literal["vllm", "hf"] = "vllm"
-    """What generates: vLLM, or the slow reference built on transformers, which runs on any device."""
+    engine: Literal["vllm", "sglang", "hf"] = "vllm"
+    """What generates: vLLM; SGLang (unverified: has not run against a real SGLang server or device); or the
+    slow reference built on transformers, which runs on any device."""
     n: int = Field(default=1, ge=1)
     """Answers to each prompt."""
     max_tokens: int = Field(default=512, ge=1)
@@ -192,6 +193,8 @@ class RolloutSection(Section):
     """Size of the engine's cache in GiB where it lives in host memory."""
     eager: bool = True
     """Run the engine without compiling its model: slower steps, but it starts in seconds."""
+    server_python: str | None = None
+    """With `sglang`: the Python of the environment it is installed in; by default the one that trains."""
     update_timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a weight update that has not ended ends the run."""
     probe_tolerance: float | None = Field(default=None, gt=0)

@@ -98,7 +98,8 @@ def _table(prefix: str, fields: Sequence[tuple[str, FieldInfo]]) -> Iterator[str
     yield "| field | takes | default | meaning |"
     yield "|---|---|---|---|"
     for name, info in fields:
-        cells = (f"`{prefix}{name}`", expected(info), _default(info), info.description or "")
+        meaning = " ".join((info.description or "").split())  # a row is one line
+        cells = (f"`{prefix}{name}`", expected(info), _default(info), meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
@@ -107,7 +108,8 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "**required**"
     default = info.get_default(call_default_factory=True, validated_data={})
-    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
+    plain = isinstance(default, str) and default.isprintable()
+    return f"`{default if plain else json.dumps(default)}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

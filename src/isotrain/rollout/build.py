@@ -21,9 +21,16 @@ class Plan:
     directory: Path
     dtype: str
     device: Device
-    max_length: int
+    longest: int
+    """Tokens of the longest prompt with the longest answer."""
+    limit: int | None
+    """Positions of the model."""
     seed: int
     name: str
+
+    def room(self, spare: int) -> int:
+        """Positions that an engine needs, and `spare` ones where the model has them."""
+        return self.longest + spare if self.limit is None else min(self.longest + spare, self.limit)
 
 
 def build_rollout(
@@ -44,9 +51,7 @@ def build_rollout(
             f"rollout.max_tokens: prompts of {max_prompt} and answers of {rollout.max_tokens} tokens make "
             f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
         )
-    # One more where the model has it: scoring a whole sequence, vLLM writes a token after it.
-    room = longest + 1 if limit is None else min(longest + 1, limit)
-    return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, room, seed, name))
+    return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, longest, limit, seed, name))
 
 
 # Engines are imported when they are asked for: each brings packages that the others do not need.
@@ -60,11 +65,29 @@ def _vllm(plan: Plan) -> RolloutEngine:
         name=plan.name,
         dtype=plan.dtype,
         device_type=plan.device.type,
-        max_length=plan.max_length,
+        max_length=plan.room(1),  # scoring a whole sequence, it writes a token after it
         seed=plan.seed,
         tensor_parallel=plan.rollout.tensor_parallel,
         memory=plan.rollout.memory,
         cache_bytes=int(plan.rollout.cache_gb * 2**30),
+        eager=plan.rollout.eager,
+        update_timeout=plan.rollout.update_timeout,
+    )
+
+
+def _sglang(plan: Plan) -> RolloutEngine:
+    from isotrain.rollout.sglang import SglangEngine
+
+    return SglangEngine(
+        plan.directory,
+        name=plan.name,
+        dtype=plan.dtype,
+        device_type=plan.device.type,
+        max_length=plan.room(8),  # it cuts answers 2 before the end, and refuses prompts of the last 7
+        python=plan.rollout.server_python,
+        seed=plan.seed,
+        tensor_parallel=plan.rollout.tensor_parallel,
+        memory=plan.rollout.memory,
         eager=plan.rollout.eager,
         update_timeout=plan.rollout.update_timeout,
     )
@@ -84,4 +107,4 @@ def _hf(plan: Plan) -> RolloutEngine:
     )
 
 
-ENGINES: dict[str, Callable[[Plan], RolloutEngine]] = {"vllm": _vllm, "hf": _hf}
+ENGINES: dict[str, Callable[[Plan], RolloutEngine]] = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,21 @@ def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(IsotrainError, match=r"vllm is not installed.*rollout\.engine: hf"):
         check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "vllm"}))
     assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "hf"})) == []
+
+
+def test_sglang_is_found_and_marked_as_unverified(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(**rollout: Any) -> list[str]:
+        return check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "sglang", **rollout}))
+
+    monkeypatch.setattr(precheck, "find_spec", lambda name: None)
+    with pytest.raises(IsotrainError, match=r"sglang is not installed.*rollout\.server_python"):
+        check()
+    with pytest.raises(IsotrainError, match=r"rollout\.server_python: '\./nowhere' is no program"):
+        check(server_python="./nowhere")
+    (warning,) = check(server_python=sys.executable)
+    assert "unverified: it has not run against a real SGLang server or device" in warning
 
 
 def test_old_answers_without_correction(tiny: Path, tmp_path: Path) -> None:

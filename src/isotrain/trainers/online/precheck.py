@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from shutil import which
 
 from isotrain.errors import RewardError, RolloutError
 from isotrain.models.load import model_directory
@@ -19,6 +20,8 @@ def check_online(recipe: Recipe) -> list[str]:
         raise RolloutError(
             "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or write rollout.engine: hf"
         )
+    if rollout.engine == "sglang":
+        _check_server_python(rollout.server_python)
     if reward.math is not None and find_spec("math_verify") is None:
         raise RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
     if reward.function is not None:
@@ -29,9 +32,24 @@ def check_online(recipe: Recipe) -> list[str]:
         model_directory(reward.process.path, "reward.process.path")
     if isinstance(algorithm, PpoSection) and algorithm.critic.path:
         model_directory(algorithm.critic.path, "algorithm.critic.path")
+    warnings = []
+    if rollout.engine == "sglang":
+        warnings.append(
+            "rollout.engine: sglang is unverified: it has not run against a real SGLang server or device"
+        )
     if rollout.staleness and algorithm.correction.level == "off":
-        return [
+        warnings.append(
             f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of answers; "
             "algorithm.correction.level=token does"
-        ]
-    return []
+        )
+    return warnings
+
+
+def _check_server_python(python: str | None) -> None:
+    if python is None and find_spec("sglang") is None:
+        raise RolloutError(
+            "rollout.engine: sglang is not installed beside isotrain; make an environment for it "
+            "(pip install 'isotrain[sglang]') and name its interpreter in rollout.server_python"
+        )
+    if python is not None and which(python) is None:
+        raise RolloutError(f"rollout.server_python: {python!r} is no program that can be run")

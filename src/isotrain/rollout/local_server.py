@@ -1,0 +1,97 @@
+"""A server program as a child process of this one, which it does not outlive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from isotrain.errors import RolloutError
+
+# Runs in the interpreter of the server, which may not have this package. The kernel ends the server with the
+# thread that started it; one whose parent died before it could ask for that ends itself. Modules of the
+# working directory are not meant for it.
+_BOOTSTRAP = """
+import ctypes, os, runpy, signal, sys
+parent, module = int(sys.argv[1]), sys.argv[2]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != parent:
+    os._exit(1)
+del sys.argv[1:3]
+sys.path[:] = [path for path in sys.path if path]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+LAST_WORDS = 2000
+
+
+class LocalServer:
+    """In a session of its own: Ctrl-C is for its parent, which ends it in order."""
+
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._log = log
+        command = [python, "-c", _BOOTSTRAP, str(os.getpid()), module, *arguments]
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=dict(environment),
+                )
+        except OSError as error:
+            raise RolloutError(f"{name}: its server could not be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self, patience: float = 0.0) -> str | None:
+        """How it ended and its last words; None while it runs."""
+        deadline = time.monotonic() + patience
+        while not self._has_ended():
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        self.kill()  # what it started, and left
+        code = self._process.returncode
+        how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+        words = self._log.read_bytes()[-LAST_WORDS:].decode(errors="replace").strip()
+        return f"its server ended {how}" + (f"; the end of its log:\n{words}" if words else "")
+
+    def kill(self) -> None:
+        """End it and all that it started: it has nothing to save."""
+        if self._process.returncode is None:
+            # The group keeps its number until its leader is waited for.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _has_ended(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,324 @@
+"""SGLang as a rollout engine: its server as a child process, spoken to over loopback HTTP.
+
+Written to SGLang 0.5.18; unverified: it has not run against a real SGLang server or device.
+
+T: tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.models.load import build_causal_lm
+from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.broadcast import receive_update
+from isotrain.rollout.exchange import HOST, Exchange, NoAnswer
+from isotrain.rollout.local_server import LocalServer, free_port
+from isotrain.rollout.sglang_messages import ask_answer, ask_logps, read_answer, read_logps
+from isotrain.rollout.stopping import end_tokens
+from isotrain.rollout.transfer import open_update, private_directory, write_update
+from isotrain.rollout.update import WeightUpdate
+
+DEVICES = ("cuda", "npu")
+# What log-probs are: after temperature.
+FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+# What a user who sets them means to have.
+DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo"}  # an engine is on one host
+# Training ranks on the same devices hold HCCL's default ports.
+NPU_DEFAULTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "auto"}
+
+# Requests that the server has at the same time; what it cannot run yet waits there.
+IN_FLIGHT = 256
+# Without an answer for so long, the server is asked how it is; it takes up to 20 s itself to find out.
+SILENCE = 60.0
+HEALTH = 30.0
+# Calls that only pass something on.
+PROMPT = 30.0
+# The caller has a timeout of its own, `cluster.start_timeout`, which is the one to change.
+START = 3600.0
+
+
+class SglangEngine:
+    """Refuses to generate from a failed update, or a sleep, until a good update."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        name: str,
+        dtype: str,
+        device_type: str,
+        max_length: int,
+        python: str | None = None,
+        seed: int = 0,
+        tensor_parallel: int = 1,
+        memory: float = 0.5,
+        eager: bool = True,
+        update_timeout: float = 300.0,
+    ) -> None:
+        if device_type not in DEVICES:
+            raise RolloutError(
+                f"rollout.engine: with a seed for each answer, which it needs here, sglang does not run on "
+                f"{device_type}; write rollout.engine: vllm or hf"
+            )
+        self._name, self._version, self._timeout = name, 0, update_timeout
+        self._unusable, self._lost, self._running = "", "", False
+        self._ends = end_tokens(directory)
+        model = build_causal_lm(directory, "padded")
+        self._needed = {key for key, _ in model.named_parameters()}
+        # Tied ones have several names.
+        self._shapes = {
+            key: tuple(value.shape) for key, value in model.named_parameters(remove_duplicate=False)
+        }
+        self._directory = Path(tempfile.mkdtemp(prefix="sglang-", dir=private_directory()))
+        port, key = free_port(), secrets.token_hex(32)
+        self._exchange = Exchange(name, port, key)
+        options = _options(device_type, eager) | {
+            "model-path": str(directory.absolute()),
+            "host": HOST,
+            "port": str(port),
+            "dtype": dtype,
+            "tp-size": str(tensor_parallel),
+            "context-length": str(max_length),
+            "mem-fraction-static": str(memory),
+            "random-seed": str(seed),
+        }
+        self._server = LocalServer(
+            name,
+            python or sys.executable,
+            "sglang.launch_server",
+            [*_words(options), "--config", str(self._write_key(key))],
+            log=self._directory / "server.log",
+            environment=_environment(device_type),
+        )
+        try:
+            self._wait_until_ready(directory)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        asked = [ask_answer(request, sampling, self._ends) for request in requests]
+        for index, answer in self._run(asked):
+            yield read_answer(answer, requests[index], sampling, self._version, self._name)
+
+    def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        found = {
+            index: read_logps(answer, sequences[index], self._version, self._name)
+            for index, answer in self._run([ask_logps(tokens_T) for tokens_T in sequences])
+        }
+        return [found[index] for index in range(len(sequences))]
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        self._check_idle(WeightUpdateError)
+        self._unusable = f"weight update {update.version} was not finished"
+        if update.transport != "file":
+            arriving = receive_update(update, self._name, self._timeout)
+            update = write_update(arriving, update.version, self._directory)
+        # Until the server has read the file, its lock keeps the next version out of it.
+        with open_update(update, self._name) as tensors:
+            self._check_complete(update, tensors)
+            tensors.clear()
+            self._send(update)
+        self._version, self._unusable = update.version, ""
+
+    def sleep(self) -> None:
+        self._check_idle()
+        self._unusable = "it slept, and has no weights until the next update"
+        self._control("/release_memory_occupation", {})
+
+    def wake(self) -> None:
+        self._check_idle()
+        self._control("/resume_memory_occupation", {})
+
+    def close(self) -> None:
+        self._lost = "was closed"
+        self._server.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _write_key(self, key: str) -> Path:
+        """Loopback is open to every user of the host; arguments of a process are too, its files are not."""
+        path = self._directory / "key.yaml"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(f'api-key: "{key}"\n')
+        return path
+
+    def _wait_until_ready(self, directory: Path) -> None:
+        deadline = time.monotonic() + START
+        while True:
+            if (ended := self._server.ended(0.2)) is not None:
+                raise RolloutError(
+                    f"{self._name}: SGLang did not start; rollout.server_python names the interpreter of its "
+                    f"environment: {ended}"
+                )
+            try:
+                self._exchange.get("/health", HEALTH)
+                break
+            except RolloutError as error:  # nobody listens yet, or it is still loading
+                if time.monotonic() > deadline:
+                    raise RolloutError(f"{self._name}: SGLang did not start within {START:g} s") from error
+        # With our key, and so not another server that has taken the port.
+        info = self._model_info()
+        if info.get("model_path") != str(directory.absolute()) or info.get("weight_version") != "0":
+            raise RolloutError(f"{self._name}: the port of its server is that of another one: {info}")
+
+    def _model_info(self) -> dict[str, Any]:
+        info = self._exchange.get("/model_info", PROMPT)
+        if not isinstance(info, dict):
+            raise RolloutError(f"{self._name}: the answer to /model_info is not an object: {info!r}")
+        return info
+
+    def _run(self, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
+        """Answers as they come; what is still asked for is given up when nobody wants it any more."""
+        if self._unusable and not self._lost:
+            raise RolloutError(f"{self._name} does not generate: {self._unusable}")
+        self._check_idle()
+        if not bodies:
+            return
+        self._running = True
+        pool = ThreadPoolExecutor(min(IN_FLIGHT, len(bodies)))
+        waiting: dict[Future[Any], int] = {}
+        try:
+            for index, body in enumerate(bodies):
+                waiting[pool.submit(self._exchange.post, "/generate", body, None)] = index
+            while waiting:
+                done, _ = wait(waiting, SILENCE, FIRST_COMPLETED)
+                if not done:
+                    self._check_health()
+                for future in done:
+                    index = waiting.pop(future)
+                    yield index, future.result()
+        except NoAnswer as error:
+            raise RolloutError(self._lose(error)) from error
+        finally:
+            self._give_up(list(waiting))
+            pool.shutdown()
+            self._running = False
+
+    def _check_health(self) -> None:
+        """An answer may take long; a server that does not make any progress does not answer this either."""
+        try:
+            self._exchange.get("/health", HEALTH)
+        except RolloutError as error:
+            raise NoAnswer(f"{self._name}: its server is stuck: {error}") from error
+
+    def _give_up(self, futures: list[Future[Any]]) -> None:
+        running = [future for future in futures if not future.cancel()]
+        deadline = time.monotonic() + PROMPT
+        while running and not self._lost:
+            try:
+                # Again, because a request may reach the server after the first time.
+                self._exchange.post("/abort_request", {"abort_all": True}, PROMPT)
+                running = list(wait(running, 1.0).not_done)
+                if running and time.monotonic() > deadline:
+                    raise NoAnswer(f"{self._name}: its server does not give up what it was asked")
+            except RolloutError as error:
+                self._lose(error)
+
+    def _lose(self, error: RolloutError) -> str:
+        """End a server that cannot be relied on any more; returns what happened."""
+        ended = self._server.ended(patience=2.0)
+        self._server.kill()
+        self._lost = "lost its server"
+        return f"{self._name}: {ended}" if ended else str(error)
+
+    def _check_idle(self, kind: type[RolloutError] = RolloutError) -> None:
+        if self._lost:
+            raise kind(f"{self._name} {self._lost}; it must be started again")
+        if self._running:
+            raise kind(f"{self._name} is generating; finish or close that iterator first")
+
+    def _control(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            return self._exchange.post(path, body, self._timeout)
+        except NoAnswer as error:
+            raise RolloutError(self._lose(error)) from error
+
+    def _check_complete(self, update: WeightUpdate, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """SGLang takes what it knows and says nothing of what is missing or left over."""
+        found = {key: tuple(tensor.shape) for key, tensor in tensors}
+        wrong = {key for key, shape in found.items() if self._shapes.get(key) != shape}
+        missing = self._needed - found.keys()
+        for what, keys in (("has tensors that do not fit", wrong), ("lacks weights of parameters", missing)):
+            if keys:
+                raise WeightUpdateError(
+                    f"{self._name}: weight update {update.version} {what} ({len(keys)}): "
+                    f"{', '.join(sorted(keys)[:5])}"
+                )
+
+    def _send(self, update: WeightUpdate) -> None:
+        weights = self._directory / "weights"
+        weights.mkdir(exist_ok=True)
+        link = weights / "model.safetensors"
+        link.unlink(missing_ok=True)
+        link.symlink_to(update.address)
+        body = {
+            "model_path": str(weights),
+            "load_format": "safetensors",
+            "weight_version": str(update.version),
+            "flush_cache": True,
+        }
+        try:
+            answer = self._control("/update_weights_from_disk", body)
+            if not isinstance(answer, dict) or answer.get("success") is not True:
+                raise RolloutError(f"{self._name}: its server answers {answer!r}")
+            version = self._model_info().get("weight_version")
+            if version != str(update.version):
+                raise RolloutError(f"{self._name}: its server has version {version!r} of the weights")
+        except RolloutError as error:
+            what = str(error).removeprefix(f"{self._name}: ")
+            raise WeightUpdateError(f"{self._name}: weight update {update.version} failed: {what}") from error
+
+
+def _environment(device_type: str) -> dict[str, str]:
+    """Of the server: this process's own, which has the devices that are the engine's."""
+    defaults = DEFAULTS | (NPU_DEFAULTS if device_type == "npu" else {})
+    return {**defaults, **os.environ, **FIXED}
+
+
+def _options(device_type: str, eager: bool) -> dict[str, str]:
+    """What every server is started with on such a device; a flag has no value."""
+    options = {
+        "device": device_type,
+        "skip-tokenizer-init": "",
+        "load-format": "safetensors",  # never pickled weights
+        "enable-deterministic-inference": "",  # otherwise seeds are taken and not used
+        "sampling-backend": "pytorch",  # the only one with seeds that also tells log-probs after top-p
+        "sampling-defaults": "openai",  # sampling is what the request says, not what the model suggests
+        "enable-memory-saver": "",
+        "weight-version": "0",
+        "log-level": "warning",
+    }
+    if eager:
+        options |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
+    if device_type == "npu":
+        options["attention-backend"] = "ascend"
+    return options
+
+
+def _words(options: Mapping[str, str]) -> list[str]:
+    return [word for option, value in options.items() for word in (f"--{option}", value) if word]

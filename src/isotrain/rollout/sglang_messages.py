@@ -1,0 +1,131 @@
+"""What SGLang is asked over HTTP, and what its answers mean.
+
+P: prompt tokens, N: response tokens, T: tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError
+from isotrain.rollout.base import Request, Sampling
+
+
+def ask_answer(request: Request, sampling: Sampling, ends: Sequence[int]) -> dict[str, Any]:
+    return {
+        "input_ids": request.prompt_P.tolist(),
+        "sampling_params": {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "sampling_seed": request.seed,
+            "stop_token_ids": list(ends),
+        },
+        "return_logprob": True,
+        "return_sampling_mask": _is_cut(sampling),
+    }
+
+
+def ask_logps(tokens_T: npt.NDArray[np.int32]) -> dict[str, Any]:
+    """Nothing is written; the log-probs are those of the prompt, from its first token on."""
+    return {
+        "input_ids": tokens_T.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def read_answer(answer: Any, request: Request, sampling: Sampling, version: int, engine: str) -> Trajectory:
+    """The trajectory of an answer that is whole: nothing in it is repaired."""
+    meta = _meta(answer, version, engine)
+    tokens = answer.get("output_ids")
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise _malformed(engine, "output_ids are not a list of tokens")
+    if not 0 < len(tokens) <= sampling.max_tokens:
+        raise _malformed(engine, f"{len(tokens)} tokens, 1 to {sampling.max_tokens} asked for")
+    finished = _finished(meta, tokens, engine)
+    logps = _pairs(meta, "output_token_logprobs", tokens, engine)
+    if _is_cut(sampling):
+        # The other ones are those of the whole vocabulary, before top-k and top-p.
+        logps = meta.get("output_token_sampling_logprobs") or []
+        if not isinstance(logps, list) or len(logps) != len(tokens):
+            raise _malformed(engine, f"output_token_sampling_logprobs are not those of {len(tokens)} tokens")
+    response_N = np.array(tokens, dtype=np.int32)
+    return Trajectory(
+        row=request.row,
+        place=request.place,
+        sample=request.sample,
+        seed=request.seed,
+        prompt_length=len(request.prompt_P),
+        tokens_T=np.concatenate([request.prompt_P, response_N]),
+        mask_N=np.ones(len(response_N), dtype=np.bool_),
+        logp_N=_finite(logps, engine),
+        version_N=np.full(len(response_N), version, dtype=np.int32),
+        finished=finished,
+    )
+
+
+def read_logps(
+    answer: Any, tokens_T: npt.NDArray[np.int32], version: int, engine: str
+) -> npt.NDArray[np.float32]:
+    logps = _pairs(_meta(answer, version, engine), "input_token_logprobs", tokens_T.tolist(), engine)
+    return _finite(logps[1:], engine)  # nothing stands before the first token
+
+
+def _is_cut(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary; log-probs of greedy ones are those of all."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def _meta(answer: Any, version: int, engine: str) -> dict[str, Any]:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
+        raise _malformed(engine, "no meta_info")
+    if meta.get("weight_version") != str(version):
+        raise _malformed(engine, f"weight_version is {meta.get('weight_version')!r}, not '{version}'")
+    return meta
+
+
+def _finished(meta: dict[str, Any], tokens: list[int], engine: str) -> bool:
+    """Whether the model ended the answer itself, with a token that is part of it."""
+    reason: Any = meta.get("finish_reason")
+    kind: Any = reason.get("type") if isinstance(reason, dict) else None
+    if kind == "abort":
+        raise RolloutError(f"{engine}: an answer was given up: {reason.get('message')}")
+    if kind == "length":
+        return False
+    # A text in place of a token is how SGLang says that logits were not numbers.
+    if kind == "stop" and reason.get("matched") == tokens[-1]:
+        return True
+    raise _malformed(engine, f"finish_reason is {reason!r} after token {tokens[-1]}")
+
+
+def _pairs(meta: dict[str, Any], field: str, tokens: list[int], engine: str) -> list[Any]:
+    """The first of each `[log-prob, token, text]`, where the tokens are those that are expected."""
+    entries = meta.get(field)
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, list) and len(entry) > 1 for entry in entries
+    ):
+        raise _malformed(engine, f"{field} are not a list of log-probs with tokens")
+    if [entry[1] for entry in entries] != tokens:
+        raise _malformed(engine, f"{field} are not those of its {len(tokens)} tokens")
+    return [entry[0] for entry in entries]
+
+
+def _finite(logps: list[Any], engine: str) -> npt.NDArray[np.float32]:
+    for place, logp in enumerate(logps):
+        if type(logp) not in (int, float) or not math.isfinite(logp):
+            raise _malformed(engine, f"log-prob {place} is {logp!r}")
+    return np.array(logps, dtype=np.float32)
+
+
+def _malformed(engine: str, what: str) -> RolloutError:
+    return RolloutError(f"{engine}: an answer of its server cannot be used: {what}")

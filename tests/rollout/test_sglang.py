@@ -1,0 +1,487 @@
+"""SGLang as an engine, against a recording server that holds requests to SGLang's published fields.
+
+What a real SGLang does is not shown here: none has been run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from sglang_recording import RECORDER, Recorder
+from transformers import AutoModelForCausalLM
+
+from isotrain.device.detect import choose_device
+from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.recipe.online import RolloutSection
+from isotrain.rollout import sglang
+from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.build import build_rollout
+from isotrain.rollout.sglang import SglangEngine
+from isotrain.rollout.transfer import private_directory, write_update
+from isotrain.rollout.update import WeightUpdate
+
+PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9)]
+END = 2
+SAMPLING = Sampling(max_tokens=6, temperature=0.7)
+
+
+def requests(n: int = 2) -> list[Request]:
+    return [
+        Request(row=row, place=row, sample=sample, seed=100 * row + sample, prompt_P=prompt)
+        for row, prompt in enumerate(PROMPTS)
+        for sample in range(n)
+    ]
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setenv("PYTHONPATH", str(RECORDER))
+    monkeypatch.setenv("SGLANG_RECORDER", str(tmp_path))
+    return Recorder(tmp_path)
+
+
+Start = Callable[..., SglangEngine]
+
+
+@pytest.fixture
+def start(tiny: Path, recorder: Recorder) -> Iterator[Start]:
+    started: list[SglangEngine] = []
+
+    def begin(device_type: str = "npu", **section: Any) -> SglangEngine:
+        engine = build_rollout(
+            RolloutSection(engine="sglang", max_tokens=6, **section),
+            str(tiny / "model"),
+            "float32",
+            device=choose_device(device_type),
+            max_prompt=20,
+            seed=3,
+            name="engine 7",
+        )
+        assert isinstance(engine, SglangEngine)
+        started.append(engine)
+        return engine
+
+    yield begin
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def engine(start: Start) -> SglangEngine:
+    return start()
+
+
+@pytest.fixture(scope="module")
+def weights(tiny: Path) -> list[tuple[str, torch.Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def test_how_the_server_is_started(tiny: Path, start: Start, recorder: Recorder) -> None:
+    engine = start(memory=0.4)
+    began = recorder.start()
+    options = began["options"]
+    assert len(options.pop("api-key")) == 64 and int(options.pop("port")) > 1023
+    assert options == {
+        "model-path": str(tiny / "model"),
+        "host": "127.0.0.1",
+        "dtype": "float32",
+        "device": "npu",
+        "attention-backend": "ascend",
+        "tp-size": "1",
+        "context-length": "34",
+        "mem-fraction-static": "0.4",
+        "random-seed": "3",
+        "load-format": "safetensors",
+        "sampling-backend": "pytorch",
+        "sampling-defaults": "openai",
+        "weight-version": "0",
+        "log-level": "warning",
+        "cuda-graph-backend-decode": "disabled",
+        "cuda-graph-backend-prefill": "disabled",
+        "skip-tokenizer-init": "true",
+        "enable-deterministic-inference": "true",
+        "enable-memory-saver": "true",
+    }
+    assert began["environment"] == {
+        "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+    }
+    server = psutil.Process(began["pid"])
+    listening = [c.laddr.ip for c in server.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening == ["127.0.0.1"]
+    assert not any("key" in word and ".yaml" not in word for word in server.cmdline()[-20:])
+    engine.close()
+    assert not server.is_running()
+    assert not list(private_directory().glob("sglang-*"))
+
+
+def test_other_devices(start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050")  # the user's own stays
+    start(tensor_parallel=2, eager=False)
+    began = recorder.start()
+    assert began["environment"]["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"
+    assert began["options"]["tp-size"] == "2"
+    assert not any("graph" in option for option in began["options"])
+    assert "attention-backend" not in sglang._options("cuda", eager=True)
+    with pytest.raises(RolloutError, match=r"rollout.engine: .* does not run on cpu; write .* vllm or hf"):
+        start("cpu")
+
+
+def test_answers(engine: SglangEngine, recorder: Recorder) -> None:
+    found = {(t.row, t.sample): t for t in engine.generate(requests(), SAMPLING)}
+    assert len(found) == len(requests())
+    for request in requests():
+        trajectory = found[request.row, request.sample]
+        assert trajectory.seed == request.seed and trajectory.place == request.place
+        assert trajectory.prompt_length == len(request.prompt_P)
+        assert (trajectory.tokens_T[: trajectory.prompt_length] == request.prompt_P).all()
+        expected = [(request.seed + place) % 7 + 10 for place in range(6)]
+        if request.seed % 2:
+            expected = [*expected[:3], END]
+        assert trajectory.response_N.tolist() == expected
+        assert trajectory.finished == (request.seed % 2 == 1)
+        np.testing.assert_allclose(trajectory.logp_N, -np.array(expected) / 8)
+        assert trajectory.mask_N.all() and (trajectory.version_N == 0).all()
+    bodies = sorted(recorder.asked("/generate"), key=lambda body: body["sampling_params"]["sampling_seed"])
+    assert bodies == [
+        {
+            "input_ids": request.prompt_P.tolist(),
+            "sampling_params": {
+                "max_new_tokens": 6,
+                "temperature": 0.7,
+                "top_p": 1.0,
+                "top_k": -1,
+                "sampling_seed": request.seed,
+                "stop_token_ids": [END],
+            },
+            "return_logprob": True,
+            "return_sampling_mask": False,
+        }
+        for request in requests()
+    ]
+    assert list(engine.generate([], SAMPLING)) == []
+
+
+def test_log_probs_after_top_p_and_of_greedy_answers(engine: SglangEngine) -> None:
+    for sampling, scale in (
+        (replace(SAMPLING, top_p=0.9), 16),
+        (replace(SAMPLING, top_k=5), 16),
+        (replace(SAMPLING, temperature=0.0, top_p=0.9), 8),
+    ):
+        for trajectory in engine.generate(requests(), sampling):
+            np.testing.assert_allclose(trajectory.logp_N, -trajectory.response_N / scale)
+
+
+def test_log_probs_of_sequences(engine: SglangEngine, recorder: Recorder) -> None:
+    found = engine.logps(PROMPTS)
+    for tokens_T, logps in zip(PROMPTS, found, strict=True):
+        np.testing.assert_allclose(logps, -tokens_T[1:] / 4)
+    assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in recorder.asked("/generate"))
+
+
+def test_many_answers_at_once(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "IN_FLIGHT", 16)
+    assert len(list(engine.generate(requests(60), SAMPLING))) == 120
+
+
+def test_updates(
+    engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    update = write_update(weights, 5, tmp_path)
+    engine.update_weights(update)
+    assert engine.version == 5
+    assert all((t.version_N == 5).all() for t in engine.generate(requests(), SAMPLING))
+    (body,) = recorder.asked("/update_weights_from_disk")
+    assert body["weight_version"] == "5" and body["flush_cache"] is True
+    (loaded,) = (entry for entry in recorder.entries() if "loaded" in entry)
+    assert loaded["load_format"] == "safetensors"
+    assert loaded["loaded"] == sorted(["__metadata__", *(name for name, _ in weights)])
+    # The server has read the file: the next version can be written over it.
+    assert write_update(weights, 6, tmp_path).address != write_update(weights, 7, tmp_path).address
+
+    sender = BroadcastSender("127.0.0.1", 1, 10.0)
+    announced = sender.announce(8)
+    sending = threading.Thread(target=sender.send, args=(weights, 8))
+    sending.start()
+    engine.update_weights(announced)
+    sending.join()
+    assert engine.version == 8
+
+
+def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) -> None:
+    engine.sleep()
+    with pytest.raises(RolloutError, match="engine 7 does not generate: it slept"):
+        engine.logps(PROMPTS)
+    engine.wake()
+    with pytest.raises(RolloutError, match="engine 7 does not generate: it slept"):
+        engine.logps(PROMPTS)
+    engine.update_weights(write_update(weights, 1))
+    assert len(engine.logps(PROMPTS)) == 2
+
+
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "not JSON": ({"text": "<html>"}, "answer to /generate is not JSON"),
+    "empty": ({"text": ""}, "no meta_info"),
+    "a list": ({"text": "[]"}, "no meta_info"),
+    "no tokens": ({"edit": {"output_ids": []}}, "0 tokens, 1 to 6 asked for"),
+    "text for tokens": ({"edit": {"output_ids": ["a"]}}, "output_ids are not a list of tokens"),
+    "too many tokens": ({"edit": {"output_ids": [9] * 7}}, "7 tokens, 1 to 6 asked for"),
+    "no log-probs": ({"edit": {"meta_info.output_token_logprobs": None}}, "are not a list of log-probs"),
+    "bare log-probs": ({"edit": {"meta_info.output_token_logprobs": [-1.0]}}, "not a list of log-probs"),
+    "others' log-probs": (
+        {"edit": {"meta_info.output_token_logprobs": [[-1.0, 3, None]] * 6}},
+        "are not those of its 6 tokens",
+    ),
+    "not a number": (
+        {"edit": {"output_ids": [9], "meta_info.output_token_logprobs": [[float("nan"), 9, None]]}},
+        "log-prob 0 is nan",
+    ),
+    "other weights": ({"edit": {"meta_info.weight_version": "4"}}, "weight_version is '4', not '0'"),
+    "no reason": ({"edit": {"meta_info.finish_reason": None}}, "finish_reason is None"),
+    "logits that are not numbers": (
+        {"edit": {"meta_info.finish_reason": {"type": "stop", "matched": "NaN happened"}}},
+        "finish_reason is .*NaN happened",
+    ),
+    "given up": (
+        {"edit": {"meta_info.finish_reason": {"type": "abort", "message": "queue is full"}}},
+        "an answer was given up: queue is full",
+    ),
+    "refused": ({"status": 400}, "/generate was refused with 400"),
+    "a reason": ({"status": 503, "text": '{"error": {"message": "busy"}}'}, "refused with 503: busy"),
+    "another reason": ({"status": 500, "text": '{"object": "error", "message": "oops"}'}, "with 500: oops"),
+}
+
+
+@pytest.fixture(scope="module")
+def lasting(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SglangEngine, Recorder]]:
+    """One server for all faults that it survives."""
+    with pytest.MonkeyPatch.context() as patch:
+        work = tmp_path_factory.mktemp("sglang")
+        patch.setenv("PYTHONPATH", str(RECORDER))
+        patch.setenv("SGLANG_RECORDER", str(work))
+        recorder = Recorder(work)
+        engine = SglangEngine(
+            tiny / "model", name="engine 7", dtype="float32", device_type="cuda", max_length=60
+        )
+    yield engine, recorder
+    engine.close()
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_answers_that_cannot_be_used(lasting: tuple[SglangEngine, Recorder], fault: str) -> None:
+    engine, recorder = lasting
+    change, message = MALFORMED[fault]
+    recorder.misbehave({"/generate": change})
+    with pytest.raises(RolloutError, match=f"^engine 7: .*{message}"):
+        list(engine.generate(requests(1)[:1], SAMPLING))
+    recorder.misbehave({})
+    assert len(list(engine.generate(requests(), SAMPLING))) == 4
+
+
+def test_fields_that_sglang_does_not_know_are_refused(
+    lasting: tuple[SglangEngine, Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = lasting
+    for body, message in (
+        ({"input_ids": [1], "max_tokens": 1, "sampling_params": {}}, "max_tokens: unknown field"),
+        ({"input_ids": "a", "sampling_params": {}}, "input_ids: 'a' is not array"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "seed": 2}}, "seed: unknown field"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": True}}, "True is not integer"),
+    ):
+        with pytest.raises(RolloutError, match=message):
+            engine._exchange.post("/generate", body, 10)
+    monkeypatch.setattr(engine._exchange, "_key", "guessed")
+    with pytest.raises(RolloutError, match="refused with 401"):
+        engine.logps(PROMPTS[:1])
+
+
+def test_bad_updates(
+    lasting: tuple[SglangEngine, Recorder], weights: list[tuple[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    engine, recorder = lasting
+
+    def write(tensors: list[tuple[str, torch.Tensor]], version: int = 6) -> WeightUpdate:
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        return write_update(tensors, version, directory)
+
+    good = write(weights)
+    shaped = [(n, p[:-1] if n == "model.norm.weight" else p) for n, p in weights]
+    path = "/update_weights_from_disk"
+    for update, faults, message in (
+        (replace(good, digest="0" * 64), {}, "is damaged: digest"),
+        (replace(good, address=good.address + "x"), {}, "is not there"),
+        (write(weights[1:]), {}, r"lacks weights of parameters \(1\): model.embed_tokens.weight"),
+        (write([*weights, ("model.extra", torch.zeros(1))]), {}, r"do not fit \(1\): model.extra"),
+        (write(shaped), {}, r"do not fit \(1\): model.norm.weight"),
+        (good, {path: {"kind": "refused"}}, "failed: .* was refused with 400: out of memory"),
+        (good, {path: {"kind": "failed"}}, "failed: its server answers .*'success': False"),
+        (good, {path: {"kind": "version"}}, "failed: its server has version .* of the weights"),
+        (good, {path: {"text": "{"}}, "failed: the answer to .* is not JSON"),
+        (good, {"/model_info": {"text": "[]"}}, "failed: the answer to /model_info is not an object"),
+    ):
+        before = engine.version
+        recorder.misbehave(faults)
+        with pytest.raises(WeightUpdateError, match=f"^engine 7: weight update 6 .*{message}"):
+            engine.update_weights(update)
+        recorder.misbehave({})
+        with pytest.raises(
+            RolloutError, match="engine 7 does not generate: weight update 6 was not finished"
+        ):
+            list(engine.generate(requests(1), SAMPLING))
+        assert engine.version == before
+        engine.update_weights(write(weights, 5))
+        assert len(list(engine.generate(requests(1), SAMPLING))) == 2
+
+
+def test_an_iterator_that_is_not_finished(lasting: tuple[SglangEngine, Recorder]) -> None:
+    engine, _ = lasting
+    answers = engine.generate(requests(8), SAMPLING)
+    next(answers)
+    with pytest.raises(RolloutError, match="engine 7 is generating"):
+        next(engine.generate(requests(), SAMPLING))
+    with pytest.raises(WeightUpdateError, match="engine 7 is generating"):
+        engine.update_weights(write_update([], 1))
+    with pytest.raises(RolloutError, match="engine 7 is generating"):
+        engine.sleep()
+    answers.close()  # type: ignore[attr-defined]
+    assert len(list(engine.generate(requests(), SAMPLING))) == 4
+
+
+def test_slow_answers_are_waited_for_and_given_up(
+    start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    monkeypatch.setattr(sglang, "SILENCE", 0.2)
+    recorder.misbehave({"/generate": {"kind": "slow"}})
+    begun = time.monotonic()
+    threading.Timer(1.0, lambda: engine._exchange.post("/abort_request", {"abort_all": True}, 10)).start()
+    with pytest.raises(RolloutError, match="engine 7: an answer was given up: Aborted"):
+        list(engine.generate(requests(), SAMPLING))
+    assert 1 < time.monotonic() - begun < 10
+    recorder.misbehave({})
+    assert len(list(engine.generate(requests(), SAMPLING))) == 4
+
+
+def check_lost(engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]) -> None:
+    assert not psutil.pid_exists(recorder.start()["pid"])
+    recorder.misbehave({})
+    with pytest.raises(RolloutError, match="engine 7 lost its server; it must be started again"):
+        list(engine.generate(requests(), SAMPLING))
+    with pytest.raises(WeightUpdateError, match="engine 7 lost its server; it must be started again"):
+        engine.update_weights(write_update(weights, 9))
+    with pytest.raises(RolloutError, match="engine 7 lost its server"):
+        engine.wake()
+    engine.close()
+
+
+def test_a_server_that_is_stuck(
+    engine: SglangEngine,
+    recorder: Recorder,
+    weights: list[tuple[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang, "SILENCE", 0.2)
+    recorder.misbehave({"/generate": {"kind": "slow"}, "/health": {"kind": "stuck"}})
+    with pytest.raises(RolloutError, match=r"^engine 7: its server is stuck: .*/health was refused with 503"):
+        list(engine.generate(requests(), SAMPLING))
+    check_lost(engine, recorder, weights)
+
+
+@pytest.mark.parametrize("call", ["generate", "logps", "update", "sleep"])
+def test_a_server_that_dies(
+    engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]], call: str
+) -> None:
+    paths = ("/generate", "/update_weights_from_disk", "/release_memory_occupation")
+    recorder.misbehave({path: {"kind": "dies"} for path in paths})
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: list(engine.generate(requests(8), SAMPLING)),
+        "logps": lambda: engine.logps(PROMPTS),
+        "update": lambda: engine.update_weights(write_update(weights, 1)),
+        "sleep": engine.sleep,
+    }
+    kind = WeightUpdateError if call == "update" else RolloutError
+    with pytest.raises(kind, match=r"(?s)^engine 7: .*ended with exit code 3; .*illegal memory access"):
+        calls[call]()
+    check_lost(engine, recorder, weights)
+
+
+def test_a_server_that_hangs_up(
+    engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]
+) -> None:
+    recorder.misbehave({"/generate": {"kind": "hangs up"}})
+    with pytest.raises(RolloutError, match=r"^engine 7: no answer to /generate \("):
+        list(engine.generate(requests(), SAMPLING))
+    check_lost(engine, recorder, weights)
+
+
+def test_an_update_that_does_not_end(
+    start: Start, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]
+) -> None:
+    engine = start(update_timeout=0.5)
+    recorder.misbehave({"/update_weights_from_disk": {"kind": "slow"}})
+    begun = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=r"^engine 7: weight update 4 failed: .* within 0.5 s"):
+        engine.update_weights(write_update(weights, 4))
+    assert time.monotonic() - begun < 10
+    check_lost(engine, recorder, weights)
+
+
+def test_servers_that_do_not_start(start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder.misbehave({"start": "no device found"})
+    with pytest.raises(RolloutError, match=r"(?s)^engine 7: SGLang did not start; .*no device found"):
+        start()
+    recorder.misbehave({"/model_info": {"edit": {"model_path": "another"}}})
+    with pytest.raises(RolloutError, match="engine 7: the port of its server is that of another one"):
+        start()
+    with pytest.raises(RolloutError, match=r"engine 7: its server could not be started: .*nowhere"):
+        start(server_python="/nowhere/python")
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(
+        RolloutError, match=r"(?s)^engine 7: SGLang did not start; .*No module named 'sglang'"
+    ):
+        start(server_python=sys.executable)
+
+
+def test_the_server_ends_with_its_parent(tmp_path: Path, recorder: Recorder) -> None:
+    code = """
+import os, signal, sys, time
+from pathlib import Path
+from isotrain.rollout.local_server import LocalServer, free_port
+work, port = Path(sys.argv[1]), str(free_port())
+arguments = ["--bind", "127.0.0.1", port]
+server = LocalServer("e", sys.executable, "http.server", arguments, log=work / "log", environment=os.environ)
+while b"Serving" not in (work / "log").read_bytes():
+    assert server.ended() is None
+    time.sleep(0.05)
+print(server.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    source = str(Path(sglang.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": source, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == -9, done.stderr
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(done.stdout))
