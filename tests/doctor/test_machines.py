@@ -55,7 +55,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "unhealthy-and-in-use": ("unhealthy-device", "devices-in-use"),
     "verl-first-runs": ("missing-peft", *TOO_OLD),
     "verl-june-2025-arm": ("missing-peft", *TOO_OLD, "tensordict-on-arm"),
-    "verl-sglang-2025-a3": ("missing-peft", "bounds-of-transformers", "sglang-hccl-ports"),
+    "verl-sglang-2025-a3": ("missing-peft", "bounds-of-transformers"),
     "verl-spring-2025": ("missing-peft", *TOO_OLD),
     "vllm-ascend-0.23-a2": (),
 }

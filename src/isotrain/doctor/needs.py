@@ -21,7 +21,7 @@ NEEDS = (
 def needs_of(recipe: Recipe) -> frozenset[str]:
     """Those of `NEEDS` that a recipe has."""
     rollout, cluster = recipe.rollout, recipe.cluster or ClusterSection()
-    engine: str | None = rollout.engine if rollout else None
+    engine = rollout.engine if rollout else None
     has = {
         "online": rollout is not None,
         "vllm": engine == "vllm",

@@ -29,9 +29,12 @@ def check(scene: Scene) -> Iterator[Finding]:
 
 def own_bounds(scene: Scene) -> Iterator[Finding]:
     """What isotrain's package metadata asks for, as far as the recipe uses it."""
-    packages, needs = scene.facts.packages, scene.needs or frozenset()
+    packages, rollout = scene.facts.packages, scene.recipe and scene.recipe.rollout
+    used = {"train", *(("online", rollout.engine) if rollout else ())}
+    if rollout and rollout.server_python is not None:
+        used.discard(rollout.engine)  # it is installed in an environment of its own
     for extra, requirement in requirements():
-        if extra not in {"train", *({"online"} if "online" in needs else ()), *needs}:
+        if extra not in used:
             continue
         name = requirement.name
         version = packages.get(name) or packages.get(_STAND_INS.get(name, ""))
