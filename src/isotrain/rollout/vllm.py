@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, in this process, with weights through its own transfer interface.
+"""vLLM as a rollout engine, in this process, with weights through its own reload interface.
 
 P: prompt tokens, N: response tokens, T: both.
 """
@@ -6,7 +6,6 @@ P: prompt tokens, N: response tokens, T: both.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,6 @@ from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.update import WeightUpdate
-from isotrain.rollout.vllm_transfer import BACKEND, register
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {
@@ -77,7 +75,6 @@ class VllmEngine:
                 f"rollout.engine: the installed vLLM is for {current_platform.device_type}, device.type is "
                 f"{device_type}; install the vLLM of that device, or write rollout.engine: hf"
             )
-        register()
         self._name, self._version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost = "", False
         self._serial = 0
@@ -107,8 +104,7 @@ class VllmEngine:
                 enable_sleep_mode=self._sleeps,
                 generation_config="vllm",  # sampling is what the request says, not what the model suggests
                 logprobs_mode="processed_logprobs",
-                weight_transfer_config={"backend": BACKEND},
-                worker_extension_cls="isotrain.rollout.vllm_worker.OutcomeReport",
+                worker_extension_cls="isotrain.rollout.vllm_worker.WeightReceiver",
                 **sizes,
             )
         except Exception as error:  # of many kinds, from any depth of vLLM
@@ -161,15 +157,15 @@ class VllmEngine:
         if self._lost:
             raise WeightUpdateError(f"{self._name}: its workers stopped answering; it must be started again")
         self._unusable = f"weight update {update.version} was not finished"
-        info = {"engine": self._name, "timeout": self._timeout, "update": asdict(update)}
         # Workers have the timeout themselves; those that answer late can be used again, silent ones cannot.
-        deadline = time.monotonic() + self._timeout + GRACE
         try:
-            self._call("start_weight_update", deadline)
-            self._call("update_weights", deadline, update_info=info)
-            self._call("finish_weight_update", deadline)
-            outcomes = self._call("isotrain_outcome", deadline)
+            outcomes = self._llm.collective_rpc(
+                "isotrain_update",
+                timeout=self._timeout + GRACE,
+                args=(self._name, self._timeout, asdict(update)),
+            )
         except Exception as error:
+            self._lost = isinstance(error, TimeoutError)
             raise WeightUpdateError(
                 f"{self._name}: weight update {update.version} failed: {error}"
             ) from error
@@ -245,11 +241,6 @@ class VllmEngine:
             version_N=np.full(len(response_N), self._version, dtype=np.int32),
             finished=output.finish_reason == "stop",
         )
-
-    def _call(self, method: str, deadline: float, **arguments: Any) -> list[Any]:
-        timeout = max(0.0, deadline - time.monotonic())
-        answers: list[Any] = self._llm.collective_rpc(method, timeout=timeout, kwargs=arguments)
-        return answers
 
 
 def _compile_nothing() -> None:

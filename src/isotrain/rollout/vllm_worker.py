@@ -1,4 +1,7 @@
-"""What runs inside each worker of vLLM: it takes weights and tells what it took."""
+"""What runs inside each worker of vLLM: it takes weights and tells what it took.
+
+vLLM's layer-wise reload is called directly: its transfer engines on top of it change from version to version.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -30,102 +29,73 @@ from isotrain.rollout.update import WeightUpdate
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on before the first update."""
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    engine: str
-    timeout: float
-    update: dict[str, Any]
-
-
-@dataclass
 class Outcome:
-    """What a worker did with the last update it heard of; an empty error means that it is in the model."""
+    """What a worker did with an update; an empty error means that it is in the model."""
 
     version: int = -1
     tensors: int = 0
     digest: str = ""
-    error: str = "no weight update arrived"
+    error: str = ""
 
 
-class OutcomeReport:
+class WeightReceiver:
     """Adds one method to vLLM's workers, which calls can reach by name."""
 
-    weight_transfer_engine: WeightReceiver
+    vllm_config: Any
+    model_runner: Any
+    device: torch.device
 
-    def isotrain_outcome(self) -> dict[str, Any]:
-        return asdict(self.weight_transfer_engine.outcome)
+    def isotrain_update(self, engine: str, timeout: float, update: dict[str, Any]) -> dict[str, Any]:
+        """Errors are told, not raised: one worker's would leave the answers of the others unread."""
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device):
+            model, config = self.model_runner.get_model(), self.vllm_config.model_config
+            try:
+                outcome = _receive(model, config, WeightUpdate(**update), engine, timeout)
+            except Exception as error:
+                outcome = Outcome(error=_text(error, engine))
+        return asdict(outcome)
 
 
-class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Errors are kept, not raised: one worker's exception would leave the answers of the others unread."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.outcome = Outcome()
-        self._reloading = False
-        self._mapped = contextlib.ExitStack()
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        # The model is opened for reloading only when a file has been found whole: see `receive_weights`.
-        self.outcome = Outcome()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        info = self.parse_update_info(update_info)
-        try:
-            self.receive_weights(info)
-        except Exception as error:
-            self.outcome.error = _text(error, info.engine)
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        update, engine = WeightUpdate(**update_info.update), update_info.engine
+def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str, timeout: float) -> Outcome:
+    with contextlib.ExitStack() as mapped:
         tensors: Iterator[tuple[str, torch.Tensor]]
         if update.transport == "file":
-            tensors = iter(self._mapped.enter_context(open_update(update, engine)))
+            tensors = iter(mapped.enter_context(open_update(update, engine)))
         else:
-            tensors = receive_update(update, engine, update_info.timeout)
-        parameters = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
-        self._reloading = True
-        counted = _Counted(tensors)
-        model: Any = self.model
-        loaded: set[str] | None = model.load_weights(counted)
-        if (
-            next(counted, None) is not None
-        ):  # asking also runs the checks after the last tensor of a broadcast
-            raise WeightUpdateError(f"{engine}: the model took {counted.count} tensors of {update.tensors}")
-        incomplete = parameters - loaded if loaded is not None else set()
-        incomplete |= set(_incomplete(self.model)) & parameters
-        if incomplete:
-            raise WeightUpdateError(
-                f"{engine}: weight update {update.version} lacks weights of {len(incomplete)} of "
-                f"{len(parameters)} parameters: {', '.join(sorted(incomplete)[:5])}"
-            )
-        self.outcome = Outcome(update.version, counted.count, update.digest, error="")
-
-    def finish_weight_update(self) -> None:
-        """Also after a failure: the layers are then unusable, but in a state that takes the next update."""
+            tensors = receive_update(update, engine, timeout)
+        # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
+        parameters = {name for name, _ in model.named_parameters()}
+        # The model is opened for reloading only when a file has been found whole.
+        initialize_layerwise_reload(model)
         try:
-            if self._reloading:
-                finalize_layerwise_processing(self.model, self.model_config)
-                _pack_tied_layers(self.model)
-        except Exception as error:
-            self.outcome.error = self.outcome.error or _text(error, "worker")
+            outcome = _load(model, parameters, tensors, update, engine)
         finally:
-            self._reloading = False
-            self._mapped.close()
+            # Also after a failure: the layers are then unusable, but in a state that takes the next update.
+            finalize_layerwise_processing(model, config)
+        _pack_tied_layers(model)
+        return outcome
 
-    def shutdown(self) -> None:
-        self._mapped.close()
+
+def _load(
+    model: Any,
+    parameters: set[str],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    update: WeightUpdate,
+    engine: str,
+) -> Outcome:
+    counted = _Counted(tensors)
+    loaded: set[str] | None = model.load_weights(counted)
+    # Asking for one more also runs the checks after the last tensor of a broadcast.
+    if next(counted, None) is not None:
+        raise WeightUpdateError(f"{engine}: the model took {counted.count} tensors of {update.tensors}")
+    incomplete = parameters - loaded if loaded is not None else set()
+    incomplete |= set(_incomplete(model)) & parameters
+    if incomplete:
+        raise WeightUpdateError(
+            f"{engine}: weight update {update.version} lacks weights of {len(incomplete)} of "
+            f"{len(parameters)} parameters: {', '.join(sorted(incomplete)[:5])}"
+        )
+    return Outcome(update.version, counted.count, update.digest)
 
 
 class _Counted:
