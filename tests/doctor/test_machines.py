@@ -29,7 +29,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "cuda-without-gpu": ("no-gpu-visible",),
     "engine-mismatch": ("vllm-ascend-and-vllm",),
     "engine-without-plugin": ("vllm-without-its-plugin",),
-    "expandable-segments": ("expandable-segments-with-sleep", "nz-weights"),
+    "expandable-segments": (),
     "good-a2": (),
     "good-a2-cann-8.5": (),
     "good-a2-wide-table": (),
@@ -67,12 +67,8 @@ FOUND_FOR: dict[tuple[str, str], tuple[str, ...]] = {
     ("good-cuda", "gsm8k-grpo-8x"): (),
     ("good-cpu", "gsm8k-grpo"): (),
     ("good-a2", "gsm8k-grpo-8x"): ("missing-vllm",),
-    ("vllm-ascend-0.23-a2", "gsm8k-grpo-8x"): ("bounds-of-vllm",),
-    ("expandable-segments", "gsm8k-grpo-8x"): (
-        "bounds-of-vllm",
-        "expandable-segments-with-sleep",
-        "nz-weights",
-    ),
+    ("vllm-ascend-0.23-a2", "gsm8k-grpo-8x"): (),
+    ("expandable-segments", "gsm8k-grpo-8x"): ("bounds-of-vllm",),
     ("engine-without-plugin", "gsm8k-grpo-8x"): ("vllm-without-its-plugin",),
     ("hccl-settings", "gsm8k-sft-lora-8x"): (),
 }
@@ -106,6 +102,15 @@ def test_what_a_recipe_needs(machine: str, recipe: str) -> None:
 def test_little_shared_memory() -> None:
     found = {finding.id: finding for finding in examined("small-shared-memory", "gsm8k-grpo-8x").findings}
     assert found["little-shared-memory"].remedy == "start the container with --shm-size=16g"
+
+
+def test_settings_that_matter_to_sleeping_engines() -> None:
+    found = examined("expandable-segments", "gsm8k-grpo-8x").findings
+    warnings = {finding.id for finding in found if finding.level == "warning"}
+    assert {"expandable-segments-with-sleep", "nz-weights", "engine-meets-on-all-interfaces"} <= warnings
+    separate = load_recipe(locate("gsm8k-grpo-8x"), ["cluster.placement=separate"])
+    found = examine(RecordedMachine(MACHINES / "expandable-segments"), recipe=separate).findings
+    assert "expandable-segments-with-sleep" not in {finding.id for finding in found}
 
 
 def test_settings_that_matter_to_several_ranks() -> None:

@@ -45,6 +45,10 @@ class RolloutEngine(Protocol):
     def version(self) -> int:
         """Version of the weights it generates with; 0 for the model as it was loaded."""
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it was started with besides what the recipe says, to be recorded with the run."""
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         """Trajectories in the order in which they are finished, not in that of the requests."""
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
@@ -62,6 +63,10 @@ class HfEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"transformers": transformers.__version__}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         self._check_usable()

@@ -88,7 +88,9 @@ class SglangEngine:
         self._directory = Path(tempfile.mkdtemp(prefix="sglang-", dir=private_directory()))
         port, key = free_port(), secrets.token_hex(32)
         self._exchange = Exchange(name, port, key)
-        options = _options(device_type, eager) | {
+        chosen = _options(device_type, eager)
+        self._settings = {option: value or "on" for option, value in chosen.items()}
+        options = chosen | {
             "model-path": str(directory.absolute()),
             "host": HOST,
             "port": str(port),
@@ -119,6 +121,10 @@ class SglangEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return self._settings
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         asked = [ask_answer(request, sampling, self._ends) for request in requests]

@@ -19,6 +19,7 @@ from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.update import WeightUpdate
+from isotrain.rollout.vllm_npu import npu_environment
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {
@@ -57,7 +58,8 @@ class VllmEngine:
         eager: bool = True,
         update_timeout: float = 300.0,
     ) -> None:
-        os.environ.update(FIXED)
+        special = npu_environment(os.environ) if device_type == "npu" else {}
+        os.environ.update(FIXED | special)
         for variable, value in DEFAULTS.items():
             os.environ.setdefault(variable, value)
         if eager:
@@ -81,6 +83,14 @@ class VllmEngine:
         self._running: dict[str, int] = {}
         self._ends = end_tokens(directory)
         self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
+        self._settings = {
+            "vllm": vllm.__version__,
+            "platform": current_platform.device_type,
+            "eager": str(eager),
+            "sleep": "level 2" if self._sleeps else "not available",
+            "weights": "layer-wise reload from host memory",
+            **special,
+        }
         llm: Any = vllm.LLM  # it names the types it takes one by one
         # On the host the cache has a size of its own; on a device it takes what its share leaves free.
         sizes: dict[str, Any] = {"gpu_memory_utilization": memory}
@@ -118,6 +128,10 @@ class VllmEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return self._settings
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         from vllm import SamplingParams

@@ -20,7 +20,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_processing,
     get_layerwise_info,
 )
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.broadcast import receive_update
@@ -127,7 +126,8 @@ def _wanted(layer: nn.Module, own: dict[str, nn.Parameter]) -> int:
         # The rows that fill the vocabulary up to a round number are in no checkpoint.
         rows = layer.num_org_embeddings_per_partition
         return sum(rows * parameter[0].numel() for parameter in own.values())
-    return sum(get_tensor_load_numel(parameter) for parameter in own.values())
+    # vLLM notes there what of a parameter is in the checkpoint, where it has filled the rest up.
+    return sum(getattr(parameter, "weight_loader_numel", parameter.numel()) for parameter in own.values())
 
 
 def _pack_tied_layers(model: nn.Module) -> None:

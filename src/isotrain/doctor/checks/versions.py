@@ -49,16 +49,7 @@ def own_bounds(scene: Scene) -> Iterator[Finding]:
             wanted = f"isotrain is written for {name}{requirement.specifier}"
             remedy = f"pip install '{name}{requirement.specifier}'"
             if name == "vllm" and scene.target == "npu":
-                newest = max(
-                    (
-                        stack.packages["vllm-ascend"]
-                        for stack in matrix().stacks
-                        if "vllm-ascend" in stack.packages
-                    ),
-                    key=Version,
-                )
-                wanted += f"; the newest vllm-ascend known here, {newest}, is for an older vLLM"
-                remedy = "write rollout.engine: hf, which runs on every device"
+                remedy = "move to a stack with a newer vllm-ascend (below), or write rollout.engine: hf"
             elif name == "torch" and scene.target != "cpu":
                 remedy = "move to a stack with a newer torch (below)"
             yield Finding(f"bounds-of-{name}", level, f"{name} {version} is installed; {wanted}", remedy)

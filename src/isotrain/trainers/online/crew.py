@@ -40,14 +40,13 @@ class Crew:
     relays: Relays
     rewards: WorkerGroup
 
-    def start(self, timeout: float) -> Description:
-        """Load all models at the same time; returns what rank 0 says of itself."""
+    def start(self, timeout: float) -> tuple[Description, dict[str, str]]:
+        """Load all models at the same time; returns what rank 0 says of itself, and the engines' settings."""
         generating, scoring = self.engines.submit("start"), self.rewards.submit("start")
         store = self.ranks.call_on(0, "open_store", *self.store)
         described: Description = self.ranks.call("start", store, timeout=timeout)[0]
         self.rewards.results(scoring, timeout)
-        self.engines.results(generating, timeout)
-        return described
+        return described, self.engines.results(generating, timeout)[0]
 
 
 @contextmanager

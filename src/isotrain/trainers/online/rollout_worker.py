@@ -25,7 +25,8 @@ class RolloutWorker:
         self.name = name
         self.held: list[tuple[int, Handle]] = []
 
-    def start(self) -> None:
+    def start(self) -> dict[str, str]:
+        """Load the engine; returns its settings."""
         recipe = self.recipe
         assert recipe.rollout is not None
         self.stores = open_prompts(recipe)
@@ -38,6 +39,7 @@ class RolloutWorker:
             seed=recipe.seed,
             name=self.name,
         )
+        return self.engine.settings
 
     def answer(
         self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling

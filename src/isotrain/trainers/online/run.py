@@ -35,8 +35,9 @@ def train_online(recipe: Recipe, source: str) -> None:
         check_same_data(recipe, digests)
         progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
         with assemble(recipe, cluster, device) as crew:
-            described = crew.start(cluster.start_timeout)
+            described, settings = crew.start(cluster.start_timeout)
             facts = {"type": described.device_type, "name": described.device_name, "ranks": len(crew.ranks)}
+            facts["rollout"] = settings
             run = write_start(recipe, source, facts, described.numerics_variables, digests)
             goes_on = crew.ranks.call("resume")[0]
             for complaint in goes_on.complaints:
@@ -44,6 +45,8 @@ def train_online(recipe: Recipe, source: str) -> None:
             trainer = build_trainer(recipe, cluster, stores, crew, described, Recorder(progress), goes_on)
             steps = trainer.settings.steps
             progress.message(_introduction(recipe, recipe.rollout, described, steps))
+            told = ", ".join(f"{name} {value}" for name, value in settings.items())
+            progress.message(f"  {recipe.rollout.engine} engine: {told}")
             if goes_on.step:
                 progress.message(f"resuming after step {goes_on.step} of {steps}")
             with recording(trainer.recorder, recipe, run, goes_on.step):

@@ -1,0 +1,16 @@
+"""What vLLM is told on Ascend."""
+
+from __future__ import annotations
+
+from isotrain.rollout.vllm_npu import npu_environment
+
+
+def test_nz_is_always_off() -> None:
+    assert npu_environment({}) == {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    assert npu_environment({"VLLM_ASCEND_ENABLE_NZ": "1"}) == {"VLLM_ASCEND_ENABLE_NZ": "0"}
+
+
+def test_expandable_segments_are_taken_out() -> None:
+    changed = npu_environment({"PYTORCH_NPU_ALLOC_CONF": "page_size:1g, expandable_segments:True"})
+    assert changed["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"
+    assert "PYTORCH_NPU_ALLOC_CONF" not in npu_environment({"PYTORCH_NPU_ALLOC_CONF": "page_size:1g"})
