@@ -125,6 +125,14 @@ def test_settings_that_matter_to_several_ranks() -> None:
     }
 
 
+def test_an_odd_number_of_dies() -> None:
+    recipe = load_recipe(locate("gsm8k-sft-lora"), ["device.ranks=3"])
+    found = examine(RecordedMachine(MACHINES / "good-a3"), recipe=recipe).findings
+    assert [finding.id for finding in found if finding.level == "warning"] == ["half-a-module"]
+    found = examine(RecordedMachine(MACHINES / "good-a2"), recipe=recipe).findings
+    assert "half-a-module" not in {finding.id for finding in found}
+
+
 def test_the_remedy_is_a_command() -> None:
     (finding,) = examined("mask-out-of-order").errors
     assert finding.remedy == "export ASCEND_RT_VISIBLE_DEVICES=0,1,2"

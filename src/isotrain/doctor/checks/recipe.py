@@ -39,6 +39,13 @@ def devices_needed(recipe: Recipe) -> int:
 
 def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     present, needed = visible(scene), devices_needed(recipe)
+    if scene.target == "npu" and scene.generation == "A3" and needed > 1 and needed % 2:
+        yield Finding(
+            "half-a-module",
+            "warning",
+            f"the recipe needs {needed} devices; on an A3 two are one module, and jobs take whole ones",
+            f"write device.ranks={recipe.device.ranks + 1}",
+        )
     given_cluster = scene.needs is not None and "a given Ray cluster" in scene.needs
     if scene.target == "cpu" or present is None or present >= needed or given_cluster:
         return
