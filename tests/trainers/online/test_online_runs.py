@@ -20,11 +20,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("online")
 
 
-def saving(tiny: Path, output: Path) -> Recipe:
+def saving(tiny: Path, output: Path, device_type: str = "cpu") -> Recipe:
     validation = str(tiny / "prompts-validation.jsonl")
     return online_recipe(
         tiny,
         output,
+        device_type,
         data={
             "train": str(tiny / "prompts.jsonl"),
             "validation": validation,
@@ -83,10 +84,12 @@ def test_every_draw_is_learnt_from_once(whole: Path) -> None:
     assert len(drawn(whole)) == 5 * 4 * 4
 
 
-def test_two_ranks_do_what_one_does(tiny: Path, work: Path, whole: Path) -> None:
-    recipe = saving(tiny, work / "two")
+@pytest.mark.parametrize("on", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
+def test_two_ranks_do_what_one_does(tiny: Path, work: Path, whole: Path, on: str) -> None:
+    """On the simulated device, the cluster has NPUs, ranks exchange over hccl, and masks are Ascend's."""
+    recipe = saving(tiny, work / f"two-{on}", on)
     two = run_online(
-        recipe.model_copy(update={"device": recipe.device.model_copy(update={"ranks": 2})}), work
+        recipe.model_copy(update={"device": recipe.device.model_copy(update={"ranks": 2})}), work, f"two-{on}"
     )
     names = [
         "critic/rewards/mean",
