@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,13 +22,22 @@ from isotrain.recipe.schema import Recipe
 VOLATILE = ("timing_s/", "perf/")
 
 
+# `ISOTRAIN_TEST_FUSED=on pytest -k npu ...` runs the simulated npu's tests over its fused operators.
+FUSED_VARIABLE = "ISOTRAIN_TEST_FUSED"
+
+
+def how_computed(device_type: str) -> dict[str, Any]:
+    """Settings of `model` that the environment asks for on this device."""
+    return {"fused": os.environ.get(FUSED_VARIABLE, "off")} if device_type == "npu" else {}
+
+
 def tiny_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str, Any]) -> Recipe:
     """A short float32 run on the tiny model; `sections` are merged over it."""
     base: dict[str, Any] = {
         "name": "test",
         "output": str(output),
         "device": {"type": device_type},
-        "model": {"path": str(tiny / "model"), "dtype": "float32"},
+        "model": {"path": str(tiny / "model"), "dtype": "float32", **how_computed(device_type)},
         "data": {
             "train": str(tiny / "train.jsonl"),
             "batch_size": 8,

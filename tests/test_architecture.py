@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 
 # Lowest first. A package may import itself and packages of lower layers; `cli` may import everything.
 LAYERS = (
-    {"device", "recipe", "observe"},
+    {"device", "recipe", "observe", "compat"},
     {"models", "data", "algorithms"},
     {"cluster", "rollout", "reward", "engine"},
     {"trainers"},

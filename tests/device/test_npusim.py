@@ -270,19 +270,47 @@ def test_fusion_attention_layouts_agree_with_torch(layout: str, sparse_mode: int
 def test_fused_operators() -> None:
     import torch_npu
 
-    x = torch.randn(3, 4, 8, device="npu", requires_grad=True)
+    x = torch.randn(2, 3, 4, 8, device="npu", requires_grad=True)
     gamma = torch.rand(8, device="npu")
     y, rstd = torch_npu.npu_rms_norm(x, gamma, 1e-5)
     torch.testing.assert_close(y, functional.rms_norm(x, (8,), gamma, 1e-5))
-    assert rstd.shape == (3, 4, 1) and rstd.dtype == torch.float32
+    assert rstd.shape == (2, 3, 4, 1) and rstd.dtype == torch.float32
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(torch_npu.npu_swiglu(x), functional.silu(gate) * up)
-    angle = torch.rand(3, 4, 8, device="npu")
+    angle = torch.rand(2, 3, 1, 8, device="npu")
     rotated = torch.cat((-up, gate), -1)
     torch.testing.assert_close(
         torch_npu.npu_rotary_mul(x, angle.cos(), angle.sin()), x * angle.cos() + rotated * angle.sin()
     )
     assert torch.autograd.grad(y.sum(), x)[0].device.type == "npu"
+
+
+@pytest.mark.parametrize("name", ["npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"])
+def test_fused_operators_have_the_real_schemas(name: str) -> None:
+    import torch_npu
+
+    operator = getattr(torch_npu, name)
+    assert operator is getattr(torch.ops.npu, name)
+    declared = torch._C.parse_schema(f"npu::{name}{torch_npu.operators.SCHEMAS[name]}")
+    assert operator.default._schema == declared
+    with pytest.raises(RuntimeError, match=f"npu::{name}"):
+        operator("not a tensor")
+
+
+def test_fused_operators_refuse_what_is_not_documented() -> None:
+    import torch_npu
+
+    x, angle = torch.randn(1, 3, 2, 8, device="npu"), torch.ones(1, 3, 1, 8, device="npu")
+    with pytest.raises(RuntimeError, match=r"gamma torch\.float32"):
+        torch_npu.npu_rms_norm(x.bfloat16(), torch.ones(8, device="npu"))
+    with pytest.raises(RuntimeError, match="between -1 and 1"):
+        torch_npu.npu_rotary_mul(x, 1.1 * angle, angle)
+    with pytest.raises(RuntimeError, match="four dimensions"):
+        torch_npu.npu_rotary_mul(x, angle[0], angle[0])
+    with pytest.raises(RuntimeError, match="angles of 4"):
+        torch_npu.npu_rotary_mul(x, angle[..., :4], angle[..., :4])
+    with pytest.raises(RuntimeError, match="no two halves"):
+        torch_npu.npu_swiglu(x, dim=1)
 
 
 def test_import_torch_loads_the_device() -> None:

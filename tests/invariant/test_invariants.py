@@ -6,6 +6,9 @@ at most 1e-6 (a bias too small for the first bound would show in the second).
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ from isotrain.engine.world import join_world
 from isotrain.models.head import TokenHead
 from isotrain.models.load import load_tokenizer
 from isotrain.recipe.schema import ModelSection, OptimizerSection
-from support import run_cli, stable_metrics, tiny_recipe, write_recipe
+from isotrain.trainers.launch import launch
+from support import FUSED_VARIABLE, how_computed, run_cli, stable_metrics, tiny_recipe, write_recipe
 
 STEPS, BATCH = 24, 8
 LR = 1e-3
@@ -60,7 +64,9 @@ def losses(
 ) -> list[float]:
     """Loss and gradient norm of every step of a short training."""
     device = choose_device(device_type)
-    section = ModelSection(path=str(tiny / "model"), **{"dtype": "float32", **model})
+    section = ModelSection(
+        path=str(tiny / "model"), **{"dtype": "float32", **how_computed(device_type), **model}
+    )
     with join_world(device) as world:
         engine = build_engine(section, OptimizerSection(lr=lr), device=device, world=world, seed=1)
         numbers = []
@@ -119,6 +125,29 @@ def test_loss_through_log_probs(
     assert_same(losses(tiny, store, device_type, loss=through_logps, head_chunk=16), reference)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"group": one_by_one, "gradient_checkpointing": False},
+        {"attention": "padded"},
+        {"attention": "segments", "head_chunk": 7},
+    ],
+    ids=["packed", "accumulated", "padded", "layers only"],
+)
+def test_fused_operators(tiny: Path, store: TokenStore, reference: list[float], way: dict[str, Any]) -> None:
+    """The device's fused operators == the model as it is, on the host."""
+    found = losses(tiny, store, "npu", **{**way, "fused": "on"})
+    difference = max(abs(a - b) for a, b in zip(found, reference, strict=True))
+    print(f"largest difference of {STEPS} losses with and without fused operators: {difference:.1e}")
+    assert_same(found, reference)
+
+
+def test_adapters_over_fused_operators(tiny: Path, store: TokenStore) -> None:
+    plain = losses(tiny, store, "npu", lora={"rank": 8}, fused="off")
+    assert_same(losses(tiny, store, "npu", lora={"rank": 8}, fused="on"), plain)
+
+
 def test_adapters_start_as_the_base_model(tiny: Path, store: TokenStore, device_type: str) -> None:
     """With a learning rate of 0 every step's loss is the untrained model's."""
     base = losses(tiny, store, device_type, lr=0.0)
@@ -126,6 +155,42 @@ def test_adapters_start_as_the_base_model(tiny: Path, store: TokenStore, device_
     assert_same(adapted, base)
     trained = losses(tiny, store, device_type, lora={"rank": 8})
     assert trained[0] == adapted[0] and trained[-1] < adapted[-1]
+
+
+@pytest.mark.slow
+def test_ranks_over_fused_operators(tiny: Path, tmp_path: Path) -> None:
+    """2 ranks over fused operators == 1 rank without, on the host."""
+    runs = []
+    for device_type, ranks, fused in (("cpu", 1, "off"), ("npu", 2, "on")):
+        recipe = tiny_recipe(
+            tiny,
+            tmp_path / device_type,
+            device_type,
+            device={"ranks": ranks},
+            model={"fused": fused},
+            trainer={"steps": STEPS},
+            data={"tokens_per_micro_batch": 256},
+            optimizer={"lr": LR},
+        )
+        if ranks == 1:
+            launch(recipe, "")
+        else:
+            run_cli("train", str(write_recipe(recipe, tmp_path / f"{device_type}.yaml")))
+        runs.append([row["train/loss"] for row in stable_metrics(recipe.output)])
+    assert_same(*runs)
+
+
+SUITE = ("invariant/test_invariants.py", "trainers/test_supervised.py", "trainers/test_judged_runs.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tests", SUITE)
+def test_the_suite_over_fused_operators(tests: str) -> None:
+    """What holds on the simulated npu holds over its fused operators."""
+    command = [sys.executable, "-m", "pytest", str(Path(__file__).parents[1] / tests), "-k", "npu"]
+    done = subprocess.run(command, env={**os.environ, FUSED_VARIABLE: "on"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("lora_rank", [0, 8])

@@ -33,6 +33,13 @@ def test_a_second_start_is_appended(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).starts() == [{"n": 1}, {"n": 2}]
 
 
+def test_facts_join_the_newest_start(tmp_path: Path) -> None:
+    for number in (1, 2):
+        run = RunDirectory.create(tmp_path, "a", {}, {"n": number})
+    run.add_to_start({"model": {"fused": ("rotary",)}})
+    assert run.starts() == [{"n": 1}, {"n": 2, "model": {"fused": ["rotary"]}}]
+
+
 def test_what_json_cannot_say_becomes_text(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", {}, {"device": {"path": Path("x")}})
     assert run.starts() == [{"device": {"path": "x"}}]

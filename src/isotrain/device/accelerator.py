@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from isotrain.device.base import Memory
+from isotrain.device.fused import FusedOperators
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Accelerator:
     """Run once the device is active, before the first operator."""
     flash_window: bool = True
     fused_adamw: bool = True
+    fused_operators: FusedOperators | None = None
 
     @property
     def module(self) -> ModuleType:

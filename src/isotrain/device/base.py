@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from isotrain.device.fused import FusedOperators
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -55,6 +57,10 @@ class Device(Protocol):
     @property
     def fused_adamw(self) -> bool:
         """Whether AdamW has a fused kernel here."""
+
+    @property
+    def fused_operators(self) -> FusedOperators | None:
+        """Operators that do the work of several at once, None where models run as they are."""
 
     def available(self) -> bool:
         """Whether at least one such device can be used by this process."""

@@ -28,6 +28,7 @@ class Cpu:
     flash_attention = False
     flash_window = False
     fused_adamw = True
+    fused_operators = None
 
     @property
     def ray_environment(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from isotrain.device.accelerator import Accelerator
+from isotrain.device.npu_operators import OPERATORS
 
 
 def _prepare() -> None:
@@ -47,4 +48,5 @@ NPU = Accelerator(
         "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     },
     prepare=_prepare,
+    fused_operators=OPERATORS,
 )

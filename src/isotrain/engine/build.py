@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from torch import nn
+from transformers import PreTrainedModel
 
 from isotrain.device.base import Device
+from isotrain.device.fused import FusedOperators
 from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.frozen import Frozen
 from isotrain.engine.sharding import shard_model
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
+from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
+from isotrain.models.fused_attention import FUSED, provide
 from isotrain.models.load import (
+    IMPLEMENTATIONS,
     build_causal_lm,
     build_scalar,
     build_token_classifier,
@@ -137,26 +144,60 @@ def build_process_reward_model(path: str, model: ModelSection, *, device: Device
 
 
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
-    attention = choose_attention(directory, model, device)
-    causal_lm = build_causal_lm(directory, attention)
+    causal_lm, attention, fused = _pretrained(build_causal_lm, directory, model, device)
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
-    return PackedModel(causal_lm, attention, model.head_chunk or max(1, LOGIT_BYTES // (4 * vocabulary)))
+    chunk = model.head_chunk or max(1, LOGIT_BYTES // (4 * vocabulary))
+    return PackedModel(causal_lm, attention, chunk, fused)
 
 
 def _scalar_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
-    attention = choose_attention(directory, model, device)
-    return ScalarModel(build_scalar(directory, attention), attention)
+    return ScalarModel(*_pretrained(build_scalar, directory, model, device))
 
 
 def _step_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
+    return ScalarModel(*_pretrained(build_token_classifier, directory, model, device))
+
+
+def _pretrained(
+    build: Callable[[Path, str], PreTrainedModel], directory: Path, model: ModelSection, device: Device
+) -> tuple[PreTrainedModel, str, Fused]:
+    """A model, how its attention is computed, and what of it is fused."""
     attention = choose_attention(directory, model, device)
-    return ScalarModel(build_token_classifier(directory, attention), attention)
+    table = fused_operators(model, device)
+    if table is None:
+        return build(directory, attention), attention, NONE_FUSED
+    provide(table.attention)
+    pretrained = build(directory, attention)
+    fused = fuse_layers(pretrained, table)
+    if model.fused == "on" and (fused.unknown or fused.operators != LAYERS):
+        missing = ", ".join(name for name in LAYERS if name not in fused.operators) or "none"
+        raise ModelError(
+            f"model.fused: not all layers of '{pretrained.config.model_type}' are of a known kind "
+            f"(missing: {missing}; unknown: {', '.join(fused.unknown) or 'none'}); use auto"
+        )
+    if IMPLEMENTATIONS[attention] == FUSED:
+        fused = replace(fused, operators=("attention", *fused.operators))
+    return pretrained, attention, fused
+
+
+def fused_operators(model: ModelSection, device: Device) -> FusedOperators | None:
+    """The device's table, where there is one and the recipe lets it be used."""
+    if model.fused == "on" and device.fused_operators is None:
+        raise ModelError(f"model.fused: '{device.type}' has no fused operators; use auto or off")
+    return None if model.fused == "off" else device.fused_operators
 
 
 def choose_attention(directory: Path, model: ModelSection, device: Device) -> str:
     """How a model's attention is computed: as the recipe says, or the best that device and model allow."""
+    has_windows = has_window(read_config(directory))
+    if fused_operators(model, device) is not None and not has_windows:
+        if model.attention == "auto":
+            return "fused"
+        # Padding is for unusual models: what is fused there is said in so many words.
+        if model.attention == "padded" and model.fused == "on":
+            return "fused-padded"
     # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
-    windowed = has_window(read_config(directory)) and not device.flash_window
+    windowed = has_windows and not device.flash_window
     if model.attention == "auto":
         flash = device.flash_attention and model.dtype != "float32" and not windowed
         return "flash" if flash else "segments"

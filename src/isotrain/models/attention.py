@@ -21,6 +21,8 @@ SEGMENTS = "isotrain_segments"
 SHORT_ON_CPU = 384
 # Queries times keys of a mask that is worth its memory.
 LARGEST_MASK = 1 << 26
+# What some models' attention adds to the softmax of products, which is all that is computed here.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 Run = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key, value of segments alike: `query_SHLD`, `key_SGLD`, `value_SGLD`."""
@@ -44,7 +46,7 @@ def segment_attention(
 
     A segment that continues another one sees that one's tokens as well.
     """
-    for unsupported in ("softcap", "s_aux", "position_bias"):
+    for unsupported in UNSUPPORTED:
         if extras.get(unsupported) is not None:
             raise ModelError(
                 f"this model's attention uses '{unsupported}', which packed attention does not compute here; "

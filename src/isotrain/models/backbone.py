@@ -13,9 +13,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 
+def is_padded(attention: str) -> bool:
+    """Whether samples lie in rows of one length instead of side by side."""
+    return attention in ("padded", "fused-padded")
+
+
 def shares_prompts(attention: str) -> bool:
     """Whether this attention can compute a prompt once for several answers."""
-    return attention == "segments"
+    return attention in ("segments", "fused")
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Backbone:
     ) -> torch.Tensor:
         """`lengths` and `continues` are those of a `PackedBatch`."""
         assert not continues or shares_prompts(self.attention)
-        if self.attention == "padded":
+        if is_padded(self.attention):
             return self._padded(tokens_T, lengths)
         extras: dict[str, Any] = {"segment_lengths": lengths, "segment_continues": continues}
         if self.attention == "flash":

@@ -21,10 +21,17 @@ from transformers import (
 
 from isotrain.errors import ModelError
 from isotrain.models.attention import SEGMENTS
+from isotrain.models.fused_attention import FUSED
 from isotrain.models.suitability import check_head, check_packing, check_score
 
 # transformers' name for each of ours.
-IMPLEMENTATIONS = {"segments": SEGMENTS, "flash": "flash_attention_2", "padded": "sdpa"}
+IMPLEMENTATIONS = {
+    "segments": SEGMENTS,
+    "flash": "flash_attention_2",
+    "padded": "sdpa",
+    "fused": FUSED,
+    "fused-padded": FUSED,
+}
 
 
 def model_directory(path: str, field: str = "model.path") -> Path:

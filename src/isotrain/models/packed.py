@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.models.backbone import Backbone
+from isotrain.models.fused import NONE_FUSED, Fused
 from isotrain.models.head import TokenHead
 
 Result = TypeVar("Result")
@@ -27,10 +28,13 @@ class PackedModel(nn.Module):
     prefix: ClassVar[str] = "causal_lm."
     """Before the Hugging Face names of its parameters."""
 
-    def __init__(self, causal_lm: PreTrainedModel, attention: str, head_chunk: int) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, attention: str, head_chunk: int, fused: Fused = NONE_FUSED
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.attention = attention
+        self.fused = fused
         self.head_chunk = head_chunk
 
     @property

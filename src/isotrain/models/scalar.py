@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.models.backbone import Backbone
+from isotrain.models.fused import NONE_FUSED, Fused
 
 Result = TypeVar("Result")
 
@@ -50,10 +51,11 @@ class ScalarModel(nn.Module):
     prefix: ClassVar[str] = "classifier."
     """Before the Hugging Face names of its parameters."""
 
-    def __init__(self, classifier: PreTrainedModel, attention: str) -> None:
+    def __init__(self, classifier: PreTrainedModel, attention: str, fused: Fused = NONE_FUSED) -> None:
         super().__init__()
         self.classifier = classifier
         self.attention = attention
+        self.fused = fused
 
     @property
     def pretrained(self) -> PreTrainedModel:

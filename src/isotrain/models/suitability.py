@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from isotrain.errors import ModelError
+from isotrain.models.backbone import is_padded
 
 # Our head is a plain projection; these scale or cap the logits after it.
 _HEAD_EXTRAS = (
@@ -49,9 +50,12 @@ def check_score(model: PreTrainedModel) -> None:
 
 def check_packing(model: PreTrainedModel, attention: str) -> None:
     """Packed samples lie side by side: nothing but attention, which knows their borders, may mix tokens."""
-    if attention == "padded":
-        return
     kind = model.config.model_type
+    takes_function = getattr(model, "_supports_attention_backend", False)
+    if attention == "fused-padded" and not takes_function:
+        raise ModelError(f"model type '{kind}' does not take an attention function; set model.fused=off")
+    if is_padded(attention):
+        return
     others = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "recurrent"
@@ -59,7 +63,7 @@ def check_packing(model: PreTrainedModel, attention: str) -> None:
             f"model type '{kind}' has layers ({what}) that would mix packed samples; "
             "set model.attention=padded"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if not takes_function:
         raise ModelError(
             f"model type '{kind}' does not take an attention function; set model.attention=padded"
         )

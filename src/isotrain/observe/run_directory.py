@@ -73,6 +73,11 @@ class RunDirectory:
             ) from error
         return run
 
+    def add_to_start(self, facts: Mapping[str, Any]) -> None:
+        """What is known of the newest start only once its model is built."""
+        *before, newest = self.starts()
+        write_atomically(self.environment, _to_json({"starts": [*before, {**newest, **facts}]}))
+
     def previous_resolved(self) -> dict[str, Any] | None:
         """The resolved recipe of the run that was started here, or None where none was."""
         return _read_object(self.resolved)

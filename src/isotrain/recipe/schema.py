@@ -42,6 +42,8 @@ class ModelSection(Section):
     """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
     attention: Literal["auto", "flash", "segments", "padded"] = "auto"
     """Attention over packed samples: `flash` kernels, `segments` (exact SDPA per sample), or `padded`."""
+    fused: Literal["auto", "off", "on"] = "off"
+    """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
     gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk: int | None = Field(default=None, ge=1)

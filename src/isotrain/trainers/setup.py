@@ -25,6 +25,8 @@ from isotrain.engine.world import World
 from isotrain.errors import RecipeError
 from isotrain.models.backbone import shares_prompts
 from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.packed import PackedModel
+from isotrain.models.scalar import ScalarModel
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.progress import Progress
 from isotrain.observe.run_directory import RunDirectory
@@ -78,6 +80,11 @@ def write_start(
     """The run directory with this start in it: on which device, with which versions, on which data."""
     environment = describe_environment(described, numerics_variables)
     return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
+
+
+def describe_model(model: PackedModel | ScalarModel) -> dict[str, Any]:
+    """How the model is computed, for `environment.json`: what `auto` has chosen."""
+    return {"attention": model.attention, "fused": model.fused.operators, "unfused": model.fused.unknown}
 
 
 def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:

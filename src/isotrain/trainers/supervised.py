@@ -30,7 +30,15 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import JudgedSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import cache, check_run, open_feeds, record_start, run_lock, total_steps
+from isotrain.trainers.setup import (
+    cache,
+    check_run,
+    describe_model,
+    open_feeds,
+    record_start,
+    run_lock,
+    total_steps,
+)
 from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.build import build_task, place_of_reference
 from isotrain.trainers.tasks.remember import remember
@@ -167,6 +175,8 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             run = record_start(recipe, source, device, world, data)
             trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
             progress.message(_introduction(recipe, device, trainer))
+            if world.leads:
+                run.add_to_start({"model": describe_model(trainer.engine.model)})
             if "model" in data:
                 _remember_reference(recipe, trainer, data["model"], progress)
             done = trainer.resume(run.checkpoints, progress)
@@ -233,5 +243,6 @@ def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) ->
     return (
         f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
         f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
+        f"  fused operators: {engine.model.fused}\n"
         f"  {told}"
     )

@@ -54,6 +54,7 @@ from isotrain.trainers.online.step import (
     span,
     whiten_all,
 )
+from isotrain.trainers.setup import describe_model
 
 
 class Description(NamedTuple):
@@ -64,7 +65,9 @@ class Description(NamedTuple):
     numerics_variables: tuple[str, ...]
     parameters: int
     trained: int
-    attention: str
+    model: dict[str, Any]
+    """How the policy is computed."""
+    fused: str
     shares_prompts: bool
     """Whether all models can compute a prompt once for several answers."""
 
@@ -114,7 +117,8 @@ class PolicyRank:
             self.device.numerics_variables,
             everything,
             trained,
-            self.policy.model.attention,
+            describe_model(self.policy.model),
+            str(self.policy.model.fused),
             all(shares_prompts(engine.model.attention) for engine in self.models.all()),
         )
 

@@ -39,6 +39,7 @@ def train_online(recipe: Recipe, source: str) -> None:
             facts = {"type": described.device_type, "name": described.device_name, "ranks": len(crew.ranks)}
             facts["rollout"] = settings
             run = write_start(recipe, source, facts, described.numerics_variables, digests)
+            run.add_to_start({"model": described.model})
             goes_on = crew.ranks.call("resume")[0]
             for complaint in goes_on.complaints:
                 progress.message(f"warning: {complaint}")
@@ -68,5 +69,6 @@ def _introduction(recipe: Recipe, rollout: RolloutSection, described: Descriptio
         f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} answers on "
         f"{recipe.device.ranks} x {described.device_type} ({described.device_name})\n"
         f"  {described.trained:,} of {described.parameters:,} parameters trained, "
-        f"{described.attention} attention{shared}"
+        f"{described.model['attention']} attention{shared}\n"
+        f"  fused operators: {described.fused}"
     )

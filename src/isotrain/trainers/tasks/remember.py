@@ -78,6 +78,7 @@ def _identity(engine: TrainingEngine, feed: JudgedFeed, model: Mapping[str, str]
         "mismatched": feed.longest,
         "device": engine.world.device.type,
         "attention": engine.model.attention,
+        **({"fused": list(fused)} if (fused := engine.model.fused.operators) else {}),
     }
 
 

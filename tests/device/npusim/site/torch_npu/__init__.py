@@ -33,18 +33,18 @@ from torch_npu.build import library  # noqa: E402
 _C = library()
 torch.utils.rename_privateuse1_backend("npu")
 
-from torch_npu import distributed, npu  # noqa: E402
-from torch_npu.operators import (  # noqa: E402
-    npu_fusion_attention,
-    npu_rms_norm,
-    npu_rotary_mul,
-    npu_swiglu,
-)
+from torch_npu import distributed, npu, operators  # noqa: E402
 
 __version__ = "2.13.0+sim"
 
 npu.register()
 distributed.register()
+operators.register()
+
+npu_fusion_attention = torch.ops.npu.npu_fusion_attention
+npu_rms_norm = torch.ops.npu.npu_rms_norm
+npu_rotary_mul = torch.ops.npu.npu_rotary_mul
+npu_swiglu = torch.ops.npu.npu_swiglu
 
 
 def _autoload() -> None:

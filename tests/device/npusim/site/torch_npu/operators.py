@@ -1,6 +1,7 @@
 """Reference versions, in plain differentiable torch, of the fused operators that training code calls.
 
-The signatures are those of torch_npu 2.5.1 and 2.6.0, which later versions only extend.
+They are registered with torch under the schemas of torch_npu 2.5.1 and 2.6.0, which later versions only
+extend, compute in float32, as we take the kernels to do, and refuse what their documentation does not allow.
 Legend: B batch, S and T tokens, N heads, D head size, H = N * D.
 """
 
@@ -13,6 +14,20 @@ WIDE = 2147483647
 # The sparse modes that take the compressed mask and build the causal one themselves.
 TOP_LEFT_CAUSAL, BOTTOM_RIGHT_CAUSAL = 2, 3
 COMPRESSED_MASK = (2048, 2048)
+LARGEST_HEADS, LARGEST_ROTARY = 1000, 896
+
+SCHEMAS = {
+    "npu_fusion_attention": (
+        "(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None, "
+        "Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1., "
+        "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
+        "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, "
+        "bool gen_mask_parallel=True, bool sync=False) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+    ),
+    "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=1e-6) -> (Tensor, Tensor)",
+    "npu_rotary_mul": "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> Tensor",
+    "npu_swiglu": "(Tensor input, int dim=-1) -> Tensor",
+}
 
 
 def npu_fusion_attention(
@@ -137,6 +152,8 @@ def _eightfold(x: Tensor) -> Tensor:
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """RMSNorm over the dimensions of gamma; returns the result and the reciprocal deviation in float32."""
+    if input.dtype != gamma.dtype:
+        raise RuntimeError(f"input is {input.dtype}, gamma {gamma.dtype}: not every version takes both")
     dims = tuple(range(-gamma.dim(), 0))
     wide = input.float()
     rstd = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + epsilon)
@@ -145,18 +162,47 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """Rotary position embedding with cosines r1 and sines r2, of two halves or of interleaved pairs."""
+    _require_rotary(input, r1, r2)
+    wide = input.float()
     if rotary_mode == "half":
-        first, second = input.chunk(2, dim=-1)
+        first, second = wide.chunk(2, dim=-1)
         rotated = torch.cat((-second, first), dim=-1)
     elif rotary_mode == "interleave":
-        pairs = input.unflatten(-1, (-1, 2))
+        pairs = wide.unflatten(-1, (-1, 2))
         rotated = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
     else:
         raise RuntimeError(f"rotary_mode must be half or interleave, got {rotary_mode}")
-    return input * r1 + rotated * r2
+    return (wide * r1.float() + rotated * r2.float()).to(input.dtype)
+
+
+def _require_rotary(input: Tensor, r1: Tensor, r2: Tensor) -> None:
+    if not (input.dim() == r1.dim() == r2.dim() == 4 and r1.shape == r2.shape):
+        raise RuntimeError("npu_rotary_mul takes tensors of four dimensions, r1 and r2 of one shape")
+    if input.shape[-1] != r1.shape[-1] or input.shape[-1] % 2 or input.shape[-1] >= LARGEST_ROTARY:
+        raise RuntimeError(f"npu_rotary_mul: a head of {input.shape[-1]} with angles of {r1.shape[-1]}")
+    if (
+        any(r not in (1, x) for r, x in zip(r1.shape, input.shape, strict=True))
+        or max(input.shape[0], min(input.shape[1:3])) >= LARGEST_HEADS
+    ):
+        raise RuntimeError(f"npu_rotary_mul: {tuple(input.shape)} with angles {tuple(r1.shape)}")
+    if any(r.detach().abs().max() > 1 for r in (r1, r2)):
+        raise RuntimeError("npu_rotary_mul: r1 and r2 must lie between -1 and 1")
 
 
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """SiLU of the first half times the second half."""
-    gate, up = input.chunk(2, dim=dim)
-    return torch.nn.functional.silu(gate) * up
+    if input.shape[dim] % 2:
+        raise RuntimeError(f"npu_swiglu: dimension {dim} of {tuple(input.shape)} has no two halves")
+    gate, up = input.float().chunk(2, dim=dim)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+# Kept here: operators live as long as the library object that defined them.
+LIBRARY = torch.library.Library("npu", "DEF")
+
+
+def register() -> None:
+    """Make the references callable as `torch.ops.npu.*`: torch checks every call against its schema."""
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema)
+        LIBRARY.impl(name, globals()[name], "CompositeImplicitAutograd")
