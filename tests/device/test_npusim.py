@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 RANKS = str(Path(npusim.__file__).with_name("ranks.py"))
 
@@ -80,6 +81,16 @@ def test_attention_forward_and_backward(masked: bool, grouped: bool) -> None:
         assert out.device == inputs[0].device
         results.append([out.detach().cpu(), *(x.grad.cpu() for x in inputs)])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-6)
+
+
+def test_a_recomputed_layer_drops_the_same_values() -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, 0.5) * x
+
+    x = torch.ones(64, device="npu", requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False)
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * y.detach()) and 0 < y.count_nonzero() < 64
 
 
 def test_operators_that_resize_view_and_index() -> None:

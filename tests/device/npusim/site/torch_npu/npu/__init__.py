@@ -40,6 +40,9 @@ Device = torch.device | str | int | None
 
 DEVICE_NAME = "Ascend910B3-sim"
 
+# Gradient checkpointing keeps the generators' states only of a device module that says so here.
+_initialized = True
+
 
 class DeviceProperties(NamedTuple):
     """What `get_device_properties` reports of a chip."""
