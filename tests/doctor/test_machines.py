@@ -47,7 +47,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "openrlhf-0.7.5": ("bounds-of-peft", *TOO_OLD),
     "openrlhf-measured": ("missing-peft", *TOO_OLD),
     "plugin-newer-than-cann": ("torch-npu-newer-than-cann",),
-    "plugin-older-than-cann": ("torch-npu-older-than-cann",),
+    "plugin-older-than-cann": ("bounds-of-torch", "torch-npu-older-than-cann"),
     "plugin-without-cann": ("npu-plugin-without-toolkit",),
     "small-shared-memory": (),
     "torch-mismatch": ("torch-and-torch-npu",),
@@ -55,7 +55,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "unhealthy-and-in-use": ("unhealthy-device", "devices-in-use"),
     "verl-first-runs": ("missing-peft", *TOO_OLD),
     "verl-june-2025-arm": ("missing-peft", *TOO_OLD, "tensordict-on-arm"),
-    "verl-sglang-2025-a3": ("missing-peft", "bounds-of-transformers"),
+    "verl-sglang-2025-a3": ("missing-peft", "bounds-of-torch", "bounds-of-transformers"),
     "verl-spring-2025": ("missing-peft", *TOO_OLD),
     "vllm-ascend-0.23-a2": (),
 }
