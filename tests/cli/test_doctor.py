@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
+import npusim
 import pytest
 from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
+from support import command
 
 MACHINES = Path(__file__).parents[1] / "doctor" / "machines"
 
@@ -66,10 +69,26 @@ def test_saving(tmp_path: Path) -> None:
     [
         (("--for", "tpu"), 2, "npu, cuda, cpu"),
         (("--saved", "nowhere"), 1, "not a recorded machine"),
-        (("--save", "a", "--saved", "b"), 1, "exclude each other"),
+        (("--save", "a", "--saved", "b"), 1, "about another machine"),
+        (("--self-test", "a", "--saved", "b"), 1, "about another machine"),
         (("--recipe", "nowhere"), 1, "nowhere"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], code: int, words: str) -> None:
     result = doctor(*arguments)
     assert result.exit_code == code and words in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["cpu", "npu"])
+def test_the_self_test(tmp_path: Path, on: str) -> None:
+    done = subprocess.run(
+        command("doctor", "--for", on, "--self-test", str(tmp_path / "trial")),
+        env=npusim.environment() if on == "npu" else None,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads((tmp_path / "trial" / "self-test.json").read_text())["self_test"]
+    assert len(checks) == (6 if on == "npu" else 3) and all(check["passed"] for check in checks)

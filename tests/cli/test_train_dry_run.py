@@ -138,3 +138,13 @@ def test_an_interrupt_is_a_short_line_and_130(monkeypatch: pytest.MonkeyPatch) -
     result = RUNNER.invoke(app, ["train", "tiny-sft"])
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "recipe", ["gsm8k-sft-lora-8x", "gsm8k-grpo-8x", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x"]
+)
+def test_recipes_of_accelerator_size_are_valid_on_each_kind(recipe: str) -> None:
+    """The commands that were published for Ascend, as recipes; nothing of a device is imported."""
+    for device in ("npu", "cuda", "cpu"):
+        done = RUNNER.invoke(app, ["train", recipe, f"device.type={device}", "--dry-run"])
+        assert done.exit_code == 0, done.output

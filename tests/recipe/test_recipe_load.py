@@ -47,8 +47,8 @@ def test_yaml_1_1_words_stay_text(word: str) -> None:
 
 def test_booleans_are_only_true_and_false() -> None:
     assert parse_recipe(MINIMAL, "r.yaml", ["data.shuffle=False"]).data.shuffle is False
-    (line,) = lines(MINIMAL + "device:\n  deterministic: yes\n")
-    assert line == "r.yaml:10: 'device.deterministic' is the text 'yes'; expected true or false; write true"
+    (line,) = lines(MINIMAL + "trainer:\n  validate_first: yes\n")
+    assert line == "r.yaml:10: 'trainer.validate_first' is the text 'yes'; expected true or false; write true"
 
 
 def test_an_empty_section_is_all_defaults() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import npusim
 import pytest
 import torch
 
+from isotrain.device.npu import NPU
 from isotrain.errors import NonFiniteError, RecipeError
 from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.launch import launch
@@ -51,6 +53,29 @@ def test_it_learns_and_leaves_a_whole_run_directory(tiny: Path, tmp_path: Path, 
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000020", "step-00000030"]
     assert {p.name for p in (out / "plots").iterdir()} >= {"loss.png", "throughput.png"}
     assert list(out.rglob("*tfevents*"))
+
+
+def test_determinism_is_told_and_recorded(
+    tiny: Path, tmp_path: Path, device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "false")
+    for name in NPU.deterministic_variables({}):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # to be put back after the test
+        if name != "HCCL_DETERMINISTIC":
+            monkeypatch.delenv(name)
+    device = {"determinism": "strict", "type": device_type}
+    recipe = tiny_recipe(tiny, tmp_path / "run", device_type, device=device, trainer={"steps": 1})
+    try:
+        launch(recipe, "")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (start,) = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
+    recorded = start["device"]["determinism"]
+    assert recorded["level"] == "strict" and recorded["variables"]["PYTHONHASHSEED"] == "0"
+    assert len(recorded["not_set"]) == (1 if device_type == "npu" else 0)
+    if device_type == "npu":
+        assert recorded["variables"]["CLOSE_MATMUL_K_SHIFT"] == "1" == os.environ["CLOSE_MATMUL_K_SHIFT"]
 
 
 def test_resume_is_exact(tiny: Path, tmp_path: Path, device_type: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isotrain.doctor.examine import Report, examine
+from isotrain.doctor.examine import Report, examine, visible_devices
 from isotrain.doctor.findings import Finding
 from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.recorded import RecordedMachine, Recording
+from isotrain.doctor.self_test import self_test
 from isotrain.doctor.summary import describe
 from isotrain.doctor.system import System, ThisMachine
 from isotrain.errors import RecipeError
@@ -41,6 +43,12 @@ def doctor(
         Path | None,
         typer.Option("--saved", metavar="DIR", help="Examine what --save kept instead of this machine."),
     ] = None,
+    trial: Annotated[
+        Path | None,
+        typer.Option(
+            "--self-test", metavar="DIR", help="Also train a small model on the device and on the host."
+        ),
+    ] = None,
 ) -> None:
     """Say what on this machine does not fit together, and what to install.
 
@@ -54,12 +62,14 @@ def doctor(
         isotrain doctor --recipe my.yaml
 
         isotrain doctor --save report     # a folder of texts, without secrets, for a bug report
+
+        isotrain doctor --self-test trial # short runs on the device beside the same on the host
     """
     if target is not None and target not in TARGETS:
         typer.echo(f"error: --for {target}: give one of {', '.join(TARGETS)}", err=True)
         raise typer.Exit(2)
-    if save and saved:
-        raise RecipeError("--save and --saved exclude each other")
+    if saved and (save or trial):
+        raise RecipeError("--saved is about another machine: it goes with neither --save nor --self-test")
     system: System = RecordedMachine(saved) if saved else ThisMachine()
     checked = None
     if recipe is not None:
@@ -74,7 +84,21 @@ def doctor(
         _print(report, notes)
         if save:
             typer.echo(f"kept in {save}; look through it before you send it")
-    raise typer.Exit(1 if report.errors else 0)
+    passed = not report.errors and (trial is None or _try(report, trial, as_json))
+    raise typer.Exit(0 if passed else 1)
+
+
+def _try(report: Report, work: Path, as_json: bool) -> bool:
+    """Run the trial and tell each check as it is done; returns whether all passed."""
+    found = []
+    for check in self_test(report.target, work.absolute(), visible_devices(report)):
+        found.append(check)
+        mark = "passed" if check.passed else "FAILED"
+        typer.echo(f"{mark}  {check.name}: {check.figure}, {check.seconds:.0f} s", err=as_json)
+    kept = {**report.as_json(), "self_test": [asdict(check) for check in found]}
+    (work / "self-test.json").write_text(json.dumps(kept, indent=2))
+    typer.echo(f"kept in {work}, with the facts above in self-test.json", err=as_json)
+    return all(check.passed for check in found)
 
 
 def _print(report: Report, notes: bool) -> None:

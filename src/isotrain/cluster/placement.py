@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from isotrain.cluster.connect import Cluster
 from isotrain.cluster.nodes import living_nodes, resource_counts
 from isotrain.device.base import Device
+from isotrain.device.determinism import profile
 from isotrain.errors import ClusterError
 
 
@@ -111,7 +113,7 @@ def assign(seats: Sequence[Seat], demand: Demand) -> Placement:
 
 
 def rank_environments(
-    seats: Sequence[Seat], device: Device, deterministic: bool = False, beside: Sequence[Seat] = ()
+    seats: Sequence[Seat], device: Device, determinism: str = "off", beside: Sequence[Seat] = ()
 ) -> list[dict[str, str]]:
     """Each training rank's variables: who it is, and its node's devices; its own is number LOCAL_RANK.
 
@@ -126,7 +128,8 @@ def rank_environments(
         neighbours = [number for other in seats if other.node == seat.node for number in other.devices]
         environments.append(
             {
-                **device.rank_environment(at_work[seat.node], deterministic),
+                **device.rank_environment(at_work[seat.node]),
+                **profile(device, determinism, os.environ, starts=True).variables,
                 **_visible(device, neighbours),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(seats)),
@@ -139,13 +142,14 @@ def rank_environments(
 
 
 def engine_environments(
-    seats: Sequence[Seat], device: Device, beside: Sequence[Seat] = ()
+    seats: Sequence[Seat], device: Device, determinism: str = "off", beside: Sequence[Seat] = ()
 ) -> list[dict[str, str]]:
     """Each rollout engine's variables: it sees its own devices only. `beside` is as for ranks."""
     at_work = Counter(seat.node for seat in [*seats, *beside])
     return [
         {
-            **device.rank_environment(at_work[seat.node], deterministic=False),
+            **device.rank_environment(at_work[seat.node]),
+            **profile(device, determinism, os.environ, starts=True).variables,
             **_visible(device, seat.devices),
         }
         for seat in seats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -26,7 +26,7 @@ class Accelerator:
     """Any of these packages gives transformers flash attention on this device."""
     peak_bf16_tflops: dict[str, float] = field(default_factory=dict)
     """By whole words of the device's name; the longest match counts."""
-    deterministic_environment: dict[str, str] = field(default_factory=dict)
+    deterministic_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
     prepare: Callable[[], None] = lambda: None
     """Run once the device is active, before the first operator."""
     flash_window: bool = True
@@ -56,20 +56,15 @@ class Accelerator:
     def name(self) -> str:
         return str(self.module.get_device_name())
 
-    def rank_environment(self, local_ranks: int, deterministic: bool) -> dict[str, str]:
+    def rank_environment(self, local_ranks: int) -> dict[str, str]:
         # Host threads only feed the device: one per rank unless the user says otherwise.
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
-        return threads | (self.deterministic_environment if deterministic else {})
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
 
     def activate(self, local_rank: int) -> torch.device:
         device = torch.device(self.type, local_rank)
         self.module.set_device(device)
         self.prepare()
         return device
-
-    def make_deterministic(self) -> None:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,14 +72,14 @@ class Device(Protocol):
     def name(self) -> str:
         """The model name of the device, for people."""
 
-    def rank_environment(self, local_ranks: int, deterministic: bool) -> dict[str, str]:
+    def rank_environment(self, local_ranks: int) -> dict[str, str]:
         """Variables that a rank needs before its first operator runs."""
+
+    def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables that make results repeatable, given what else is set. The first operator reads them."""
 
     def activate(self, local_rank: int) -> torch.device:
         """Make one device this process's own."""
-
-    def make_deterministic(self) -> None:
-        """Ask for run-to-run identical results."""
 
     def seed(self, seed: int) -> None:
         """Seed the host's and the device's generators."""

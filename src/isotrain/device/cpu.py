@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ class Cpu:
         found = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
         return found.group(1) if found else "cpu"
 
-    def rank_environment(self, local_ranks: int, deterministic: bool) -> dict[str, str]:
+    def rank_environment(self, local_ranks: int) -> dict[str, str]:
         # Ranks that each use every core fight for them; a fixed share also fixes the order of sums.
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, self.count() // local_ranks))
@@ -53,9 +54,8 @@ class Cpu:
     def activate(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
 
-    def make_deterministic(self) -> None:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

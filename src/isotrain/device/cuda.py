@@ -32,5 +32,5 @@ CUDA = Accelerator(
         "A30": 165,
         "RTX 4090": 165,
     },
-    deterministic_environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    deterministic_variables=lambda environment: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from isotrain.device.accelerator import Accelerator
@@ -11,6 +13,15 @@ from isotrain.device.npu_operators import OPERATORS
 def _prepare() -> None:
     # Operators are compiled ahead of time: with varying packed shapes, compiling each one would dominate.
     torch.npu.set_compile_mode(jit_compile=False)  # type: ignore[attr-defined]
+
+
+def _deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    collectives = {"HCCL_DETERMINISTIC": "true"}
+    if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV":
+        collectives = {"LCCL_DETERMINISTIC": "1", "ATB_LLM_LCOC_ENABLE": "0"}
+    # The last one is the default: overflows must be seen, not cut to the largest number.
+    products = {"CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0", "INF_NAN_MODE_ENABLE": "1"}
+    return collectives | products
 
 
 NPU = Accelerator(
@@ -42,11 +53,7 @@ NPU = Accelerator(
     },
     # transformers' variable-length attention for this device takes a window and drops it.
     flash_window=False,
-    deterministic_environment={
-        "HCCL_DETERMINISTIC": "true",
-        "CLOSE_MATMUL_K_SHIFT": "1",
-        "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
-    },
+    deterministic_variables=_deterministic_variables,
     prepare=_prepare,
     fused_operators=OPERATORS,
 )

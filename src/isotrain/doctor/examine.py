@@ -74,7 +74,7 @@ def judge(scene: Scene) -> Report:
         found = [
             Finding(
                 "simulated-device",
-                "note",
+                "warning",
                 "torch_npu is isotrain's stand-in: this device is simulated on the host",
                 "nothing that runs here says anything about Ascend's numbers or speed",
             )
@@ -90,3 +90,8 @@ def judge(scene: Scene) -> Report:
         return Report(scene.target, scene.facts, tuple(kept), None)
     too_old = tuple(too_old_for_isotrain(scene)) if scene.target == "npu" else ()
     return Report(scene.target, scene.facts, tuple(kept), nearest(scene), too_old)
+
+
+def visible_devices(report: Report) -> int | None:
+    """Devices of the report's kind that a process would see; None where that is not known."""
+    return devices.visible(Scene(report.facts, report.target))

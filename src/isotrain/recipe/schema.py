@@ -18,8 +18,9 @@ class DeviceSection(Section):
     """Device to train on: a name from `isotrain.device`, or `auto` for the best one that is present."""
     ranks: int = Field(default=1, ge=1)
     """Training processes on this machine, one device each. Under `torchrun` its world size counts."""
-    deterministic: bool = False
-    """Ask the device for run-to-run identical results, at some cost in speed."""
+    determinism: Literal["off", "on", "strict"] = "off"
+    """Run-to-run identical results, at some cost in speed: `on` sets what the device has for that, `strict`
+    also ends the run at an operator that has no repeatable kernel."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak dense TFLOPS of one device in `model.dtype`, for `perf/mfu`; by default the device's own table."""
 

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
+from isotrain.device.determinism import profile
 from isotrain.engine.world import STORE_VARIABLE
 from isotrain.errors import DeviceError, LaunchError
 from isotrain.recipe.load import write_resolved
@@ -39,7 +40,8 @@ def launch(recipe: Recipe, source: str) -> None:
             f"lower device.ranks or look at {device.visible_devices_variable}"
         )
     if joins or ranks == 1:
-        os.environ.update(device.rank_environment(ranks, recipe.device.deterministic))
+        os.environ.update(device.rank_environment(ranks))
+        os.environ.update(profile(device, recipe.device.determinism, os.environ).variables)
         train_supervised(recipe, source)
         return
     with tempfile.TemporaryDirectory(prefix="isotrain-") as job:
@@ -51,7 +53,8 @@ def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
     (job / SOURCE_FILE).write_text(source)
     ranks = recipe.device.ranks
     shared = {
-        **device.rank_environment(ranks, recipe.device.deterministic),
+        **device.rank_environment(ranks),
+        **profile(device, recipe.device.determinism, os.environ, starts=True).variables,
         STORE_VARIABLE: str(job / "store"),
         LAUNCHER_VARIABLE: str(os.getpid()),
         "WORLD_SIZE": str(ranks),

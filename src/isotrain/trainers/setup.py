@@ -20,6 +20,7 @@ from isotrain.data.judged_store import JudgedStore, cached_judged
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import TokenStore, cached_store
 from isotrain.device.base import Device
+from isotrain.device.determinism import Profile
 from isotrain.engine.build import choose_attention
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
@@ -58,13 +59,18 @@ def check_run(recipe: Recipe) -> None:
 
 
 def record_start(
-    recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str]
+    recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str], determinism: Profile
 ) -> RunDirectory:
     """The run directory with this start in it; the leading rank writes it. `data` are digests."""
     check_same_data(recipe, data)
     world.barrier()  # all have checked the previous start before it is overwritten
     if world.leads:
-        described = {"type": device.type, "name": device.name(), "ranks": world.size}
+        described = {
+            "type": device.type,
+            "name": device.name(),
+            "ranks": world.size,
+            "determinism": determinism.as_json(),
+        }
         write_start(recipe, source, described, device.numerics_variables, data)
     world.barrier()
     return RunDirectory(recipe.output)

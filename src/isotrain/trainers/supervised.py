@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from isotrain.data.judged_feed import JudgedFeed, JudgedStep
 from isotrain.data.store import TokenStore
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
+from isotrain.device.determinism import make_deterministic, profile
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
@@ -153,8 +155,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
     """This rank's part of a supervised run."""
     device = choose_device(recipe.device.type)
     with join_world(device) as world:
-        if recipe.device.deterministic:
-            device.make_deterministic()
+        make_deterministic(recipe.device.determinism)
         # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
         device.seed(recipe.seed + world.rank)
         silent = not world.leads or "console" not in recipe.observe.sinks
@@ -172,7 +173,10 @@ def train_supervised(recipe: Recipe, source: str) -> None:
                     lambda: model_digest(model_directory(recipe.model.path)),
                     "model.path: the machines have different models there; copy one to all of them",
                 )
-            run = record_start(recipe, source, device, world, data)
+            determinism = profile(device, recipe.device.determinism, os.environ)
+            for complaint in determinism.complaints:
+                progress.message(f"warning: device.determinism: {complaint}")
+            run = record_start(recipe, source, device, world, data, determinism)
             trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
             progress.message(_introduction(recipe, device, trainer))
             if world.leads:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 VERSIONS = ("2.5.1", "2.6.0", "2.7.1", "2.10.0", "2.13.0")
 PYTHONS = tuple(dict.fromkeys([f"{sys.version_info[0]}.{sys.version_info[1]}", "3.11", "3.10"]))
-TAGS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+TAGS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # The runtime that the wheel calls, and libraries that it only names.
 RUNTIME = "ascendcl"
 EMPTY = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
@@ -40,9 +40,9 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isotrain" / "wheels"
 
 
-def unzipped(version: str) -> Path:
-    """The directory that holds the package `torch_npu` of a version as its wheel has it."""
-    wheel = _cached(version) or _download(version)
+def unzipped(version: str, package: str = "torch_npu") -> Path:
+    """The directory that holds a package of a version as its wheel has it."""
+    wheel = _cached(package, version) or _download(package, version)
     directory = wheel.with_suffix("")
     if not directory.is_dir():
         with tempfile.TemporaryDirectory(dir=wheel.parent) as work:
@@ -56,39 +56,41 @@ def fits_this_python(directory: Path) -> bool:
     return f"-cp{sys.version_info[0]}{sys.version_info[1]}-" in directory.name
 
 
-def _cached(version: str) -> Path | None:
+def _cached(package: str, version: str) -> Path | None:
     machine = platform.machine()
     for python in PYTHONS:
         tag = "cp" + python.replace(".", "")
-        found = sorted(cache_directory().glob(f"torch_npu-{version}-{tag}-*{machine}.whl"))
+        found = sorted(cache_directory().glob(f"{package}-{version}-{tag}-*{machine}.whl"))
         if found:
             return found[0]
     return None
 
 
-def _download(version: str) -> Path:
+def _download(package: str, version: str) -> Path:
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
     said = ""
     for python in PYTHONS:
         with tempfile.TemporaryDirectory(dir=cache) as work:
-            done = subprocess.run(_pip(version, python, work), capture_output=True, text=True, timeout=600)
+            done = subprocess.run(
+                _pip(package, version, python, work), capture_output=True, text=True, timeout=600
+            )
             for wheel in Path(work).glob("*.whl"):
                 return wheel.rename(cache / wheel.name)
         said += done.stderr
     # A registry that answers lists the versions that it has for this Python.
     if "from versions: " in said and "(from versions: none)" not in said:
-        raise AssertionError(f"no wheel of torch_npu {version} for Python {', '.join(PYTHONS)}:\n{said}")
-    raise Unavailable(f"torch_npu {version} is not in {cache} and no package registry can be reached")
+        raise AssertionError(f"no wheel of {package} {version} for Python {', '.join(PYTHONS)}:\n{said}")
+    raise Unavailable(f"{package} {version} is not in {cache} and no package registry can be reached")
 
 
-def _pip(version: str, python: str, directory: str) -> list[str]:
+def _pip(package: str, version: str, python: str, directory: str) -> list[str]:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", directory]
     command += ["--retries", "1", "--timeout", "20"]
     for tag in TAGS:
         command += ["--platform", f"{tag}_{platform.machine()}"]
-    return [*command, f"torch_npu=={version}"]
+    return [*command, f"{package}=={version}"]
 
 
 def stubs(wheel: Path) -> Path:

@@ -30,8 +30,10 @@ def check(scene: Scene) -> Iterator[Finding]:
 
 
 def visible(scene: Scene) -> int | None:
-    """Devices that a process would see; None where that is not known."""
+    """Devices that a process would see; None where that is not known, or where cores are the devices."""
     facts = scene.facts
+    if scene.target == "cpu":
+        return None
     if scene.target == "cuda":
         mask = facts.variables.get("CUDA_VISIBLE_DEVICES")
         present = len(facts.gpus)

@@ -81,7 +81,7 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
     torch, plugin = facts.packages.get("torch"), facts.packages.get("torch-npu")
     if not torch or not plugin:
         return
-    wanted = ".".join(map(str, Version(plugin).release))
+    wanted = _release(plugin)
     if Version(torch).release != Version(plugin).release:
         yield Finding(
             "torch-and-torch-npu",
@@ -149,6 +149,10 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
         )
 
 
+def _release(version: str) -> str:
+    return ".".join(map(str, Version(version).release))
+
+
 def _newest_for(cann: str) -> str | None:
     for toolkit, plugins in matrix().torch_npu_of_cann.items():
         if order(toolkit) == order(cann):
@@ -173,6 +177,9 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
     for name in ("vllm", "torch", "torch-npu"):
         versions = list(dict.fromkeys(stack.packages[name] for stack in stacks if name in stack.packages))
         have = packages.get(name)
+        if name == "torch-npu" and have:
+            # Its post releases are for other toolkits, which is looked at by itself.
+            have, versions = _release(have), [_release(version) for version in versions]
         if versions and not (have and any(fits(have, version) for version in versions)):
             yield Finding(
                 f"vllm-ascend-and-{name}",

@@ -69,7 +69,7 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout))
         at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
         learners = _ranks(recipe, values, placement, device, at_once)
-        writers = _engines(values, placement, device, at_once)
+        writers = _engines(recipe, values, placement, device, at_once)
         scorer = Member((values,), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
         # At the same time: each process takes seconds to import what it needs.
@@ -103,16 +103,18 @@ def _ranks(
     recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
 ) -> list[Member]:
     beside = placement.engines if at_once else []
-    environments = rank_environments(placement.ranks, device, recipe.device.deterministic, beside)
+    environments = rank_environments(placement.ranks, device, recipe.device.determinism, beside)
     return [
         Member((values,), environment, seat)
         for environment, seat in zip(environments, placement.ranks, strict=True)
     ]
 
 
-def _engines(values: dict[str, Any], placement: Placement, device: Device, at_once: bool) -> list[Member]:
+def _engines(
+    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
+) -> list[Member]:
     beside = placement.ranks if at_once else []
-    environments = engine_environments(placement.engines, device, beside)
+    environments = engine_environments(placement.engines, device, recipe.device.determinism, beside)
     return [
         Member((values, engine_name(index)), environment, seat)
         for index, (environment, seat) in enumerate(zip(environments, placement.engines, strict=True))

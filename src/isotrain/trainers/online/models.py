@@ -12,6 +12,7 @@ from isotrain.data.chat import closing_tokens
 from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
+from isotrain.device.determinism import make_deterministic
 from isotrain.engine.build import (
     build_critic,
     build_engine,
@@ -54,8 +55,7 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
     assert recipe.reward is not None
     device = choose_device(recipe.device.type)
     world = stack.enter_context(join_world(device, store))
-    if recipe.device.deterministic:
-        device.make_deterministic()
+    make_deterministic(recipe.device.determinism)
     device.seed(recipe.seed + world.rank)
     common: dict[str, Any] = {"device": device, "world": world}
     model, optimizer, kl = recipe.model, recipe.optimizer, algorithm.kl

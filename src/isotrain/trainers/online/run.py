@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from isotrain.device.detect import choose_device
+from isotrain.device.determinism import profile
 from isotrain.observe.progress import open_progress
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
@@ -30,14 +32,22 @@ def train_online(recipe: Recipe, source: str) -> None:
         check_run(recipe)
         for warning in check_online(recipe):
             progress.message(f"warning: {warning}")
+        determinism = profile(device, recipe.device.determinism, os.environ, starts=True)
+        for complaint in determinism.complaints:
+            progress.message(f"warning: device.determinism: {complaint}")
         stores = open_prompts(recipe, progress.message)
         digests = {name: store.digest for name, store in stores.items()}
         check_same_data(recipe, digests)
         progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
         with assemble(recipe, cluster, device) as crew:
             described, settings = crew.start(cluster.start_timeout)
-            facts = {"type": described.device_type, "name": described.device_name, "ranks": len(crew.ranks)}
-            facts["rollout"] = settings
+            facts = {
+                "type": described.device_type,
+                "name": described.device_name,
+                "ranks": len(crew.ranks),
+                "determinism": determinism.as_json(),
+                "rollout": settings,
+            }
             run = write_start(recipe, source, facts, described.numerics_variables, digests)
             run.add_to_start({"model": described.model})
             goes_on = crew.ranks.call("resume")[0]

@@ -1,0 +1,57 @@
+"""From a recipe's level of determinism to variables and switches, and what of it could not be had."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isotrain.device.base import Device
+
+_HASHES = "PYTHONHASHSEED"
+
+
+@dataclass(frozen=True)
+class Profile:
+    level: str
+    variables: dict[str, str]
+    """What a process must have in its environment before its first operator."""
+    complaints: tuple[str, ...]
+    """What could not be set, and what to do about it."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"level": self.level, "variables": self.variables, "not_set": list(self.complaints)}
+
+
+def profile(device: Device, level: str, environment: Mapping[str, str], *, starts: bool = False) -> Profile:
+    """What `level` asks of a process with this environment; `starts` says that the process is yet to start.
+
+    A variable that the user has set otherwise stays as it is.
+    """
+    if level == "off":
+        return Profile(level, {}, ())
+    wanted = {_HASHES: "0", **device.deterministic_variables(environment)}
+    complaints = [
+        f"{name} is {environment[name]!r} and stays so; {value!r} would make results repeatable"
+        for name, value in wanted.items()
+        if environment.get(name, value) != value and name != _HASHES
+    ]
+    # Python has read it when it started; any fixed number will do.
+    if not starts and _HASHES not in environment and sys.flags.hash_randomization:
+        del wanted[_HASHES]
+        complaints.append(f"{_HASHES} cannot be set any more; export {_HASHES}=0 before the start")
+    return Profile(
+        level, {name: environment.get(name, value) for name, value in wanted.items()}, tuple(complaints)
+    )
+
+
+def make_deterministic(level: str) -> None:
+    """torch's own switch: operators without a repeatable kernel warn, or with `strict` end the run."""
+    if level == "off":
+        return
+    torch.use_deterministic_algorithms(True, warn_only=level != "strict")
+    # It would fill every new tensor, to make mistakes repeatable that we do not make.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,59 @@
+"""What the matrix and the vLLM adapter say of vllm-ascend, held against its wheels as they are published."""
+
+from __future__ import annotations
+
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from contract.wheels import Unavailable, unzipped
+from packaging.requirements import Requirement
+
+from isotrain.doctor.matrix import fits, matrix
+
+pytestmark = pytest.mark.slow
+
+# 0.7.3 and 0.8.5rc1 have no wheel for Python 3.10 or 3.11.
+STACKS = {
+    stack.packages["vllm-ascend"]: stack
+    for stack in reversed(matrix().stacks)
+    if "vllm-ascend" in stack.packages and stack.name.startswith("vllm-ascend")
+}
+VERSIONS = [version for version in STACKS if version not in ("0.7.3", "0.8.5rc1")]
+
+
+def wheel(version: str) -> Path:
+    try:
+        return unzipped(version, "vllm_ascend")
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_matrix_is_what_the_wheel_asks_for(version: str) -> None:
+    (information,) = wheel(version).glob("*.dist-info/METADATA")
+    asked = {
+        requirement.name.replace("_", "-"): requirement.specifier
+        for requirement in map(
+            Requirement, Parser().parsestr(information.read_text()).get_all("Requires-Dist", [])
+        )
+    }
+    stack = STACKS[version]
+    for name in ("torch", "torch-npu", "triton-ascend"):
+        if name in stack.packages:
+            assert asked[name].contains(stack.packages[name], prereleases=True), (name, asked[name])
+    assert fits(version, stack.packages["vllm-ascend"])
+
+
+def test_what_the_adapter_relies_on() -> None:
+    package = wheel("0.23.0") / "vllm_ascend"
+    worker = (package / "worker" / "worker.py").read_text()
+    assert "class NPUWorker(WorkerBase)" in worker, "our method is added to its workers"
+    assert "self.model_runner" in worker and "def get_model" in worker
+    environment = (package / "envs.py").read_text()
+    assert '"VLLM_ASCEND_ENABLE_NZ": lambda: int(os.getenv("VLLM_ASCEND_ENABLE_NZ", 1))' in environment
+    waking = worker.partition("def wake_up")[2].partition("\n    def ")[0]
+    assert "weight_nz_mode" in waking and "raise ValueError" in waking, "NZ has to be off where engines sleep"
+    allocator = (package / "device_allocator" / "camem.py").read_text()
+    assert '"expandable_segments:True" not in conf' in allocator
+    assert not any("rl_config" in file.read_text() for file in package.rglob("*.py")), "then it is to be used"
