@@ -1,0 +1,1 @@
+"""Two runs in, a verdict out; nothing here needs torch."""

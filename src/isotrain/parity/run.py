@@ -1,0 +1,43 @@
+"""What is compared: the curves of one run, and what is known of where they come from.
+
+S: steps that a metric was recorded at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over steps, which ascend; a step has one value."""
+
+    steps_S: npt.NDArray[np.int64]
+    values_S: Numbers
+
+    def __len__(self) -> int:
+        return len(self.steps_S)
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    format: str
+    """How it was written, for people: `isotrain run`, `verl console log`, ..."""
+    metrics: Mapping[str, Series]
+    recipe: dict[str, Any] | None = None
+    """All fields, where the source has them."""
+    environment: dict[str, Any] | None = None
+    """Device, versions and variables of its last start."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Digests of the data that it was trained on."""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Of every file that was read."""
