@@ -69,8 +69,8 @@ def test_saving(tmp_path: Path) -> None:
     [
         (("--for", "tpu"), 2, "npu, cuda, cpu"),
         (("--saved", "nowhere"), 1, "not a recorded machine"),
-        (("--save", "a", "--saved", "b"), 1, "about another machine"),
-        (("--self-test", "a", "--saved", "b"), 1, "about another machine"),
+        (("--save", "a", "--saved", "b"), 2, "about another machine"),
+        (("--self-test", "a", "--saved", "b"), 2, "about another machine"),
         (("--recipe", "nowhere"), 1, "nowhere"),
     ],
 )

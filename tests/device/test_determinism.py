@@ -51,6 +51,11 @@ def test_what_the_user_set_stays_and_is_told() -> None:
     assert found.as_json()["not_set"] == list(found.complaints)
 
 
+def test_random_hashes_are_not_repeatable() -> None:
+    found = profile(DEVICES["cpu"], "on", {"PYTHONHASHSEED": "random"}, starts=True)
+    assert found.variables == {} and len(found.complaints) == 1
+
+
 @pytest.mark.parametrize(("seed", "complaints"), [("random", 1), ("0", 0)])
 def test_hashes_are_fixed_before_python_starts(seed: str, complaints: int) -> None:
     code = (

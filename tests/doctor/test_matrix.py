@@ -9,7 +9,8 @@ from packaging.version import Version
 from pydantic import ValidationError
 
 from isotrain.doctor import page
-from isotrain.doctor.matrix import Stack, fits, matrix
+from isotrain.doctor.checks.versions import requirements
+from isotrain.doctor.matrix import Stack, fits, matrix, specifier
 from isotrain.doctor.nearest import carries_isotrain
 from isotrain.doctor.rules import rules
 from isotrain.doctor.versions import order
@@ -46,6 +47,14 @@ def test_toolkits_are_in_order() -> None:
 def test_which_stacks_carry_isotrain() -> None:
     carried = {stack.name for stack in matrix().stacks if carries_isotrain(stack)}
     assert "verl, 2026" in carried and "OpenRLHF 0.7.5" not in carried
+
+
+def test_own_rows_are_our_bounds() -> None:
+    bounds = {one.name: one.specifier for _, one in requirements()}
+    for stack in matrix().stacks:
+        if stack.name.startswith("isotrain on"):
+            ranges = {name: text for name, text in stack.packages.items() if not text[0].isdigit()}
+            assert all(specifier(text) == bounds[name] for name, text in ranges.items()), stack.name
 
 
 def test_versions_of_packages() -> None:

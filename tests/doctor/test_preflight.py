@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.doctor.preflight import refuse_what_cannot_work
+from isotrain.doctor.preflight import preflight as look
 from isotrain.doctor.recorded import RecordedMachine
 from isotrain.errors import DeviceError
 from isotrain.recipe.library import locate
@@ -19,27 +20,47 @@ MACHINES = Path(__file__).parent / "machines"
 RECIPE = "gsm8k-sft-lora"
 
 
-def preflight(machine: str, *overrides: str) -> None:
-    refuse_what_cannot_work(load_recipe(locate(RECIPE), overrides), RecordedMachine(MACHINES / machine))
+def preflight(machine: str, *overrides: str) -> list[str]:
+    return look(load_recipe(locate(RECIPE), overrides), RecordedMachine(MACHINES / machine))
 
 
 @pytest.mark.parametrize("machine", ["good-a2", "good-a3", "good-cuda", "good-cpu", "vllm-ascend-0.23-a2"])
 def test_good_machines_train(machine: str) -> None:
-    preflight(machine)
+    for device in ("auto", machine.partition("-")[2] if machine in ("good-cuda", "good-cpu") else "npu"):
+        assert preflight(machine, f"device.type={device}") == []
 
 
 def test_the_same_words_as_the_doctor() -> None:
     with pytest.raises(
         DeviceError, match=r"not strictly ascending.*\n  -> export ASCEND_RT_VISIBLE_DEVICES=0,1,2"
     ):
-        preflight("mask-out-of-order")
+        preflight("mask-out-of-order", "device.type=npu")
     with pytest.raises(DeviceError, match="torch_npu is installed but no CANN"):
         preflight("plugin-without-cann", "device.type=npu")
 
 
 def test_another_device_is_not_refused() -> None:
-    preflight("plugin-without-cann", "device.type=cpu")
-    preflight("mask-out-of-order", "device.type=cpu")
+    (warning,) = preflight("plugin-without-cann", "device.type=cpu")
+    assert "isotrain's own commands hide it" in warning
+    assert preflight("mask-out-of-order", "device.type=cpu") == []
+
+
+def test_auto_may_take_another_device() -> None:
+    (warning,) = preflight("plugin-without-cann", "device.type=auto")
+    assert "no CANN toolkit" in warning
+
+
+def test_a_toolkit_without_its_version_file_is_there(tmp_path: Path) -> None:
+    described = {
+        "machine": "aarch64",
+        "python": "3.11.9",
+        "packages": {"torch": "2.10.0", "torch-npu": "2.10.0", "transformers": "5.19.0", "peft": "0.21.2"},
+        "variables": {"LD_LIBRARY_PATH": "/opt/ascend/lib64"},
+        "found": ["/opt/ascend/lib64/libhccl.so"],
+    }
+    (tmp_path / "machine.json").write_text(json.dumps(described))
+    recipe = load_recipe(locate(RECIPE), ["device.type=npu"])
+    assert look(recipe, RecordedMachine(tmp_path)) == []
 
 
 def test_a_plugin_without_its_libraries_is_hidden(tmp_path: Path) -> None:

@@ -13,4 +13,5 @@ def test_nz_is_always_off() -> None:
 def test_expandable_segments_are_taken_out() -> None:
     changed = npu_environment({"PYTORCH_NPU_ALLOC_CONF": "page_size:1g, expandable_segments:True"})
     assert changed["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"
+    assert npu_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})["PYTORCH_ALLOC_CONF"] == ""
     assert "PYTORCH_NPU_ALLOC_CONF" not in npu_environment({"PYTORCH_NPU_ALLOC_CONF": "page_size:1g"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,6 @@ from isotrain.doctor.recorded import RecordedMachine, Recording
 from isotrain.doctor.self_test import self_test
 from isotrain.doctor.summary import describe
 from isotrain.doctor.system import System, ThisMachine
-from isotrain.errors import RecipeError
 from isotrain.recipe import library
 from isotrain.recipe.load import parse_recipe, read_source
 
@@ -69,7 +69,8 @@ def doctor(
         typer.echo(f"error: --for {target}: give one of {', '.join(TARGETS)}", err=True)
         raise typer.Exit(2)
     if saved and (save or trial):
-        raise RecipeError("--saved is about another machine: it goes with neither --save nor --self-test")
+        typer.echo("error: --saved is about another machine: no --save or --self-test with it", err=True)
+        raise typer.Exit(2)
     system: System = RecordedMachine(saved) if saved else ThisMachine()
     checked = None
     if recipe is not None:
@@ -84,6 +85,8 @@ def doctor(
         _print(report, notes)
         if save:
             typer.echo(f"kept in {save}; look through it before you send it")
+    if trial and report.errors:
+        typer.echo("the self-test was not run: first mend what stands in the way", err=True)
     passed = not report.errors and (trial is None or _try(report, trial, as_json))
     raise typer.Exit(0 if passed else 1)
 
@@ -109,7 +112,7 @@ def _print(report: Report, notes: bool) -> None:
     console = Console(highlight=False, markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in describe(report):
-        table.add_row(Text(name, style="bold"), Text(value))
+        table.add_row(Text(name, style="bold"), Text(_plain(value)))
     console.print(table, "")
     shown = [finding for finding in report.findings if notes or finding.level != "note"]
     if shown:
@@ -127,7 +130,7 @@ def _print(report: Report, notes: bool) -> None:
         console.print(f"nearest complete stack: {stack.name} ({stack.status})", style="bold")
         console.print(f"  {stack.source}", style="dim")
         for change in report.nearest.changes:
-            console.print(f"  {change}")
+            console.print(f"  {_plain(change)}")
         for command in report.nearest.commands:
             # Unwrapped: it is there to be copied.
             console.print(f"    {command}", style="cyan", soft_wrap=True)
@@ -140,6 +143,11 @@ def _print(report: Report, notes: bool) -> None:
         console.print(f"nothing stands in the way of training on {report.target}", style="green")
 
 
+def _plain(text: str) -> str:
+    """Without characters that steer a terminal: a saved machine may be anybody's."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+
+
 def _findings(findings: list[Finding]) -> Table:
     """The remedy under its problem: beside it, commands would be cut."""
     from rich.table import Table
@@ -149,7 +157,7 @@ def _findings(findings: list[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        text = Text(finding.problem)
-        text.append(f"\n-> {finding.remedy}", style="bold")
+        text = Text(_plain(finding.problem))
+        text.append(f"\n-> {_plain(finding.remedy)}", style="bold")
         table.add_row(Text(finding.level, style=_COLOURS[finding.level]), text)
     return table

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 import isotrain
 from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
+from isotrain.cli.parity import app as parity
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
@@ -68,6 +69,7 @@ app.command()(train)
 app.command()(recipes)
 app.command()(doctor)
 app.add_typer(prepare, name="prepare")
+app.add_typer(parity, name="parity")
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from isotrain.doctor.preflight import refuse_what_cannot_work
+from isotrain.doctor.preflight import preflight
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import parse_recipe, read_source, resolved
@@ -50,7 +50,8 @@ def train(
     if dry_run:
         show(checked)
         return
-    refuse_what_cannot_work(checked)
+    for warning in preflight(checked):
+        typer.echo(f"warning: {warning}", err=True)
     from isotrain.trainers.launch import launch
 
     launch(checked, source)

@@ -40,9 +40,10 @@ def profile(device: Device, level: str, environment: Mapping[str, str], *, start
         if environment.get(name, value) != value and name != _HASHES
     ]
     # Python has read it when it started; any fixed number will do.
-    if not starts and _HASHES not in environment and sys.flags.hash_randomization:
+    fixed = environment.get(_HASHES, "").isdecimal()
+    if not fixed and (_HASHES in environment or (not starts and sys.flags.hash_randomization)):
         del wanted[_HASHES]
-        complaints.append(f"{_HASHES} cannot be set any more; export {_HASHES}=0 before the start")
+        complaints.append(f"{_HASHES} is not a fixed number; export {_HASHES}=0 before the start")
     return Profile(
         level, {name: environment.get(name, value) for name, value in wanted.items()}, tuple(complaints)
     )

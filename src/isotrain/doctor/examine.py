@@ -79,6 +79,8 @@ def judge(scene: Scene) -> Report:
                 "nothing that runs here says anything about Ascend's numbers or speed",
             )
         ]
+    if scene.facts.torch_import == "":  # it was imported: whatever a variable says, the libraries are found
+        found = [finding for finding in found if finding.id != "toolkit-not-switched-on"]
     names = {finding.id for finding in found}
     implied = set().union(*(_IMPLIES.get(name, set()) for name in names))
     kept = sorted(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from isotrain.doctor.npu_smi import Npu, parse_devices, parse_driver, parse_processes
+from isotrain.doctor.npu_smi import Npu, is_number, parse_devices, parse_driver, parse_processes
 from isotrain.doctor.system import System
 
 # Everything that a rule or a stack asks about.
@@ -37,7 +37,8 @@ _VARIABLES = re.compile(
     r"(ASCEND|ATB|CUDA|HCCL|HF|LCCL|NCCL|OMP|PYTORCH|RAY_EXPERIMENTAL|TORCH|TRANSFORMERS|VLLM)_\w*"
     r"|CLOSE_MATMUL_K_SHIFT|INF_NAN_MODE_ENABLE|LD_LIBRARY_PATH|NPU_\w*|PYTHONHASHSEED"
 )
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
 NPU_SMI = ("npu-smi", "info")
 NVIDIA_SMI = (
@@ -69,7 +70,9 @@ class Facts:
     packages: dict[str, str]
     variables: dict[str, str]
     cann: str | None = None
+    """Version of the toolkit; None where there is none, or where it does not tell."""
     cann_home: str | None = None
+    """Where the toolkit is; None where there is none."""
     driver: str | None = None
     firmware: str | None = None
     """The driver package that the firmware came with, not the firmware's own number."""
@@ -123,7 +126,7 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
         npu_holders=tuple(process for _, process in parse_processes(smi.text)) if smi else (),
         gpus=tuple(_gpus(nvidia.text)) if nvidia and nvidia.code == 0 else (),
         nvidia_smi=None if nvidia is None else _last_line(nvidia.text) if nvidia.code else "",
-        torch_import=None if imported is None else _last_line(imported.text) if imported.code else "",
+        torch_import=None if imported is None else _import_error(imported.text) if imported.code else "",
         container=system.read("/.dockerenv") is not None
         or "containerd" in (system.read("/proc/1/cgroup") or ""),
         ports=_ports(system.read("/proc/net/tcp")) | _ports(system.read("/proc/net/tcp6")),
@@ -134,7 +137,7 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
 def relevant(variables: Mapping[str, str]) -> dict[str, str]:
     """Those variables that training depends on, without anything that may be a secret."""
     return {
-        name: value
+        name: _CREDENTIALS.sub("//***@", value)
         for name, value in sorted(variables.items())
         if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
     }
@@ -153,6 +156,12 @@ def _cann(system: System, variables: dict[str, str]) -> tuple[str | None, str | 
         )
         if found:
             return home, found[1]
+    # Trimmed images leave those files out: the libraries are what counts.
+    folders = [*homes, *_TOOLKITS, *variables.get("LD_LIBRARY_PATH", "").split(":")]
+    for folder in filter(None, folders):
+        for place in (folder, f"{folder}/lib64", f"{folder}/*-linux/lib64"):
+            if system.find(f"{place}/libhccl.so"):
+                return folder, None
     return None, None
 
 
@@ -170,16 +179,20 @@ def _gpus(text: str) -> list[Gpu]:
     return [
         Gpu(int(row[0]), row[1], row[2], int(row[3]))
         for row in rows
-        if len(row) == 4 and row[0].isdigit() and row[3].isdigit()
+        if len(row) == 4 and is_number(row[0]) and is_number(row[3])
     ]
 
 
 def _ports(table: str | None) -> frozenset[int]:
     """Listening ports in one of the kernel's tables of sockets."""
-    rows = [line.split() for line in (table or "").splitlines()[1:]]
-    return frozenset(
-        int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == _LISTENING
-    )
+    found = re.findall(rf"^\s*\d+: [0-9A-F]+:([0-9A-F]{{4}}) \S+ {_LISTENING} ", table or "", re.MULTILINE)
+    return frozenset(int(port, 16) for port in found)
+
+
+def _import_error(text: str) -> str:
+    """The last line, and the cause that stands above it: torch says only that an extension did not load."""
+    before, chained, _ = text.partition("The above exception was the direct cause")
+    return f"{_last_line(text)} ({_last_line(before)})" if chained else _last_line(text)
 
 
 def _last_line(text: str) -> str:

@@ -33,7 +33,10 @@ def nearest(scene: Scene) -> Nearest | None:
     candidates = [
         stack
         for stack in matrix().stacks
-        if stack.device == scene.target and _on_this_hardware(stack, scene) and carries_isotrain(stack)
+        if stack.device == scene.target
+        and _on_this_hardware(stack, scene)
+        and carries_isotrain(stack)
+        and _has_the_engine(stack, scene)
     ]
     if not candidates:
         return None
@@ -59,6 +62,18 @@ def carries_isotrain(stack: Stack) -> bool:
     if torch[0].isdigit():
         return all(bound.contains(torch, prereleases=True) for bound in bounds)
     return True
+
+
+def _has_the_engine(stack: Stack, scene: Scene) -> bool:
+    """Whether the engine that the recipe asks for is in the stack, in a version that isotrain can drive."""
+    engine = scene.recipe.rollout.engine if scene.recipe and scene.recipe.rollout else "hf"
+    if engine == "hf" or engine not in (scene.needs or ()):
+        return True
+    wanted = stack.packages.get(engine) or stack.packages.get(f"{engine}-cpu")
+    bounds = [one.specifier for extra, one in requirements() if one.name == engine]
+    if wanted is None or not wanted[0].isdigit():
+        return wanted is not None
+    return all(bound.contains(wanted, prereleases=True) for bound in bounds)
 
 
 def _on_this_hardware(stack: Stack, scene: Scene) -> bool:
@@ -89,7 +104,8 @@ def _packages_to_change(stack: Stack, scene: Scene) -> dict[str, str]:
         name: wanted
         for name, wanted in stack.packages_on(scene.facts.machine).items()
         if not (name in have and fits(have[name], wanted))
-        and (name not in _FOR_ENGINES or "online" in needs)
+        # One that is there must go with the new torch as well.
+        and (name not in _FOR_ENGINES or name in have or "online" in needs)
         and name != "transformers"  # isotrain's own bounds see to it
     }
 

@@ -33,17 +33,22 @@ def parse_devices(text: str) -> list[Npu]:
             above = None
             continue
         first = cells[0].split()
-        if len(first) == 2 and first[0].isdigit() and not re.search(r"[0-9a-fA-F]{4}:", cells[1]):
+        if len(first) == 2 and is_number(first[0]) and not re.search(r"[0-9a-fA-F]{4}:", cells[1]):
             above = (int(first[0]), first[1], cells[1])
-        elif above is not None and first and all(part.isdigit() for part in first):
+        elif above is not None and first and all(is_number(part) for part in first):
             # The last `used / total` of the line is that of the device memory.
-            memory = re.findall(r"(\d+)\s*/\s*(\d+)", cells[2])
+            memory = re.findall(r"([0-9]{1,9})\s*/\s*([0-9]{1,9})", cells[2])
             used, total = memory[-1] if memory else ("0", "0")
             module, name, health = above
             number = int(first[1]) if len(first) > 1 else module
             devices.append(Npu(module, int(first[0]), number, name, health, int(used), int(total)))
             above = None
     return devices
+
+
+def is_number(text: str) -> bool:
+    """Plain digits of a bounded length: `isdigit` also takes exponents, and `int` refuses very long ones."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def parse_driver(text: str) -> str | None:
@@ -55,5 +60,5 @@ def parse_driver(text: str) -> str | None:
 def parse_processes(text: str) -> list[tuple[int, int]]:
     """Module and process id of everything that holds a device."""
     _, _, table = text.partition("Process id")
-    rows = re.findall(r"^\|\s*(\d+)\s+\d+\s*\|\s*(\d+)\s*\|", table, re.MULTILINE)
+    rows = re.findall(r"^\|\s*([0-9]{1,9})\s+[0-9]+\s*\|\s*([0-9]{1,9})\s*\|", table, re.MULTILINE)
     return [(int(module), int(process)) for module, process in rows]

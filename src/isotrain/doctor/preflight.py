@@ -16,15 +16,25 @@ from isotrain.recipe.schema import Recipe
 _SEEN_ONLY_BY_COMMANDS = {"no-gpu-visible", "no-npu-visible", "driver-not-mounted"}
 
 
-def refuse_what_cannot_work(recipe: Recipe, system: System | None = None) -> None:
-    """End a run that would fail, in the words of `isotrain doctor`."""
+def preflight(recipe: Recipe, system: System | None = None) -> list[str]:
+    """End a run that would fail, in the words of `isotrain doctor`; returns what is worth a warning.
+
+    With `device.type: auto` nothing is refused: another device may be taken.
+    """
     kind = recipe.device.type
     target = kind if kind in TARGETS else None
     report = examine(system or ThisMachine(), target, recipe, commands=False)
-    errors = [finding for finding in report.errors if finding.id not in _SEEN_ONLY_BY_COMMANDS]
-    if errors:
+    told = [finding for finding in report.findings if finding.id not in _SEEN_ONLY_BY_COMMANDS]
+    errors = [finding for finding in told if finding.level == "error"]
+    if errors and target is not None:
         lines = [f"{finding.problem}\n  -> {finding.remedy}" for finding in errors]
-        raise DeviceError("\n".join([*lines, "`isotrain doctor` tells more"]))
+        raise DeviceError("\n".join([*lines, "`isotrain doctor` tells more, and which stack would fit"]))
+    # The simulated device says itself what it is.
+    return [
+        f"{finding.problem}; {finding.remedy}"
+        for finding in told
+        if finding.level != "note" and finding.id != "simulated-device"
+    ]
 
 
 def hide_a_plugin_that_cannot_load(system: System | None = None) -> None:
@@ -33,6 +43,6 @@ def hide_a_plugin_that_cannot_load(system: System | None = None) -> None:
     torch would import it by itself, transformers wherever it finds it, and both would end this process.
     """
     facts = collect(system or ThisMachine(), commands=False, places=())
-    if "torch-npu" in facts.packages and not facts.simulated and facts.cann is None:
+    if "torch-npu" in facts.packages and not facts.simulated and facts.cann_home is None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         hide("torch_npu")

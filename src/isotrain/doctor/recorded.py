@@ -9,60 +9,84 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict, Field
+
 from isotrain.doctor.facts import relevant
-from isotrain.doctor.system import Output, System, command_name
+from isotrain.doctor.system import LONGEST, Output, System, command_name
 from isotrain.errors import DataError
+
+
+class _Described(BaseModel):
+    """What `machine.json` holds."""
+
+    model_config = ConfigDict(strict=True)
+
+    machine: str
+    python: str
+    packages: dict[str, str] = Field(default_factory=dict)
+    variables: dict[str, str] = Field(default_factory=dict)
+    free: dict[str, int | None] = Field(default_factory=dict)
+    found: list[str] = Field(default_factory=list)
 
 
 class RecordedMachine:
     """Answers from a folder. The folder may be anybody's: nothing outside it is read."""
 
     def __init__(self, folder: Path) -> None:
-        self._files = folder / "files"
-        self._commands = folder / "commands"
+        self._folder = folder.resolve()
+        text = self._text("machine.json")
         try:
-            described = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            if text is None:
+                raise ValueError("it has no machine.json")
+            self._described = _Described.model_validate_json(text)
+            for version in [self._described.python, *self._described.packages.values()]:
+                Version(version)
+        except ValueError as error:  # pydantic's and packaging's are of this kind
             raise DataError(f"{folder}: not a recorded machine: {error}") from None
-        self.machine = _text(described, "machine", folder)
-        self.python = _text(described, "python", folder)
-        self._packages = _texts(described, "packages", folder)
-        self.variables: Mapping[str, str] = _texts(described, "variables", folder)
-        self._free = described.get("free") or {}
-        self._found = [str(path) for path in described.get("found") or ()]
+        self.machine, self.python = self._described.machine, self._described.python
+        self.variables: Mapping[str, str] = self._described.variables
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
-        return {name: self._packages[name] for name in names if name in self._packages}
+        return {name: self._described.packages[name] for name in names if name in self._described.packages}
 
     def read(self, path: str) -> str | None:
-        kept = (self._files / path.lstrip("/")).resolve()
-        if not kept.is_relative_to(self._files.resolve()) or not kept.is_file():
-            return None
-        return kept.read_text(encoding="utf-8", errors="replace")
+        return self._text(f"files/{path.lstrip('/')}")
 
     def find(self, pattern: str) -> list[str]:
         wanted = pattern.split("/")
         return sorted(
             path
-            for path in self._found
+            for path in self._described.found
             if len(parts := path.split("/")) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
         )
 
     def run(self, command: Sequence[str], timeout: float) -> Output | None:
-        kept = self._commands / command_name(command)
-        if not kept.is_file():
+        text = self._text(f"commands/{command_name(command)}")
+        if text is None:
             return None
-        head, _, text = kept.read_text(encoding="utf-8", errors="replace").partition("\n")
-        code = head.removeprefix("exit ")
-        return Output(int(code), text) if code.lstrip("-").isdigit() else Output(-1, text)
+        head, _, said = text.partition("\n")
+        code = re.fullmatch(r"exit (-?[0-9]{1,5})", head)
+        return Output(int(code[1]) if code else -1, said)
 
     def free(self, path: str) -> int | None:
-        free = self._free.get(path)
-        return free if isinstance(free, int) else None
+        return self._described.free.get(path)
+
+    def _text(self, name: str) -> str | None:
+        """The start of a file of the folder; links that lead out of it are not followed."""
+        try:
+            kept = (self._folder / name).resolve()
+            if not kept.is_relative_to(self._folder) or not kept.is_file():
+                return None
+            with kept.open(encoding="utf-8", errors="replace") as file:
+                return file.read(LONGEST)
+        except (OSError, ValueError):  # a name with a zero byte is of the second kind
+            return None
 
 
 class Recording:
@@ -92,7 +116,7 @@ class Recording:
     def read(self, path: str) -> str | None:
         text = self._system.read(path)
         if text is not None:
-            self._keep("files" + path, text)
+            self._keep("files" + path, _listening(text) if path.startswith("/proc/net/") else text)
         return text
 
     def find(self, pattern: str) -> list[str]:
@@ -124,15 +148,7 @@ class Recording:
         self._keep("machine.json", json.dumps(self._described, indent=2) + "\n")
 
 
-def _text(described: Any, name: str, folder: Path) -> str:
-    value = described.get(name) if isinstance(described, dict) else None
-    if not isinstance(value, str):
-        raise DataError(f"{folder}/machine.json: {name!r} should be a text")
-    return value
-
-
-def _texts(described: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
-    values = described.get(name) or {}
-    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
-        raise DataError(f"{folder}/machine.json: {name!r} should be names with texts")
-    return values
+def _listening(table: str) -> str:
+    """Of the kernel's table of sockets, what is looked at: not who is connected with whom."""
+    head, *rows = table.splitlines(keepends=True)
+    return "".join([head, *(row for row in rows if " 0A " in row)])

@@ -18,8 +18,6 @@ from isotrain.doctor.needs import NEEDS
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import satisfies
 
-_WITHOUT_CPU = "present without +cpu"
-
 
 class When(Row):
     """Everything that is given must hold."""
@@ -39,7 +37,7 @@ class When(Row):
         for name, wanted in packages.items():
             if name not in PACKAGES:
                 raise ValueError(f"facts.PACKAGES lacks {name}")
-            if wanted not in ("present", "absent", _WITHOUT_CPU):
+            if wanted not in ("present", "absent"):
                 specifier(wanted)
         return packages
 
@@ -64,8 +62,8 @@ class When(Row):
             self.device in (None, scene.target)
             and self.machine in (None, facts.machine)
             and (not self.hardware or scene.generation in self.hardware)
-            and _version_holds(facts.cann, self.cann)
-            and _version_holds(facts.driver, self.hdk)
+            and _version_holds(facts.cann, self.cann, present=facts.cann_home is not None)
+            and _version_holds(facts.driver, self.hdk, present=facts.driver is not None)
             and all(
                 _package_holds(facts.packages.get(name), wanted) for name, wanted in self.packages.items()
             )
@@ -102,21 +100,19 @@ def apply(scene: Scene) -> Iterator[Finding]:
             yield Finding(rule.id, milder(rule.level) if unsure else rule.level, rule.symptom, rule.fix)
 
 
-def _version_holds(version: str | None, wanted: str | None) -> bool:
+def _version_holds(version: str | None, wanted: str | None, present: bool) -> bool:
     if wanted in (None, "present", "absent"):
-        return wanted is None or (version is None) == (wanted == "absent")
+        return wanted is None or present == (wanted == "present")
     return version is not None and satisfies(version, wanted)
 
 
 def _package_holds(version: str | None, wanted: str) -> bool:
     if wanted == "absent" or version is None:
         return wanted == "absent" and version is None
-    if wanted == _WITHOUT_CPU:
-        return not version.endswith("+cpu")
     return wanted == "present" or fits(version, wanted)
 
 
 def _variable_holds(value: str | None, wanted: str) -> bool:
     if wanted in ("set", "unset"):
-        return (value is not None) == (wanted == "set")
+        return bool(value) == (wanted == "set")
     return re.fullmatch(wanted, value or "") is not None

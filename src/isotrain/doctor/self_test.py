@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isotrain.doctor.matrix import Target
+from isotrain.errors import DataError
 
 _STEPS = 20
 _TIMEOUT = 900.0
@@ -38,6 +40,9 @@ class _Pair:
 def self_test(target: Target, work: Path, devices: int | None) -> Iterator[Check]:
     """Each check as it is done; everything that was run stays in `work`. None is an unknown number."""
     work.mkdir(parents=True, exist_ok=True)
+    if any(work.iterdir()):
+        # A finished run is not run again: what is reported would be what was there.
+        raise DataError(f"{work}: is not empty; give --self-test a new directory")
     start, problem = time.monotonic(), ""
     try:
         _run(work, "prepare", "tiny", "--out", str(work / "tiny"))
@@ -69,8 +74,12 @@ def _compare(pair: _Pair, work: Path, number: int) -> Check:
     try:
         one = _losses(work, f"{number}-a", pair.one)
         other = _losses(work, f"{number}-b", pair.other)
-    except RuntimeError as error:
+    except (RuntimeError, OSError, ValueError, KeyError) as error:
         return Check(pair.name, False, str(error), time.monotonic() - start)
+    whole = len(one) == len(other) == _STEPS and all(map(math.isfinite, [*one, *other]))
+    if not whole:
+        said = f"{len(one)} and {len(other)} losses of {_STEPS} steps, or some that are not numbers"
+        return Check(pair.name, False, said, time.monotonic() - start)
     apart = max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
     figure = f"losses of {len(one)} steps at most {apart:.1e} apart (allowed: {pair.allowed:g})"
     return Check(pair.name, apart <= pair.allowed, figure, time.monotonic() - start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.metadata
 import os
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-_LONGEST = 1 << 20
+from packaging.version import InvalidVersion, Version
+
+LONGEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class System(Protocol):
         """Environment variables."""
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
-        """Versions of those packages that are installed."""
+        """Versions of those packages that are installed with one that can be read."""
 
     def read(self, path: str) -> str | None:
         """The start of a file; None where it cannot be read."""
@@ -70,16 +73,15 @@ class ThisMachine:
     def packages(self, names: Sequence[str]) -> dict[str, str]:
         found = {}
         for name in names:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+            # Versions of builds by hand may be anything, and broken installations have none.
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
+                found[name] = str(Version(importlib.metadata.version(name)))
         return found
 
     def read(self, path: str) -> str | None:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read(_LONGEST)
+                return file.read(LONGEST)
         except OSError:
             return None
 
@@ -103,7 +105,7 @@ class ThisMachine:
             return Output(-1, f"no answer within {timeout:.0f} s")
         except OSError as error:
             return Output(-1, str(error))
-        return Output(done.returncode, (done.stdout + done.stderr)[:_LONGEST])
+        return Output(done.returncode, (done.stdout + done.stderr)[:LONGEST])
 
     def free(self, path: str) -> int | None:
         nearest = Path(path).expanduser().absolute()

@@ -30,7 +30,7 @@ def order(version: str) -> Key:
     Numbers of builds, as in `24.1.rc1.b030`, do not count.
     """
     key = []
-    for stage, number in re.findall(r"([a-z]*)\.?(\d+)", version.lower()):
+    for stage, number in re.findall(r"([a-z]*)\.?([0-9]{1,9})", version.lower()):
         if stage != "b":
             key.append((_STAGES.get(stage, _NUMBER), int(number)))
     return (*key, _END)

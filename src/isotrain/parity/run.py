@@ -18,7 +18,7 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over steps, which ascend; a step has one value."""
+    """One metric over rising steps; a step has one value."""
 
     steps_S: npt.NDArray[np.int64]
     values_S: Numbers

@@ -86,7 +86,12 @@ def load_resolved(path: Path) -> Recipe:
 
 def difference(a: Recipe, b: Recipe) -> list[str]:
     """What changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
-    return list(_changes(resolved(a), resolved(b), ""))
+    return changes(resolved(a), resolved(b))
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The same of plain values: resolved recipes of any version, environments."""
+    return list(_changes(before, after, ""))
 
 
 def _refuse_constant(name: str) -> None:

@@ -100,14 +100,18 @@ class SglangEngine:
             "mem-fraction-static": str(memory),
             "random-seed": str(seed),
         }
-        self._server = LocalServer(
-            name,
-            python or sys.executable,
-            "sglang.launch_server",
-            [*_words(options), "--config", str(self._write_key(key))],
-            log=self._directory / "server.log",
-            environment=_environment(device_type),
-        )
+        try:
+            self._server = LocalServer(
+                name,
+                python or sys.executable,
+                "sglang.launch_server",
+                [*_words(options), "--config", str(self._write_key(key))],
+                log=self._directory / "server.log",
+                environment=_environment(device_type),
+            )
+        except BaseException:  # the key is in there
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
         try:
             self._wait_until_ready(directory)
         except BaseException:

@@ -60,6 +60,8 @@ class VllmEngine:
     ) -> None:
         special = npu_environment(os.environ) if device_type == "npu" else {}
         os.environ.update(FIXED | special)
+        for variable in [name for name, value in special.items() if not value]:
+            del os.environ[variable]
         for variable, value in DEFAULTS.items():
             os.environ.setdefault(variable, value)
         if eager:

@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from isotrain.doctor.findings import Finding
 from isotrain.doctor.matrix import matrix
+from isotrain.doctor.npu_smi import is_number
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import order
 
@@ -50,7 +51,7 @@ def _mask(scene: Scene) -> Iterator[Finding]:
     if text is None:
         return
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(is_number(part) for part in parts):
         yield Finding(
             "mask-is-not-numbers",
             "error",
@@ -67,12 +68,15 @@ def _mask(scene: Scene) -> Iterator[Finding]:
             f"{_MASK}={text}: not strictly ascending, so that the device count is 0",
             f"export {_MASK}={','.join(map(str, ascending))}",
         )
-    present = {npu.number for npu in scene.facts.npus}
+    facts = scene.facts
+    present = {npu.number for npu in facts.npus}
     missing = sorted(set(numbers) - present) if present else []
     if missing:
+        # Containers count the devices that they were given from 0, whatever npu-smi calls them.
+        counted = facts.container and max(numbers) < len(facts.npus)
         yield Finding(
             "mask-names-missing-devices",
-            "error",
+            "warning" if counted else "error",
             f"{_MASK}={text}: this machine has no device {', '.join(map(str, missing))}",
             f"choose among {','.join(map(str, sorted(present)))}",
         )
@@ -124,8 +128,10 @@ def _npus(scene: Scene) -> Iterator[Finding]:
             "device files are here, but neither npu-smi nor the driver's directory is",
             _MOUNTS if facts.container else "install the driver",
         )
+    mask = facts.variables.get(_MASK)
+    used = None if mask is None else {part.strip() for part in mask.split(",")}
     for npu in facts.npus:
-        if npu.health not in ("OK", "-"):
+        if npu.health not in ("OK", "-") and (used is None or str(npu.number) in used):
             yield Finding(
                 "unhealthy-device",
                 "error",
@@ -173,8 +179,8 @@ def _driver(scene: Scene) -> Iterator[Finding]:
         yield Finding(
             "driver-older-than-cann",
             "warning",
-            f"CANN {facts.cann} is published with driver {wanted} or newer, this one is {facts.driver}",
-            f"install driver {wanted} on the host, or a CANN of its age",
+            f"stacks up to CANN {facts.cann} were published with driver {wanted}, this one is {facts.driver}",
+            f"install driver {wanted} or newer on the host, or a CANN of its age",
         )
 
 

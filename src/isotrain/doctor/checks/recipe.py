@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from isotrain.doctor.checks.devices import visible
 from isotrain.doctor.facts import SHARED_MEMORY
 from isotrain.doctor.findings import Finding
+from isotrain.doctor.npu_smi import is_number
 from isotrain.doctor.scene import Scene
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
@@ -46,12 +47,13 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
             f"the recipe needs {needed} devices; on an A3 two are one module, and jobs take whole ones",
             f"write device.ranks={recipe.device.ranks + 1}",
         )
-    given_cluster = scene.needs is not None and "a given Ray cluster" in scene.needs
-    if scene.target == "cpu" or present is None or present >= needed or given_cluster:
+    if scene.target == "cpu" or present is None or present >= needed:
         return
+    # A Ray cluster may have more machines than this one; `auto` joins one that is there.
+    elsewhere = recipe.rollout is not None and (recipe.cluster or ClusterSection()).address != "local"
     yield Finding(
         "too-few-devices",
-        "error",
+        "warning" if elsewhere else "error",
         f"the recipe needs {needed} devices, {present} are visible",
         f"write device.ranks={present}"
         + (", fewer rollout.engines or a smaller rollout.tensor_parallel" if recipe.rollout else ""),
@@ -82,7 +84,7 @@ def _ports(scene: Scene) -> Iterator[Finding]:
     if scene.target != "npu" or not scene.needs or "several ranks" not in scene.needs:
         return
     text = scene.facts.variables.get("HCCL_IF_BASE_PORT", "")
-    base = int(text) if text.isdigit() else _HCCL_BASE_PORT
+    base = int(text) if is_number(text) else _HCCL_BASE_PORT
     taken = sorted(scene.facts.ports & set(range(base, base + _HCCL_PORTS)))
     if taken:
         yield Finding(

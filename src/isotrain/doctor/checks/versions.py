@@ -40,6 +40,8 @@ def own_bounds(scene: Scene) -> Iterator[Finding]:
         version = packages.get(name) or packages.get(_STAND_INS.get(name, ""))
         if version is None:
             remedy = f"pip install 'isotrain[{extra}]'"
+            if name == "sglang":
+                remedy += " in an environment of its own, whose Python rollout.server_python names"
             if name == "torch" and scene.target != "cpu":
                 remedy = f"install the torch of the nearest stack first (below), then {remedy}"
             yield Finding(f"missing-{name}", "error", f"{name} is not installed", remedy)
@@ -56,8 +58,10 @@ def own_bounds(scene: Scene) -> Iterator[Finding]:
 
 
 def _too_old(requirement: Requirement, version: str) -> bool:
+    # By numbers alone: vendors build from the days before a release and call it 2.8.0a0.
     return any(
-        part.operator == ">=" and Version(version) < Version(part.version) for part in requirement.specifier
+        part.operator == ">=" and Version(version).release < Version(part.version).release
+        for part in requirement.specifier
     )
 
 
@@ -90,14 +94,25 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
             f"pip install torch=={wanted}{_build(facts.machine, plugin)}",
         )
         return
-    if _build(facts.machine, plugin) and Version(torch).local != "cpu":
+    build = (Version(torch).local or "").partition(".")[0]
+    if _build(facts.machine, plugin) and build != "cpu":
         yield Finding(
             "cuda-build-of-torch",
-            "error",
+            "warning",
             f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 asks for {wanted}+cpu",
             f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)",
         )
-    if facts.gpus:
+    vision = facts.packages.get("torchvision")
+    if vision and (Version(vision).local or "").partition(".")[0] != build:
+        yield Finding(
+            "torchvision-of-another-build",
+            "error",
+            f"torchvision {vision} and torch {torch} are builds for different devices: "
+            '"operator torchvision::nms does not exist"',
+            "install the torchvision of this torch and of its build, or pip uninstall torchvision",
+        )
+    hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if facts.gpus and build != "cpu" and not hidden:
         yield Finding(
             "two-accelerators",
             "error",
@@ -149,6 +164,10 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
         )
 
 
+def _release_is(version: str, wanted: str) -> bool:
+    return Version(version).release == Version(wanted).release
+
+
 def _release(version: str) -> str:
     return ".".join(map(str, Version(version).release))
 
@@ -177,10 +196,9 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
     for name in ("vllm", "torch", "torch-npu"):
         versions = list(dict.fromkeys(stack.packages[name] for stack in stacks if name in stack.packages))
         have = packages.get(name)
-        if name == "torch-npu" and have:
-            # Its post releases are for other toolkits, which is looked at by itself.
-            have, versions = _release(have), [_release(version) for version in versions]
-        if versions and not (have and any(fits(have, version) for version in versions)):
+        # Post releases of torch_npu are for other toolkits, which is looked at by itself.
+        same = _release_is if name == "torch-npu" else fits
+        if versions and not (have and any(same(have, version) for version in versions)):
             yield Finding(
                 f"vllm-ascend-and-{name}",
                 "error" if wanted or scene.needs is None else "warning",

@@ -1,0 +1,69 @@
+"""Rules by which others have called two runs the same, under their own names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from isotrain.parity.statistics import Apart
+
+Kind = Literal["loss", "reward"]
+
+_KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("reward", re.compile(r"(^|/)(critic/rewards/mean|rewards?(_mean|/mean)?|critic/score/mean|return)$")),
+    ("loss", re.compile(r"(^|[/_])(pg_)?loss(_mean|/mean)?$")),
+)
+
+
+def kind_of(metric: str) -> Kind | None:
+    """Whether a metric is a loss or a reward by its name; others have no published rule."""
+    return next((kind for kind, pattern in _KINDS if pattern.search(metric)), None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    kinds: tuple[Kind, ...]
+    statistic: Callable[[Apart], float | None]
+    limit: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    rule: str
+    metric: str
+    value: float
+    limit: float
+    unit: str
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+
+def _percent_absolute(found: Apart) -> float:
+    """They write `%` for hundredths of the metric's own unit: 2 % are 0.02, whatever the loss is."""
+    return 100 * found.mean_absolute
+
+
+def _percent_relative(found: Apart) -> float | None:
+    return None if found.mean_relative is None else 100 * found.mean_relative
+
+
+RULES = (
+    Rule("verl: loss, mean absolute error", ("loss",), _percent_absolute, 2.0, "hundredths"),
+    Rule("verl: reward, mean absolute error", ("reward",), _percent_absolute, 4.0, "hundredths"),
+    Rule("OpenRLHF: mean absolute error", ("loss", "reward"), _percent_absolute, 2.0, "hundredths"),
+    Rule("accuracy guide: mean relative error", ("loss",), _percent_relative, 1.0, "% of the value"),
+)
+
+
+def outcomes(metric: str, found: Apart) -> Iterator[Outcome]:
+    """What the published rules say of a metric; nothing where they are not about it, or not defined."""
+    for rule in RULES:
+        value = rule.statistic(found) if kind_of(metric) in rule.kinds else None
+        if value is not None:
+            yield Outcome(rule.name, metric, value, rule.limit, rule.unit)

@@ -1,0 +1,123 @@
+"""Two runs side by side: what is compared, what is refused, what the published rules say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isotrain.errors import DataError
+from isotrain.parity.compare import compare
+from isotrain.parity.obstacles import environment_changes
+from isotrain.parity.published import kind_of
+from isotrain.parity.run import Run, Series
+
+
+def run(name: str = "a", steps: int = 10, shift: float = 0.0, **more: Any) -> Run:
+    steps_S = np.arange(1, steps + 1)
+    loss_S = 2.0 / steps_S + shift
+    metrics = {
+        "train/loss": Series(steps_S, loss_S),
+        "critic/rewards/mean": Series(steps_S, 1 - loss_S / 4),
+        "perf/throughput": Series(steps_S, np.where(steps_S <= 4, 50.0, 100.0) * (1 + shift)),
+        "lr": Series(steps_S, np.full(steps, 1e-5)),
+    }
+    return Run(Path(name), "test", {**metrics, **more.pop("metrics", {})}, **more)
+
+
+def test_losses_and_rewards_are_compared() -> None:
+    found = compare(run(), run("b"))
+    assert found.comparable and list(found.curves) == ["train/loss", "critic/rewards/mean"]
+    assert {outcome.rule.split(":")[0] for outcome in found.outcomes} == {
+        "verl",
+        "OpenRLHF",
+        "accuracy guide",
+    }
+    assert all(outcome.passed for outcome in found.outcomes)
+    assert found.speed["first 4 steps"].ratio == found.speed["without the first 4 steps"].ratio == 1.0
+
+
+def test_published_rules_mean_hundredths_of_the_unit() -> None:
+    """0.019 is 1.9 of theirs whatever the loss is; of a loss of 2.0 it is 1 %, of one of 0.2 near 10 %."""
+    found = compare(run(), run("b", shift=0.019))
+    by_rule = {(one.rule, one.metric): one for one in found.outcomes}
+    assert by_rule["verl: loss, mean absolute error", "train/loss"].value == pytest.approx(1.9)
+    assert by_rule["verl: loss, mean absolute error", "train/loss"].passed
+    relative = by_rule["accuracy guide: mean relative error", "train/loss"]
+    assert not relative.passed and relative.value == pytest.approx(
+        100 * np.mean(0.019 * np.arange(1, 11) / 2)
+    )
+    assert not compare(run(), run("b", shift=0.021)).outcomes[0].passed
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("train/loss", "loss"),
+        ("actor/pg_loss", "loss"),
+        ("loss", "loss"),
+        ("loss_mean", "loss"),
+        ("critic/rewards/mean", "reward"),
+        ("reward", "reward"),
+        ("perf/throughput", None),
+        ("actor/ppo_kl", None),
+        ("closs", None),
+    ],
+)
+def test_kinds_of_metrics(name: str, kind: str | None) -> None:
+    assert kind_of(name) == kind
+
+
+def test_other_lengths() -> None:
+    found = compare(run(), run("b", steps=8))
+    assert [one.name for one in found.obstacles] == ["steps", "steps"] and not found.comparable
+    assert "10 of a, 8 of b, 8 of both" in found.obstacles[0].message
+    allowed = compare(run(), run("b", steps=8), allow=["steps"])
+    assert allowed.comparable and allowed.curves["train/loss"].steps == 8 and len(allowed.allowed) == 2
+
+
+def test_numbers_that_are_none() -> None:
+    bad = Series(np.arange(1, 11), np.array([1.0] * 8 + [np.nan, np.inf]))
+    found = compare(run(), run("b", metrics={"train/loss": bad}))
+    assert [one.name for one in found.obstacles] == ["nan"] and "at step 9, 10" in found.obstacles[0].message
+    assert not found.curves
+    with pytest.raises(DataError, match="what can be allowed is"):
+        compare(run(), run("b"), allow=["nan"])
+
+
+def test_other_recipes_and_data() -> None:
+    recipe = {"optimizer": {"lr": 1e-5}, "device": {"type": "cpu"}, "output": "a"}
+    other = {"optimizer": {"lr": 2e-5}, "device": {"type": "npu"}, "output": "b"}
+    found = compare(run(recipe=recipe, data={"train": "x"}), run("b", recipe=other, data={"train": "y"}))
+    assert [one.name for one in found.obstacles] == ["recipe", "data"]
+    assert found.obstacles[0].message == "the recipes differ: optimizer.lr: 1e-05 -> 2e-05"
+    assert compare(run(recipe=recipe), run("b", recipe=recipe | {"device": {"type": "npu"}})).comparable
+    assert compare(
+        run(recipe=recipe, data={"train": "x"}), run("b", recipe=other), allow=["recipe"]
+    ).comparable
+
+
+def test_what_differs_around_them() -> None:
+    one = run(environment={"packages": {"torch": "2.10.0"}, "time": "now", "variables": {}})
+    other = run("b", environment={"packages": {"torch": "2.13.0"}, "time": "then", "variables": {"A": "x"}})
+    assert environment_changes(one, other) == [
+        "packages.torch: 2.10.0 -> 2.13.0",
+        "variables.A: (absent) -> x",
+    ]
+
+
+def test_nothing_in_common() -> None:
+    with pytest.raises(DataError, match="no loss or reward in common"):
+        compare(Run(Path("a"), "test", {}), run("b"))
+    late = run("b", metrics={"train/loss": Series(np.arange(11, 21), np.ones(10))})
+    found = compare(run(), late, ["train/loss"], allow=["steps"])
+    assert [one.name for one in found.obstacles] == ["no-common-steps"]
+    assert [one.name for one in compare(run(), run("b"), ["x"]).obstacles] == ["missing", "missing"]
+
+
+def test_json() -> None:
+    told = compare(run(), run("b", shift=0.1)).as_json()
+    assert told["comparable"] and told["curves"]["train/loss"]["signed_interval"]["low"] > 0
+    assert {rule["passed"] for rule in told["published_rules"]} == {False, True}
