@@ -1,0 +1,106 @@
+"""Files from strangers: read once, from start to end, within stated bounds, with their digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from isotrain.errors import DataError
+
+MAX_BYTES = 2 << 30
+MAX_LINE = 4 << 20
+_CHUNK = 1 << 20
+
+
+class Source:
+    """One file of a run. Its digest is of the bytes that were read, also while a live run appends to it."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or path.name
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        return {self.name: self._digest.hexdigest()}
+
+    def error(self, reason: str, line: int | None = None) -> DataError:
+        return DataError(f"{self.path}, line {line}: {reason}" if line else f"{self.path}: {reason}")
+
+    def chunks(self, size: int = _CHUNK) -> Iterator[bytes]:
+        self._digest = hashlib.sha256()
+        left = MAX_BYTES
+        try:
+            with open(self.path, "rb", buffering=0, opener=_open_without_waiting) as file:
+                facts = os.fstat(file.fileno())
+                if not stat.S_ISREG(facts.st_mode):
+                    raise self.error("not a regular file")
+                while chunk := file.read(size):
+                    left -= len(chunk)
+                    if left < 0 or facts.st_size > MAX_BYTES:
+                        raise self.error(
+                            f"larger than {MAX_BYTES >> 30} GiB: cut out the lines of the metrics"
+                        )
+                    self._digest.update(chunk)
+                    yield chunk
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            reason = getattr(error, "strerror", None) or error
+            raise self.error(f"cannot be read ({reason})") from error
+
+    def lines(self) -> Iterator[tuple[int, bytes, bool]]:
+        """Number, content and whether its newline was there; a line beyond the bound is an error."""
+        number, rest = 1, b""
+        for chunk in self.chunks():
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                yield number, line, True
+                number += 1
+            if len(rest) > MAX_LINE:
+                raise self.error(f"longer than {MAX_LINE >> 20} MiB", number)
+        if rest:
+            yield number, rest, False
+
+    def console_lines(self) -> Iterator[tuple[int, bytes, bool]]:
+        """As `lines`, with a progress bar's carriage returns ending lines too and overlong ones left out."""
+        number, rest, skipping = 1, b"", False
+        for chunk in self.chunks():
+            *whole, tail = (rest + chunk).split(b"\n")
+            for line in whole:
+                for piece in line.split(b"\r")[skipping:]:
+                    yield number, piece, True
+                number, skipping = number + 1, False
+            *pieces, rest = tail.split(b"\r")
+            for piece in pieces[skipping:]:
+                yield number, piece, True
+            skipping = skipping and not pieces
+            if len(rest) > MAX_LINE or skipping:
+                rest, skipping = b"", True
+        if rest:
+            yield number, rest, False
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A named pipe is then refused for what it is, and not waited for."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def inside(directory: Path, name: str) -> Path:
+    """A file of a directory from a stranger, whose links must not lead out of it."""
+    path = directory / name
+    try:
+        leads_out = not path.resolve().is_relative_to(directory.resolve())
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{path} cannot be read ({error})") from error
+    if leads_out:
+        raise DataError(f"{path}: a link that leads out of the run's directory")
+    return path
+
+
+def clipped(text: str, length: int = 60) -> str:
+    """Content of a file as an error may show it: no control characters, not long."""
+    return repr(text if len(text) <= length else text[:length] + "...")

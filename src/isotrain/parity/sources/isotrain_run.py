@@ -1,0 +1,91 @@
+"""isotrain's own run directory: metrics.jsonl, resolved.json and the last start of environment.json.
+
+Its metrics are exact through every resume, so a step that comes twice is damage and not a resume.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.parity.run import Run
+from isotrain.parity.sources.bounded import Source, clipped, inside
+from isotrain.parity.sources.columns import Columns
+from isotrain.parity.sources.json_lines import objects, value_of
+
+_MAX_FACTS = 64 << 20
+
+
+def is_isotrain_run(path: Path) -> bool:
+    return RunDirectory(path).metrics.is_file()
+
+
+def read_isotrain_run(path: Path) -> Run:
+    run = RunDirectory(path)
+    source = Source(inside(path, run.metrics.name))
+    columns = Columns(source)
+    for line, row in objects(source):
+        step = row.pop("step", None)
+        if isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63:
+            raise source.error(f"`step` is not a whole number: {clipped(str(step))}", line)
+        for name, value in row.items():
+            found = value if type(value) is float else value_of(value)
+            if found is None:
+                raise source.error(f"{clipped(name)} is not a number: {clipped(str(value))}", line)
+            columns.add(name, step, found, line)
+    if not columns:
+        raise source.error("no metrics in it: has the run taken a step?")
+    digests = dict(source.sha256)
+    recipe = _facts(path, run.resolved.name, digests)
+    environment, data = _last_start(path, run.environment.name, digests)
+    return Run(
+        path=path,
+        format="isotrain run",
+        metrics=columns.series(),
+        recipe=recipe,
+        environment=environment,
+        data=data,
+        sha256=digests,
+    )
+
+
+def _last_start(
+    path: Path, name: str, digests: dict[str, str]
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """The environment of the newest start, and the digests of its data."""
+    content = _facts(path, name, digests)
+    if content is None:
+        return None, {}
+    starts = content.get("starts")
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise Source(path / name).error('no list "starts" of objects in it')
+    if not starts:
+        return None, {}
+    environment = dict(starts[-1])
+    data = environment.pop("data", {})
+    if not isinstance(data, dict) or not all(isinstance(digest, str) for digest in data.values()):
+        raise Source(path / name).error('"data" of the last start are not digests')
+    return environment, data
+
+
+def _facts(path: Path, name: str, digests: dict[str, str]) -> dict[str, Any] | None:
+    """A JSON object of the directory; None where the file is not there, as in a copy of the curves alone."""
+    if not (path / name).exists():
+        return None
+    source = Source(inside(path, name))
+    pieces, size = [], 0
+    for chunk in source.chunks():
+        pieces.append(chunk)
+        size += len(chunk)
+        if size > _MAX_FACTS:
+            raise source.error(f"larger than {_MAX_FACTS >> 20} MiB")
+    try:
+        content = json.loads(b"".join(pieces).decode())
+    except (ValueError, RecursionError) as error:
+        raise source.error(f"not JSON ({clipped(str(error))})") from error
+    if not isinstance(content, dict):
+        raise source.error("not a JSON object")
+    digests.update(source.sha256)
+    return content

@@ -1,0 +1,38 @@
+"""verl's `file` logger (0.6.0 to 0.8.0.dev): `{"step": 3, "data": {"actor/pg_loss": 0.1, ...}}` a line.
+
+From 0.8 it writes NaN as null, so a null is read as NaN: the comparison shows it instead of a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from isotrain.parity.run import Run
+from isotrain.parity.sources.bounded import Source, clipped
+from isotrain.parity.sources.columns import Columns
+from isotrain.parity.sources.json_lines import objects, value_of
+from isotrain.parity.sources.numbers import whole_number
+
+
+def is_verl_row(row: dict[str, Any]) -> bool:
+    return "step" in row and isinstance(row.get("data"), dict)
+
+
+def read_verl_file(path: Path) -> Run:
+    source = Source(path)
+    columns = Columns(source)
+    for line, row in objects(source):
+        if not is_verl_row(row):
+            raise source.error('no "step" and "data" in it, as the lines before have', line)
+        step = whole_number(row["step"])
+        if step is None:
+            raise source.error(f"step is not a whole number: {clipped(str(row['step']))}", line)
+        for name, value in row["data"].items():
+            found = math.nan if value is None else value_of(value)
+            if found is not None:
+                columns.add(name, step, found, line)
+    if not columns:
+        raise source.error("no metrics in it: no line has a number")
+    return Run(path=path, format="verl file log", metrics=columns.series(), sha256=source.sha256)
