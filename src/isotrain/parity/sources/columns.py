@@ -17,7 +17,7 @@ MAX_NAME = 500
 
 
 class Columns:
-    """Steps of a metric must ascend; the same value twice is one, another value at a step is an error."""
+    """Steps of a metric must rise; the same value twice is one, another value at a step is an error."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
