@@ -1,0 +1,78 @@
+"""`isotrain parity compare` as people and programs see it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from isotrain.cli.main import app
+
+
+def log(path: Path, shift: float = 0.0, steps: int = 30) -> Path:
+    """A verl console log."""
+    lines = [
+        f"(TaskRunner pid=7) step:{step} - actor/pg_loss:{0.5 / step + shift} - "
+        f"critic/rewards/mean:{step / 40} - perf/throughput:{1000 * (1 + shift)}"
+        for step in range(1, steps + 1)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def compare(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["parity", "compare", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def test_the_same_curves(tmp_path: Path) -> None:
+    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-5))
+    assert result.exit_code == 0, result.output
+    for words in ("actor/pg_loss", "critic/rewards/mean", "holds", "of at most 2 hundredths", "throughput"):
+        assert words in result.output, result.output
+
+
+def test_a_broken_rule(tmp_path: Path) -> None:
+    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
+    assert result.exit_code == 1 and "BROKEN" in result.output
+    result = compare(
+        log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03), "--metric", "critic/rewards/mean"
+    )
+    assert result.exit_code == 0
+
+
+def test_other_lengths_are_refused_unless_allowed(tmp_path: Path) -> None:
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", steps=20))
+    result = compare(*pair)
+    assert result.exit_code == 2 and "--allow steps" in result.output and "holds" not in result.output
+    assert compare(*pair, "--allow", "steps").exit_code == 0
+
+
+def test_json_and_the_reference(tmp_path: Path) -> None:
+    one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001)
+    told = json.loads(compare(one, other, "--json").output)
+    swapped = json.loads(compare(one, other, "--reference", other, "--json").output)
+    assert told["curves"]["actor/pg_loss"]["signed_mean"] == pytest.approx(0.001)
+    assert swapped["curves"]["actor/pg_loss"]["signed_mean"] == pytest.approx(-0.001)
+    assert len(told["reference"]["sha256"]) == 1
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    one = log(tmp_path / "a.log")
+    result = compare(one, tmp_path / "nowhere.log")
+    assert result.exit_code == 1 and "nowhere.log" in result.output and "Traceback" not in result.output
+    assert "is neither" in compare(one, one, "--reference", "c").output
+    assert "what can be allowed" in compare(one, one, "--allow", "nan").output
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv[1:1] = ['parity', 'compare'];"
+        "from isotrain.cli.main import main; main()"
+    )
+    pair = [str(log(tmp_path / name)) for name in ("a.log", "b.log")]
+    done = subprocess.run([sys.executable, "-c", code, *pair], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
