@@ -27,6 +27,9 @@ _TOKEN = re.compile(
     r"""'(?:[^'\\]|\\.?)*(?:'|\Z)|"(?:[^"\\]|\\.?)*(?:"|\Z)|[\[\](){},:]|[^\s\[\](){},:'"]+|\s+|.""",
     re.DOTALL,
 )
+# Nearly every line is of this kind, which needs no look at single tokens.
+_PLAIN = re.compile(r"\{(?:'[^'\\]*': [-+.0-9a-z]+(?:, |(?=\})))*\}")
+_PAIR = re.compile(r"'([^'\\]+)': ([-+.0-9a-z]+)")
 _MARKS = (b"lobal", b"Train step of epoch ", b"Episode [", b"Eval ")
 
 
@@ -81,6 +84,13 @@ def _add_line(source: Source, columns: Columns, text: str, line: int) -> None:
 def _dictionary(text: str) -> dict[str, float] | None:
     """The numbers of a dict as Python prints it, other values passed over; None where it has no end."""
     values: dict[str, float] = {}
+    plain = _PLAIN.match(text)
+    if plain:
+        for name, value in _PAIR.findall(plain[0]):
+            metric = number(value)
+            if metric is not None:
+                values[name] = metric
+        return values
     depth = 0
     name, value, has_colon = "", "", False
     for found in _TOKEN.finditer(text):
