@@ -1,6 +1,6 @@
-"""OpenRLHF's console output: lines `Global step 3: {...}` (0.9.0 to 0.11.0), or progress bars.
+"""OpenRLHF's console output: lines `Global step 3: {...}` (0.8.1 to 0.11.0), or progress bars.
 
-Bars (0.5.9 to 0.11.0 for SFT, DPO, KTO, RM and PRM; up to 0.8.0 for PPO) hold three digits a value and count
+Bars (0.4.0 to 0.11.0 for SFT, DPO, KTO, RM and PRM; up to 0.8.0 for PPO) hold three digits a value and count
 micro-batches, not optimizer steps; a resumed run starts its bar at 0. TensorBoard files have neither limit.
 """
 
