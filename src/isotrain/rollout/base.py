@@ -1,6 +1,6 @@
 """The protocol that every generation engine follows.
 
-P: prompt tokens, T: tokens of a sequence.
+P: prompt tokens, N: response tokens, T: tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -34,6 +34,28 @@ class Request:
     sample: int
     seed: int
     prompt_P: npt.NDArray[np.int32]
+
+
+def answered(
+    request: Request,
+    response_N: npt.NDArray[np.int32],
+    logp_N: npt.NDArray[np.float32],
+    version: int,
+    finished: bool,
+) -> Trajectory:
+    """The trajectory of an answer in one piece: all of its tokens are the model's, by one version."""
+    return Trajectory(
+        row=request.row,
+        place=request.place,
+        sample=request.sample,
+        seed=request.seed,
+        prompt_length=len(request.prompt_P),
+        tokens_T=np.concatenate([request.prompt_P, response_N]),
+        mask_N=np.ones(len(response_N), dtype=np.bool_),
+        logp_N=logp_N,
+        version_N=np.full(len(response_N), version, dtype=np.int32),
+        finished=finished,
+    )
 
 
 class RolloutEngine(Protocol):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.base import Request, Sampling, answered
 from isotrain.rollout.broadcast import receive_update
 from isotrain.rollout.sampling import draw
 from isotrain.rollout.stopping import end_tokens
@@ -175,19 +175,8 @@ class HfEngine:
             row.finished = token in self._ends or len(row.tokens) >= sampling.max_tokens
 
     def _trajectory(self, row: _Row) -> Trajectory:
-        request, response_N = row.request, np.array(row.tokens, dtype=np.int32)
-        return Trajectory(
-            row=request.row,
-            place=request.place,
-            sample=request.sample,
-            seed=request.seed,
-            prompt_length=len(request.prompt_P),
-            tokens_T=np.concatenate([request.prompt_P, response_N]),
-            mask_N=np.ones(len(response_N), dtype=np.bool_),
-            logp_N=np.array(row.logps, dtype=np.float32),
-            version_N=np.full(len(response_N), self._version, dtype=np.int32),
-            finished=row.tokens[-1] in self._ends,
-        )
+        response_N, logp_N = np.array(row.tokens, dtype=np.int32), np.array(row.logps, dtype=np.float32)
+        return answered(row.request, response_N, logp_N, self._version, row.tokens[-1] in self._ends)
 
 
 def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:

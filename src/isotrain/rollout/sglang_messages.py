@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
-from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.base import Request, Sampling, answered
 
 
 def ask_answer(request: Request, sampling: Sampling, ends: Sequence[int]) -> dict[str, Any]:
@@ -59,18 +59,7 @@ def read_answer(answer: Any, request: Request, sampling: Sampling, version: int,
         if not isinstance(logps, list) or len(logps) != len(tokens):
             raise _malformed(engine, f"output_token_sampling_logprobs are not those of {len(tokens)} tokens")
     response_N = np.array(tokens, dtype=np.int32)
-    return Trajectory(
-        row=request.row,
-        place=request.place,
-        sample=request.sample,
-        seed=request.seed,
-        prompt_length=len(request.prompt_P),
-        tokens_T=np.concatenate([request.prompt_P, response_N]),
-        mask_N=np.ones(len(response_N), dtype=np.bool_),
-        logp_N=_finite(logps, engine),
-        version_N=np.full(len(response_N), version, dtype=np.int32),
-        finished=finished,
-    )
+    return answered(request, response_N, _finite(logps, engine), version, finished)
 
 
 def read_logps(

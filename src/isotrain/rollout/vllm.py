@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.base import Request, Sampling, answered
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.update import WeightUpdate
 from isotrain.rollout.vllm_npu import npu_environment
@@ -245,18 +245,8 @@ class VllmEngine:
     def _trajectory(self, request: Request, output: Any) -> Trajectory:
         response_N = np.asarray(output.token_ids, dtype=np.int32)
         starts = output.logprobs.start_indices
-        return Trajectory(
-            row=request.row,
-            place=request.place,
-            sample=request.sample,
-            seed=request.seed,
-            prompt_length=len(request.prompt_P),
-            tokens_T=np.concatenate([request.prompt_P, response_N]),
-            mask_N=np.ones(len(response_N), dtype=np.bool_),
-            logp_N=np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32),
-            version_N=np.full(len(response_N), self._version, dtype=np.int32),
-            finished=output.finish_reason == "stop",
-        )
+        logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
+        return answered(request, response_N, logp_N, self._version, output.finish_reason == "stop")
 
 
 def _compile_nothing() -> None:
