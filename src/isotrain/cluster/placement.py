@@ -121,6 +121,7 @@ def rank_environments(
     """
     local_sizes = Counter(seat.node for seat in seats)
     at_work = local_sizes + Counter(seat.node for seat in beside)
+    repeatable = profile(device, determinism, os.environ, starts=True).variables
     seen: Counter[str] = Counter()
     environments = []
     for rank, seat in enumerate(seats):
@@ -129,7 +130,7 @@ def rank_environments(
         environments.append(
             {
                 **device.rank_environment(at_work[seat.node]),
-                **profile(device, determinism, os.environ, starts=True).variables,
+                **repeatable,
                 **_visible(device, neighbours),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(seats)),
@@ -146,10 +147,11 @@ def engine_environments(
 ) -> list[dict[str, str]]:
     """Each rollout engine's variables: it sees its own devices only. `beside` is as for ranks."""
     at_work = Counter(seat.node for seat in [*seats, *beside])
+    repeatable = profile(device, determinism, os.environ, starts=True).variables
     return [
         {
             **device.rank_environment(at_work[seat.node]),
-            **profile(device, determinism, os.environ, starts=True).variables,
+            **repeatable,
             **_visible(device, seat.devices),
         }
         for seat in seats

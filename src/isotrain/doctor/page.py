@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from isotrain.doctor.matrix import Stack, matrix
 from isotrain.doctor.nearest import carries_isotrain
 from isotrain.doctor.rules import rules
-from isotrain.recipe.generated import page_command
+from isotrain.recipe.generated import page_command, table_row
 
 _HEAD = """# Stacks
 
@@ -32,7 +32,7 @@ def _stacks() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for stack in matrix().stacks:
         hardware = ", ".join(stack.boxes or stack.hardware) or stack.device
-        yield _row(
+        yield table_row(
             stack.name,
             hardware,
             stack.hdk or "",
@@ -59,7 +59,7 @@ def _toolkits() -> Iterator[str]:
     yield "| CANN | torch_npu |"
     yield "|---|---|"
     for toolkit, plugins in matrix().torch_npu_of_cann.items():
-        yield _row(toolkit, ", ".join(plugins))
+        yield table_row(toolkit, ", ".join(plugins))
     yield ""
 
 
@@ -68,12 +68,8 @@ def _rules() -> Iterator[str]:
     yield "| | what users see | what to do | source |"
     yield "|---|---|---|---|"
     for rule in rules():
-        yield _row(f"`{rule.id}` ({rule.level})", rule.symptom, rule.fix, rule.source)
+        yield table_row(f"`{rule.id}` ({rule.level})", rule.symptom, rule.fix, rule.source)
     yield ""
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from isotrain.doctor.examine import examine
-from isotrain.doctor.facts import collect
+from isotrain.doctor.facts import find_toolkit, is_simulated, relevant
 from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.system import System, ThisMachine
 from isotrain.errors import DeviceError
@@ -42,7 +42,11 @@ def hide_a_plugin_that_cannot_load(system: System | None = None) -> None:
 
     torch would import it by itself, transformers wherever it finds it, and both would end this process.
     """
-    facts = collect(system or ThisMachine(), commands=False, places=())
-    if "torch-npu" in facts.packages and not facts.simulated and facts.cann_home is None:
+    system = system or ThisMachine()
+    plugin = system.packages(["torch-npu"]).get("torch-npu")
+    if plugin is None or is_simulated(plugin):  # every command asks this, and nearly all end here
+        return
+    home, _ = find_toolkit(system, relevant(system.variables))
+    if home is None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
         hide("torch_npu")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from importlib.resources import files
 from typing import Literal
 
-import yaml
 from pydantic import Field, TypeAdapter, field_validator
 
 from isotrain.doctor.facts import PACKAGES
 from isotrain.doctor.findings import Finding, Level, milder
-from isotrain.doctor.matrix import Row, Target, fits, specifier
+from isotrain.doctor.matrix import Row, Target, fits, packaged, specifier
 from isotrain.doctor.needs import NEEDS
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import satisfies
@@ -88,8 +86,7 @@ class Rule(Row):
 @lru_cache(maxsize=1)
 def rules() -> tuple[Rule, ...]:
     """The rules that come with this version."""
-    text = files("isotrain.doctor").joinpath("rules.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(tuple[Rule, ...]).validate_python(yaml.load(text, Loader=yaml.BaseLoader))
+    return TypeAdapter(tuple[Rule, ...]).validate_python(packaged("rules.yaml"))
 
 
 def apply(scene: Scene) -> Iterator[Finding]:

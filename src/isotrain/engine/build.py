@@ -221,9 +221,10 @@ def _dtype(model: ModelSection) -> torch.dtype:
 def _frozen(
     packed: PackedModel | ScalarModel, model: ModelSection, world: World, files: WeightFiles
 ) -> Frozen:
+    dtype = _dtype(model)
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(_dtype(model))
+        parameter.data = parameter.data.to(dtype)
     load_weights(_place(packed, model, world).items(), files)
     return Frozen(packed, world)
 

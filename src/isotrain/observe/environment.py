@@ -56,14 +56,14 @@ VARIABLES = (
     "VLLM_USE_*",
 )
 
-SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 # In a command, `prompt_key=` and `tokens_per_micro_batch=` are settings, so only whole words count.
 SECRET_ARGUMENT = re.compile(
     r"(?:^|[._-])(?:auth|token|secret|password|passwd|credentials?|(?:api|access|secret|private)[._-]?key)$",
     re.IGNORECASE,
 )
-URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+URL_CREDENTIALS = re.compile(r"(?<=//)[^/@\s]*@")
 
 # Instructions that decide which kernels run, and so the order of summation.
 CPU_FEATURES = re.compile(r"amx_\w+|avx\w*|fma|asimd(dp|hp)?|bf16|i8mm|sve(2|bf16)?")

@@ -20,7 +20,7 @@ _FREE = (
     "trainer.save_every:",
     "trainer.keep_checkpoints:",
 )
-_FREE_ENVIRONMENT = ("time:", "command:", "data.", "data:")
+_FREE_ENVIRONMENT = ("time:", "command:")
 # With these the curves are still curves of something; without common steps there is nothing to compare.
 ALLOWED = ("steps", "recipe", "data", "missing")
 _SHOWN = 5

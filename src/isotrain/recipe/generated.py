@@ -1,4 +1,4 @@
-"""The command of a page that is generated from the source: write it, or check that it is up to date."""
+"""What pages that are generated from the source share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+
+def table_row(*cells: str) -> str:
+    """One row of a Markdown table, whatever the cells hold."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def page_command(module: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> int:

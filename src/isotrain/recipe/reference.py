@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic.fields import FieldInfo
 
 from isotrain.recipe.fields import SectionType, expected, may_be_null, sections, tag
-from isotrain.recipe.generated import page_command
+from isotrain.recipe.generated import page_command, table_row
 from isotrain.recipe.schema import Recipe
 from isotrain.recipe.section import Section
 
@@ -99,8 +99,7 @@ def _table(prefix: str, fields: Sequence[tuple[str, FieldInfo]]) -> Iterator[str
     yield "|---|---|---|---|"
     for name, info in fields:
         meaning = " ".join((info.description or "").split())  # a row is one line
-        cells = (f"`{prefix}{name}`", expected(info), _default(info), meaning)
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield table_row(f"`{prefix}{name}`", expected(info), _default(info), meaning)
     yield ""
 
 

@@ -89,7 +89,7 @@ class SglangEngine:
         port, key = free_port(), secrets.token_hex(32)
         self._exchange = Exchange(name, port, key)
         chosen = _options(device_type, eager)
-        self._settings = {option: value or "on" for option, value in chosen.items()}
+        self.settings = {option: value or "on" for option, value in chosen.items()}
         options = chosen | {
             "model-path": str(directory.absolute()),
             "host": HOST,
@@ -125,10 +125,6 @@ class SglangEngine:
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return self._settings
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         asked = [ask_answer(request, sampling, self._ends) for request in requests]

@@ -85,7 +85,7 @@ class VllmEngine:
         self._running: dict[str, int] = {}
         self._ends = end_tokens(directory)
         self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
-        self._settings = {
+        self.settings = {
             "vllm": vllm.__version__,
             "platform": current_platform.device_type,
             "eager": str(eager),
@@ -130,10 +130,6 @@ class VllmEngine:
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return self._settings
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         from vllm import SamplingParams

