@@ -38,8 +38,9 @@ from isotrain.recipe.online import ClusterSection
 with join_cluster(ClusterSection(address="local"), Cpu(), cpus=1) as cluster:
     group = WorkerGroup("clerk", Clerk, [Member()], start_timeout=60)
     group.submit("sleep", 600)
-    print(os.environ["RAY_AUTH_TOKEN"], cluster.logs.parents[2], flush=True)
     try:
+        # Within the block: the signal may come as soon as the line is out.
+        print(os.environ["RAY_AUTH_TOKEN"], cluster.logs.parents[2], flush=True)
         time.sleep(600)
     finally:
         print("left in order", flush=True)
