@@ -1,0 +1,47 @@
+"""The levels of the protocol, and what one of them has found about a pair of runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["same", "different", "cannot tell", "not run"]
+
+# From the smallest part to the whole. Each asks a question that the one before cannot answer.
+LEVELS = {
+    "P0": "operators: does each operator round as well as the reference's does?",
+    "P1": "forced steps: same weights and data in, same activations, gradients and updates out?",
+    "P2": "paired curves: same seed and data order, do the curves agree?",
+    "P3": "envelope: is the difference larger than harmless rounding would cause?",
+    "P4": "equivalence: over several seeds, is the difference provably small?",
+    "P5": "outcome: is the validation score the same?",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statistic beside its limit; `passed` is None where it decides nothing."""
+
+    name: str
+    value: float
+    limit: float
+    passed: bool | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Level:
+    name: str
+    """A key of `LEVELS`."""
+    state: State
+    words: str
+    """What was found, in one plain sentence."""
+    checks: tuple[Check, ...] = ()
+    causes: tuple[str, ...] = ()
+    """Where it is `different`: what may be behind it, most likely first."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """Tables for the report, as JSON."""
+
+
+def not_run(name: str, why: str = "was not run") -> Level:
+    return Level(name, "not run", why)
