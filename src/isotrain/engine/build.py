@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.fused_attention import FUSED, provide
+from isotrain.models.jitter import jitter
 from isotrain.models.load import (
     IMPLEMENTATIONS,
     build_causal_lm,
@@ -55,9 +56,8 @@ def build_engine(
     if model.gradient_checkpointing:
         packed.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     named = _place(packed, model, world)
-    load_weights(
-        [(base_name(name), p) for name, p in named.items() if not is_adapter(name)], WeightFiles(directory)
-    )
+    base = [(base_name(name), p) for name, p in named.items() if not is_adapter(name)]
+    _load(base, model, WeightFiles(directory))
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
     return _engine(packed, optimizer, optimizer.lr, device, world)
 
@@ -101,7 +101,7 @@ def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World,
         for name in {SCORE, SCORE_BIAS} & set(named):
             with torch.no_grad():
                 shard_of(named.pop(name)).local.zero_()
-    load_weights(named.items(), files)
+    _load(named.items(), model, files)
 
 
 def build_reference(model: ModelSection, *, device: Device, world: World) -> Frozen:
@@ -225,8 +225,15 @@ def _frozen(
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
-    load_weights(_place(packed, model, world).items(), files)
+    _load(_place(packed, model, world).items(), model, files)
     return Frozen(packed, world)
+
+
+def _load(parameters: Iterable[tuple[str, nn.Parameter]], model: ModelSection, files: WeightFiles) -> None:
+    parameters = list(parameters)
+    load_weights(parameters, files)
+    if model.jitter:
+        jitter(parameters, model.jitter)
 
 
 def _place(packed: PackedModel | ScalarModel, model: ModelSection, world: World) -> dict[str, nn.Parameter]:

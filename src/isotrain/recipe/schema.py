@@ -51,6 +51,9 @@ class ModelSection(Section):
     """Tokens whose vocabulary logits exist at one time; by default as many as 256 MiB of float32 hold."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
+    jitter: int = Field(default=0, ge=0)
+    """For `isotrain parity`: other than 0, the weights are first moved by one unit in their last place, up or
+    down as this seed says."""
 
 
 class DataSection(Section):
