@@ -47,3 +47,7 @@ class RewardError(IsotrainError, RuntimeError):
 
 class ClusterError(IsotrainError, RuntimeError):
     """A Ray cluster that cannot be joined, lacks devices, or lost a worker."""
+
+
+class CertificateError(IsotrainError, ValueError):
+    """A verdict that cannot be certified, or a certificate that cannot be written or signed."""

@@ -12,6 +12,7 @@ import isotrain
 from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
 from isotrain.cli.parity import app as parity
+from isotrain.cli.parity_certificates import sign, verify
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
@@ -69,6 +70,8 @@ app.command()(train)
 app.command()(recipes)
 app.command()(doctor)
 app.add_typer(prepare, name="prepare")
+parity.command()(verify)
+parity.command()(sign)
 app.add_typer(parity, name="parity")
 
 

@@ -1,0 +1,59 @@
+"""JSON in one spelling, so that a digest of it is a digest of its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from isotrain.errors import DataError
+from isotrain.parity.sources.bounded import Source, clipped
+
+
+def canonical(content: Any) -> bytes:
+    """Sorted keys, no spaces, UTF-8, floats as their shortest exact spelling; a `ValueError` for the rest."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def read_bounded(path: Path, longest: int) -> bytes:
+    """A regular file from a stranger, of at most `longest` bytes."""
+    source, pieces, size = Source(path), [], 0
+    for chunk in source.chunks():
+        pieces.append(chunk)
+        size += len(chunk)
+        if size > longest:
+            raise source.error(f"larger than {longest} bytes")
+    return b"".join(pieces)
+
+
+def strict_object(data: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object in which no key comes twice and every number is finite."""
+    try:
+        content = json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_refuse_constant)
+        canonical(content)  # 1e400 is JSON for infinity, and half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        # Python says where in the text a recursion ended with much noise; the depth is what is wrong.
+        reason = "nested too deeply" if isinstance(error, RecursionError) else clipped(str(error), 120)
+        raise DataError(f"{path}: not the JSON of isotrain ({reason})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"the key {clipped(name)} comes twice")
+        content[name] = value
+    return content
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")

@@ -1,0 +1,298 @@
+"""A certificate: one JSON file that says of two devices that they train the same, with what that rests on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from isotrain.errors import CertificateError, DataError
+from isotrain.observe.run_directory import write_atomically
+from isotrain.parity.canonical import canonical, digest_of, read_bounded, strict_object
+from isotrain.parity.levels import LEVELS, State
+from isotrain.parity.sources.bounded import clipped
+from isotrain.parity.verdict import Outcome
+
+FORMAT = 1
+MAX_BYTES = 8 << 20
+# Each curve costs a bootstrap when it is verified; nobody needs more, a stranger might send them.
+MAX_CURVES, MAX_MEMBERS = 64, 64
+_SHOWN = 3
+_SLUG = 40
+
+Kind = Literal["paired", "replayed", "free-running"]
+Engine = Literal["hf", "vllm", "sglang", "none"]
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed")
+    return text
+
+
+def _relative(name: str) -> str:
+    if "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError("is not the name of a file below a run")
+    return name
+
+
+def _real_date(text: str) -> str:
+    datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ")
+    return text
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_printable)]
+Text = Annotated[str, StringConstraints(max_length=8000), AfterValidator(_printable)]
+Label = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$", max_length=60)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Date = Annotated[
+    str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"), AfterValidator(_real_date)
+]
+InputName = Annotated[Name, AfterValidator(_relative)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Step = Annotated[int, Field(ge=-(2**53), le=2**53)]
+# JSON has lists only; what is in them stays strict.
+Values = Annotated[tuple[float, ...], Field(strict=False), FailFast()]
+Steps = Annotated[tuple[Step, ...], Field(strict=False), FailFast()]
+
+
+class Part(BaseModel):
+    """Of a file from a stranger: no unknown fields, no guessing of types, finite numbers."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Origin(Part):
+    version: Name
+    commit: Name | None
+
+
+class CertifiedModel(Part):
+    name: Name
+    parameters: Count | None = None
+    sha256: Sha256 | None = None
+    """Of its weights and configuration."""
+
+
+class Subject(Part):
+    algorithm: Name
+    model: CertifiedModel
+    dtype: Name
+    engine: Engine
+    kind: Kind
+    """`paired`: same data in the same order; `replayed`: the same recorded answers; `free-running`: each its
+    own answers."""
+
+
+class Side(Part):
+    label: Label
+    """What the support matrix calls this device."""
+    simulated: bool
+    device: Name
+    ranks: Annotated[int, Field(ge=1, le=2**20)]
+    commit: Name | None
+    packages: dict[Name, Name]
+    variables: dict[Name, Text]
+    """Those that change numbers."""
+    settings: dict[Name, JsonValue]
+    """The recipe's section `device`, the one part in which two sides may differ."""
+    environment_sha256: Sha256
+
+
+class Curve(Part):
+    """One metric of every run over the same steps, exact to the last bit."""
+
+    steps: Steps
+    reference: Values
+    candidate: Values
+    envelope: Annotated[dict[Name, Values], Field(max_length=MAX_MEMBERS)] = {}
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> Curve:
+        if not self.steps or any(a >= b for a, b in zip(self.steps, self.steps[1:], strict=False)):
+            raise ValueError("the steps do not rise")
+        values = (self.reference, self.candidate, *self.envelope.values())
+        if any(len(one) != len(self.steps) for one in values):
+            raise ValueError("not every run has a value at each step")
+        return self
+
+    def of(self, role: str) -> tuple[float, ...] | None:
+        """The values of `reference`, `candidate` or a member of the envelope."""
+        if role in ("reference", "candidate"):
+            return self.reference if role == "reference" else self.candidate
+        return self.envelope.get(role)
+
+
+class CheckFound(Part):
+    name: Name
+    value: float | None
+    limit: float | None
+    """None where it is not finite: there is no limit then."""
+    passed: bool | None
+    note: Text = ""
+
+
+class LevelFound(Part):
+    name: Name
+    state: State
+    words: Text
+    checks: Annotated[tuple[CheckFound, ...], Field(strict=False)] = ()
+
+
+class Figures(Part):
+    steps: Count
+    loss_metric: Name | None
+    loss_error: float | None
+    """Mean absolute error in hundredths of the loss's own unit, as others publish it."""
+    loss_relative: float | None
+    """Mean relative error in %; None where the reference's loss is 0 somewhere."""
+    reward_metric: Name | None
+    reward_error: float | None
+    """Mean absolute error in hundredths."""
+    throughput_ratio: float | None
+    """The candidate's as a multiple of the reference's, without the first steps where there are others."""
+
+
+class Power(Part):
+    caught: Count
+    mutations: Count
+    accepted: Count
+    reruns: Count
+    table_sha256: Sha256
+    """Of the packaged table of mutations."""
+
+    @model_validator(mode="after")
+    def _parts_of_totals(self) -> Power:
+        if self.caught > self.mutations or self.accepted > self.reruns:
+            raise ValueError("more were caught or accepted than there were")
+        return self
+
+
+class Certificate(Part):
+    format: Literal[1]
+    isotrain: Origin
+    date: Date
+    subject: Subject
+    reference: Side
+    candidate: Side
+    recipe: dict[Name, JsonValue]
+    """What both sides share of it, without paths of a machine."""
+    recipe_sha256: Sha256
+    data: dict[Name, Name]
+    inputs: dict[InputName, Sha256]
+    """`reference/metrics.jsonl` and so on: every file that was read."""
+    allowed: dict[Name, Text]
+    """Differences between the runs that somebody accepted by name."""
+    curves: Annotated[dict[Name, Curve], Field(min_length=1, max_length=MAX_CURVES)]
+    levels: Annotated[tuple[LevelFound, ...], Field(strict=False)]
+    figures: Figures
+    verdict: Outcome
+    words: Text
+    power: Power | None
+    digest: Sha256
+    """Over the canonical JSON of all the rest."""
+
+    @model_validator(mode="after")
+    def _all_levels(self) -> Certificate:
+        if [level.name for level in self.levels] != list(LEVELS):
+            raise ValueError(f"levels: are not {', '.join(LEVELS)}")
+        return self
+
+    def content(self) -> dict[str, Any]:
+        """Everything that the digest is over."""
+        return self.model_dump(mode="json", exclude={"digest"})
+
+    @property
+    def file_name(self) -> str:
+        """From the content alone, whatever that is: letters, digits and dashes."""
+        subject = self.subject
+        words = (subject.algorithm, subject.model.name, self.reference.label, self.candidate.label)
+        return "-".join([*map(_slug, words), subject.kind, self.digest[:8]]) + ".json"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:_SLUG].strip("-") or "unnamed"
+
+
+def sealed(content: Mapping[str, Any]) -> Certificate:
+    """The certificate of a content without its digest."""
+    draft = Certificate.model_validate({**content, "digest": "0" * 64})
+    return draft.model_copy(update={"digest": digest_of(draft.content())})
+
+
+def write_certificate(directory: Path, certificate: Certificate) -> Path:
+    """Writes it under the name that its content gives it; never over another content."""
+    if certificate.verdict != "same":
+        raise CertificateError(f"only runs that are the same get a certificate: {certificate.words}")
+    content = certificate.content()
+    if certificate.digest != digest_of(content):
+        raise CertificateError("the certificate was changed after it was made; make it anew from its runs")
+    data = _spelled({**content, "digest": certificate.digest})
+    path = directory / certificate.file_name
+    if len(data) > MAX_BYTES:
+        raise CertificateError(
+            f"the certificate has {len(data) >> 20} MiB of at most {MAX_BYTES >> 20}: certify fewer metrics"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_atomically(path, data)
+        elif path.read_bytes() != data:
+            raise CertificateError(f"{path} is there with another content; move it away")
+    except OSError as error:
+        raise CertificateError(f"{path}: cannot be written ({error.strerror or error})") from error
+    return path
+
+
+def read_certificate(path: Path) -> Certificate:
+    """The certificate in a file from a stranger, or a `DataError` that names the field."""
+    content = strict_object(read_bounded(path, MAX_BYTES), path)
+    try:
+        certificate = Certificate.model_validate(content)
+    except ValidationError as error:
+        raise DataError(f"{path}: {problems_of(error)}") from error
+    # A whole number where a float belongs would be another text with another digest.
+    if canonical(content) != canonical({**certificate.content(), "digest": certificate.digest}):
+        raise DataError(f"{path}: not spelled as isotrain spells it: fields are missing, or 1 stands for 1.0")
+    if certificate.digest != digest_of(certificate.content()):
+        raise DataError(f"{path}: digest: does not fit the content, which was changed after it was made")
+    if certificate.verdict != "same":
+        raise DataError(f"{path}: verdict: is {certificate.verdict!r}; a certificate says 'same'")
+    return certificate
+
+
+def problems_of(error: ValidationError) -> str:
+    """The first fields that are wrong, without what a stranger wrote into them."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    shown = []
+    for one in found[:_SHOWN]:
+        field = ".".join(str(part) for part in one["loc"])
+        shown.append(f"{clipped(field)[1:-1]}: {one['msg']}" if field else one["msg"])
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(shown) + more
+
+
+def _spelled(content: Mapping[str, Any]) -> bytes:
+    """One line per field: long curves stay short files, and a change is one line of a diff."""
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False, allow_nan=False)}"
+        for name, value in content.items()
+    )
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()

@@ -1,0 +1,69 @@
+"""The figures of a certificate, computed from its curves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from isotrain.errors import DataError
+from isotrain.parity.certificate import Curve, Figures
+from isotrain.parity.compare import SPEED, Comparison, compare
+from isotrain.parity.published import Kind, kind_of
+from isotrain.parity.run import Run, Series
+
+
+def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
+    """Reference against candidate, as if their runs had been read."""
+    with np.errstate(all="ignore"):  # what overflows is refused where it would become a figure
+        return compare(
+            _run(curves, "reference"),
+            _run(curves, "candidate"),
+            [metric for metric in curves if metric not in SPEED],
+        )
+
+
+def first_of(kind: Kind, metrics: Iterable[str]) -> str | None:
+    """The metric that stands for a kind: the first, in the order in which runs record them."""
+    return next((metric for metric in metrics if kind_of(metric) == kind), None)
+
+
+def figures_of(comparison: Comparison, loss_metric: str | None, reward_metric: str | None) -> Figures:
+    """The names are given, because the order of a file's fields is not a fact that a digest covers."""
+    for kind, metric in (("loss", loss_metric), ("reward", reward_metric)):
+        known = [name for name in comparison.curves if kind_of(name) == kind]
+        if metric not in known and (known or metric is not None):
+            raise DataError(f"the figure of the {kind} is of {metric!r}, the curves have {known or 'none'}")
+    curves = comparison.curves
+    loss = curves[loss_metric] if loss_metric is not None else None
+    reward = curves[reward_metric] if reward_metric is not None else None
+    speeds = list(comparison.speed.values())
+    return Figures(
+        steps=max(one.steps for one in curves.values()),
+        loss_metric=loss_metric,
+        loss_error=_hundredths(loss.mean_absolute) if loss else None,
+        loss_relative=_hundredths(loss.mean_relative) if loss and loss.mean_relative is not None else None,
+        reward_metric=reward_metric,
+        reward_error=_hundredths(reward.mean_absolute) if reward else None,
+        throughput_ratio=_finite(speeds[-1].ratio) if speeds else None,
+    )
+
+
+def _hundredths(value: float) -> float:
+    return _finite(100 * value)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise DataError("the curves are so far apart that there is no figure for it")
+    return value
+
+
+def _run(curves: Mapping[str, Curve], role: str) -> Run:
+    metrics = {
+        metric: Series(np.array(curve.steps, np.int64), np.array(curve.of(role), np.float64))
+        for metric, curve in curves.items()
+    }
+    return Run(Path(role), "certificate", metrics)

@@ -1,0 +1,220 @@
+"""From a verdict over two runs to the certificate of it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from isotrain import __version__
+from isotrain.errors import CertificateError
+from isotrain.parity.canonical import digest_of
+from isotrain.parity.certificate import (
+    FORMAT,
+    Certificate,
+    CheckFound,
+    Curve,
+    LevelFound,
+    Origin,
+    Power,
+    Side,
+    Subject,
+    problems_of,
+    sealed,
+)
+from isotrain.parity.compare import SPEED
+from isotrain.parity.figures import comparison_of, figures_of, first_of
+from isotrain.parity.levels import Check, Level
+from isotrain.parity.run import Run
+from isotrain.parity.verdict import Verdict
+
+# What belongs to one side alone: its device is told there, the rest is about this machine.
+_OF_ONE_SIDE = ("output", "device", "observe", "cluster")
+_PATH = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?[/\\][^\s'\",;]*[/\\](?=[^\s'\",;/\\])")
+_LONGEST_LINE = 2000
+
+
+def certificate_of(
+    verdict: Verdict,
+    *,
+    subject: Subject,
+    labels: tuple[str, str],
+    simulated: tuple[bool, bool] = (False, False),
+    envelope: Mapping[str, Run] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    power: Power | None = None,
+    date: datetime.datetime | None = None,
+) -> Certificate:
+    """A verdict that is not `same` has one too, but `write_certificate` refuses it.
+
+    `labels` and `simulated` are of reference and candidate. `envelope` are the runs that P3 was judged by,
+    each under its role, such as `envelope-1`; `inputs` the SHA-256 of files that were read besides the runs'
+    own, under `probe/` and the like.
+    """
+    comparison = verdict.comparison
+    runs = {"reference": comparison.reference, "candidate": comparison.candidate, **(envelope or {})}
+    try:
+        curves = _curves(verdict, envelope or {})
+        recomputed = comparison_of(curves)
+        figures = figures_of(
+            recomputed, first_of("loss", comparison.curves), first_of("reward", comparison.curves)
+        )
+        reference, candidate = (
+            side_of(runs[role], label, is_simulated)
+            for role, label, is_simulated in zip(("reference", "candidate"), labels, simulated, strict=True)
+        )
+        recipe = portable_recipe(comparison.reference)
+        return sealed(
+            {
+                "format": FORMAT,
+                "isotrain": Origin(version=__version__, commit=reference.commit),
+                "date": _utc(date),
+                "subject": subject,
+                "reference": reference,
+                "candidate": candidate,
+                "recipe": recipe,
+                "recipe_sha256": digest_of(recipe),
+                "data": {**comparison.candidate.data, **comparison.reference.data},
+                "inputs": {**_inputs(runs), **(inputs or {})},
+                "allowed": _allowed(verdict),
+                "curves": curves,
+                "levels": tuple(level_found(level) for level in verdict.levels),
+                "figures": figures,
+                "verdict": verdict.outcome,
+                "words": _line(verdict.words),
+                "power": power,
+            }
+        )
+    except ValidationError as error:
+        raise CertificateError(f"no certificate can be made: {problems_of(error)}") from error
+
+
+def side_of(run: Run, label: str, simulated: bool) -> Side:
+    """What the certificate tells of a run's device, from the newest start in its directory."""
+    if run.environment is None:
+        raise CertificateError(f"{run.path} has no environment.json: nobody can say what it ran on")
+    environment = run.environment
+    device = _section(environment, "device")
+    packages = _section(environment, "packages")
+    stand_in = device.get("type") != "cpu" and any(str(v).endswith("+sim") for v in packages.values())
+    try:
+        return Side(
+            label=label,
+            # Nobody can forget to say so: the stand-in for a device marks its own packages.
+            simulated=simulated or stand_in,
+            device=_line(str(device.get("name") or "unknown")),
+            ranks=device.get("ranks", 1),
+            commit=environment.get("commit"),
+            packages=packages,
+            variables={k: _line(portable(str(v))) for k, v in _section(environment, "variables").items()},
+            settings=portable(_section(run.recipe or {}, "device")),
+            environment_sha256=digest_of(environment),
+        )
+    except ValidationError as error:
+        raise CertificateError(f"{run.path}: environment.json: {problems_of(error)}") from error
+    except ValueError as error:
+        raise CertificateError(f"{run.path}: environment.json: {error}") from error
+
+
+def portable_recipe(run: Run) -> dict[str, Any]:
+    """The recipe that both sides share, without what only means something on the machine that it ran on."""
+    if run.recipe is None:
+        raise CertificateError(f"{run.path} has no resolved.json: nobody can say what was trained")
+    shared: dict[str, Any] = portable({k: v for k, v in run.recipe.items() if k not in _OF_ONE_SIDE})
+    return shared
+
+
+def portable(value: Any) -> Any:
+    """JSON in which every absolute path is its last part."""
+    if isinstance(value, dict):
+        return {name: portable(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(inner) for inner in value]
+    return _last_part(value) if isinstance(value, str) else value
+
+
+def level_found(level: Level) -> LevelFound:
+    checks = tuple(_check_found(check) for check in level.checks)
+    return LevelFound(name=level.name, state=level.state, words=_line(level.words), checks=checks)
+
+
+def _check_found(check: Check) -> CheckFound:
+    value, limit = (float(x) if math.isfinite(x) else None for x in (check.value, check.limit))
+    # A comparison of numpy's numbers is not Python's `bool`.
+    passed = None if check.passed is None else bool(check.passed)
+    return CheckFound(name=check.name, value=value, limit=limit, passed=passed, note=_line(check.note))
+
+
+def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
+    """Everything that was compared, at the steps of all runs, with the throughput of the two sides."""
+    comparison = verdict.comparison
+    pair = (comparison.reference, comparison.candidate)
+    curves = {metric: _curve(metric, *pair, envelope) for metric in comparison.curves}
+    speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
+    if speed is not None and all(np.isfinite(run.metrics[speed].values_S).all() for run in pair):
+        curves[speed] = _curve(speed, *pair, {})
+    if not comparison.curves:
+        raise CertificateError("no curve was compared: there is nothing to certify")
+    return curves
+
+
+def _curve(metric: str, reference: Run, candidate: Run, envelope: Mapping[str, Run]) -> Curve:
+    a, b = reference.metrics[metric], candidate.metrics[metric]
+    steps_S = np.intersect1d(a.steps_S, b.steps_S, assume_unique=True)
+    # A member may stop early, or not record a metric; it then has no part in that curve.
+    members = {
+        role: run.metrics[metric]
+        for role, run in envelope.items()
+        if metric in run.metrics and np.isin(steps_S, run.metrics[metric].steps_S).all()
+    }
+    values = {
+        role: tuple(series.values_S[np.isin(series.steps_S, steps_S)].tolist())
+        for role, series in {"reference": a, "candidate": b, **members}.items()
+    }
+    return Curve(
+        steps=tuple(steps_S.tolist()),
+        reference=values.pop("reference"),
+        candidate=values.pop("candidate"),
+        envelope=values,
+    )
+
+
+def _inputs(runs: Mapping[str, Run]) -> dict[str, str]:
+    return {f"{role}/{name}": digest for role, run in runs.items() for name, digest in run.sha256.items()}
+
+
+def _allowed(verdict: Verdict) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for obstacle in verdict.comparison.allowed:
+        found.setdefault(obstacle.name, []).append(_PATH.sub("", obstacle.message))
+    return {name: _line("; ".join(messages)) for name, messages in found.items()}
+
+
+def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _last_part(text: str) -> str:
+    if text.startswith(("/", "~")):
+        return PurePosixPath(text).name
+    windows = PureWindowsPath(text)
+    return windows.name if windows.drive and windows.root else text
+
+
+def _line(text: str) -> str:
+    """Words of any source as a certificate may hold them: one line, printable, not endless."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + "..."
+
+
+def _utc(date: datetime.datetime | None) -> str:
+    moment = date or datetime.datetime.now(datetime.timezone.utc)
+    return moment.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,226 @@
+"""The support matrix, written from the certificates: `python -m isotrain.parity.matrix_page PATH`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isotrain.errors import DataError, IsotrainError
+from isotrain.parity.certificate import Certificate, Side, read_certificate
+from isotrain.parity.levels import LEVELS
+from isotrain.parity.signing import Signature, signature_of
+from isotrain.parity.verify import verify
+from isotrain.recipe.generated import page_command, table_row
+
+CERTIFICATES = Path(__file__).parents[3] / "certificates"
+
+_HEAD = """# Support matrix
+
+Which pairs of devices were shown to train the same, on what, with which error. Every row is one file in
+[`certificates/`](../certificates); this page is generated from those files alone, by
+`python -m isotrain.parity.matrix_page docs/support-matrix.md`. A row cannot be written by hand.
+
+**A simulated device proves code paths, never the hardware's numerics.** Rows of one say *simulated*.
+
+What the levels ask is told in [parity.md](parity.md). `isotrain parity verify FILE` computes a certificate's
+figures again from the curves in it, and with the runs' directories compares their files too.
+"""
+_NONE = "There are no certificates yet: no pair of devices has been shown to train the same.\n"
+_COLUMNS = (
+    "algorithm",
+    "model",
+    "reference",
+    "candidate",
+    "engine",
+    "kind",
+    "steps",
+    "loss error, hundredths",
+    "published by others, hundredths",
+    "loss error, %",
+    "reward error, hundredths",
+    "throughput, candidate / reference",
+    "same at",
+    "not run",
+    "power",
+    "date",
+    "signed by",
+    "certificate",
+)
+_SIDES = ("certificate", "side", "hardware", "ranks", "isotrain at", "versions", "variables")
+# Versions that decide numbers; the certificate has the others as well.
+_SHOWN_PACKAGES = ("isotrain", "torch", "transformers", "vllm", "sglang", "triton", "flash-attn", "numpy")
+# Text of certificates is a stranger's: it must stay text, in its cell.
+_ENTITIES = {letter: f"&#{ord(letter)};" for letter in "&<>|\\`*_[]~!#"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    certificate: Certificate
+    signature: Signature
+
+
+def render(directory: Path = CERTIFICATES) -> str:
+    """The whole page as Markdown; a certificate that is not valid ends it with that file's name."""
+    entries = sorted(_entries(directory), key=_order)
+    if not entries:
+        return "\n".join([_HEAD, _NONE])
+    return "\n".join([_HEAD, *_matrix(entries), *_sides(entries)])
+
+
+def _entries(directory: Path) -> Iterator[_Entry]:
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such directory; certificates are in isotrain's repository")
+    for path in sorted(directory.glob("*.json")):
+        for finding in verify(path):
+            if finding.state == "wrong":
+                raise DataError(f"{path.name}: {finding.name}: {finding.words}")
+        certificate = read_certificate(path)
+        if path.name != certificate.file_name:
+            raise DataError(f"{path.name}: its content's name is {certificate.file_name}")
+        yield _Entry(path.name, certificate, signature_of(path))
+
+
+def _order(entry: _Entry) -> tuple[str, ...]:
+    one = entry.certificate
+    subject = one.subject
+    pair = (one.reference.label, one.candidate.label)
+    return (subject.algorithm, subject.model.name, *pair, subject.kind, one.date, entry.name)
+
+
+def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
+    published = published_figures()
+    yield "## Certified pairs\n"
+    yield table_row(*_COLUMNS)
+    yield "|" + "---|" * len(_COLUMNS)
+    for entry in entries:
+        one = entry.certificate
+        subject, figures = one.subject, one.figures
+        yield table_row(
+            _cell(subject.algorithm),
+            _cell(_model(one)),
+            _device(one.reference),
+            _device(one.candidate),
+            subject.engine,
+            _kind(one),
+            str(figures.steps),
+            _number(figures.loss_error),
+            _number(published["loss_error_hundredths"].get(subject.algorithm)),
+            _number(figures.loss_relative),
+            _number(figures.reward_error),
+            _number(figures.throughput_ratio),
+            ", ".join(level.name for level in one.levels if level.state == "same"),
+            ", ".join(level.name for level in one.levels if level.state == "not run") or "-",
+            _power(one),
+            one.date[:10],
+            _signed(entry.signature),
+            _link(entry.name),
+        )
+    yield ""
+    yield (
+        "Errors are means of absolute differences; hundredths are of the metric's own unit, which others "
+        "write as %. What others published is not comparable in its setting (other models, data, devices) and "
+        f"not verified by us. It is from: {_cell(published['source'])}."
+    )
+    yield ""
+    yield "Power: how many deliberate bugs the protocol caught, and how many honest reruns it accepted.\n"
+    yield from (f"- {name}: {question}" for name, question in LEVELS.items())
+    yield ""
+
+
+def _sides(entries: Sequence[_Entry]) -> Iterator[str]:
+    yield "## What they ran on\n"
+    yield table_row(*_SIDES)
+    yield "|" + "---|" * len(_SIDES)
+    for entry in entries:
+        one = entry.certificate
+        for role, side in (("reference", one.reference), ("candidate", one.candidate)):
+            yield table_row(
+                _link(entry.name),
+                f"{role}: {_device(side)}",
+                _cell(side.device),
+                str(side.ranks),
+                _cell(side.commit or "unknown"),
+                _cell(_versions(side)),
+                _cell(", ".join(f"{name}={value}" for name, value in sorted(side.variables.items()))) or "-",
+            )
+    yield ""
+
+
+@functools.cache
+def published_figures() -> dict[str, Any]:
+    """Loss errors that others state, and where."""
+    text = resources.files("isotrain.parity").joinpath("published_figures.yaml").read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    assert isinstance(content, dict)
+    return content
+
+
+def _model(certificate: Certificate) -> str:
+    subject = certificate.subject
+    count = subject.model.parameters
+    size = "" if count is None else f" ({count / 1e6:.3g} M parameters)"
+    return f"{subject.model.name}{size}, {subject.dtype}"
+
+
+def _device(side: Side) -> str:
+    # A label may say it already; the word in bold is the one that cannot be forgotten.
+    return f"{side.label} **(simulated)**" if side.simulated else side.label
+
+
+def _kind(certificate: Certificate) -> str:
+    allowed = ", ".join(certificate.allowed)
+    return certificate.subject.kind + (f" (allowed to differ: {_cell(allowed)})" if allowed else "")
+
+
+def _power(certificate: Certificate) -> str:
+    power = certificate.power
+    if power is None:
+        return "not measured"
+    return f"{power.caught} of {power.mutations} caught, {power.accepted} of {power.reruns} accepted"
+
+
+def _signed(signature: Signature) -> str:
+    if signature.state == "signed":
+        return _cell(signature.by)
+    return "unsigned" if signature.state == "unsigned" else "a key that is not listed"
+
+
+def _versions(side: Side) -> str:
+    shown = {
+        name: version
+        for name, version in side.packages.items()
+        if any(name == known or name.startswith(f"{known}-") for known in _SHOWN_PACKAGES)
+    }
+    return ", ".join(f"{name} {version}" for name, version in sorted(shown.items()))
+
+
+def _link(name: str) -> str:
+    return f"[{name.removesuffix('.json')[-8:]}](../certificates/{name})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _cell(text: str) -> str:
+    return "".join(_ENTITIES.get(letter, letter) for letter in text)
+
+
+def main(arguments: Sequence[str] | None = None, directory: Path = CERTIFICATES) -> int:
+    try:
+        return page_command("isotrain.parity.matrix_page", lambda: render(directory), arguments)
+    except IsotrainError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

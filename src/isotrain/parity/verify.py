@@ -1,0 +1,197 @@
+"""Whether a certificate is what it says, from the file alone or beside the runs that it is about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from isotrain.errors import CertificateError, DataError
+from isotrain.parity.canonical import digest_of
+from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, read_certificate
+from isotrain.parity.figures import comparison_of, figures_of
+from isotrain.parity.issue import level_found, portable_recipe, side_of
+from isotrain.parity.levels import Level
+from isotrain.parity.run import Run
+from isotrain.parity.signing import signature_of
+from isotrain.parity.sources.bounded import Source, inside
+from isotrain.parity.sources.read import read_run
+from isotrain.parity.verdict import judge
+
+State = Literal["right", "wrong", "not checked"]
+Again = Callable[[Certificate], Iterable[Level]]
+# Another processor may sum a correlation in another order; a changed figure is further off than this.
+_CLOSE = 1e-9
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    state: State
+    words: str
+
+
+def verify(
+    path: Path,
+    runs: Mapping[str, Path] | None = None,
+    allowed_signers: Path | None = None,
+    again: Again | None = None,
+) -> list[Finding]:
+    """What holds and what does not; a certificate is valid where nothing is `wrong`.
+
+    `runs` are directories by role: `reference`, `candidate`, or a member of the envelope. `again` computes
+    levels anew from the certificate's curves.
+    """
+    try:
+        certificate = read_certificate(path)
+    except DataError as error:
+        return [Finding("digest", "wrong", str(error))]
+    found = [Finding("digest", "right", f"the file is as it was made ({certificate.digest[:8]})")]
+    found += _itself(certificate)
+    found += _again(certificate, again(certificate) if again else ())
+    for role, directory in (runs or {}).items():
+        found += _run(certificate, role, directory)
+    if not runs:
+        found.append(Finding("inputs", "not checked", "no directories of the runs were given"))
+    found.append(_signature(path, allowed_signers))
+    return found
+
+
+def is_valid(findings: Iterable[Finding]) -> bool:
+    return all(finding.state != "wrong" for finding in findings)
+
+
+def _itself(certificate: Certificate) -> Iterator[Finding]:
+    """What a file can be asked about itself: a digest can be made anew by anybody who changes a number."""
+    fits = digest_of(certificate.recipe) == certificate.recipe_sha256
+    yield _finding("recipe", fits, "its SHA-256 fits", "recipe_sha256 is not that of the recipe")
+    try:
+        comparison = comparison_of(certificate.curves)
+        stated = certificate.figures
+        figures = figures_of(comparison, stated.loss_metric, stated.reward_metric)
+    except DataError as error:
+        yield Finding("figures", "wrong", str(error))
+        return
+    differ = [
+        f"{name} is stated as {value!r}, the curves give {getattr(figures, name)!r}"
+        for name, value in stated
+        if value != getattr(figures, name)
+    ]
+    yield _finding("figures", not differ, f"the curves give them: {stated.steps} steps", "; ".join(differ))
+    broken = list(_contradictions(certificate.levels))
+    yield _finding("levels", not broken, "each fits its checks", "; ".join(broken))
+    outcome = judge(comparison, [Level(one.name, one.state, one.words) for one in certificate.levels]).outcome
+    said = f"the levels say {outcome!r}"
+    yield _finding("verdict", outcome == certificate.verdict, said, f"is {certificate.verdict!r}, {said}")
+
+
+def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
+    for level in levels:
+        failed = [check.name for check in level.checks if check.passed is False]
+        if level.state == "same" and failed:
+            yield f"{level.name} is 'same', but did not pass {', '.join(failed[:_SHOWN])}"
+        if level.state == "not run" and level.checks:
+            yield f"{level.name} was not run, but has checks"
+
+
+def _again(certificate: Certificate, levels: Iterable[Level]) -> Iterator[Finding]:
+    stated = {level.name: level for level in certificate.levels}
+    for level in map(level_found, levels):
+        before = stated[level.name]
+        differ = before.state != level.state or not _same_checks(before.checks, level.checks)
+        words = f"the curves give {level.state!r}: {level.words}"
+        yield _finding(f"{level.name} again", not differ, words, f"is {before.state!r} there; {words}")
+
+
+def _same_checks(before: tuple[CheckFound, ...], now: tuple[CheckFound, ...]) -> bool:
+    return len(before) == len(now) and all(
+        (a.name, a.passed) == (b.name, b.passed) and _close(a.value, b.value) and _close(a.limit, b.limit)
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def _close(a: float | None, b: float | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-15)
+
+
+def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Finding]:
+    """A run's files against the digests, its curves and its device against what is told of them."""
+    prefix = f"{role}/"
+    stated = {
+        name.removeprefix(prefix): sha for name, sha in certificate.inputs.items() if name.startswith(prefix)
+    }
+    if not stated:
+        yield Finding(f"inputs of {role}", "wrong", f"the certificate names no file of {role!r}")
+        return
+    try:
+        run = read_run(path)
+        directory = path if path.is_dir() else path.parent
+        differ = [name for name, sha in stated.items() if _sha256(run, directory, name) != sha]
+    except DataError as error:
+        yield Finding(f"inputs of {role}", "wrong", str(error))
+        return
+    shown = ", ".join(differ[:_SHOWN])
+    right = f"{', '.join(list(stated)[:_SHOWN])} in {path}"
+    yield _finding(f"inputs of {role}", not differ, right, f"{shown} in {path}: not the file that was read")
+    other = list(_other_curves(certificate, role, run))
+    told = "are those of the run"
+    yield _finding(f"curves of {role}", not other, told, f"{', '.join(other[:_SHOWN])}: not those of {path}")
+    yield from _told(certificate, role, run)
+
+
+def _sha256(run: Run, directory: Path, name: str) -> str | None:
+    if name in run.sha256:
+        return run.sha256[name]
+    source = Source(inside(directory, name), name)
+    for _ in source.chunks():
+        pass
+    return source.sha256[name]
+
+
+def _other_curves(certificate: Certificate, role: str, run: Run) -> Iterator[str]:
+    for metric, curve in certificate.curves.items():
+        values = curve.of(role)
+        if values is None:
+            continue
+        series = run.metrics.get(metric)
+        there = (
+            {}
+            if series is None
+            else dict(zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True))
+        )
+        if [there.get(step) for step in curve.steps] != list(values):
+            yield metric
+
+
+def _told(certificate: Certificate, role: str, run: Run) -> Iterator[Finding]:
+    """Device and recipe of the two sides; of a member of the envelope nothing is told."""
+    if role not in ("reference", "candidate"):
+        return
+    side = certificate.reference if role == "reference" else certificate.candidate
+    try:
+        found = side_of(run, side.label, side.simulated)
+        differ = [name for name, value in side if value != getattr(found, name)]
+        if role == "reference" and portable_recipe(run) != certificate.recipe:
+            differ.append("recipe")
+    except CertificateError as error:
+        yield Finding(f"device of {role}", "wrong", str(error))
+        return
+    yield _finding(f"device of {role}", not differ, "as told", f"told otherwise: {', '.join(differ)}")
+
+
+def _signature(path: Path, allowed_signers: Path | None) -> Finding:
+    try:
+        signature = signature_of(path, allowed_signers)
+    except (CertificateError, DataError) as error:
+        return Finding("signature", "wrong", str(error))
+    states: dict[str, State] = {"signed": "right", "unsigned": "not checked", "unlisted": "not checked"}
+    return Finding("signature", states.get(signature.state, "wrong"), signature.words)
+
+
+def _finding(name: str, fits: bool, right: str, wrong: str) -> Finding:
+    return Finding(name, "right", right) if fits else Finding(name, "wrong", wrong)
