@@ -87,7 +87,7 @@ def certificate_of(
                 "levels": tuple(level_found(level) for level in verdict.levels),
                 "figures": figures,
                 "verdict": verdict.outcome,
-                "words": _line(verdict.words),
+                "words": _words(verdict.words),
                 "power": power,
             }
         )
@@ -141,14 +141,14 @@ def portable(value: Any) -> Any:
 
 def level_found(level: Level) -> LevelFound:
     checks = tuple(_check_found(check) for check in level.checks)
-    return LevelFound(name=level.name, state=level.state, words=_line(level.words), checks=checks)
+    return LevelFound(name=level.name, state=level.state, words=_words(level.words), checks=checks)
 
 
 def _check_found(check: Check) -> CheckFound:
     value, limit = (float(x) if math.isfinite(x) else None for x in (check.value, check.limit))
     # A comparison of numpy's numbers is not Python's `bool`.
     passed = None if check.passed is None else bool(check.passed)
-    return CheckFound(name=check.name, value=value, limit=limit, passed=passed, note=_line(check.note))
+    return CheckFound(name=check.name, value=value, limit=limit, passed=passed, note=_words(check.note))
 
 
 def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
@@ -192,7 +192,7 @@ def _inputs(runs: Mapping[str, Run]) -> dict[str, str]:
 def _allowed(verdict: Verdict) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for obstacle in verdict.comparison.allowed:
-        found.setdefault(obstacle.name, []).append(_PATH.sub("", obstacle.message))
+        found.setdefault(obstacle.name, []).append(_words(obstacle.message))
     return {name: _line("; ".join(messages)) for name, messages in found.items()}
 
 
@@ -213,6 +213,11 @@ def _line(text: str) -> str:
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     shown = " ".join(shown.split())
     return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + "..."
+
+
+def _words(text: str) -> str:
+    """Sentences about runs name them by their paths; what remains is the last part."""
+    return _line(_PATH.sub("", text))
 
 
 def _utc(date: datetime.datetime | None) -> str:

@@ -25,7 +25,8 @@ _HEAD = """# Support matrix
 
 Which pairs of devices were shown to train the same, on what, with which error. Every row is one file in
 [`certificates/`](../certificates); this page is generated from those files alone, by
-`python -m isotrain.parity.matrix_page docs/support-matrix.md`. A row cannot be written by hand.
+`python -m isotrain.parity.matrix_page docs/support-matrix.md`. An unsigned certificate is worth as much
+as the word of whoever sent it; its figures follow from the curves in it all the same.
 
 **A simulated device proves code paths, never the hardware's numerics.** Rows of one say *simulated*.
 
@@ -43,7 +44,7 @@ _COLUMNS = (
     "steps",
     "loss error, hundredths",
     "published by others, hundredths",
-    "loss error, %",
+    "loss error, relative, %",
     "reward error, hundredths",
     "throughput, candidate / reference",
     "same at",
@@ -57,7 +58,8 @@ _SIDES = ("certificate", "side", "hardware", "ranks", "isotrain at", "versions",
 # Versions that decide numbers; the certificate has the others as well.
 _SHOWN_PACKAGES = ("isotrain", "torch", "transformers", "vllm", "sglang", "triton", "flash-attn", "numpy")
 # Text of certificates is a stranger's: it must stay text, in its cell.
-_ENTITIES = {letter: f"&#{ord(letter)};" for letter in "&<>|\\`*_[]~!#"}
+_ENTITIES = {letter: f"&#{ord(letter)};" for letter in "&<>|\\`*[]~!#"}
+_ENTITIES["_"] = "\\_"  # common in names, and a page's source is read too
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
             _number(figures.loss_relative),
             _number(figures.reward_error),
             _number(figures.throughput_ratio),
-            ", ".join(level.name for level in one.levels if level.state == "same"),
+            _same_at(one),
             ", ".join(level.name for level in one.levels if level.state == "not run") or "-",
             _power(one),
             one.date[:10],
@@ -126,8 +128,8 @@ def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
     yield ""
     yield (
         "Errors are means of absolute differences; hundredths are of the metric's own unit, which others "
-        "write as %. What others published is not comparable in its setting (other models, data, devices) and "
-        f"not verified by us. It is from: {_cell(published['source'])}."
+        "write as %. What others published is not comparable in its setting (other models, data, devices) "
+        f"and not verified by us. It is from: {_cell(published['source'])}."
     )
     yield ""
     yield "Power: how many deliberate bugs the protocol caught, and how many honest reruns it accepted.\n"
@@ -178,6 +180,14 @@ def _device(side: Side) -> str:
 def _kind(certificate: Certificate) -> str:
     allowed = ", ".join(certificate.allowed)
     return certificate.subject.kind + (f" (allowed to differ: {_cell(allowed)})" if allowed else "")
+
+
+def _same_at(certificate: Certificate) -> str:
+    names = {
+        state: ", ".join(level.name for level in certificate.levels if level.state == state)
+        for state in ("same", "cannot tell")
+    }
+    return names["same"] + (f" ({names['cannot tell']} left it open)" if names["cannot tell"] else "")
 
 
 def _power(certificate: Certificate) -> str:

@@ -1,0 +1,131 @@
+"""Two small runs on disk, the verdict over them, the certificate of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from isotrain.observe.metrics import MetricsLog
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.parity.canonical import digest_of
+from isotrain.parity.certificate import Certificate, CertifiedModel, Power, Subject, write_certificate
+from isotrain.parity.compare import compare
+from isotrain.parity.issue import certificate_of
+from isotrain.parity.levels import Check, Level
+from isotrain.parity.run import Run
+from isotrain.parity.sources.read import read_run
+from isotrain.parity.verdict import Verdict, judge
+
+RECIPE = {
+    "name": "tiny-sft",
+    "seed": 1,
+    "model": {"path": "/somebody/models/tiny", "dtype": "bfloat16"},
+    "data": {"train": ["/somebody/train.jsonl", "work/more.jsonl"], "validation": None},
+    "algorithm": {"name": "sft"},
+    "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
+}
+
+
+def run_of(path: Path, shift: float = 0.0, steps: int = 6, reward: bool = True, **device: Any) -> Path:
+    """A run whose loss is `shift` away from that of the others."""
+    run = RunDirectory.create(
+        path,
+        "",
+        {**RECIPE, "output": str(path), "device": {"type": "cpu", "ranks": 2}, "observe": {"project": "p"}},
+        {
+            "commit": "ab" * 20,
+            "device": {"type": "cpu", "name": "A Processor (R)", "ranks": 2, **device},
+            "packages": {"isotrain": "0.1.0", "torch": "2.13.0+cpu", "pyarrow": "26.0.1"},
+            "variables": {"OMP_NUM_THREADS": "2", "OMP_PLACES": "/somebody/places"},
+            "data": {"train": "cd" * 32},
+        },
+    )
+    with MetricsLog(run.metrics) as log:
+        for step in range(1, steps + 1):
+            row = {"train/loss": 2 / step + shift * (1 + step / 7), "perf/throughput": 100.0 + step + shift}
+            log.append(step, {**row, **({"critic/rewards/mean": step / 10 + shift} if reward else {})})
+    return path
+
+
+def verdict_of(reference: Run, candidate: Run, limit: float = 0.02, **options: Any) -> Verdict:
+    comparison = compare(reference, candidate, **options)
+    error = comparison.curves["train/loss"].mean_absolute
+    passed = error <= limit
+    state, words = ("same", "the curves agree") if passed else ("different", "the curves do not agree")
+    checks = (Check("mean error", error, limit, passed), Check("largest", 1.5, math.inf, None, "told only"))
+    envelope = Level("P3", state, "inside" if passed else "outside", (Check("depth", 0.5, 1.0, passed),))
+    return judge(comparison, [Level("P2", state, words, checks), envelope])  # type: ignore[arg-type]
+
+
+def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate:
+    """Writes the runs into `directory`; `options` are those of `certificate_of`."""
+    runs = {
+        role: read_run(run_of(directory / role, amount, reward=options.get("reward", True)))
+        for role, amount in (("reference", 0.0), ("candidate", shift), ("envelope-1", 2e-4))
+    }
+    options.pop("reward", None)
+    given: dict[str, Any] = {
+        "subject": Subject(
+            algorithm="sft",
+            model=CertifiedModel(name="Tiny-1", parameters=1_234_567, sha256="ef" * 32),
+            dtype="bfloat16",
+            engine="none",
+            kind="paired",
+        ),
+        "labels": ("cpu-amx", "cpu-avx512"),
+        "envelope": {"envelope-1": runs["envelope-1"]},
+        "inputs": {"probe/steps.safetensors": "01" * 32},
+        "power": Power(caught=16, mutations=16, accepted=5, reruns=6, table_sha256="23" * 32),
+        "date": datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
+    }
+    return certificate_of(verdict_of(runs["reference"], runs["candidate"]), **{**given, **options})
+
+
+def written(directory: Path, **options: Any) -> Path:
+    return write_certificate(directory / "certificates", certify(directory / "runs", **options))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object], seal: bool = True) -> Path:
+    """Changes a certificate as a forger would: `seal` makes the digest fit again."""
+    content = json.loads(path.read_text())
+    change(content)
+    if seal:
+        content.pop("digest")
+        content["digest"] = digest_of(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of every value that holds no others, empty lists and objects among them."""
+    children: list[tuple[Any, Any]] = []
+    if isinstance(content, dict):
+        children = list(content.items())
+    elif isinstance(content, list):
+        children = list(enumerate(content))
+    if not children:
+        yield path
+    for key, inner in children:
+        yield from leaves(inner, (*path, key))
+
+
+def flip(content: Any, path: tuple[Any, ...]) -> None:
+    """Another value of the same kind, as near as there is one."""
+    *above, last = path
+    for key in above:
+        content = content[key]
+    value = content[last]
+    if isinstance(value, bool):
+        content[last] = not value
+    elif isinstance(value, int):
+        content[last] = value + 1
+    elif isinstance(value, float):
+        content[last] = math.nextafter(value, math.inf)
+    elif isinstance(value, str):
+        content[last] = ("b" if value[:1] == "a" else "a") + value[1:]
+    else:
+        content[last] = {"a": 1} if isinstance(value, dict) else 0

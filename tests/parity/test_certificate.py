@@ -1,0 +1,305 @@
+"""Certificates: what is in them, that nothing can be changed unseen, that strangers' files are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certified_runs import certify, flip, leaves, rewrite, run_of, verdict_of, written
+from isotrain.errors import CertificateError, DataError
+from isotrain.parity import certificate as certificates
+from isotrain.parity.canonical import canonical, digest_of
+from isotrain.parity.certificate import CertifiedModel, Subject, read_certificate, write_certificate
+from isotrain.parity.issue import certificate_of, portable, side_of
+from isotrain.parity.sources.read import read_run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(tmp_path_factory.mktemp("certified")).read_text()
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+def test_what_is_in_it(tmp_path: Path) -> None:
+    made = certify(tmp_path)
+    assert made.verdict == "same" and made.date == "2026-08-14T12:30:15Z" and made.format == 1
+    assert (made.reference.label, made.candidate.label) == ("cpu-amx", "cpu-avx512")
+    assert made.reference.device == "A Processor (R)" and made.reference.ranks == 2
+    assert made.reference.settings == {"type": "cpu", "ranks": 2}
+    assert made.figures.loss_metric == "train/loss" and made.figures.reward_metric == "critic/rewards/mean"
+    # The loss is 1e-4 (1 + step / 7) away over six steps, the reward 1e-4.
+    assert made.figures.loss_error == pytest.approx(1e-2 * (1 + 3.5 / 7))
+    assert made.figures.reward_error == pytest.approx(1e-2) and made.figures.steps == 6
+    assert made.figures.throughput_ratio == pytest.approx(1, abs=1e-5)
+    assert [level.state for level in made.levels] == [
+        "not run",
+        "not run",
+        "same",
+        "same",
+        "not run",
+        "not run",
+    ]
+    assert made.levels[2].checks[1].limit is None and made.levels[2].checks[1].passed is None
+    assert set(made.curves) == {"train/loss", "critic/rewards/mean", "perf/throughput"}
+    assert set(made.curves["train/loss"].envelope) == {"envelope-1"}
+    assert set(made.inputs) == {
+        *(
+            f"{role}/{name}"
+            for role in ("reference", "candidate", "envelope-1")
+            for name in ("metrics.jsonl", "resolved.json", "environment.json")
+        ),
+        "probe/steps.safetensors",
+    }
+
+
+def test_nothing_of_the_machine_is_in_it(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    text = path.read_text()
+    assert str(tmp_path) not in text and "/somebody" not in text
+    content = json.loads(text)
+    assert content["recipe"]["model"]["path"] == "tiny"
+    assert content["recipe"]["data"]["train"] == ["train.jsonl", "work/more.jsonl"]
+    assert not {"output", "device", "observe"} & set(content["recipe"])
+    assert content["reference"]["variables"] == {"OMP_NUM_THREADS": "2", "OMP_PLACES": "places"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("/a/b/c", "c"),
+        ("~/a/b.py:f", "b.py:f"),
+        ("C:\\Users\\me\\model", "model"),
+        ("work/tiny", "work/tiny"),
+        ("org/model", "org/model"),
+        ({"a": ["/x/y", 1.5, None]}, {"a": ["y", 1.5, None]}),
+    ],
+)
+def test_paths_of_a_machine(given: Any, expected: Any) -> None:
+    assert portable(given) == expected
+
+
+def test_written_and_read(tmp_path: Path) -> None:
+    made = certify(tmp_path / "runs")
+    path = write_certificate(tmp_path / "c", made)
+    assert path.name == f"sft-tiny-1-cpu-amx-cpu-avx512-paired-{made.digest[:8]}.json"
+    assert read_certificate(path) == made
+    content = json.loads(path.read_text())
+    stated = content.pop("digest")
+    assert stated == made.digest == digest_of(content)
+    assert write_certificate(tmp_path / "c", read_certificate(path)) == path, "the same content again is fine"
+    assert os.listdir(tmp_path / "c") == [path.name]
+
+
+def test_no_content_is_written_over_another(tmp_path: Path) -> None:
+    made = certify(tmp_path / "runs")
+    path = write_certificate(tmp_path, made)
+    path.write_text("something else")
+    with pytest.raises(CertificateError, match="another content"):
+        write_certificate(tmp_path, made)
+    assert path.read_text() == "something else"
+
+
+def test_runs_that_differ_get_none(tmp_path: Path) -> None:
+    made = certify(tmp_path / "runs", shift=0.5)
+    assert made.verdict == "different"
+    with pytest.raises(CertificateError, match="only runs that are the same get a certificate"):
+        write_certificate(tmp_path / "c", made)
+    forged = made.model_copy(update={"verdict": "same"})
+    with pytest.raises(CertificateError, match="was changed after it was made"):
+        write_certificate(tmp_path / "c", forged)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_file_that_says_different_is_no_certificate(tmp_path: Path) -> None:
+    path = rewrite(written(tmp_path), lambda content: content.update(verdict="different"))
+    with pytest.raises(DataError, match="verdict: is 'different'"):
+        read_certificate(path)
+
+
+def test_every_leaf_is_sealed(tmp_path: Path) -> None:
+    """The nearest other float, one more step, another letter: each changed leaf alone is found."""
+    path = written(tmp_path)
+    text = path.read_text()
+    places = list(leaves(json.loads(text)))
+    assert len(places) > 150
+    for place in places:
+        content = json.loads(text)
+        flip(content, place)
+        assert canonical(content) != canonical(json.loads(text)), place
+        path.write_text(json.dumps(content))
+        with pytest.raises(DataError, match=path.name):
+            read_certificate(path)
+    path.write_text(text)
+    read_certificate(path)
+
+
+def test_every_field_is_needed_and_no_other_is_known(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    text = path.read_text()
+    for name in json.loads(text):
+        path.write_text(text)
+        with pytest.raises(DataError, match=name):
+            read_certificate(rewrite(path, lambda content, gone=name: content.pop(gone), seal=False))
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"reference\.speed: Extra inputs"):
+        read_certificate(rewrite(path, lambda content: content["reference"].update(speed=1)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (("format",), 2, "format"),
+        (("format",), "1", "format"),
+        (("date",), "2026-13-14T12:30:15Z", "date"),
+        (("date",), "yesterday", "date"),
+        (("reference", "label"), "../x", "reference.label"),
+        (("reference", "label"), "CPU", "reference.label"),
+        (("reference", "simulated"), 0, "reference.simulated"),
+        (("reference", "ranks"), 2.0, "reference.ranks"),
+        (("candidate", "device"), "a\nb", "candidate.device"),
+        (("candidate", "device"), "a\u202eb", "candidate.device"),
+        (("inputs",), {"reference/../../etc/passwd": "ab" * 32}, "inputs"),
+        (("inputs",), {"/etc/passwd": "ab" * 32}, "inputs"),
+        (("inputs",), {"a\\..\\b": "ab" * 32}, "inputs"),
+        (("inputs",), {"a/b": "AB" * 32}, "inputs"),
+        (("curves",), {}, "curves"),
+        (("curves", "train/loss", "steps"), [1, 2, 3, 3, 5, 6], "the steps do not rise"),
+        (("curves", "train/loss", "steps"), [1, 2, 3, 4, 5, 2**70], "curves.train/loss.steps"),
+        (("curves", "train/loss", "candidate"), [1.0], "not every run has a value"),
+        (("curves", "train/loss", "candidate"), ["1.0"] * 6, "curves.train/loss.candidate.0"),
+        (("curves", "train/loss", "candidate"), [True] * 6, "curves.train/loss.candidate.0"),
+        (("curves", "train/loss", "candidate"), [1] * 6, "1 stands for 1.0"),
+        (("levels",), [], "levels: are not P0, P1"),
+        (("power", "caught"), 17, "power"),
+        (("subject", "engine"), "other", "subject.engine"),
+        (("figures", "loss_error"), "0.1", "figures.loss_error"),
+        (("words",), "x" * 9000, "words"),
+        (("recipe", "deep"), nested(300), "recipe"),
+    ],
+)
+def test_wrong_values_are_told_by_field(
+    tmp_path: Path, text: str, field: tuple[str, ...], value: Any, message: str
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        *above, last = field
+        for key in above:
+            content = content[key]
+        content[last] = value
+
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    rewrite(path, change)
+    with pytest.raises(DataError, match=message) as error:
+        read_certificate(path)
+    assert path.name in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not the JSON"),
+        (b"\xff\xfe", "not the JSON"),
+        (b"[]", "not a JSON object"),
+        (b'{"a": 1, "a": 1}', "comes twice"),
+        (b'{"a": {"b": 1, "b": 2}}', "comes twice"),
+        (b'{"a": NaN}', "NaN is not a number"),
+        (b'{"a": -Infinity}', "-Infinity is not a number"),
+        (b'{"a": 1e400}', "not the JSON"),
+        (b'{"a": "\\ud800"}', "not the JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not the JSON"),
+        (b'{"a": ' * 100_000, "nested too deeply"),
+        (b'{"recipe": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", "format"),
+        (b'{"digest": "%s"}' % (b"a" * 64), "and 14 more"),
+        (b" " * (certificates.MAX_BYTES + 1), "larger than"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, bytes) else None,
+)
+def test_hostile_files(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=message) as error:
+        read_certificate(path)
+    assert str(path) in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("pipe.json", "absent.json", "."):
+        with pytest.raises(DataError, match=r"regular file|cannot be read"):
+            read_certificate(tmp_path / name)
+
+
+def test_too_many_curves(tmp_path: Path) -> None:
+    def many(content: dict[str, Any]) -> None:
+        content["curves"] |= {f"{number}/loss": content["curves"]["train/loss"] for number in range(64)}
+
+    with pytest.raises(DataError, match="curves"):
+        read_certificate(rewrite(written(tmp_path), many))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/cron.d/x", "/root", "..", "a/b\\c", "Ünïcode 模型", "x" * 150, "-rf"]
+)
+def test_names_cannot_lead_out_of_the_directory(tmp_path: Path, name: str) -> None:
+    subject = Subject(
+        algorithm=name, model=CertifiedModel(name=name), dtype="float32", engine="hf", kind="replayed"
+    )
+    path = written(tmp_path, subject=subject)
+    assert path.parent == tmp_path / "certificates" and path.is_file()
+    assert set(path.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.") and len(path.name) < 255
+    assert path.name[0] not in ".-"
+    assert read_certificate(path).subject.model.name == name
+
+
+def test_a_stand_in_is_always_told(tmp_path: Path) -> None:
+    run = read_run(run_of(tmp_path / "run", type="other"))
+    assert run.environment is not None
+    assert not side_of(run, "a", False).simulated and side_of(run, "a", True).simulated
+    run.environment["packages"]["torch-other"] = "2.13.0+sim"
+    assert side_of(run, "a", False).simulated
+    run.environment["device"]["type"] = "cpu"
+    assert not side_of(run, "a", False).simulated, "installed, but not what it ran on"
+
+
+def test_what_was_allowed_is_told_without_paths(tmp_path: Path) -> None:
+    short, long = (run_of(tmp_path / "runs" / name, steps=n) for name, n in (("a", 5), ("b", 6)))
+    verdict = verdict_of(read_run(short), read_run(long), allow=["steps"])
+    subject = Subject(
+        algorithm="sft", model=CertifiedModel(name="m"), dtype="float32", engine="none", kind="paired"
+    )
+    made = certificate_of(verdict, subject=subject, labels=("a", "b"))
+    assert set(made.allowed) == {"steps"} and "5 of a, 6 of b" in made.allowed["steps"]
+    assert str(tmp_path) not in made.model_dump_json()
+    assert made.curves["train/loss"].steps == (1, 2, 3, 4, 5)
+
+
+def test_runs_that_nothing_is_known_of(tmp_path: Path) -> None:
+    subject = certify(tmp_path / "c").subject
+    for missing in ("environment.json", "resolved.json"):
+        runs = [read_run(run_of(tmp_path / missing / name)) for name in "ab"]
+        (tmp_path / missing / "a" / missing).unlink()
+        runs[0] = read_run(tmp_path / missing / "a")
+        with pytest.raises(CertificateError, match=missing):
+            certificate_of(verdict_of(*runs), subject=subject, labels=("a", "b"))
+    with pytest.raises(CertificateError, match=r"environment\.json: label"):
+        certify(tmp_path / "d", labels=("Not a label", "b"))
+
+
+def test_any_depth_ends_in_a_certificate_or_an_error(tmp_path: Path, text: str) -> None:
+    path, read = tmp_path / "c.json", 0
+    for depth in range(230, 270, 2):
+        path.write_text(text)
+        rewrite(path, lambda content, depth=depth: content["reference"]["settings"].update(a=nested(depth)))
+        try:
+            read_certificate(path)
+            read += 1
+        except DataError:
+            pass
+    assert 0 < read < 20

@@ -1,0 +1,158 @@
+"""The support matrix: every row from a file, simulated devices told as such, no damage passed over."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certified_runs import rewrite, written
+from isotrain.errors import DataError
+from isotrain.parity.certificate import CertifiedModel, Subject, read_certificate
+from isotrain.parity.matrix_page import main, published_figures, render
+from isotrain.parity.signing import sign
+
+PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
+
+
+def subject(**changes: Any) -> Subject:
+    given = {"algorithm": "grpo", "dtype": "float32", "engine": "hf", "kind": "replayed"}
+    return Subject.model_validate({**given, "model": CertifiedModel(name="m"), **changes})
+
+
+def rows(page: str) -> list[list[str]]:
+    """Cells of the first table."""
+    lines = [line for line in page.split("## What they ran on")[0].splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_in_the_repository_is_up_to_date() -> None:
+    assert main(["--check", str(PAGE)]) == 0, (
+        "run `python -m isotrain.parity.matrix_page docs/support-matrix.md`"
+    )
+
+
+def test_no_certificates(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("not a certificate")
+    page = render(tmp_path)
+    assert "no certificates yet" in page and "| " not in page
+    with pytest.raises(DataError, match="no such directory"):
+        render(tmp_path / "absent")
+
+
+def test_a_row(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    page = render(path.parent)
+    head, row = rows(page)
+    cells = dict(zip(head, row, strict=True))
+    assert cells == {
+        "algorithm": "sft",
+        "model": "Tiny-1 (1.23 M parameters), bfloat16",
+        "reference": "cpu-amx",
+        "candidate": "cpu-avx512",
+        "engine": "none",
+        "kind": "paired",
+        "steps": "6",
+        "loss error, hundredths": "0.015",
+        "published by others, hundredths": "0.19",
+        "loss error, relative, %": cells["loss error, relative, %"],
+        "reward error, hundredths": "0.01",
+        "throughput, candidate / reference": "1",
+        "same at": "P2, P3",
+        "not run": "P0, P1, P4, P5",
+        "power": "16 of 16 caught, 5 of 6 accepted",
+        "date": "2026-08-14",
+        "signed by": "unsigned",
+        "certificate": f"[{path.stem[-8:]}](../certificates/{path.name})",
+    }
+    assert "A Processor (R)" in page and "torch 2.13.0+cpu" in page and "OMP\\_NUM\\_THREADS=2" in page
+    assert "pyarrow" not in page and "OpenRLHF" in page and "not comparable" in page
+    assert "no certificates" not in page and "(simulated)" not in page
+
+
+def test_simulated_devices_say_so_in_the_table(tmp_path: Path) -> None:
+    page = render(written(tmp_path, labels=("cpu", "other"), simulated=(False, True)).parent)
+    assert "never the hardware's numerics" in page.split("##")[0]
+    [row] = rows(page)[1:]
+    assert row[2:4] == ["cpu", "other **(simulated)**"]
+
+
+def test_curves_that_left_it_open(tmp_path: Path) -> None:
+    def leave_open(content: dict[str, Any]) -> None:
+        content["levels"][2].update(state="cannot tell")
+
+    path = rewrite(written(tmp_path), leave_open)
+    path.rename(path.with_name(read_certificate(path).file_name))
+    assert rows(render(path.parent))[1][12] == "P3 (P2 left it open)"
+
+
+def test_order_and_what_is_missing(tmp_path: Path) -> None:
+    directory = tmp_path / "all"
+    directory.mkdir()
+    for number, algorithm in enumerate(("sft", "remax", "grpo")):
+        path = written(
+            tmp_path / str(number), subject=subject(algorithm=algorithm), reward=number == 0, power=None
+        )
+        shutil.copy(path, directory)
+    found = rows(render(directory))[1:]
+    assert [row[0] for row in found] == ["grpo", "remax", "sft"]
+    assert found[1][8] == "-" and found[0][8] == "0.61", "nobody has published one for remax"
+    assert found[0][10] == "-" and found[2][10] == "0.01" and found[0][14] == "not measured"
+
+
+def test_damage_ends_the_page_with_the_files_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path)
+    page = tmp_path / "page.md"
+    assert main([str(page)], path.parent) == 0 and main(["--check", str(page)], path.parent) == 0
+    before = page.read_text()
+    text = path.read_text()
+    for change in (text[:-9], text.replace("cpu-amx", "cpu-xma"), "{}"):
+        path.write_text(change)
+        assert main([str(page)], path.parent) == 1
+        assert path.name in capsys.readouterr().err and page.read_text() == before
+    path.write_text(text)
+    rewrite(path, lambda content: content["figures"].update(loss_error=0.001))
+    assert main(["--check", str(page)], path.parent) == 1
+    assert f"{path.name}: figures" in capsys.readouterr().err
+    path.write_text(text)
+    path.rename(path.with_name("grpo-large-model.json"))
+    assert main([str(page)], path.parent) == 1
+    assert "its content's name is sft-tiny-1" in capsys.readouterr().err
+
+
+def test_text_of_strangers_stays_in_its_cell(tmp_path: Path) -> None:
+    hostile = "x | y](http://a) <script>alert(1)</script> **b** `c` \\"
+    page = render(written(tmp_path, subject=subject(model=CertifiedModel(name=hostile))).parent)
+    assert "<script>" not in page and "](http" not in page and "**b**" not in page and "`c`" not in page
+    assert all(len(row) == 18 for row in rows(page))
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_who_signed(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, timeout=60)
+    sign(path, key)
+    assert "a key that is not listed" in render(path.parent)
+    public = (tmp_path / "key.pub").read_text()
+    (path.parent / "allowed_signers").write_text(f"lab@example.org {public}")
+    assert rows(render(path.parent))[1][16] == "lab@example.org"
+    (tmp_path / "certificates" / f"{path.name}.sig").write_text("no signature")
+    with pytest.raises(DataError, match="signature"):
+        render(path.parent)
+
+
+def test_published_figures() -> None:
+    assert published_figures()["loss_error_hundredths"] == {
+        "sft": 0.19,
+        "dpo": 1.81,
+        "kto": 0.37,
+        "rm": 0.85,
+        "prm": 1.61,
+        "ppo": 1.85,
+        "reinforce++": 1.94,
+        "grpo": 0.61,
+    }

@@ -1,0 +1,172 @@
+"""Verification: what a forger could change although the digest fits; runs that are not those."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certified_runs import leaves, rewrite, run_of, written
+from isotrain.parity.certificate import Certificate
+from isotrain.parity.levels import Check, Level
+from isotrain.parity.verify import Finding, is_valid, verify
+
+
+def wrong(findings: list[Finding]) -> list[str]:
+    return [finding.name for finding in findings if finding.state == "wrong"]
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certified")
+    written(directory)
+    return directory
+
+
+@pytest.fixture
+def path(certified: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    [original] = (certified / "certificates").iterdir()
+    copy = tmp_path / original.name
+    copy.write_text(original.read_text())
+    return copy
+
+
+def test_the_file_alone(path: Path) -> None:
+    findings = verify(path)
+    assert is_valid(findings)
+    assert {finding.name: finding.state for finding in findings} == {
+        "digest": "right",
+        "recipe": "right",
+        "figures": "right",
+        "levels": "right",
+        "verdict": "right",
+        "inputs": "not checked",
+        "signature": "not checked",
+    }
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text("{}")
+    assert wrong(verify(tmp_path / "c.json")) == ["digest"]
+    assert wrong(verify(tmp_path / "absent.json")) == ["digest"]
+
+
+def test_the_curves_and_their_figures_hold_each_other(path: Path) -> None:
+    """A forger who makes the digest anew still cannot change one value of the two runs, or one figure."""
+    text = path.read_text()
+    sides = ("reference", "candidate")
+    places = [
+        place
+        for place in leaves(json.loads(text))
+        if place[0] == "figures"
+        or (place[0] == "curves" and place[2] in sides and place[1] != "perf/throughput")
+    ]
+    assert len(places) == 7 + 2 * 2 * 6
+    for place in places:
+        path.write_text(text)
+
+        def change(content: Any, place: tuple[Any, ...] = place) -> None:
+            *above, last = place
+            for key in above:
+                content = content[key]
+            value = content[last]
+            kinds: dict[type, Callable[[Any], Any]] = {
+                float: lambda x: x * (1 + 1e-6) + 1e-9,
+                int: lambda x: x + 1,
+                str: lambda x: "val/" + x,
+            }
+            content[last] = kinds[type(value)](value)
+
+        assert wrong(verify(rewrite(path, change))) == ["figures"], place
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda c: c["recipe"].update(seed=2), ["recipe"]),
+        (lambda c: c["levels"][2].update(state="different"), ["verdict"]),
+        (lambda c: c["levels"][3].update(state="cannot tell"), ["verdict"]),
+        (lambda c: c["levels"][3]["checks"][0].update(passed=False), ["levels"]),
+        (lambda c: c["levels"][0].update(checks=c["levels"][2]["checks"]), ["levels"]),
+        (lambda c: [level.update(state="not run", checks=[]) for level in c["levels"]], ["verdict"]),
+        (lambda c: c["figures"].update(loss_metric=None, loss_error=None, loss_relative=None), ["figures"]),
+        (lambda c: c["figures"].update(loss_metric="critic/rewards/mean"), ["figures"]),
+        (lambda c: c["curves"]["train/loss"].update(candidate=[1.7e308] * 6), ["figures"]),
+        (lambda c: c["curves"].pop("train/loss"), ["figures"]),
+        (lambda c: c["curves"].pop("perf/throughput"), ["figures"]),
+        (lambda c: [c["curves"].pop(name) for name in ("train/loss", "critic/rewards/mean")], ["figures"]),
+    ],
+)
+def test_contradictions(path: Path, change: Callable[[Any], object], names: list[str]) -> None:
+    assert wrong(verify(rewrite(path, change))) == names
+
+
+def test_levels_computed_again(path: Path) -> None:
+    def envelope(certificate: Certificate, depth: float = 0.5) -> list[Level]:
+        assert set(certificate.curves["train/loss"].envelope) == {"envelope-1"}
+        return [Level("P3", "same", "in other words", (Check("depth", depth, 1.0, True),))]
+
+    assert is_valid(verify(path, again=envelope))
+    assert is_valid(verify(path, again=lambda certificate: envelope(certificate, 0.5 + 1e-14)))
+    for depth in (0.5 + 1e-6, math.nan):
+        assert wrong(verify(path, again=lambda certificate, depth=depth: envelope(certificate, depth))) == [
+            "P3 again"
+        ]
+    assert wrong(verify(path, again=lambda _: [Level("P3", "different", "outside")])) == ["P3 again"]
+
+
+def test_beside_its_runs(certified: Path, path: Path) -> None:
+    runs = {role: certified / "runs" / role for role in ("reference", "candidate", "envelope-1")}
+    findings = verify(path, runs)
+    assert is_valid(findings), findings
+    assert sum(finding.name.startswith(("inputs of", "curves of", "device of")) for finding in findings) == 8
+    swapped = verify(path, {"reference": runs["candidate"], "candidate": runs["reference"]})
+    assert {"inputs of reference", "curves of reference", "inputs of candidate"} <= set(wrong(swapped))
+    assert wrong(verify(path, {"envelope-9": runs["envelope-1"]})) == ["inputs of envelope-9"]
+    assert wrong(verify(path, {"reference": certified / "nowhere"})) == ["inputs of reference"]
+
+
+def test_a_run_that_is_another(tmp_path: Path, path: Path) -> None:
+    other = run_of(tmp_path / "other", shift=1e-12)
+    assert {"inputs of reference", "curves of reference"} <= set(wrong(verify(path, {"reference": other})))
+    (other / "environment.json").write_text('{"starts": [{"device": {"name": NaN, "ranks": "two"}}]}')
+    assert "device of reference" in wrong(verify(path, {"reference": other}))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda c: c["reference"]["packages"].update(torch="2.14.0"), ["device of reference"]),
+        (lambda c: c["reference"].update(device="A Better One"), ["device of reference"]),
+        (lambda c: c["recipe"].update(seed=2), ["recipe", "device of reference"]),
+        (
+            lambda c: c["curves"]["perf/throughput"].update(
+                reference=c["curves"]["perf/throughput"]["candidate"]
+            ),
+            ["figures", "curves of reference"],
+        ),
+        (lambda c: c["curves"]["train/loss"].update(steps=[1, 2, 3, 4, 5, 7]), ["curves of reference"]),
+        (lambda c: c["inputs"].update({"reference/probe.json": "ab" * 32}), ["inputs of reference"]),
+        (lambda c: c["inputs"].update({"reference/metrics.jsonl": "ab" * 32}), ["inputs of reference"]),
+    ],
+)
+def test_told_otherwise_than_the_run_has_it(
+    certified: Path, path: Path, change: Callable[[Any], object], names: list[str]
+) -> None:
+    runs = {"reference": certified / "runs" / "reference"}
+    assert wrong(verify(rewrite(path, change), runs)) == names
+
+
+def test_other_files_of_a_run(certified: Path, path: Path, tmp_path: Path) -> None:
+    """Files beside the metrics count too; a link that leads out of the run is not followed."""
+    run = run_of(tmp_path / "reference")
+    (tmp_path / "secret").write_text("outside")
+    (run / "probe.json").symlink_to(tmp_path / "secret")
+    rewrite(path, lambda c: c["inputs"].update({"reference/probe.json": "ab" * 32}))
+    [finding] = [one for one in verify(path, {"reference": run}) if one.name == "inputs of reference"]
+    assert finding.state == "wrong" and "leads out" in finding.words
