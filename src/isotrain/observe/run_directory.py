@@ -48,6 +48,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
+        self.probe = self.path / "probe"
 
     @classmethod
     def create(

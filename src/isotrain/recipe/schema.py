@@ -143,6 +143,8 @@ class ObserveSection(Section):
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project: str = "isotrain"
     """Project name for trackers that have one."""
+    probe: int = Field(default=0, ge=0)
+    """Steps at the start of a run whose layers are recorded, for `isotrain parity`."""
 
 
 class Recipe(Section):

@@ -21,6 +21,7 @@ from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.identity import model_digest
+from isotrain.engine.probe import Probe
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.world import World, join_world
@@ -184,6 +185,8 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             if "model" in data:
                 _remember_reference(recipe, trainer, data["model"], progress)
             done = trainer.resume(run.checkpoints, progress)
+            if done == 0:
+                Probe(trainer.engine, run.probe, recipe.observe.probe)
             with recording(trainer.recorder, recipe, run, done, world.leads):
                 progress.start(trainer.steps, done + 1)
                 trainer.train(done)

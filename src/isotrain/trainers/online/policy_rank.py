@@ -28,12 +28,14 @@ from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.frozen import Frozen
 from isotrain.engine.offload import offload, onload
+from isotrain.engine.probe import Probe
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
 from isotrain.errors import CheckpointError
 from isotrain.models.backbone import shares_prompts
 from isotrain.models.lora import adapters_off
+from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.broadcast import BroadcastSender
@@ -126,6 +128,7 @@ class PolicyRank:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = newest_valid(self.writer.root, self.world)
         if reader is None:
+            Probe(self.policy, RunDirectory(self.recipe.output).probe, self.recipe.observe.probe)
             return Progress(0, {}, complaints)
         restore(self.policy, self.device, reader)
         if self.models.critic is not None:
