@@ -1,0 +1,253 @@
+"""The level of forced steps: the first layer in which two runs with the same weights and data differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from isotrain.parity.anchors import anchors
+from isotrain.parity.layer_errors import (
+    ALL,
+    NOT_A_NUMBER,
+    Difference,
+    Judged,
+    Limits,
+    common,
+    common_factor,
+    differences,
+    drift_after,
+)
+from isotrain.parity.levels import Check, Level, not_run
+from isotrain.parity.sources.isotrain_run import is_isotrain_run, read_isotrain_run
+from isotrain.parity.sources.probe import KINDS, Entry, Update, read_probe
+
+LEVEL = "P1"
+Updates = Mapping[int, Update]
+
+_PLURAL = {"loss": "loss"} | {kind: f"{kind}s" for kind in KINDS}
+_DATA = {
+    "tokens": ("reads other tokens", "data order, chat template or tokenizer"),
+    "packing": ("packs its samples otherwise", "the size of micro-batches, or the splitting over ranks"),
+    "loss": ("takes its loss on other tokens", "the loss mask"),
+}
+_LOSS_CAUSE = "the loss: its mask, its scale or its aggregation"
+# How far single entries' factors may be from the common one, of its distance from 1, and what it may leave of
+# the squared differences.
+_ALIKE = 0.2
+_LEFT = 0.5
+
+
+def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:
+    """From what `observe.probe` recorded in two run directories.
+
+    `noise` are runs of the reference with weights that were changed in their last digits: what they differ
+    by is allowed, and with them the limits are tighter than those that hold for every model.
+    """
+    a, b = read_probe(reference), read_probe(candidate)
+    if why := _obstacle((reference, a), (candidate, b)):
+        return not_run(LEVEL, why)
+    known = _largest_noise(a, [read_probe(path) for path in noise])
+    told, anchor_failures = _anchor_checks(reference, candidate)
+    judged = [Limits(dtype, known).judge(found) for found in _all_differences(a, b)]
+    checks = (*_kind_checks(judged), *told)
+    first = next((number for number, one in enumerate(judged) if not one.passed), None)
+    evidence = {
+        "layers": [_as_json(one) for one in judged if one.difference.kind != "data"],
+        "first": None if first is None else _as_json(judged[first]),
+    }
+    if first is not None:
+        found = _First(judged, first, a, b)
+        return Level(LEVEL, "different", found.words(), checks, found.causes(), evidence)
+    if anchor_failures:
+        words = "the first step is not what it must be by definition: " + "; ".join(anchor_failures)
+        return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
+    return Level(LEVEL, "same", _agreement(judged), checks, (), evidence)
+
+
+def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
+    """Why the layers of two runs cannot be compared."""
+    for path, updates in runs:
+        if not updates:
+            return f"no layers were recorded in {path}; train both runs with observe.probe=2"
+    (_, a), (_, b) = runs
+    if not set(a) & set(b):
+        return "the runs recorded no common step; train both with the same observe.probe"
+    ranks = [len(next(iter(updates.values())).digests) for updates in (a, b)]
+    if ranks[0] != ranks[1]:
+        return f"{ranks[0]} and {ranks[1]} ranks compute other parts of a batch; train both on equally many"
+    first = min(set(a) & set(b))
+    if not any(common(a[first], b[first], kind) for kind in KINDS):
+        return "the runs have no layer in common; are they the same model?"
+    return None
+
+
+def _steps(a: Updates, b: Updates) -> list[int]:
+    return sorted(set(a) & set(b))
+
+
+def _digests(update: Update, name: str) -> list[str]:
+    return [digests[name] for digests in update.digests]
+
+
+def _all_differences(a: Updates, b: Updates) -> Iterator[Difference]:
+    drift = 0.0
+    for step in _steps(a, b):
+        for name in _DATA:
+            if _digests(a[step], name) != _digests(b[step], name):
+                # From here on there are other numbers everywhere, and no layer is to blame.
+                yield Difference(step, "data", name, NOT_A_NUMBER)
+                return
+        yield from differences(step, a[step], b[step], drift)
+        drift += drift_after(a[step], b[step])
+
+
+def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[int, str, str], Difference]:
+    """Of each entry, that of the noisiest run; what is no number there allows nothing."""
+    largest: dict[tuple[int, str, str], Difference] = {}
+    for run in noise:
+        for found in _all_differences(reference, run):
+            before = largest.get(found.key, found)
+            if found.error < NOT_A_NUMBER:
+                bulk = max(found.bulk or 0.0, before.bulk or 0.0)
+                largest[found.key] = replace(found, error=max(found.error, before.error), bulk=bulk)
+    return largest
+
+
+def _anchor_checks(reference: Path, candidate: Path) -> tuple[tuple[Check, ...], list[str]]:
+    """Anchors of the candidate, and those that only the candidate misses."""
+    runs = [read_isotrain_run(path) if is_isotrain_run(path) else None for path in (reference, candidate)]
+    expected, found = (anchors(run) if run is not None else () for run in runs)
+    missed_by_both = {check.name for check in expected if not check.passed}
+    failed = [check for check in found if not check.passed and check.name not in missed_by_both]
+    return found, [f"{check.name}: {check.note}" for check in failed]
+
+
+def _kind_checks(judged: Sequence[Judged]) -> Iterator[Check]:
+    """The entry of each kind that comes closest to its limit."""
+    for kind in dict.fromkeys(one.difference.kind for one in judged):
+        own = [one for one in judged if one.difference.kind == kind]
+        worst = max(own, key=lambda one: one.error / one.limit)
+        note = f"{worst.difference.name} at step {worst.difference.step}, of {len(own)}"
+        yield Check(f"{_PLURAL.get(kind, kind)}: error", worst.error, worst.limit, worst.passed, note)
+
+
+def _agreement(judged: Sequence[Judged]) -> str:
+    closest = max(judged, key=lambda one: one.error / one.limit)
+    steps = len({one.difference.step for one in judged})
+    return (
+        f"activations, gradients and updates of {steps} forced step{'s' if steps > 1 else ''} agree in all "
+        f"{len(judged)} entries; closest to a limit {_place(closest)}"
+    )
+
+
+def _place(one: Judged) -> str:
+    found = one.difference
+    of = "" if found.kind == "loss" else f" of {found.name}"
+    verb = "is" if found.kind == "loss" else "are"
+    size = "no numbers, or of another shape" if one.error >= NOT_A_NUMBER else f"{one.error:.1e} apart"
+    return f"{verb} the {_PLURAL[found.kind]}{of} at step {found.step} ({size}, at most {one.limit:.0e})"
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first entry beyond its limit, among all that were judged."""
+
+    judged: Sequence[Judged]
+    number: int
+    a: Updates
+    b: Updates
+
+    @property
+    def one(self) -> Judged:
+        return self.judged[self.number]
+
+    @property
+    def before(self) -> str | None:
+        """The entry of the same kind and step that was computed just before."""
+        found = self.one.difference
+        earlier = self.judged[self.number - 1].difference if self.number else None
+        alike = earlier is not None and (earlier.step, earlier.kind) == (found.step, found.kind)
+        return earlier.name if earlier is not None and alike else None
+
+    def words(self) -> str:
+        found, one = self.one.difference, self.one
+        if found.kind == "data":
+            return f"from step {found.step} on the candidate {_DATA[found.name][0]} than the reference"
+        if one.error >= NOT_A_NUMBER:
+            size = "no numbers, or of another shape"
+        else:
+            size = f"{one.error:.1e} against at most {one.limit:.0e}"
+        what = f"the {_PLURAL[found.kind]}" + ("" if found.kind == "loss" else f" of {found.name}")
+        told = f"the first difference is in {what} at step {found.step} ({size})"
+        factor = self.factor()
+        return told if factor is None else f"{told}: each is {factor:.3f} times the reference's"
+
+    def factor(self) -> float | None:
+        """By which all entries of this kind and step differ alike; None where they do not."""
+        found = self.one.difference
+        if found.kind not in ("gradient", "parameter gradient", "update"):
+            return None
+        both = common(self.a[found.step], self.b[found.step], found.kind)
+        factor = common_factor(both)
+        size = next(one for one in self.judged if one.difference.key == (found.step, found.kind, ALL))
+        singles = [b.norm / a.norm for a, b in both.values() if a.norm > 0]
+        alike = not size.passed and abs(median(singles) - factor) <= _ALIKE * abs(factor - 1)
+        # Updates keep their size where a gradient changes its sign, and their direction does not.
+        return factor if alike and (found.kind == "update" or _explains(factor, both)) else None
+
+    def causes(self) -> tuple[str, ...]:
+        found = self.one.difference
+        if found.kind == "data":
+            return (_DATA[found.name][1],)
+        causes = self._of_kind(found)
+        # All that goes from one update to the next is weights, moments and the schedule.
+        later = found.step > _steps(self.a, self.b)[0]
+        return ("optimizer state or schedule", *causes) if later else causes
+
+    def _of_kind(self, found: Difference) -> tuple[str, ...]:
+        match found.kind:
+            case "activation":
+                layer = f"layer {found.name}: its weights, its constants (epsilon, scale) or its kernel"
+                return (layer, f"what is computed between {self.before} and it") if self.before else (layer,)
+            case "loss":
+                return (_LOSS_CAUSE,)
+            case "gradient":
+                if self.before is None or found.name == ALL:
+                    return (_LOSS_CAUSE,)
+                return (f"the backward of {self.before}, or of what is between it and {found.name}",)
+            case "parameter gradient":
+                if found.name == ALL or self.factor() is not None:
+                    return (f"gradient scaling (accumulation, ranks, clipping){self._times()}",)
+                return (
+                    f"the backward of {found.name.rpartition('.')[0] or found.name}: its weights' gradient",
+                    "the sum of gradients over micro-batches or ranks",
+                )
+            case _:
+                return (f"the optimizer: learning rate, moments, weight decay{self._times()}",)
+
+    def _times(self) -> str:
+        factor = self.factor()
+        return "" if factor is None else f", by a factor of {factor:.3f}"
+
+
+def _explains(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool:
+    """Whether little is left of the differences once the reference is scaled by the factor."""
+    left, whole = (
+        sum(float(((b.sketches_RKK - scale * a.sketches_RKK) ** 2).sum()) for a, b in entries.values())
+        for scale in (factor, 1.0)
+    )
+    return left < _LEFT * whole
+
+
+def _as_json(one: Judged) -> dict[str, Any]:
+    found = one.difference
+    return {
+        "step": found.step,
+        "kind": found.kind,
+        "name": found.name,
+        "error": one.error,
+        "limit": one.limit,
+    }
