@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from isotrain.observe.plots import BLUE, GREEN, ORANGE, PURPLE, RED, TIMING, plot_run, smooth_line
+from isotrain.observe.figures import BLUE, GREEN, ORANGE, PURPLE, RED
+from isotrain.observe.plots import TIMING, plot_run
 
 
 def rows(count: int) -> list[dict[str, float]]:
@@ -123,14 +124,6 @@ def test_online_steps_that_are_not_finite(tmp_path: Path) -> None:
     policy, timing = plot_run(metrics, tmp_path)
     assert policy.name == "policy.png" and pixels_of(imread(policy), RED) > 20
     assert timing.name == "timing.png" and pixels_of(imread(timing), TIMING["gen"]) > 50_000
-
-
-def test_smoothing_keeps_a_straight_line_and_skips_gaps() -> None:
-    line = np.linspace(5.0, 1.0, 60)
-    assert np.allclose(smooth_line(line, 7), line)
-    values = np.ones(60)
-    values[[0, 20, 59]] = [math.nan, math.inf, -math.inf]
-    assert np.allclose(smooth_line(values, 5), 1.0)
 
 
 def test_pyplot_is_never_imported(tmp_path: Path) -> None:

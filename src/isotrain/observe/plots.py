@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
+from isotrain.observe.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LONG,
+    ORANGE,
+    PURPLE,
+    RED,
+    Array,
+    as_png,
+    curve,
+    dots,
+    finish,
+    new_figure,
+    plain,
+)
 from isotrain.observe.run_directory import write_atomically
-
-Array = npt.NDArray[np.float64]
-
-SIZE_INCHES = (12.0, 7.0)
-DPI = 100
-INK, GREY, GRID = "#1f2933", "#616e7c", "#e4e7eb"
-BLUE, ORANGE, GREEN, PURPLE, RED = "#2563eb", "#ea580c", "#0f9d6b", "#7c3aed", "#dc2626"
 
 # A panel is its label and its curves: metric, name in the legend, colour.
 Panel = tuple[str, tuple[tuple[str, str, str], ...]]
@@ -92,9 +97,6 @@ TIMING = {
 }
 AFTER_A_STEP = ("validate", "save_checkpoint")
 
-# From this many points on, single steps are drawn faintly and a smoothed line says where they go.
-LONG = 50
-
 
 def plot_run(metrics: Sequence[Mapping[str, float]], out: Path, *, name: str | None = None) -> list[Path]:
     """Draws what the rows hold into the directory `out` and returns the files.
@@ -116,9 +118,7 @@ def plot_run(metrics: Sequence[Mapping[str, float]], out: Path, *, name: str | N
     written = []
     for file, figure in figures.items():
         if figure is not None:
-            png = io.BytesIO()
-            figure.savefig(png, format="png", dpi=DPI)
-            write_atomically(out / file, png.getvalue())
+            write_atomically(out / file, as_png(figure))
             written.append(out / file)
     return written
 
@@ -128,12 +128,12 @@ def _loss(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     val_steps, val_loss = _series(metrics, "val/loss")
     if not len(steps) and not len(val_steps):
         return None
-    figure, (axes,) = _figure("Loss", run, rows=1)
-    _curve(axes, steps, loss, BLUE, "training")
+    figure, (axes,) = new_figure("Loss", run, rows=1)
+    curve(axes, steps, loss, BLUE, "training")
     if len(val_steps):
         _validation(axes, val_steps, val_loss, ORANGE, "validation")
     of_tokens = any("train/loss_tokens" in row for row in metrics)
-    _finish(axes, "loss (nats per token)" if of_tokens else "loss")
+    finish(axes, "loss (nats per token)" if of_tokens else "loss")
     return figure
 
 
@@ -144,16 +144,16 @@ def _reward(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     rows = bool(len(steps) or len(scored)) + bool(validated)
     if not rows:
         return None
-    figure, all_axes = _figure("Reward", run, rows=rows)
+    figure, all_axes = new_figure("Reward", run, rows=rows)
     if len(steps) or len(scored):
-        _curve(all_axes[0], steps, reward, BLUE, "reward")
+        curve(all_axes[0], steps, reward, BLUE, "reward")
         if not np.array_equal(score, reward):
-            _curve(all_axes[0], scored, score, ORANGE, "score alone")
-        _finish(all_axes[0], "mean over a step's answers")
+            curve(all_axes[0], scored, score, ORANGE, "score alone")
+        finish(all_axes[0], "mean over a step's answers")
     for name, colour in zip(validated, cycle((ORANGE, BLUE, GREEN, PURPLE, RED)), strict=False):
         _validation(all_axes[-1], *_series(metrics, name), colour, name.removeprefix("val-core/"))
     if validated:
-        _finish(all_axes[-1], "validation")
+        finish(all_axes[-1], "validation")
     for axes in all_axes:
         axes.label_outer()
     return figure
@@ -166,12 +166,12 @@ def _panels(
     present = [panel for panel in panels if any(name in names for name, _, _ in panel[1])]
     if not present:
         return None
-    figure, all_axes = _figure(title, run, rows=len(present))
+    figure, all_axes = new_figure(title, run, rows=len(present))
     for axes, (label, curves) in zip(all_axes, present, strict=True):
         for name, legend, colour in curves:
             if name in names:
-                _curve(axes, *_series(metrics, name), colour, legend)
-        _finish(axes, label)
+                curve(axes, *_series(metrics, name), colour, legend)
+        finish(axes, label)
         axes.label_outer()
     return figure
 
@@ -191,7 +191,7 @@ def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     seconds["other"] = np.maximum(_seconds(rows, "step") - inside, 0.0)
     seconds = {part: values for part, values in seconds.items() if values.any()}
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
-    figure, (axes,) = _figure("Time of a step", run, rows=1)
+    figure, (axes,) = new_figure("Time of a step", run, rows=1)
     if len(steps) >= LONG:
         axes.stackplot(
             steps, list(seconds.values()), colors=[TIMING[part] for part in seconds], labels=list(seconds)
@@ -201,7 +201,7 @@ def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
         for part, values in seconds.items():
             axes.bar(steps, values, bottom=below, width=0.8, color=TIMING[part], label=part)
             below = below + values
-    _finish(axes, "seconds")
+    finish(axes, "seconds")
     handles, labels = axes.get_legend_handles_labels()
     # Beside the picture, in the order in which the parts lie on each other.
     axes.legend(
@@ -226,19 +226,19 @@ def _training(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None
     present = [(name, label, colour) for name, label, colour in panels if len(_series(metrics, name)[0])]
     if not present:
         return None
-    figure, all_axes = _figure("Optimizer", run, rows=len(present))
+    figure, all_axes = new_figure("Optimizer", run, rows=len(present))
     for axes, (name, label, colour) in zip(all_axes, present, strict=True):
         steps, values = _series(metrics, name)
         if name.endswith("/lr"):
             # A schedule has no noise to smooth away.
-            axes.plot(steps, values, color=colour, linewidth=2.0, marker=_dots(steps), markersize=4.5)
+            axes.plot(steps, values, color=colour, linewidth=2.0, marker=dots(steps), markersize=4.5)
             axes.set_ylim(bottom=0.0)
             axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
         else:
-            _curve(axes, steps, values, colour, label)
+            curve(axes, steps, values, colour, label)
             if _spans_decades(values):
                 axes.set_yscale("log")
-        _finish(axes, label)
+        finish(axes, label)
         axes.label_outer()
     return figure
 
@@ -247,8 +247,8 @@ def _throughput(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | No
     steps, values = _series(metrics, "perf/throughput")
     if not len(steps):
         return None
-    figure, (axes,) = _figure("Throughput", run, rows=1)
-    _curve(axes, steps, values, GREEN, "tokens per second")
+    figure, (axes,) = new_figure("Throughput", run, rows=1)
+    curve(axes, steps, values, GREEN, "tokens per second")
     finite = values[np.isfinite(values)]
     if len(finite):
         median = float(np.median(finite))
@@ -256,7 +256,7 @@ def _throughput(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | No
         # From zero, so that a step that looks half as fast is half as fast.
         axes.set_ylim(0.0, 1.12 * float(finite.max()) or 1.0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    _finish(axes, "tokens per second and device", legend="lower right")
+    finish(axes, "tokens per second and device", legend="lower right")
     return figure
 
 
@@ -272,25 +272,6 @@ def _series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[Array, A
     return points[:, 0], points[:, 1]
 
 
-def _figure(title: str, run: str, rows: int) -> tuple[Figure, list[Axes]]:
-    # Made without pyplot, whose list of figures and choice of backend belong to the whole process.
-    layout = ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.14)
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout=layout)
-    grid = figure.subplots(rows, 1, sharex=True, squeeze=False)
-    all_axes: list[Axes] = list(grid[:, 0])
-    all_axes[0].set_title(run, loc="right", fontsize=13, color=GREY, pad=14)
-    all_axes[0].set_title(title, loc="left", fontsize=17, fontweight="bold", color=INK, pad=14)
-    for axes in all_axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#9aa5b1")
-        axes.grid(True, color=GRID, linewidth=0.9)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=GREY, labelsize=11.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12, steps=[1, 2, 5, 10], min_n_ticks=1))
-        axes.margins(x=0.02)
-    return figure, all_axes
-
-
 def _validation(axes: Axes, steps: Array, values: Array, colour: str, label: str) -> None:
     axes.plot(
         steps,
@@ -302,71 +283,11 @@ def _validation(axes: Axes, steps: Array, values: Array, colour: str, label: str
         markersize=6.5,
         markeredgecolor="white",
         markeredgewidth=1.0,
-        label=label,
+        label=plain(label),
         zorder=5,
     )
-
-
-def _curve(axes: Axes, steps: Array, values: Array, colour: str, label: str) -> None:
-    if len(steps) >= LONG:
-        window = max(5, len(steps) // 25) | 1
-        axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.28)
-        smooth = smooth_line(values, window)
-        axes.plot(steps, smooth, color=colour, linewidth=2.4, label=f"{label}, mean of {window} steps")
-    elif len(steps):
-        dots = _dots(steps)
-        axes.plot(steps, values, color=colour, linewidth=2.0, marker=dots, markersize=4.5, label=label)
-    broken = ~np.isfinite(values)
-    if broken.any():
-        # On the axis itself: such a step has no height, and must not be overlooked.
-        at_the_bottom = np.full(int(broken.sum()), 0.015)
-        axes.plot(
-            steps[broken],
-            at_the_bottom,
-            color=RED,
-            linestyle="",
-            marker="x",
-            markersize=8,
-            markeredgewidth=2,
-            label=f"not finite ({broken.sum()})",
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-        )
-
-
-def smooth_line(values: Array, window: int) -> Array:
-    """The mean over an odd number of points centred at each one; values that are not finite are left out.
-
-    A trailing mean would lag behind and hide the end of the run. The ends, where half the points are missing,
-    follow a straight line through the outermost ones: it meets the mean there and does not flatten a slope.
-    """
-    half = window // 2
-    assert window % 2 == 1 and len(values) >= window
-    finite = np.isfinite(values)
-    totals = np.convolve(np.where(finite, values, 0.0), np.ones(window), mode="valid")
-    counts = np.convolve(finite, np.ones(window), mode="valid")
-    smooth = np.full(len(values), math.nan)
-    smooth[half : len(values) - half] = np.where(counts > 0, totals / np.maximum(counts, 1), math.nan)
-    index = np.arange(len(values), dtype=np.float64)
-    for outermost, end in ((slice(0, window), slice(0, half)), (slice(-window, None), slice(-half, None))):
-        usable = finite[outermost]
-        if usable.sum() > 1:
-            slope, offset = np.polyfit(index[outermost][usable], values[outermost][usable], 1)
-            smooth[end] = slope * index[end] + offset
-    return smooth
-
-
-def _dots(steps: Array) -> str:
-    return "o" if len(steps) <= 30 else ""
 
 
 def _spans_decades(values: Array) -> bool:
     usable = values[np.isfinite(values)]
     return len(usable) > 1 and bool(usable.min() > 0) and bool(usable.max() > 50 * np.median(usable))
-
-
-def _finish(axes: Axes, label: str, legend: Literal["best", "lower right"] = "best") -> None:
-    axes.set_ylabel(label, fontsize=13, color=INK, labelpad=10)
-    axes.set_xlabel("step", fontsize=13, color=INK, labelpad=8)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=legend, framealpha=0.9, edgecolor="white", fontsize=12, labelcolor=INK)
