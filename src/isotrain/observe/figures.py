@@ -47,9 +47,8 @@ def new_figure(
     return figure, all_axes
 
 
-def curve(
-    axes: Axes, steps: Array, values: Array, colour: str, label: str, style: Literal["-", "--"] = "-"
-) -> None:
+def curve(axes: Axes, steps: Array, values: Array, colour: str, label: str, *, dashed: bool = False) -> None:
+    style = "--" if dashed else "-"
     label = plain(label)
     if len(steps) >= LONG:
         window = max(5, len(steps) // 25) | 1
@@ -131,10 +130,27 @@ def dots(steps: Array) -> str:
     return "o" if len(steps) <= 30 else ""
 
 
-def finish(axes: Axes, label: str, legend: Literal["best", "lower right", "upper right"] = "best") -> None:
+def finish(axes: Axes, label: str, legend: Literal["best", "lower right", "below"] = "best") -> None:
     axes.set_ylabel(plain(label), fontsize=13, color=INK, labelpad=10)
     axes.set_xlabel("step", fontsize=13, color=INK, labelpad=8)
-    if axes.get_legend_handles_labels()[0]:
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    if legend == "below":
+        # Of the figure and not of the axes: only then is room made for it.
+        figure = axes.get_figure(root=True)
+        assert figure is not None
+        columns = 2 if 2 * max(map(len, labels)) < 80 else 1
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=11,
+            labelcolor=INK,
+        )
+    else:
         axes.legend(loc=legend, framealpha=0.9, edgecolor="white", fontsize=12, labelcolor=INK)
 
 

@@ -1,0 +1,1 @@
+"""A verdict as files that people look at."""

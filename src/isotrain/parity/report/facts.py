@@ -1,0 +1,72 @@
+"""The few figures by which a verdict is told in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from isotrain.parity.published import Kind, kind_of
+from isotrain.parity.run import Run
+from isotrain.parity.verdict import Verdict
+
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Facts:
+    algorithm: str
+    model: str
+    reference_device: str
+    candidate_device: str
+    loss: str | None
+    """The metric that stands for all losses: the first of training, else the first."""
+    reward: str | None
+    throughput: float | None
+    """The candidate's, as a multiple of the reference's."""
+    levels_run: tuple[str, ...]
+
+
+def facts(verdict: Verdict) -> Facts:
+    comparison = verdict.comparison
+    recipe = comparison.reference.recipe or comparison.candidate.recipe or {}
+    algorithm = recipe.get("algorithm", recipe.get("task"))
+    # Of runs that cannot be compared there are no figures to tell.
+    speed = list(comparison.speed.values()) if comparison.comparable else []
+    return Facts(
+        algorithm=_text(algorithm.get("name") if isinstance(algorithm, dict) else algorithm),
+        model=_model(recipe.get("model")),
+        reference_device=device_of(comparison.reference),
+        candidate_device=device_of(comparison.candidate),
+        loss=_metric(verdict, "loss"),
+        reward=_metric(verdict, "reward"),
+        # The last is that without the warm-up, where the runs were long enough.
+        throughput=speed[-1].ratio if speed else None,
+        levels_run=tuple(level.name for level in verdict.levels if level.state != "not run"),
+    )
+
+
+def device_of(run: Run) -> str:
+    device = (run.environment or {}).get("device")
+    if not isinstance(device, dict):
+        return UNKNOWN
+    name = _text(device.get("name") or device.get("type"))
+    ranks = device.get("ranks")
+    return f"{name} × {ranks}" if isinstance(ranks, int) and ranks > 1 else name
+
+
+def _model(section: Any) -> str:
+    """A model's name as on a hub; of a folder the last part, because the rest is about a machine."""
+    path = _text(section.get("path") if isinstance(section, dict) else section)
+    parts = PurePath(path).parts
+    return path if len(parts) == 2 and not PurePath(path).is_absolute() else parts[-1] if parts else UNKNOWN
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and value.strip() else UNKNOWN
+
+
+def _metric(verdict: Verdict, kind: Kind) -> str | None:
+    comparison = verdict.comparison
+    found = [name for name in comparison.curves if comparison.comparable and kind_of(name) == kind]
+    return next((name for name in found if not name.startswith("val")), found[0] if found else None)

@@ -1,0 +1,153 @@
+"""A verdict as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from isotrain import __version__
+from isotrain.parity.levels import LEVELS
+from isotrain.parity.power import Power
+from isotrain.parity.report.facts import UNKNOWN, device_of, facts
+from isotrain.parity.report.markup import Markup, element, joined, text
+from isotrain.parity.report.sections import around, inputs, level_block, power_table, published, statistics
+from isotrain.parity.run import Run
+from isotrain.parity.told import number
+from isotrain.parity.verdict import Verdict
+
+# matplotlib comes in only where pictures are drawn.
+if TYPE_CHECKING:
+    from isotrain.parity.report.pictures import Picture
+
+_HEADLINES = {
+    "same": ("\N{CHECK MARK}", "The same training"),
+    "different": ("\N{MULTIPLICATION X}", "Not the same training"),
+    "cannot tell": ("?", "It cannot be told"),
+}
+# Nothing may be loaded and nothing may run, whatever found its way into the page.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def page(
+    verdict: Verdict, pictures: Sequence[Picture], more_metrics: int, power: Power | None, date: str
+) -> str:
+    """`more_metrics` is how many were compared and not drawn."""
+    style = files("isotrain.parity.report").joinpath("page.css").read_text(encoding="utf-8")
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{text(_POLICY)}">'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup('<meta name="color-scheme" content="light dark">'),
+        element("title", f"Parity: {_HEADLINES[verdict.outcome][1].lower()}"),
+        element("style", Markup(style)),
+    )
+    main = element(
+        "main",
+        _banner(verdict, power, date),
+        _pictures(pictures, more_metrics),
+        _section("What was found, level by level", *(level_block(level) for level in verdict.levels)),
+        _section("How far the curves are apart", statistics(verdict)),
+        _section("What the published rules say", published(verdict)),
+        _section("What differs around the runs", around(verdict)),
+        _section("Would this test have caught a real bug?", power_table(power)),
+        _section("What was read", inputs(verdict)),
+    )
+    foot = element(
+        "footer", f"isotrain {__version__}, {date}. All figures are in verdict.json beside this page."
+    )
+    body = element("body", main, foot)
+    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _section(title: str, *children: Markup) -> Markup:
+    return element("section", element("h2", title), *children)
+
+
+def _banner(verdict: Verdict, power: Power | None, date: str) -> Markup:
+    mark, headline = _HEADLINES[verdict.outcome]
+    known = facts(verdict)
+    about = [part for part in (known.algorithm, known.model) if part != UNKNOWN]
+    return element(
+        "header",
+        element(
+            "div",
+            element("span", mark, class_="mark", aria_hidden="true"),
+            element("h1", headline),
+            class_="headline",
+        ),
+        element("p", verdict.words, class_="words"),
+        element("p", " · ".join([*about, date]), class_="about"),
+        element(
+            "div",
+            _run("reference", verdict.comparison.reference),
+            _run("candidate", verdict.comparison.candidate),
+            class_="runs",
+        ),
+        element("ol", *(_step(verdict, name) for name in LEVELS), class_="levels"),
+        element("dl", *_tiles(verdict, power), class_="tiles"),
+        class_=f"verdict {_css(verdict.outcome)}",
+    )
+
+
+def _run(role: str, run: Run) -> Markup:
+    device = device_of(run)
+    return element(
+        "div",
+        element("span", role, class_="role"),
+        element("strong", run.path.name or run.path if device == UNKNOWN else device),
+        element("span", f"{run.path} ({run.format})", class_="path"),
+        class_="run",
+    )
+
+
+def _step(verdict: Verdict, name: str) -> Markup:
+    state = verdict.level(name).state
+    title = LEVELS[name].partition(":")[0]
+    return element(
+        "li", element("b", name), " ", title, element("span", state, class_="state"), class_=_css(state)
+    )
+
+
+def _tiles(verdict: Verdict, power: Power | None) -> list[Markup]:
+    """The figures that people ask for first; those that are not known are not shown."""
+    known, curves = facts(verdict), verdict.comparison.curves
+    tiles: list[Markup] = []
+    for what, metric in (("loss", known.loss), ("reward", known.reward)):
+        if metric is not None:
+            unit = f"hundredths: mean error of the {what}"
+            tiles.append(_tile(number(100 * curves[metric].mean_absolute), unit))
+    if known.loss is not None and (together := curves[known.loss].change_correlation) is not None:
+        tiles.append(_tile(f"{together:.4f}", "the losses' changes go together (1 is fully)"))
+    if known.throughput is not None:
+        tiles.append(_tile(f"{known.throughput:.2f} ×", "throughput, of the reference's"))
+    tiles.append(_tile(f"{len(known.levels_run)} of {len(LEVELS)}", "levels were run"))
+    if power is not None and power.mutations:
+        tiles.append(_tile(f"{power.caught} of {len(power.mutations)}", "known bugs are caught by this test"))
+    return tiles
+
+
+def _tile(figure: str, words: str) -> Markup:
+    return element("div", element("dt", words), element("dd", figure))
+
+
+def _pictures(pictures: Sequence[Picture], more_metrics: int) -> Markup:
+    if not pictures:
+        return _section("The curves", element("p", "There is nothing to draw: no metric is in both runs."))
+    figures = [_figure(picture) for picture in pictures]
+    rest = (
+        [element("p", f"{more_metrics:,} more metrics are not drawn.", class_="rest")] if more_metrics else []
+    )
+    return _section("The curves", element("div", *figures, class_="pictures"), joined(rest))
+
+
+def _figure(picture: Picture) -> Markup:
+    data = base64.b64encode(picture.png).decode()
+    image = Markup(f'<img src="data:image/png;base64,{data}" alt="{text(picture.words)}">')
+    return element("figure", image)
+
+
+def _css(state: str) -> str:
+    return state.replace(" ", "-")
