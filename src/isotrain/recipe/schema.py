@@ -145,6 +145,8 @@ class ObserveSection(Section):
     """Project name for trackers that have one."""
     probe: int = Field(default=0, ge=0)
     """Steps at the start of a run whose layers are recorded, for `isotrain parity`."""
+    operators: bool = False
+    """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
 
 
 class Recipe(Section):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.identity import model_digest
+from isotrain.engine.operator_errors import operators_compared
 from isotrain.engine.probe import Probe
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
@@ -64,6 +68,7 @@ class SupervisedTrainer:
     max_skipped: int
     """Updates that may be left out because a number was not finite."""
     peak_flops: float | None
+    around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
     skipped: int = 0
 
     def train(self, done: int) -> None:
@@ -73,7 +78,8 @@ class SupervisedTrainer:
         for step in range(done + 1, self.steps + 1):
             started = time.perf_counter()
             data = self.feed.next_step()
-            result = self.task.update(data, self.schedule(step))
+            with self.around_first_update() if step == 1 else nullcontext():
+                result = self.task.update(data, self.schedule(step))
             self.device.synchronize()
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)
@@ -226,6 +232,11 @@ def _build_trainer(
         save_every=trainer.save_every,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
+        around_first_update=(
+            partial(operators_compared, run.path, world, model.dtype)
+            if recipe.observe.operators
+            else nullcontext
+        ),
     )
 
 

@@ -5,9 +5,10 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,17 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
-from isotrain.data.packing import pack
+from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.record import write_trajectories
 from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
 from isotrain.engine.frozen import Frozen
 from isotrain.engine.offload import offload, onload
+from isotrain.engine.operator_errors import operators_compared
 from isotrain.engine.probe import Probe
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.stream import full_weights
@@ -94,6 +96,7 @@ class PolicyRank:
         self.open = ExitStack()
         self.minis: list[list[Micro]] = []
         self.sender: BroadcastSender | None = None
+        self.around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def open_store(self, host: str | None, directory: str | None) -> str:
         """Make the place where the ranks meet; asked of the first one."""
@@ -105,6 +108,10 @@ class PolicyRank:
         self.models: Models = build_models(recipe, self.algorithm, self.open, store)
         self.device, self.world = self.models.device, self.models.world
         self.policy = self.models.policy
+        if recipe.observe.operators:
+            self.around_first_update = partial(
+                operators_compared, Path(recipe.output), self.world, recipe.model.dtype
+            )
         self.writer = CheckpointWriter(
             Path(recipe.output) / "checkpoints",
             self.world.rank,
@@ -130,6 +137,7 @@ class PolicyRank:
         if reader is None:
             Probe(self.policy, RunDirectory(self.recipe.output).probe, self.recipe.observe.probe)
             return Progress(0, {}, complaints)
+        self.around_first_update = nullcontext
         restore(self.policy, self.device, reader)
         if self.models.critic is not None:
             restore(self.models.critic, self.device, reader, prefix="critic/")
@@ -237,7 +245,7 @@ class PolicyRank:
     def update_policy(self, lr: float, kl_coefficient: float) -> tuple[dict[str, float], Mismatch]:
         settings = self.settings
         results = [
-            self.policy.update(
+            self._update_policy(
                 [(m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini], lr
             )
             for _ in range(settings.passes)
@@ -246,6 +254,11 @@ class PolicyRank:
         self.device.synchronize()
         seen = mismatches.combine([m.mismatch for m in self.micros if m.mismatch is not None])
         return _means(results, "actor") | {"actor/lr": lr}, seen
+
+    def _update_policy(self, work: list[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
+        around, self.around_first_update = self.around_first_update, nullcontext
+        with around():
+            return self.policy.update(work, lr)
 
     def peak_memory(self) -> float:
         return self.device.memory().peak / 2**30
