@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.parity.canonical import digest_of
 from isotrain.parity.certificate import Certificate, CertifiedModel, Power, Subject, write_certificate
 from isotrain.parity.compare import compare
+from isotrain.parity.envelope import envelope_level
 from isotrain.parity.issue import certificate_of
 from isotrain.parity.levels import Check, Level
+from isotrain.parity.paired import paired_level
 from isotrain.parity.run import Run
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
@@ -51,21 +53,22 @@ def run_of(path: Path, shift: float = 0.0, steps: int = 6, reward: bool = True, 
     return path
 
 
-def verdict_of(reference: Run, candidate: Run, limit: float = 0.02, **options: Any) -> Verdict:
+MEMBERS = {"envelope-1": 2e-4, "envelope-2": -2e-4, "envelope-3": 1e-4}
+
+
+def verdict_of(reference: Run, candidate: Run, members: Sequence[Run] = (), **options: Any) -> Verdict:
     comparison = compare(reference, candidate, **options)
-    error = comparison.curves["train/loss"].mean_absolute
-    passed = error <= limit
-    state, words = ("same", "the curves agree") if passed else ("different", "the curves do not agree")
-    checks = (Check("mean error", error, limit, passed), Check("largest", 1.5, math.inf, None, "told only"))
-    envelope = Level("P3", state, "inside" if passed else "outside", (Check("depth", 0.5, 1.0, passed),))
-    return judge(comparison, [Level("P2", state, words, checks), envelope])  # type: ignore[arg-type]
+    levels = [paired_level(comparison), *([envelope_level(reference, candidate, members)] if members else [])]
+    told = Check("told only", 1.5, math.inf, None)
+    # One that the curves do not give again, with a limit that is no number.
+    return judge(comparison, [Level("P5", "same", "the scores agree", (told,)), *levels])
 
 
 def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate:
     """Writes the runs into `directory`; `options` are those of `certificate_of`."""
     runs = {
         role: read_run(run_of(directory / role, amount, reward=options.get("reward", True)))
-        for role, amount in (("reference", 0.0), ("candidate", shift), ("envelope-1", 2e-4))
+        for role, amount in {"reference": 0.0, "candidate": shift, **MEMBERS}.items()
     }
     options.pop("reward", None)
     given: dict[str, Any] = {
@@ -77,12 +80,13 @@ def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate
             kind="paired",
         ),
         "labels": ("cpu-amx", "cpu-avx512"),
-        "envelope": {"envelope-1": runs["envelope-1"]},
+        "envelope": {role: runs[role] for role in MEMBERS},
         "inputs": {"probe/steps.safetensors": "01" * 32},
         "power": Power(caught=16, mutations=16, accepted=5, reruns=6, table_sha256="23" * 32),
         "date": datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
     }
-    return certificate_of(verdict_of(runs["reference"], runs["candidate"]), **{**given, **options})
+    verdict = verdict_of(runs["reference"], runs["candidate"], [runs[role] for role in MEMBERS])
+    return certificate_of(verdict, **{**given, **options})
 
 
 def written(directory: Path, **options: Any) -> Path:

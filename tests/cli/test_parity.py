@@ -31,6 +31,8 @@ def compare(*arguments: str | Path) -> Result:
 def test_the_same_curves(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-5))
     assert result.exit_code == 0, result.output
+    assert result.output.startswith("These two runs are the same training: the curves agree")
+    assert "P3  not run" in result.output
     for words in ("actor/pg_loss", "critic/rewards/mean", "holds", "of at most 2 hundredths", "throughput"):
         assert words in result.output, result.output
 
@@ -38,6 +40,9 @@ def test_the_same_curves(tmp_path: Path) -> None:
 def test_a_broken_rule(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
     assert result.exit_code == 1 and "BROKEN" in result.output
+    assert result.output.startswith(
+        "These two runs are not the same training: the curves of actor/pg_loss part"
+    )
     result = compare(
         log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03), "--metric", "critic/rewards/mean"
     )
@@ -55,9 +60,28 @@ def test_json_and_the_reference(tmp_path: Path) -> None:
     one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001)
     told = json.loads(compare(one, other, "--json").output)
     swapped = json.loads(compare(one, other, "--reference", other, "--json").output)
+    told, swapped = told["comparison"], swapped["comparison"]
     assert told["curves"]["actor/pg_loss"]["signed_mean"] == pytest.approx(0.001)
     assert swapped["curves"]["actor/pg_loss"]["signed_mean"] == pytest.approx(-0.001)
     assert len(told["reference"]["sha256"]) == 1
+
+
+def test_curves_alone_may_leave_it_open_until_an_envelope_decides(tmp_path: Path) -> None:
+    """Reruns of the reference that lie as far away make it the same, closer ones make it different."""
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001))
+    result = compare(*pair)
+    assert result.exit_code == 2 and "an envelope would decide" in result.output
+    for shift, code in ((0.001, 0), (1e-6, 1)):
+        reruns = [log(tmp_path / f"{sign * shift}.log", sign * shift) for sign in (-1, 1, 0.5)]
+        result = compare(*pair, *(word for rerun in reruns for word in ("--envelope", rerun)))
+        assert result.exit_code == code, result.output
+
+
+def test_the_report(tmp_path: Path) -> None:
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-5))
+    result = compare(*pair, "--report", tmp_path / "report")
+    assert result.exit_code == 0 and "report.html" in result.output
+    assert json.loads((tmp_path / "report" / "verdict.json").read_text())["verdict"] == "same"
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from certified_runs import certify, flip, leaves, rewrite, run_of, verdict_of, written
+from certified_runs import MEMBERS, certify, flip, leaves, rewrite, run_of, verdict_of, written
 from isotrain.errors import CertificateError, DataError
 from isotrain.parity import certificate as certificates
 from isotrain.parity.canonical import canonical, digest_of
@@ -38,21 +38,17 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     assert made.figures.loss_error == pytest.approx(1e-2 * (1 + 3.5 / 7))
     assert made.figures.reward_error == pytest.approx(1e-2) and made.figures.steps == 6
     assert made.figures.throughput_ratio == pytest.approx(1, abs=1e-5)
-    assert [level.state for level in made.levels] == [
-        "not run",
-        "not run",
-        "same",
-        "same",
-        "not run",
-        "not run",
-    ]
-    assert made.levels[2].checks[1].limit is None and made.levels[2].checks[1].passed is None
+    states = {level.name: level.state for level in made.levels}
+    assert states == {"P2": "cannot tell", "P3": "same", "P5": "same"} | dict.fromkeys(
+        ("P0", "P1", "P4"), "not run"
+    )
+    assert made.levels[5].checks[0].limit is None and made.levels[5].checks[0].passed is None
     assert set(made.curves) == {"train/loss", "critic/rewards/mean", "perf/throughput"}
-    assert set(made.curves["train/loss"].envelope) == {"envelope-1"}
+    assert set(made.curves["train/loss"].envelope) == set(MEMBERS)
     assert set(made.inputs) == {
         *(
             f"{role}/{name}"
-            for role in ("reference", "candidate", "envelope-1")
+            for role in ("reference", "candidate", *MEMBERS)
             for name in ("metrics.jsonl", "resolved.json", "environment.json")
         ),
         "probe/steps.safetensors",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from certified_runs import leaves, rewrite, run_of, written
-from isotrain.parity.certificate import Certificate
-from isotrain.parity.levels import Check, Level
-from isotrain.parity.verify import Finding, is_valid, verify
+from isotrain.parity.again import levels_again
+from isotrain.parity.certificate import read_certificate
+from isotrain.parity.levels import Level
+from isotrain.parity.verify import Again, Finding, is_valid, verify
 
 
 def wrong(findings: list[Finding]) -> list[str]:
@@ -107,17 +109,26 @@ def test_contradictions(path: Path, change: Callable[[Any], object], names: list
 
 
 def test_levels_computed_again(path: Path) -> None:
-    def envelope(certificate: Certificate, depth: float = 0.5) -> list[Level]:
-        assert set(certificate.curves["train/loss"].envelope) == {"envelope-1"}
-        return [Level("P3", "same", "in other words", (Check("depth", depth, 1.0, True),))]
+    names = [finding.name for finding in verify(path, again=levels_again) if finding.state == "right"]
+    assert {"P2 again", "P3 again"} <= set(names)
+    level = next(one for one in levels_again(read_certificate(path)) if one.name == "P3")
 
-    assert is_valid(verify(path, again=envelope))
-    assert is_valid(verify(path, again=lambda certificate: envelope(certificate, 0.5 + 1e-14)))
-    for depth in (0.5 + 1e-6, math.nan):
-        assert wrong(verify(path, again=lambda certificate, depth=depth: envelope(certificate, depth))) == [
-            "P3 again"
-        ]
+    def changed(by: float) -> Again:
+        first, *rest = level.checks
+        return lambda _: [replace(level, checks=(replace(first, value=first.value * by), *rest))]
+
+    assert is_valid(verify(path, again=changed(1 + 1e-14)))
+    for by in (1 + 1e-6, math.nan):
+        assert wrong(verify(path, again=changed(by))) == ["P3 again"]
     assert wrong(verify(path, again=lambda _: [Level("P3", "different", "outside")])) == ["P3 again"]
+
+
+def test_a_forged_envelope_is_found(path: Path) -> None:
+    def wider(content: dict[str, Any]) -> None:
+        for curve in content["curves"].values():
+            curve["envelope"] = {role: [2 * v for v in values] for role, values in curve["envelope"].items()}
+
+    assert wrong(verify(rewrite(path, wider), again=levels_again)) == ["P3 again"]
 
 
 def test_beside_its_runs(certified: Path, path: Path) -> None:

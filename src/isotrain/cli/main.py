@@ -13,6 +13,7 @@ from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certificates import sign, verify
+from isotrain.cli.parity_certify import certify
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
@@ -70,6 +71,7 @@ app.command()(train)
 app.command()(recipes)
 app.command()(doctor)
 app.add_typer(prepare, name="prepare")
+parity.command()(certify)
 parity.command()(verify)
 parity.command()(sign)
 app.add_typer(parity, name="parity")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 # numpy comes in only where runs are compared: every command reads this file.
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from isotrain.parity.compare import Comparison
     from isotrain.parity.statistics import Apart
+    from isotrain.parity.verdict import Verdict
 
 app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or of two programs.")
 
@@ -43,44 +44,79 @@ def compare(
             "--allow", metavar="NAME", help="A difference to accept, by the name that it is told with."
         ),
     ] = None,
+    envelope: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--envelope",
+            metavar="RUN",
+            help="A further run of the reference that differs harmlessly; repeat it, at least three times.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Write verdict.json, report.html and pictures there."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
-    """How far the curves of two runs are apart, by every published rule and by stricter ones.
+    """Whether two runs are the same training, by every published rule and by stricter ones.
 
     A and B are isotrain's run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
-    JSONL files. Runs of other lengths, data or recipes are refused unless that is allowed by name.
+    JSONL files. Runs of other lengths, data or recipes are refused unless that is allowed by name. Where both
+    were trained with observe.probe=2, the first layer that differs is named.
 
-    Exit code 0: all published rules hold; 1: one does not; 2: the runs cannot be compared.
+    Exit code 0: the same; 1: different; 2: cannot tell.
 
     Examples:
 
-        isotrain parity compare runs/here runs/there
+        isotrain parity compare runs/here runs/there --report work/parity
 
         isotrain parity compare here.log there.log --metric critic/rewards/mean --allow steps
     """
     from isotrain.errors import DataError
-    from isotrain.parity.compare import compare as compare_runs
-    from isotrain.parity.sources.read import read_run
+    from isotrain.parity.protocol import Companions, verdict_on
 
     if reference is not None and reference not in (first, second):
         raise DataError(f"--reference {reference}: is neither {first} nor {second}")
     one, other = (second, first) if reference == second else (first, second)
-    found = compare_runs(read_run(one), read_run(other), metric or [], allow or [])
+    companions = Companions(envelope or [])
+    tell(verdict_on(one, other, companions, metrics=metric or [], allow=allow or []), report, as_json)
+
+
+def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> NoReturn:
+    """A verdict on the screen, and in a directory if one is given; ends with its exit code."""
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(verdict.as_json(), indent=2, ensure_ascii=False))
     else:
-        _print(found)
-    if not found.comparable:
-        raise typer.Exit(2)
-    raise typer.Exit(0 if all(outcome.passed for outcome in found.outcomes) else 1)
+        show(verdict)
+    if report is not None:
+        from isotrain.parity.power import load_power
+        from isotrain.parity.report.write import write_report
+
+        write_report(verdict, report, power=load_power())
+        typer.echo(f"wrote {report / 'report.html'}", err=as_json)
+    raise typer.Exit(verdict.exit_code)
 
 
-def _print(found: Comparison) -> None:
+def show(verdict: Verdict) -> None:
+    """The verdict in words first, then what it rests on."""
     from rich.console import Console
 
+    console = Console(highlight=False, markup=False)
+    style = {"same": "bold green", "different": "bold red"}.get(verdict.outcome, "bold yellow")
+    console.print(verdict.words, style=style, soft_wrap=True)
+    console.print()
+    _print_comparison(verdict.comparison, console)
+    if not verdict.comparison.comparable:
+        return
+    console.print("\nlevels", style="bold")
+    for level in verdict.levels:
+        style = {"same": "green", "different": "red", "cannot tell": "yellow"}.get(level.state, "dim")
+        console.print(f"  {level.name}  {level.state:<12} {level.words}", style=style, soft_wrap=True)
+
+
+def _print_comparison(found: Comparison, console: Console) -> None:
     from isotrain.parity.obstacles import ALLOWED, environment_changes
 
-    console = Console(highlight=False, markup=False)
     for name, run in (("reference", found.reference), ("candidate", found.candidate)):
         console.print(f"{name}  {run.path} ({run.format})", soft_wrap=True)
     for obstacle in found.allowed:
@@ -109,42 +145,15 @@ def _print(found: Comparison) -> None:
         console.print("  none is about these metrics")
     for what, speed in found.speed.items():
         console.print(f"throughput, {what}: {speed.ratio:.3f} of the reference (inverse {speed.inverse:.3f})")
-    console.print(
-        "\nThe published rules are wide: training on other data may keep them. Honest pairs change together "
-        "from step to step (0.99 and more), and are a small share of a flat line's error apart.",
-        style="dim",
-    )
 
 
 def _curves(curves: dict[str, Apart]) -> Table:
     from rich.table import Table
 
+    from isotrain.parity.told import STATISTICS
+
     names = list(curves)
     table = Table("", *names, box=None, header_style="bold", pad_edge=False)
-    for label, show in _ROWS:
+    for label, show in STATISTICS:
         table.add_row(label, *(show(curves[name]) for name in names))
     return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-_ROWS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
-    ("steps compared", lambda a: f"{a.steps:,}"),
-    ("mean absolute error, in hundredths", lambda a: _number(100 * a.mean_absolute)),
-    ("mean relative error, in %", lambda a: _number(a.mean_relative and 100 * a.mean_relative)),
-    ("first step", lambda a: _number(a.first)),
-    ("largest (at step)", lambda a: f"{_number(a.largest)} ({a.largest_at})"),
-    ("signed mean", lambda a: _number(a.signed_mean)),
-    (
-        "  its 95 % interval",
-        lambda a: f"{_number(a.signed_interval.low)} to {_number(a.signed_interval.high)}",
-    ),
-    ("the curves part at step", lambda a: "-" if a.parts_at is None else str(a.parts_at)),
-    (
-        "correlation of changes",
-        lambda a: "-" if a.change_correlation is None else f"{a.change_correlation:.4f}",
-    ),
-    ("share of a flat line's error", lambda a: _number(a.share_of_flat)),
-)

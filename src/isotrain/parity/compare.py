@@ -35,6 +35,11 @@ class Comparison:
     def comparable(self) -> bool:
         return not self.obstacles
 
+    @property
+    def broken(self) -> list[Outcome]:
+        """Published rules on absolute errors, the 2 % and 4 %, that do not hold."""
+        return [one for one in self.outcomes if not one.passed and not one.relative]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "reference": _described(self.reference),

@@ -29,6 +29,7 @@ from isotrain.parity.certificate import (
     sealed,
 )
 from isotrain.parity.compare import SPEED
+from isotrain.parity.envelope import followed
 from isotrain.parity.figures import comparison_of, figures_of, first_of
 from isotrain.parity.levels import Check, Level
 from isotrain.parity.run import Run
@@ -102,12 +103,11 @@ def side_of(run: Run, label: str, simulated: bool) -> Side:
     environment = run.environment
     device = _section(environment, "device")
     packages = _section(environment, "packages")
-    stand_in = device.get("type") != "cpu" and any(str(v).endswith("+sim") for v in packages.values())
     try:
         return Side(
             label=label,
-            # Nobody can forget to say so: the stand-in for a device marks its own packages.
-            simulated=simulated or stand_in,
+            # Nobody can forget to say so.
+            simulated=simulated or is_simulated(run),
             device=_line(str(device.get("name") or "unknown")),
             ranks=device.get("ranks", 1),
             commit=environment.get("commit"),
@@ -120,6 +120,15 @@ def side_of(run: Run, label: str, simulated: bool) -> Side:
         raise CertificateError(f"{run.path}: environment.json: {problems_of(error)}") from error
     except ValueError as error:
         raise CertificateError(f"{run.path}: environment.json: {error}") from error
+
+
+def is_simulated(run: Run) -> bool:
+    """Whether a run used the stand-in for a device, which marks its own packages."""
+    environment = run.environment or {}
+    packages = _section(environment, "packages").values()
+    return _section(environment, "device").get("type") != "cpu" and any(
+        str(v).endswith("+sim") for v in packages
+    )
 
 
 def portable_recipe(run: Run) -> dict[str, Any]:
@@ -155,7 +164,12 @@ def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
     """Everything that was compared, at the steps of all runs, with the throughput of the two sides."""
     comparison = verdict.comparison
     pair = (comparison.reference, comparison.candidate)
-    curves = {metric: _curve(metric, *pair, envelope) for metric in comparison.curves}
+    judged = set(followed([*pair, *envelope.values()])) if envelope else set()
+    curves = {
+        metric: _curve(metric, *pair, envelope)
+        for metric in comparison.reference.metrics
+        if metric in comparison.curves or metric in judged
+    }
     speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
     if speed is not None and all(np.isfinite(run.metrics[speed].values_S).all() for run in pair):
         curves[speed] = _curve(speed, *pair, {})

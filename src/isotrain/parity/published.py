@@ -29,6 +29,7 @@ class Rule:
     statistic: Callable[[Apart], float | None]
     limit: float
     unit: str
+    relative: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Outcome:
     value: float
     limit: float
     unit: str
+    relative: bool
+    """Relative errors of a curve around 0, such as a policy loss, are told and decide nothing."""
 
     @property
     def passed(self) -> bool:
@@ -57,7 +60,7 @@ RULES = (
     Rule("verl: loss, mean absolute error", ("loss",), _percent_absolute, 2.0, "hundredths"),
     Rule("verl: reward, mean absolute error", ("reward",), _percent_absolute, 4.0, "hundredths"),
     Rule("OpenRLHF: mean absolute error", ("loss", "reward"), _percent_absolute, 2.0, "hundredths"),
-    Rule("accuracy guide: mean relative error", ("loss",), _percent_relative, 1.0, "% of the value"),
+    Rule("accuracy guide: mean relative error", ("loss",), _percent_relative, 1.0, "% of the value", True),
 )
 
 
@@ -66,4 +69,4 @@ def outcomes(metric: str, found: Apart) -> Iterator[Outcome]:
     for rule in RULES:
         value = rule.statistic(found) if kind_of(metric) in rule.kinds else None
         if value is not None:
-            yield Outcome(rule.name, metric, value, rule.limit, rule.unit)
+            yield Outcome(rule.name, metric, value, rule.limit, rule.unit, rule.relative)

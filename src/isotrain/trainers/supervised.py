@@ -242,7 +242,7 @@ def _build_trainer(
 
 def _remember_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, progress: Progress) -> None:
     """Before a checkpoint is read: the model must be the one that training starts from."""
-    identity = {"digest": model, "dtype": recipe.model.dtype, "jitter": recipe.model.jitter}
+    identity = {"digest": model, "dtype": recipe.model.dtype, "jitter": str(recipe.model.jitter)}
     for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
         if isinstance(feed, JudgedFeed):
             remember(trainer.engine, feed, identity, steps, cache("references"), progress)

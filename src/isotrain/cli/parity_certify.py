@@ -1,0 +1,152 @@
+"""`isotrain parity certify`: one recipe on two devices, through the levels, to a certificate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isotrain.parity.certificate import Certificate, Subject
+    from isotrain.parity.certify import Certified
+    from isotrain.recipe.schema import Recipe
+
+# A run that takes longer than this is not waited for in one command.
+_LONGEST_RUN = 7 * 86400.0
+
+
+def certify(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, for both devices.")
+    ] = None,
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
+    ] = ...,  # type: ignore[assignment]
+    work: Annotated[
+        Path, typer.Option("--work", metavar="DIR", help="Where the runs go; finished ones are used again.")
+    ] = ...,  # type: ignore[assignment]
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Time for everything, such as 30m.")
+    ] = None,
+    members: Annotated[
+        int, typer.Option("--members", min=0, help="Without a budget: runs of the reference's envelope.")
+    ] = 8,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=0, help="Without a budget: further seeds on both devices.")
+    ] = 0,
+    free: Annotated[
+        bool, typer.Option("--free", help="Online recipes: both devices sample answers of their own.")
+    ] = False,
+    certificates: Annotated[
+        Path | None, typer.Option("--certificates", metavar="DIR", help="Where a certificate is written.")
+    ] = None,
+) -> None:
+    """Train a recipe on two devices and certify that they agree, level by level.
+
+    The levels are run in their order and end at the first that fails: operators, layers, curves, envelope,
+    and with enough time seeds. The report is written into the working directory.
+
+    Exit code 0: the same, and a certificate if --certificates is given; 1: different; 2: cannot tell.
+
+    Example:
+
+        isotrain parity certify tiny-sft --devices cpu-avx2,cpu --work work/parity --budget 10m
+    """
+    from isotrain.cli.parity import tell
+    from isotrain.device.backends import backend
+    from isotrain.errors import RecipeError
+    from isotrain.parity.budget import seconds_of
+    from isotrain.parity.certify import Protocol
+    from isotrain.parity.certify import certify as run_protocol
+    from isotrain.parity.children import Children, Side
+    from isotrain.recipe import library
+    from isotrain.recipe.load import parse_recipe, read_source
+
+    labels = [label.strip() for label in devices.split(",")]
+    if len(labels) != 2:
+        raise RecipeError(f"--devices {devices}: give two, the reference first, such as cpu-avx2,cpu")
+    sides = [
+        Side(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
+        for chosen in map(backend, labels)
+    ]
+    path = library.locate(recipe)
+    checked = parse_recipe(read_source(path), str(path), overrides or [])
+    online = checked.rollout is not None
+    if free and not online:
+        raise RecipeError("--free: only online recipes sample answers")
+    children = Children(str(path), tuple(overrides or []), work.resolve(), _say, _LONGEST_RUN)
+    protocol = Protocol(
+        replays=online and not free,
+        free_running=free,
+        budget=None if budget is None else seconds_of(budget),
+        members=members,
+        seeds=seeds,
+        seed=checked.seed,
+    )
+    found = run_protocol(children, sides[0], sides[1], protocol, _say)
+    if certificates is not None and found.verdict.outcome == "same":
+        from isotrain.parity.certificate import write_certificate
+
+        kind = "free-running" if free else "replayed" if online else "paired"
+        certificate = _certificate(found, checked, (labels[0], labels[1]), kind)
+        _say(f"wrote {write_certificate(certificates, certificate)}")
+    tell(found.verdict, work / "report")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind: str) -> Certificate:
+    from isotrain.parity.canonical import digest_of
+    from isotrain.parity.certificate import Power
+    from isotrain.parity.issue import certificate_of, is_simulated
+    from isotrain.parity.power import load_power
+    from isotrain.parity.sources.read import read_run
+
+    comparison = found.verdict.comparison
+    simulated = (is_simulated(comparison.reference), is_simulated(comparison.candidate))
+    named = [f"{label}-simulated" if sim else label for label, sim in zip(labels, simulated, strict=True)]
+    table = load_power()
+    power = None
+    if table is not None:
+        power = Power(
+            caught=table.caught,
+            mutations=len(table.mutations),
+            accepted=table.accepted,
+            reruns=len(table.honest),
+            table_sha256=digest_of(table.as_json()),
+        )
+    return certificate_of(
+        found.verdict,
+        subject=_subject(recipe, kind),
+        labels=(named[0], named[1]),
+        simulated=simulated,
+        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.members, start=1)},
+        power=power,
+    )
+
+
+def _subject(recipe: Recipe, kind: str) -> Subject:
+    from isotrain.engine.identity import model_digest
+    from isotrain.models.load import model_directory
+    from isotrain.parity.certificate import CertifiedModel, Subject
+
+    directory = model_directory(recipe.model.path)
+    return Subject.model_validate(
+        {
+            "algorithm": recipe.algorithm.name,
+            "model": CertifiedModel(name=_model_name(recipe.model.path), sha256=model_digest(directory)),
+            "dtype": recipe.model.dtype,
+            "engine": recipe.rollout.engine if recipe.rollout else "none",
+            "kind": kind,
+        }
+    )
+
+
+def _model_name(path: str) -> str:
+    """The last part that says something: directories are often called `model`."""
+    parts = [part for part in Path(path).parts if part not in ("/", "model")]
+    return parts[-1] if parts else "model"

@@ -1,0 +1,42 @@
+"""Ways to compute that can be told apart on one machine: devices, and instruction sets of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from isotrain.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute, by a name that can be written into a table."""
+
+    label: str
+    type: str
+    """`device.type` of its runs."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment of its processes; read when torch is imported."""
+
+
+# The host's libraries choose the best instructions they find; each may be held below them.
+_HOST = {
+    "cpu": {},
+    "cpu-amx": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"},
+    "cpu-avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "cpu-avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+}
+_ACCELERATORS = ("cuda", "npu")
+
+
+def backend(label: str) -> Backend:
+    if label in _HOST:
+        return Backend(label, "cpu", _HOST[label])
+    if label in _ACCELERATORS:
+        return Backend(label, label)
+    known = ", ".join([*_HOST, *_ACCELERATORS])
+    raise RecipeError(f"--devices: {label!r} is not known; use two of {known}")

@@ -1,0 +1,95 @@
+"""The protocol from one recipe: runs on two devices level by level, until one fails or time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from isotrain.parity.budget import MOST_MEMBERS, Plan, plan
+from isotrain.parity.children import Children, Finished, Side
+from isotrain.parity.protocol import Companions, verdict_on
+from isotrain.parity.verdict import Verdict
+
+PROBED_STEPS = 3
+_PROBED = (f"observe.probe={PROBED_STEPS}", "observe.operators=true")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How much is to be run."""
+
+    replays: bool
+    """Whether the recipe samples answers and the candidate is to train on the reference's."""
+    free_running: bool
+    """Whether it samples answers of its own instead: then only seeds can tell."""
+    budget: float | None
+    """Seconds for everything; None runs an envelope and no seeds."""
+    members: int = MOST_MEMBERS
+    seeds: int = 0
+    seed: int = 42
+    """Of the recipe; further ones follow it."""
+
+
+@dataclass(frozen=True)
+class Certified:
+    verdict: Verdict
+    companions: Companions
+
+
+def certify(
+    children: Children, reference: Side, candidate: Side, protocol: Protocol, tell: Callable[[str], None]
+) -> Certified:
+    """Run and judge, the cheapest level first."""
+    recorded = (*_PROBED, "rollout.record=true") if protocol.replays else _PROBED
+    one = children.train("reference", reference, recorded, why="P0 to P2")
+    forced = (f"rollout.replay={one.path}",) if protocol.replays else ()
+    other = children.train("candidate", candidate, (*_PROBED, *forced), why="P0 to P2")
+
+    def verdict(companions: Companions) -> Verdict:
+        return verdict_on(one.path, other.path, companions, free_running=protocol.free_running)
+
+    companions = Companions()
+    found = verdict(companions)
+    if found.outcome == "different" or not found.comparison.comparable:
+        return Certified(found, companions)
+    chosen = _plan(protocol, one, other)
+    for line in chosen.words():
+        tell(line)
+    members = [
+        children.train(
+            f"member-{number}",
+            reference,
+            (f"model.jitter={number}", f"observe.probe={PROBED_STEPS}", *forced),
+            why=f"P3, member {number} of {chosen.members}",
+        ).path
+        for number in range(1, chosen.members + 1)
+    ]
+    companions = Companions(members)
+    found = verdict(companions)
+    if found.outcome == "different":
+        return Certified(found, companions)
+    companions = Companions(members, _pairs(children, reference, candidate, protocol, chosen.seeds))
+    return Certified(verdict(companions), companions)
+
+
+def _plan(protocol: Protocol, one: Finished, other: Finished) -> Plan:
+    if protocol.budget is None:
+        members = 0 if protocol.free_running else protocol.members
+        return Plan(members, protocol.seeds, 0.0)
+    left = protocol.budget - one.seconds - other.seconds
+    return plan(left, one.seconds, other.seconds, envelope=not protocol.free_running)
+
+
+def _pairs(
+    children: Children, reference: Side, candidate: Side, protocol: Protocol, seeds: int
+) -> list[tuple[Path, Path]]:
+    pairs = []
+    for number in range(1, seeds + 1):
+        settings, why = (f"seed={protocol.seed + number}",), f"P4, seed {number} of {seeds}"
+        records = ("rollout.record=true",) if protocol.replays else ()
+        one = children.train(f"seed-{number}-a", reference, (*settings, *records), why=why)
+        forced = (f"rollout.replay={one.path}",) if protocol.replays else ()
+        other = children.train(f"seed-{number}-b", candidate, (*settings, *forced), why=why)
+        pairs.append((one.path, other.path))
+    return pairs

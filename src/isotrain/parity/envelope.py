@@ -1,0 +1,115 @@
+"""P3: is a candidate further from the reference than harmless changes of the last digit take it?
+
+S: steps that all runs have, M: members of the ensemble.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.parity.levels import Check, Level, not_run
+from isotrain.parity.run import Numbers, Run
+
+# What a run's numerics show in, by their names in isotrain, verl and OpenRLHF.
+FOLLOWED = re.compile(
+    r"(^|/)(\w*loss|\w*loss_mean|grad_norm|entropy|ppo_kl|kl|rewards?/mean|rollout_logp_diff_mean)$"
+)
+FEWEST_MEMBERS = 3
+# A width from few members is itself uncertain: neighbouring steps share theirs.
+WINDOW = 5
+# Ratios of honest pairs and of mutations: benchmarks/parity_power.py.
+LIMIT = 6.0
+# Values come as float32 from the device: closer than some units of its last place is the same.
+_FLOOR = 8 * float(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One metric's reference and how far the members lie around it, step by step."""
+
+    steps_S: npt.NDArray[np.int64]
+    reference_S: Numbers
+    width_S: Numbers
+    """Root mean square of the members' distances, over a window of steps."""
+    members: int
+
+    def ratio(self, values_S: Numbers) -> Numbers:
+        """A run's distance in units of the width, over the same windows: about 1 for a further member."""
+        return _rolling(values_S - self.reference_S) / self.width_S
+
+
+def envelope(steps_S: npt.NDArray[np.int64], reference_S: Numbers, members_MS: Sequence[Numbers]) -> Envelope:
+    apart_S = _rolling(np.sqrt(np.mean([(v - reference_S) ** 2 for v in members_MS], axis=0)))
+    # A policy loss is a sum around 0 of larger numbers: where it is small, it is not more exact.
+    floor = _FLOOR * max(float(np.abs(reference_S).max(initial=0.0)), 1e-3)
+    return Envelope(steps_S, reference_S, np.maximum(apart_S, floor), len(members_MS))
+
+
+def followed(runs: Sequence[Run]) -> list[str]:
+    """The metrics that show numerics and that all runs have."""
+    return [m for m in runs[0].metrics if FOLLOWED.search(m) and all(m in run.metrics for run in runs)]
+
+
+def envelope_level(reference: Run, candidate: Run, members: Sequence[Run]) -> Level:
+    """The candidate inside the envelope of its reference's ensemble, in every metric that is followed."""
+    if len(members) < FEWEST_MEMBERS:
+        return not_run("P3", f"an envelope needs {FEWEST_MEMBERS} members or more, {len(members)} are there")
+    checks, evidence = [], dict[str, Any]()
+    worst: tuple[float, str, int] = (0.0, "", 0)
+    for metric in followed([reference, candidate, *members]):
+        steps_S, (reference_S, values_S, *members_MS) = common(metric, [reference, candidate, *members])
+        if not len(steps_S):
+            continue
+        around = envelope(steps_S, reference_S, members_MS)
+        ratio_S = around.ratio(values_S)
+        top = int(np.argmax(ratio_S))
+        largest, step = float(ratio_S[top]), int(steps_S[top])
+        checks.append(
+            Check(f"{metric}: distance / envelope", largest, LIMIT, largest <= LIMIT, f"step {step}")
+        )
+        beyond = np.flatnonzero(ratio_S > LIMIT)
+        if largest > worst[0]:
+            worst = (largest, metric, int(steps_S[beyond[0]]) if len(beyond) else step)
+        evidence[metric] = {
+            "steps": steps_S.tolist(),
+            # As differences from the reference, which is how they are drawn.
+            "low": (-LIMIT * around.width_S).tolist(),
+            "high": (LIMIT * around.width_S).tolist(),
+            "members": around.members,
+        }
+    if not checks:
+        return not_run("P3", "the runs have no loss or gradient norm in common")
+    largest, metric, step = worst
+    inside = all(check.passed for check in checks)
+    words = (
+        f"they stay within what changes of the last digit do to the reference ({len(members)} runs; at "
+        f"most {largest:.1f} of {LIMIT:g} widths, {metric})"
+        if inside
+        else f"{metric} leaves the envelope of harmless rounding at step {step} and is then up to "
+        f"{largest:.3g} widths away (at most {LIMIT:g})"
+    )
+    return Level("P3", "same" if inside else "different", words, tuple(checks), (), {"envelope": evidence})
+
+
+def common(metric: str, runs: Sequence[Run]) -> tuple[npt.NDArray[np.int64], list[Numbers]]:
+    """The steps that all have, with each run's values there."""
+    series = [run.metrics[metric] for run in runs]
+    steps_S = series[0].steps_S
+    for one in series[1:]:
+        steps_S = np.intersect1d(steps_S, one.steps_S, assume_unique=True)
+    return steps_S, [one.values_S[np.searchsorted(one.steps_S, steps_S)] for one in series]
+
+
+def _rolling(values_S: Numbers) -> Numbers:
+    """Root mean square over the steps up to each one: an error must not be spread to steps before it."""
+    squares = np.concatenate([[0.0], np.cumsum(values_S**2)])
+    ends = np.arange(1, len(values_S) + 1)
+    starts = np.maximum(0, ends - WINDOW)
+    rolled: Numbers = np.sqrt((squares[ends] - squares[starts]).clip(min=0) / (ends - starts))
+    return rolled

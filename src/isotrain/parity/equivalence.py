@@ -1,0 +1,100 @@
+"""P4: over several seeds, does the difference of two devices provably lie within a stated margin?
+
+K: seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isotrain.parity.envelope import common
+from isotrain.parity.levels import Check, Level, State, not_run
+from isotrain.parity.published import kind_of
+from isotrain.parity.run import Numbers, Run
+
+# Stated in advance: half of what another seed does to the outcome is nothing that a team would notice.
+MARGIN = 0.5
+FEWEST_SEEDS = 3
+# One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; beyond, the normal distribution's.
+_T = (
+    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
+    *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
+)
+_NORMAL = 1.645
+# The end of a run is what it was made for; its last quarter is less noisy than its last step.
+_END = 0.25
+
+
+@dataclass(frozen=True)
+class Tost:
+    """Two one-sided tests: the 90 % interval of the mean difference beside the margin."""
+
+    mean: float
+    half: float
+    margin: float
+
+    @property
+    def state(self) -> State:
+        if abs(self.mean) + self.half <= self.margin:
+            return "same"
+        return "different" if abs(self.mean) - self.half > self.margin else "cannot tell"
+
+
+def tost(difference_K: Numbers, spread: float) -> Tost:
+    """`spread` is the standard deviation over seeds of the reference's outcome."""
+    seeds = len(difference_K)
+    quantile = _T[seeds - 2] if seeds - 2 < len(_T) else _NORMAL
+    half = quantile * float(difference_K.std(ddof=1)) / math.sqrt(seeds)
+    return Tost(float(difference_K.mean()), half, MARGIN * spread)
+
+
+def equivalence_level(pairs: Sequence[tuple[Run, Run]]) -> Level:
+    """`pairs` are reference and candidate of one seed each."""
+    if len(pairs) < FEWEST_SEEDS:
+        return not_run("P4", f"equivalence needs {FEWEST_SEEDS} seeds or more, {len(pairs)} are there")
+    runs = [run for pair in pairs for run in pair]
+    metrics = [m for m in pairs[0][0].metrics if kind_of(m) and all(m in run.metrics for run in runs)]
+    if not metrics:
+        return not_run("P4", "the runs have no loss or reward in common")
+    checks, rows, states = [], [], list[State]()
+    for metric in metrics:
+        ends = [_ends(metric, *pair) for pair in pairs]
+        reference_K = np.array([end for end, _ in ends])
+        difference_K = np.array([end for _, end in ends]) - reference_K
+        found = tost(difference_K, float(reference_K.std(ddof=1)))
+        states.append(found.state)
+        reach = abs(found.mean) + found.half
+        checks.append(
+            Check(
+                f"{metric}: largest plausible difference",
+                reach,
+                found.margin,
+                {"same": True, "different": False}.get(found.state),
+                f"{MARGIN:g} standard deviations of {len(pairs)} seeds",
+            )
+        )
+        rows.append([metric, *(f"{x:.4g}" for x in (found.mean, found.half, found.margin)), found.state])
+    state: State = "different" if "different" in states else "same"
+    if state == "same" and "cannot tell" in states:
+        state = "cannot tell"
+    table = {"columns": ["metric", "mean difference", "+-", "margin", "state"], "rows": rows}
+    return Level("P4", state, _words(state, len(pairs)), tuple(checks), (), {"table": table})
+
+
+def _words(state: State, seeds: int) -> str:
+    margin = f"{MARGIN:g} of what another seed changes"
+    if state == "same":
+        return f"over {seeds} seeds the end of the run differs provably by less than {margin}"
+    if state == "different":
+        return f"over {seeds} seeds the end of the run differs by more than {margin}"
+    return f"{seeds} seeds are too few to show that the end of the run differs by less than {margin}"
+
+
+def _ends(metric: str, reference: Run, candidate: Run) -> tuple[float, float]:
+    _, (a_S, b_S) = common(metric, [reference, candidate])
+    last = max(1, round(_END * len(a_S)))
+    return float(a_S[-last:].mean()), float(b_S[-last:].mean())

@@ -1,0 +1,53 @@
+"""Curves alone: three answers, and which one when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from known_curves import falling, noisy, run_of
+
+from isotrain.parity.compare import compare
+from isotrain.parity.levels import Level
+from isotrain.parity.paired import paired_level
+
+REFERENCE = falling()
+
+
+def level(candidate: np.ndarray) -> Level:
+    return paired_level(compare(run_of(loss=REFERENCE), run_of(loss=candidate)))
+
+
+def test_rounding_in_float32_is_the_same() -> None:
+    found = level(noisy(REFERENCE, 1e-6, 1))
+    assert found.state == "same" and "the curves agree" in found.words
+
+
+def test_between_the_two_curves_alone_cannot_tell() -> None:
+    found = level(noisy(REFERENCE, 3e-3, 1))
+    assert found.state == "cannot tell" and "an envelope would decide" in found.words
+
+
+def test_other_data_is_different_though_the_published_rule_accepts_it() -> None:
+    draw = np.random.default_rng(5)
+    smooth = 1.5 - 0.001 * np.arange(80)  # as most of a run is
+    reference, other = (smooth + 0.01 * draw.normal(size=80) for _ in range(2))
+    comparison = compare(run_of(loss=reference), run_of(loss=other))
+    assert not comparison.broken
+    found = paired_level(comparison)
+    assert found.state == "different" and found.causes == ("other data, or another order of it",)
+
+
+def test_a_broken_published_rule_is_different() -> None:
+    found = level(REFERENCE + 0.03)
+    assert found.state == "different" and "from the first step" in found.causes[0]
+
+
+def test_where_they_part_is_told() -> None:
+    found = level(REFERENCE + 0.8 * (np.arange(80) >= 24))
+    assert found.state == "different" and "part at step 25" in found.words
+
+
+@pytest.mark.parametrize(("offset", "state"), [(0.0, "same"), (1e-3, "cannot tell")])
+def test_flat_curves(offset: float, state: str) -> None:
+    flat = np.full(20, 2.0)
+    assert paired_level(compare(run_of(loss=flat), run_of(loss=flat + offset))).state == state
