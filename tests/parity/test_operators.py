@@ -60,7 +60,8 @@ def test_as_good_as_the_reference(tmp_path: Path) -> None:
     )
     assert (found.name, found.state) == ("P0", "same")
     assert found.words == (
-        "all 2 operators of a step round as well as the reference's (largest error ratio 2, aten.mm)"
+        "all 2 operators of a step, at 2 shapes, round as well as the reference's "
+        "(largest error ratio 2, aten.mm)"
     )
     (check,) = found.checks
     assert check.passed and check.value == pytest.approx(2) and check.note == "aten.mm at [2, 2] [2, 2]"
@@ -105,7 +106,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
 def test_operators_of_one_side_are_listed_and_held_to_their_type(tmp_path: Path) -> None:
     fused = "vendor.rms_norm.default"
     honest = level(tmp_path / "a", [row(), row("aten.pow.default")], [row(), row(fused)])
-    assert honest.state == "same" and "1 that the reference does not call" in honest.words
+    assert honest.state == "same" and "1 calls that the reference does not make" in honest.words
     assert {(m["operator"], m["missing in"]) for m in honest.evidence["missing"]} == {
         (fused, "reference"),
         ("aten.pow.default", "candidate"),

@@ -121,11 +121,12 @@ def _judged(pairs: list[Pair], alone: list[Operator], evidence: dict[str, Any]) 
     if not bad and not bad_alone:
         most = max(pairs, key=lambda pair: pair.ratio)
         words = (
-            f"all {len(pairs)} operators of a step round as well as the reference's "
+            f"all {len({pair.candidate.name for pair in pairs})} operators of a step, "
+            f"at {len(pairs)} shapes, round as well as the reference's "
             f"(largest error ratio {most.ratio:.2g}, {_short(most.candidate)})"
         )
         if alone:
-            words += f", and {len(alone)} that the reference does not call as well as their types allow"
+            words += f"; {len(alone)} calls that the reference does not make, as well as their types allow"
         return Level("P0", "same", words, checks, evidence=evidence)
     found = [_worse(pair) for pair in bad] + [_wrong(operator) for operator in bad_alone]
     words = found[0] + (f", and {len(found) - 1} more calls are too far off" if len(found) > 1 else "")
