@@ -21,13 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.sketch import Sketch
 from isotrain.errors import RecipeError
+from isotrain.models.lora import ADAPTER
 from isotrain.models.shards import shard_of
 from isotrain.observe.run_directory import write_atomically
 
 KINDS = ("activation", "gradient", "parameter gradient", "update")
 DIGESTS = ("tokens", "packing", "loss")
 
-_WRAPPER = re.compile(r"\.(base_layer|_checkpoint_wrapped_module)\b|(?<=\.lora_[AB])\.default\b")
+_WRAPPER = re.compile(rf"\.(?:base_layer|_checkpoint_wrapped_module)\b|(\.lora_\w+)\.{ADAPTER}\b")
 
 
 class _Update:
@@ -178,7 +179,7 @@ class Probe:
 
 def plain_name(name: str) -> str:
     """A layer's or parameter's name in the published model, whatever it is wrapped in."""
-    return _WRAPPER.sub("", name)
+    return _WRAPPER.sub(r"\1", name)
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ _SIZE = {"float32": 64, "bfloat16": 4}
 _UPDATE_SIZE = {"float32": 1e-4, "bfloat16": 2e-3}
 _DEPTH = 64
 """Entries after which an error's variance may have doubled: roundings of layers add up as random steps do."""
-_DRIFT = 16
+_DRIFT = 12
 _SIGN_CHANGES = 3
 """Times two over the root of a parameter's size: so much of its update a few changed signs may make."""
 _NOISE = 8
@@ -54,6 +54,8 @@ class Difference:
     elements: int = 0
     factor: float = 1.0
     """The candidate's norm over the reference's."""
+    grain: float = 0.0
+    """Of an update: the last digit of the weights, of the update's norm."""
     drift: float = 0.0
     """How far earlier updates have moved the weights apart, of their norm."""
 
@@ -99,7 +101,7 @@ class Limits:
             return plain  # sizes of updates do not follow the weights
         if noise is not None and found.name != ALL:
             plain = max(_NOISE * noise, _FLOOR[self.dtype] * plain)
-        return plain + _DRIFT * found.drift
+        return plain + found.grain + _DRIFT * found.drift
 
     def _plain(self, found: Difference) -> float:
         epsilon = _EPSILON[self.dtype]
@@ -138,11 +140,11 @@ def differences(step: int, reference: Update, candidate: Update, drift: float = 
 
 def drift_after(reference: Update, candidate: Update) -> float:
     """By how much one update moves the weights of two runs apart: the largest share of a parameter's norm."""
-    pairs = common(reference, candidate, "update").values()
     shares = [
-        _distance(a, b) / a.weight_norm
-        for a, b in pairs
-        if a.weight_norm > 0 and a.sketches_RKK.shape == b.sketches_RKK.shape
+        # A parameter that was 0, as an adapter's second half, is what the update makes of it.
+        _share(_distance(a, b), max(a.weight_norm, a.norm))
+        for a, b in common(reference, candidate, "update").values()
+        if a.sketches_RKK.shape == b.sketches_RKK.shape
     ]
     # What is not a number is told as an error of the update; it is no excuse for what comes after.
     return max((share for share in shares if math.isfinite(share)), default=0.0)
@@ -174,6 +176,8 @@ def _difference(
         _finite(_share(_bulk(a, b), a.norm)) if kind == "update" else None,
         a.size,
         _share(b.norm, a.norm) if a.norm or b.norm else 1.0,
+        # Weights are kept in float32, whatever the layers compute in.
+        _EPSILON["float32"] * a.weight_norm / a.norm if kind == "update" and a.norm else 0.0,
         drift,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from isotrain.parity.anchors import anchors
@@ -37,7 +36,7 @@ _LOSS_CAUSE = "the loss: its mask, its scale or its aggregation"
 # How far single entries' factors may be from the common one, of its distance from 1, and what it may leave of
 # the squared differences.
 _ALIKE = 0.2
-_LEFT = 0.5
+_MOST, _LEFT = 0.8, 0.5
 
 
 def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:
@@ -193,8 +192,7 @@ class _First:
         both = common(self.a[found.step], self.b[found.step], found.kind)
         factor = common_factor(both)
         size = next(one for one in self.judged if one.difference.key == (found.step, found.kind, ALL))
-        singles = [b.norm / a.norm for a, b in both.values() if a.norm > 0]
-        alike = not size.passed and abs(median(singles) - factor) <= _ALIKE * abs(factor - 1)
+        alike = not size.passed and _is_common(factor, both)
         # Updates keep their size where a gradient changes its sign, and their direction does not.
         return factor if alike and (found.kind == "update" or _explains(factor, both)) else None
 
@@ -231,6 +229,12 @@ class _First:
     def _times(self) -> str:
         factor = self.factor()
         return "" if factor is None else f", by a factor of {factor:.3f}"
+
+
+def _is_common(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool:
+    """Whether the entries that make up most of the kind's norm differ by this factor, each for itself."""
+    near = [a for a, b in entries.values() if abs(b.norm - factor * a.norm) <= _ALIKE * abs(factor - 1) * a.norm]
+    return sum(a.norm**2 for a in near) >= _MOST * sum(a.norm**2 for a, _ in entries.values())
 
 
 def _explains(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool:
