@@ -233,7 +233,9 @@ class _First:
 
 def _is_common(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool:
     """Whether the entries that make up most of the kind's norm differ by this factor, each for itself."""
-    near = [a for a, b in entries.values() if abs(b.norm - factor * a.norm) <= _ALIKE * abs(factor - 1) * a.norm]
+    near = [
+        a for a, b in entries.values() if abs(b.norm - factor * a.norm) <= _ALIKE * abs(factor - 1) * a.norm
+    ]
     return sum(a.norm**2 for a in near) >= _MOST * sum(a.norm**2 for a, _ in entries.values())
 
 
