@@ -50,6 +50,14 @@ def test_auto_may_take_another_device() -> None:
     assert "no CANN toolkit" in warning
 
 
+def test_a_replay_asks_nothing_of_an_engine() -> None:
+    machine = RecordedMachine(MACHINES / "engine-mismatch")
+    with pytest.raises(DeviceError, match=r"was published with vllm 0\.23\.0"):
+        look(load_recipe(locate("tiny-grpo"), ["device.type=npu"]), machine)
+    (warning,) = look(load_recipe(locate("tiny-grpo"), ["device.type=npu", "rollout.replay=a"]), machine)
+    assert "was published with vllm 0.23.0" in warning
+
+
 def test_a_toolkit_without_its_version_file_is_there(tmp_path: Path) -> None:
     described = {
         "machine": "aarch64",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _GROUP = 1024
 
 _NUMBERS = {"row": "int64", "place": "int64", "sample": "int64", "seed": "int64", "finished": "bool"}
+_RANKS = b"ranks"
+_MOST_RANKS = 100_000
 _LISTS: dict[str, type[np.generic]] = {
     "prompt": np.int32,
     "response": np.int32,
@@ -35,28 +37,53 @@ _LISTS: dict[str, type[np.generic]] = {
 }
 
 
+class Marks(NamedTuple):
+    """What an answer was given."""
+
+    score: float
+    """By the reward workers, before models on the ranks, length and divergence have their say."""
+    parts: dict[str, float]
+    """Each of their rewards before its weight."""
+    failure: str | None
+    """Why it could not be scored."""
+    source: str
+    """The data set that its prompt is from."""
+    greedy: float | None
+    """Score of the greedy answer to the same draw, where the algorithm compares with it."""
+    reward: float
+    """After everything: what advantages are computed from."""
+
+
 class Record(NamedTuple):
     trajectory: Trajectory
-    reward: float
+    marks: Marks
     advantage: float | None
     """None where each token has its own, or the trajectory was not trained on."""
 
 
-def write_trajectories(path: Path, records: Iterable[tuple[Trajectory, float, float | None]]) -> None:
-    """Write one row per trajectory; `path` is replaced only when all are written."""
+def step_file(directory: Path, step: int, rank: int) -> Path:
+    return directory / f"step-{step:06d}-rank-{rank:05d}.parquet"
+
+
+def write_trajectories(path: Path, records: Iterable[Record], ranks: int = 1) -> None:
+    """Write one row per trajectory; `path` is replaced only when all are written.
+
+    `ranks` is how many wrote a file of this step: a run that goes on with fewer leaves some behind.
+    """
     import pyarrow.parquet
 
+    schema = _schema().with_metadata({_RANKS: str(ranks)})
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
             # No dictionaries: they are looked up by value, which takes 0.0 and -0.0 for the same.
             with pyarrow.parquet.ParquetWriter(
-                file, _schema(), compression="zstd", use_dictionary=False
+                file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
             ) as writer:
                 rest = iter(records)
                 while group := list(islice(rest, _GROUP)):
-                    writer.write_table(_table(group))
+                    writer.write_table(_table(group, schema))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -72,22 +99,52 @@ def write_trajectories(path: Path, records: Iterable[tuple[Trajectory, float, fl
 
 def read_trajectories(path: Path) -> list[Record]:
     """All trajectories of a file, in the order in which they were written."""
+    return _read(path)[0]
+
+
+def read_step(directory: Path, step: int) -> list[Record]:
+    """The trajectories of a step, of however many ranks, in the order of draws and their answers."""
+    records, ranks = _read(step_file(directory, step, 0))
+    for rank in range(1, ranks):
+        records += _read(step_file(directory, step, rank))[0]
+    return sorted(records, key=lambda record: (record.trajectory.place, record.trajectory.sample))
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with path.open("rb") as stream, pyarrow.parquet.ParquetFile(stream) as file:
-            if not file.schema_arrow.equals(_schema()):
-                raise DataError(f"{path}: not the columns of recorded trajectories")
-            return [record for batch in file.iter_batches(_GROUP) for record in _records(batch, path)]
+        with (
+            path.open("rb") as stream,
+            pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
+        ):
+            schema = file.schema_arrow
+            if not schema.equals(_schema()):
+                raise DataError(f"{path}: not the columns of recorded trajectories; record them again")
+            records = [record for batch in file.iter_batches(_GROUP) for record in _records(batch, path)]
+            return records, _ranks(schema, path)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as recorded trajectories: {error}") from error
+
+
+def _ranks(schema: pyarrow.Schema, path: Path) -> int:
+    text = (schema.metadata or {}).get(_RANKS, b"").decode("ascii", "replace")
+    if not (text.isdecimal() and 0 < int(text[:9]) <= _MOST_RANKS):
+        raise DataError(f"{path}: does not say how many ranks have recorded; record it again")
+    return int(text)
 
 
 def _schema() -> pyarrow.Schema:
     import pyarrow
 
     fields = [pyarrow.field(name, pyarrow.type_for_alias(kind), False) for name, kind in _NUMBERS.items()]
+    fields.append(pyarrow.field("source", pyarrow.string(), nullable=False))
+    fields.append(pyarrow.field("score", pyarrow.float64(), nullable=False))
+    part = pyarrow.field("value", pyarrow.float64(), nullable=False)
+    fields.append(pyarrow.field("parts", pyarrow.map_(pyarrow.string(), part), nullable=False))
+    fields.append(pyarrow.field("failure", pyarrow.string()))
+    fields.append(pyarrow.field("greedy", pyarrow.float64()))
     fields.append(pyarrow.field("reward", pyarrow.float64(), nullable=False))
     fields.append(pyarrow.field("advantage", pyarrow.float64()))
     for name, kind in _LISTS.items():
@@ -96,19 +153,20 @@ def _schema() -> pyarrow.Schema:
     return pyarrow.schema(fields)
 
 
-def _table(records: Sequence[tuple[Trajectory, float, float | None]]) -> pyarrow.Table:
+def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
     import pyarrow
 
-    trajectories, rewards, advantages = zip(*records, strict=True)
-    schema = _schema()
+    trajectories, marks, advantages = zip(*records, strict=True)
     columns: dict[str, Any] = {
         name: pyarrow.array([getattr(t, name) for t in trajectories], schema.field(name).type)
         for name in _NUMBERS
     }
-    columns["reward"] = pyarrow.array([float(reward) for reward in rewards], pyarrow.float64())
-    columns["advantage"] = pyarrow.array(
-        [None if a is None else float(a) for a in advantages], pyarrow.float64()
-    )
+    for name in Marks._fields:
+        values = [getattr(m, name) for m in marks]
+        columns[name] = pyarrow.array(
+            [list(parts.items()) for parts in values] if name == "parts" else values, schema.field(name).type
+        )
+    columns["advantage"] = pyarrow.array(advantages, pyarrow.float64())
     lists: dict[str, list[npt.NDArray[Any]]] = {
         "prompt": [t.tokens_T[: t.prompt_length] for t in trajectories],
         "response": [t.response_N for t in trajectories],
@@ -127,7 +185,7 @@ def _table(records: Sequence[tuple[Trajectory, float, float | None]]) -> pyarrow
 
 
 def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
-    numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, "reward", "advantage")}
+    numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *Marks._fields, "advantage")}
     lists = {name: _split(batch.column(name), dtype) for name, dtype in _LISTS.items()}
     for i in range(batch.num_rows):
         prompt_P, response_N = lists["prompt"][i], lists["response"][i]
@@ -141,7 +199,8 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
             logp_N=lists["logp"][i],
             version_N=lists["version"][i],
         )
-        yield Record(trajectory, numbers["reward"][i], numbers["advantage"][i])
+        marks = {name: numbers[name][i] for name in Marks._fields}
+        yield Record(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])
 
 
 def _split(column: Any, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

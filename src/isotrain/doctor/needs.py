@@ -9,7 +9,7 @@ from isotrain.recipe.schema import Recipe
 
 
 def _engine(recipe: Recipe) -> str | None:
-    return recipe.rollout.engine if recipe.rollout else None
+    return recipe.rollout.engine if recipe.rollout and recipe.rollout.generates else None
 
 
 def _cluster(recipe: Recipe) -> ClusterSection:

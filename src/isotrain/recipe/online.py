@@ -201,8 +201,16 @@ class RolloutSection(Section):
     """Largest mean difference of engine's and trained model's log-probs after an update; by `model.dtype`."""
     record: bool = False
     """Write all trajectories to Parquet in the run directory."""
+    replay: str | None = None
+    """A run directory whose recorded trajectories are trained on instead of new answers, for
+    `isotrain parity replay`: no engine and no reward worker is started, and nothing is validated."""
     validation: ValidationSection = ValidationSection()
     """How validation prompts are answered."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether there are engines that answer."""
+        return self.replay is None
 
 
 class Gsm8kSection(Section):

@@ -99,11 +99,16 @@ def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
     before = starts[-1].get("data", {}) if starts else {}
     changed = [name for name, digest in data.items() if before.get(name, digest) != digest]
     if changed:
-        fields = ", ".join("model.path" if name == "model" else f"data.{name}" for name in changed)
+        fields = ", ".join(map(digest_field, changed))
         raise RecipeError(
             f"{fields}: has changed since the run in {recipe.output} was started; bring the old content "
             "back, or choose another output"
         )
+
+
+def digest_field(name: str) -> str:
+    """The recipe's field that a digest is about; those of models are named after their sections."""
+    return f"data.{name}" if name in ("train", "validation") else f"{name}.path"
 
 
 def _check_resumable(recipe: Recipe, previous: Recipe) -> None:

@@ -35,6 +35,16 @@ def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.
     assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "hf"})) == []
 
 
+def test_a_replay_needs_neither_engine_nor_reward(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precheck, "find_spec", lambda name: None)
+    reward = {"function": {"path": "nowhere.py:score"}, "math": {}}
+    for engine in ("vllm", "sglang"):
+        rollout = {"engine": engine, "replay": "runs/recorded"}
+        assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout=rollout, reward=reward)) == []
+
+
 def test_sglang_is_found_and_marked_as_unverified(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

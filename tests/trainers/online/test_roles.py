@@ -82,7 +82,7 @@ def test_scores_are_those_of_transformers(
         assert len(records) == 16
         wanted = of_model * np.array(judged(judge, records)) + of_function * np.array(counted(tiny, records))
         assert np.std(wanted) > 0.01
-        np.testing.assert_allclose([record.reward for record in records], wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose([record.marks.reward for record in records], wanted, rtol=0, atol=1e-5)
         assert row["critic/score/mean"] == pytest.approx(wanted.mean(), abs=1e-5)
         assert row["critic/score/max"] == pytest.approx(wanted.max(), abs=1e-5)
         assert row["reward/failures"] == 0.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,16 @@ class Batch:
     seconds: Seconds
     resampled: int
     """Groups that taught nothing and were replaced."""
+
+
+class Maker(Protocol):
+    def begin(self) -> Callable[[], Batch]:
+        """Decide what the next batch is; calling the result makes it."""
+        ...
+
+    def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
+        """The groups of a batch, with new ones for those whose trajectories are gone."""
+        ...
 
 
 class BatchMaker:

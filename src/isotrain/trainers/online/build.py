@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,20 @@ from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.data.prompts import PromptStore
 from isotrain.data.sampler import Sampler
 from isotrain.engine.schedule import Schedule, make_schedule
+from isotrain.models.load import model_directory, read_config
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import Ahead, BatchMaker, OnDemand
+from isotrain.trainers.online.batches import Ahead, BatchMaker, Maker, OnDemand
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.crew import Crew
 from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description, Progress
 from isotrain.trainers.online.prompts import TRAIN, VALIDATION
+from isotrain.trainers.online.recording import trajectories
 from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.online.settings import advantage_settings
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps
@@ -48,7 +50,6 @@ def build_trainer(
     assert isinstance(algorithm, OnlineSection) and rollout is not None
     settings = _settings(recipe, cluster, stores, described)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
-    sampling = Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
     common: dict[str, Any] = {
         "start_timeout": cluster.start_timeout,
         "tell": recorder.progress.message,
@@ -60,19 +61,15 @@ def build_trainer(
         timeout=rollout.update_timeout,
         tolerance=rollout.probe_tolerance or PROBE_TOLERANCE[recipe.model.dtype],
     )
-    maker = BatchMaker(
-        Collector(engines, Replaceable(crew.rewards, **common)),
-        _sampler(recipe, len(stores[TRAIN]), int(state["taken"])),
-        rollout.n,
-        sampling,
-        algorithm.dynamic.attempts,
-        greedy="greedy_R" in settings.estimation.estimator.needs,
-    )
+    collector = Collector(engines, Replaceable(crew.rewards, **common))
+    sampler = _sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
+    maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
     trainer = OnlineTrainer(
         settings=settings,
         ranks=crew.ranks,
         engines=engines,
         relays=crew.relays,
+        collector=collector,
         maker=maker,
         batches=OnDemand(maker.begin),
         schedule=_schedule(recipe, recipe.optimizer.lr, settings.steps),
@@ -86,11 +83,43 @@ def build_trainer(
         skipped=int(state["skipped"]),
     )
     trainer.send_weights(goes_on.step)
-    if rollout.staleness:
+    if isinstance(maker, BatchMaker) and rollout.staleness:
         trainer.batches = Ahead(
             maker.begin, rollout.staleness, settings.steps - goes_on.step, maker.one_by_one
         )
     return trainer
+
+
+def _maker(
+    recipe: Recipe,
+    settings: LoopSettings,
+    prompts: PromptStore,
+    collector: Collector,
+    sampler: Sampler,
+    done: int,
+) -> Maker:
+    """Engines and reward workers, or what they once made."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    assert isinstance(algorithm, OnlineSection) and rollout is not None
+    if rollout.replay is not None:
+        return Replayed(
+            trajectories(rollout.replay),
+            prompts,
+            sampler,
+            done=done,
+            attempts=algorithm.dynamic.attempts,
+            n=rollout.n,
+            max_tokens=rollout.max_tokens,
+            vocabulary=read_config(model_directory(recipe.model.path)).get_text_config().vocab_size,
+        )
+    return BatchMaker(
+        collector,
+        sampler,
+        rollout.n,
+        Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k),
+        algorithm.dynamic.attempts,
+        greedy="greedy_R" in settings.estimation.estimator.needs,
+    )
 
 
 def _probe(store: PromptStore) -> npt.NDArray[np.int32]:
@@ -117,11 +146,12 @@ def _settings(
     mini_batch_size = min(algorithm.mini_batch_size or data.batch_size, data.batch_size)
     updates = -(-data.batch_size // mini_batch_size) * algorithm.passes
     validation_rows = 0
-    if VALIDATION in stores:
+    if VALIDATION in stores and rollout.generates:
         rows = len(stores[VALIDATION])
         validation_rows = min(rows, data.validation_rows or rows)
     colocated = cluster.placement == "colocated"
-    engine_devices = 0 if colocated else rollout.engines * rollout.tensor_parallel
+    apart = rollout.generates and not colocated
+    engine_devices = rollout.engines * rollout.tensor_parallel if apart else 0
     return LoopSettings(
         steps=total_steps(recipe, len(stores[TRAIN])),
         validate_every=trainer.validate_every,
@@ -145,8 +175,9 @@ def _settings(
         validation_rows=validation_rows,
         validation_n=rollout.validation.n,
         validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
-        takes_turns=colocated and cluster.offload and described.device_type != "cpu",
-        record=Path(recipe.output) / "trajectories" if rollout.record else None,
+        generates=rollout.generates,
+        takes_turns=rollout.generates and colocated and cluster.offload and described.device_type != "cpu",
+        record=trajectories(recipe.output) if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
     )
 

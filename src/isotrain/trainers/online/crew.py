@@ -46,7 +46,7 @@ class Crew:
         store = self.ranks.call_on(0, "open_store", *self.store)
         described: Description = self.ranks.call("start", store, timeout=timeout)[0]
         self.rewards.results(scoring, timeout)
-        return described, self.engines.results(generating, timeout)[0]
+        return described, next(iter(self.engines.results(generating, timeout)), {})
 
 
 @contextmanager
@@ -55,7 +55,8 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
     assert recipe.rollout is not None and recipe.reward is not None
     rollout, values = recipe.rollout, resolved(recipe)
     colocated = cluster.placement == "colocated"
-    demand = Demand(recipe.device.ranks, rollout.engines, rollout.tensor_parallel, colocated)
+    engine_count, scorer_count = (rollout.engines, recipe.reward.workers) if rollout.generates else (0, 0)
+    demand = Demand(recipe.device.ranks, engine_count, rollout.tensor_parallel, colocated)
     with ExitStack() as stack:
 
         def group(name: str, worker: type, members: list[Member], **options: Any) -> WorkerGroup:
@@ -81,7 +82,7 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
                     group,
                     "reward worker",
                     RewardWorker,
-                    [scorer] * recipe.reward.workers,
+                    [scorer] * scorer_count,
                     concurrency=CALLS_AT_ONCE,
                 ),
                 pool.submit(group, "weight relay", Relay, away),

@@ -19,10 +19,12 @@ from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.dapo import overlong_penalty
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
 from isotrain.cluster.workers import WorkerGroup
+from isotrain.data.record import Marks
 from isotrain.engine.schedule import Schedule
 from isotrain.errors import ClusterError, NonFiniteError, RewardError
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import Ahead, Batch, BatchMaker, OnDemand
+from isotrain.trainers.online.batches import Ahead, Batch, Maker, OnDemand
+from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.figures import Numbers, advantage_figures, step_figures, validation_figures
 from isotrain.trainers.online.messages import Group, RunState, Ticket
@@ -63,6 +65,8 @@ class LoopSettings:
     validation_rows: int
     validation_n: int
     validation_sampling: Sampling
+    generates: bool
+    """Whether there are engines; a replay has none, and so no validation."""
     takes_turns: bool
     """Whether ranks and engines use the same device memory one after the other."""
     record: Path | None
@@ -75,7 +79,8 @@ class OnlineTrainer:
     ranks: WorkerGroup
     engines: Engines
     relays: Relays
-    maker: BatchMaker
+    collector: Collector
+    maker: Maker
     batches: OnDemand | Ahead
     schedule: Schedule
     critic_schedule: Schedule | None
@@ -148,7 +153,7 @@ class OnlineTrainer:
                 gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
                 if not gone:
                     break
-                # Trajectories die with the engine that holds them: their draws are answered once more.
+                # Trajectories die with the process that put them: their draws are answered once more.
                 self.recorder.progress.message(
                     f"warning: {len(gone)} group(s) were lost and are answered again"
                 )
@@ -195,9 +200,10 @@ class OnlineTrainer:
             values |= told[0][0] | mismatches.combine([seen for _, seen in told]).metrics()
         self._count_skipped(step, values)
         if settings.record is not None:
-            path = str(settings.record / f"step-{step:06d}")
-            own = zip(plan.split(rewards_R.tolist()), advantages, strict=True)
-            ranks.call_each("record", [(path, rewards, given[1]) for rewards, given in own])
+            with self._timed("record"):
+                own = zip(plan.split(_marks(batch, rewards_R)), advantages, strict=True)
+                record = str(settings.record)
+                ranks.call_each("record", [(record, step, marks, given[1]) for marks, given in own])
         ranks.call("forget")
         if settings.uses_reference:
             values["actor/kl_coef"] = self.kl.coefficient
@@ -251,6 +257,8 @@ class OnlineTrainer:
 
     def send_weights(self, version: int) -> dict[str, float]:
         """The policy's weights to all engines. On-policy, nothing goes on before they have them."""
+        if not self.settings.generates:
+            return {"rollout/version": float(version)}
         with self._timed("update_weights"):
             difference = self.engines.settle()  # the files of the last update but one are about to be reused
             update = self.ranks.call("publish", version)[0]
@@ -267,7 +275,7 @@ class OnlineTrainer:
         settings = self.settings
         # Places before 0 are no draws of the run: training answers never share a seed with these.
         tickets = [Ticket(-1 - row, row) for row in range(settings.validation_rows)]
-        groups, _ = self.maker.collector.collect(
+        groups, _ = self.collector.collect(
             VALIDATION, tickets, settings.validation_n, settings.validation_sampling
         )
         scores_R = self._validation_scores(groups)
@@ -345,3 +353,13 @@ def _penalties(told: list[list[tuple[int, float, float]]], count: int) -> tuple[
             kl_R[number] = total
             means.append(mean)
     return kl_R, float(np.mean(means)) if means else 0.0
+
+
+def _marks(batch: Batch, rewards_R: Numbers) -> list[Marks]:
+    """What each trajectory was given, as it is recorded."""
+    greedy = batch.greedy or {}
+    scored = [(group, score) for group in batch.groups for score in group.scores]
+    return [
+        Marks(score.value, score.parts, score.failure, group.source, greedy.get(group.answers.place), reward)
+        for (group, score), reward in zip(scored, rewards_R.tolist(), strict=True)
+    ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from isotrain.data.trajectory import Trajectory
 
 
 class Ticket(NamedTuple):
@@ -27,6 +30,20 @@ class Answers(NamedTuple):
     finished: tuple[bool, ...]
     version: int
     """Oldest weights that wrote any of them."""
+
+
+def describe(group: Sequence[Trajectory]) -> Answers:
+    """What the controller is told of the answers to one draw."""
+    first = group[0]
+    return Answers(
+        place=first.place,
+        row=first.row,
+        prompt_length=first.prompt_length,
+        response_lengths=tuple(len(t.mask_N) for t in group),
+        written=tuple(int(t.mask_N.sum()) for t in group),
+        finished=tuple(t.finished for t in group),
+        version=min(int(t.version_N.min(initial=2**31 - 1)) for t in group),
+    )
 
 
 class Score(NamedTuple):

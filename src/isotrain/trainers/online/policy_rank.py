@@ -21,7 +21,7 @@ from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.policy_batch import pack_trajectories
-from isotrain.data.record import write_trajectories
+from isotrain.data.record import Marks, Record, step_file, write_trajectories
 from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.reader import newest_valid
@@ -290,12 +290,15 @@ class PolicyRank:
         logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
         return logps
 
-    def record(self, path: str, rewards: Mapping[int, float], advantages: Mapping[int, float] | None) -> None:
+    def record(
+        self, directory: str, step: int, marks: Mapping[int, Marks], advantages: Mapping[int, float] | None
+    ) -> None:
         """Write this rank's trajectories of the step to Parquet."""
         own = [i for micro in self.micros for i in micro.batch.index]
         write_trajectories(
-            Path(f"{path}-rank-{self.world.rank:05d}.parquet"),
-            [(self.trajectories[i], rewards[i], advantages[i] if advantages else None) for i in own],
+            step_file(Path(directory), step, self.world.rank),
+            [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in own],
+            self.world.size,
         )
 
     def forget(self) -> None:

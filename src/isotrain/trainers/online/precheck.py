@@ -7,7 +7,7 @@ from shutil import which
 
 from isotrain.errors import RewardError, RolloutError
 from isotrain.models.load import model_directory
-from isotrain.recipe.online import OnlineSection, PpoSection
+from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.function import function_file
 
@@ -16,6 +16,29 @@ def check_online(recipe: Recipe) -> list[str]:
     """Raise where the run would fail once its workers have started; returns warnings."""
     algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
     assert isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None
+    if rollout.generates:
+        _check_generation(rollout, reward)
+    if reward.model is not None:
+        model_directory(reward.model.path, "reward.model.path")
+    if reward.process is not None:
+        model_directory(reward.process.path, "reward.process.path")
+    if isinstance(algorithm, PpoSection) and algorithm.critic.path:
+        model_directory(algorithm.critic.path, "algorithm.critic.path")
+    warnings = []
+    if rollout.generates and rollout.engine == "sglang":
+        warnings.append(
+            "rollout.engine: sglang is unverified: it has not run against a real SGLang server or device"
+        )
+    if rollout.staleness and algorithm.correction.level == "off":
+        warnings.append(
+            f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of answers; "
+            "algorithm.correction.level=token does"
+        )
+    return warnings
+
+
+def _check_generation(rollout: RolloutSection, reward: RewardSection) -> None:
+    """What answers and scores need; a replay has both."""
     if rollout.engine == "vllm" and find_spec("vllm") is None:
         raise RolloutError(
             "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or write rollout.engine: hf"
@@ -26,23 +49,6 @@ def check_online(recipe: Recipe) -> list[str]:
         raise RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
     if reward.function is not None:
         function_file(reward.function.path)
-    if reward.model is not None:
-        model_directory(reward.model.path, "reward.model.path")
-    if reward.process is not None:
-        model_directory(reward.process.path, "reward.process.path")
-    if isinstance(algorithm, PpoSection) and algorithm.critic.path:
-        model_directory(algorithm.critic.path, "algorithm.critic.path")
-    warnings = []
-    if rollout.engine == "sglang":
-        warnings.append(
-            "rollout.engine: sglang is unverified: it has not run against a real SGLang server or device"
-        )
-    if rollout.staleness and algorithm.correction.level == "off":
-        warnings.append(
-            f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of answers; "
-            "algorithm.correction.level=token does"
-        )
-    return warnings
 
 
 def _check_server_python(python: str | None) -> None:

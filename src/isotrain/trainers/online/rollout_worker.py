@@ -15,7 +15,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.messages import Answers, Ticket
+from isotrain.trainers.online.messages import Answers, Ticket, describe
 from isotrain.trainers.online.prompts import open_prompts
 
 
@@ -58,7 +58,7 @@ class RolloutWorker:
                 group.sort(key=lambda t: t.sample)
                 handle = put(tuple(group))
                 self.held.append((trajectory.place, handle))
-                yield _describe(group), handle
+                yield describe(group), handle
 
     def release(self, done: int) -> None:
         """Forget the answers to draws before `done`; those of validation are before all of them."""
@@ -89,16 +89,3 @@ class RolloutWorker:
 
     def close(self) -> None:
         self.engine.close()
-
-
-def _describe(group: Sequence[Trajectory]) -> Answers:
-    first = group[0]
-    return Answers(
-        place=first.place,
-        row=first.row,
-        prompt_length=first.prompt_length,
-        response_lengths=tuple(len(t.mask_N) for t in group),
-        written=tuple(int(t.mask_N.sum()) for t in group),
-        finished=tuple(t.finished for t in group),
-        version=min(int(t.version_N.min(initial=2**31 - 1)) for t in group),
-    )

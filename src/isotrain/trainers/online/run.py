@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from isotrain.device.detect import choose_device
@@ -14,14 +15,16 @@ from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.crew import assemble
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.precheck import check_online
-from isotrain.trainers.online.prompts import open_prompts
+from isotrain.trainers.online.prompts import TRAIN, open_prompts
+from isotrain.trainers.online.recording import check_recording, model_digests, write_description
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import check_run, check_same_data, run_lock, write_start
+from isotrain.trainers.setup import check_run, check_same_data, run_lock, total_steps, write_start
 
 
 def train_online(recipe: Recipe, source: str) -> None:
     """Train as the recipe says; `source` is its text as the user wrote it."""
     assert recipe.rollout is not None
+    rollout = recipe.rollout
     cluster = recipe.cluster or ClusterSection()
     device = choose_device(recipe.device.type)
     silent = "console" not in recipe.observe.sinks
@@ -37,8 +40,13 @@ def train_online(recipe: Recipe, source: str) -> None:
             progress.message(f"warning: device.determinism: {complaint}")
         stores = open_prompts(recipe, progress.message)
         digests = {name: store.digest for name, store in stores.items()}
+        steps = total_steps(recipe, len(stores[TRAIN]))
+        if rollout.record or rollout.replay:
+            digests |= model_digests(recipe)
         check_same_data(recipe, digests)
-        progress.message(f"{recipe.name}: starting {_workers(recipe.rollout, recipe.device.ranks)}")
+        if rollout.replay:
+            check_recording(rollout.replay, recipe, digests, steps)
+        progress.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
         with assemble(recipe, cluster, device) as crew:
             described, settings = crew.start(cluster.start_timeout)
             facts = {
@@ -50,14 +58,14 @@ def train_online(recipe: Recipe, source: str) -> None:
             }
             run = write_start(recipe, source, facts, described.numerics_variables, digests)
             run.add_to_start({"model": described.model})
+            if rollout.record:
+                write_description(recipe, digests, steps)
             goes_on = crew.ranks.call("resume")[0]
             for complaint in goes_on.complaints:
                 progress.message(f"warning: {complaint}")
             trainer = build_trainer(recipe, cluster, stores, crew, described, Recorder(progress), goes_on)
-            steps = trainer.settings.steps
-            progress.message(_introduction(recipe, recipe.rollout, described, steps))
-            told = ", ".join(f"{name} {value}" for name, value in settings.items())
-            progress.message(f"  {recipe.rollout.engine} engine: {told}")
+            progress.message(_introduction(recipe, rollout, described, steps))
+            progress.message(f"  {_answers(rollout, settings)}")
             if goes_on.step:
                 progress.message(f"resuming after step {goes_on.step} of {steps}")
             with recording(trainer.recorder, recipe, run, goes_on.step):
@@ -69,7 +77,15 @@ def train_online(recipe: Recipe, source: str) -> None:
 
 
 def _workers(rollout: RolloutSection, ranks: int) -> str:
-    return f"{ranks} training rank(s) and {rollout.engines} {rollout.engine} engine(s)"
+    engines = f" and {rollout.engines} {rollout.engine} engine(s)" if rollout.generates else ""
+    return f"{ranks} training rank(s){engines}"
+
+
+def _answers(rollout: RolloutSection, settings: Mapping[str, str]) -> str:
+    """Where the answers come from."""
+    if not rollout.generates:
+        return f"answers and scores as {rollout.replay} recorded them; no engine, no validation"
+    return f"{rollout.engine} engine: " + ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _introduction(recipe: Recipe, rollout: RolloutSection, described: Description, steps: int) -> str:

@@ -1,0 +1,375 @@
+"""A replay learns from recorded answers what the recorded run learnt: bit for bit on the same device.
+
+Most runs here are the real loop over a rank in this process, on invented answers; those over Ray are in
+tests/cli/test_parity_runs.py.
+
+P: tokens of a prompt, N: those of a response.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand_made_step import Here
+from online_runs import online_recipe, run_online
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from isotrain.data.record import Record, read_step, read_trajectories, step_file, write_trajectories
+from isotrain.data.sampler import Sampler
+from isotrain.data.trajectory import Trajectory
+from isotrain.engine.world import open_store
+from isotrain.errors import DataError
+from isotrain.observe.progress import Progress
+from isotrain.recipe.load import resolved
+from isotrain.recipe.online import ClusterSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.batches import Batch, OnDemand
+from isotrain.trainers.online.build import build_trainer
+from isotrain.trainers.online.collector import Seconds
+from isotrain.trainers.online.messages import Group, Score, describe
+from isotrain.trainers.online.policy_rank import PolicyRank
+from isotrain.trainers.online.policy_rank import Progress as Beginning
+from isotrain.trainers.online.prompts import TRAIN, open_prompts
+from isotrain.trainers.online.recording import check_recording, model_digests, write_description
+from isotrain.trainers.online.replayed import Replayed
+from isotrain.trainers.recorder import Recorder
+from support import stable_metrics
+
+N, MAX_TOKENS, BATCH, STEPS = 3, 6, 4, 3
+Rows = list[dict[str, float]]
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo", "overlong": {"buffer": 3}},
+    "several updates, corrected": {
+        "name": "grpo",
+        "mini_batch_size": 2,
+        "passes": 2,
+        "correction": {"level": "token"},
+        "kl": {"place": "loss", "coefficient": 0.1},
+    },
+    "ppo": {"name": "ppo", "critic": {"lr": 1e-2}, "mini_batch_size": 2},
+    "reinforce++": {
+        "name": "reinforce++",
+        "kl": {"place": "reward", "coefficient": 0.05, "controller": "adaptive", "horizon": 50},
+    },
+    "remax": {"name": "remax"},
+    "dynamic sampling": {"name": "grpo", "dynamic": {"attempts": 2}},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The models are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(tiny: Path, output: Path, device_type: str, **sections: dict[str, Any]) -> Recipe:
+    rollout = {"engine": "hf", "n": N, "max_tokens": MAX_TOKENS, "record": True}
+    sections["rollout"] = {**rollout, **sections.get("rollout", {})}
+    return online_recipe(tiny, output, device_type, trainer={"steps": STEPS}, **sections)
+
+
+class Inventor:
+    """A maker of batches whose answers no model wrote, with scores, failures and replaced draws."""
+
+    def __init__(self, recipe: Recipe, put: Callable[[Any], int]) -> None:
+        self.recipe, self.put, self.step = recipe, put, 0
+        self.prompts = open_prompts(recipe)[TRAIN]
+        self.sampler = Sampler(len(self.prompts), BATCH, recipe.seed)
+        self.draw = np.random.default_rng(0)
+
+    def begin(self) -> Callable[[], Batch]:
+        return self.make
+
+    def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
+        raise AssertionError("nothing is lost")
+
+    def make(self) -> Batch:
+        self.step += 1
+        first = self.sampler.taken
+        rows = self.sampler.next_batch().tolist()
+        places = list(range(first, first + BATCH))
+        resampled = 0
+        if self.recipe.algorithm.name == "grpo" and self.recipe.algorithm.dynamic.attempts:
+            resampled = 1
+            more = Sampler(len(self.prompts), 1, self.recipe.seed, taken=self.sampler.taken)
+            places, rows = [*places[1:], self.sampler.taken], [*rows[1:], int(more.next_batch()[0])]
+            self.sampler.taken += 1
+        groups = [self._group(place, row) for place, row in zip(places, rows, strict=True)]
+        greedy = {place: self.draw.random() for place in places}
+        compares = self.recipe.algorithm.name == "remax"
+        return Batch(groups, greedy if compares else None, self.sampler.taken, Seconds(1.0, 1.0), resampled)
+
+    def _group(self, place: int, row: int) -> Group:
+        group = tuple(self._trajectory(place, row, sample) for sample in range(N))
+        scores = [
+            Score(value, {"function": value, "form": value / 3}, None, "") for value in self.draw.random(N)
+        ]
+        if place == 2:
+            scores[1] = Score(0.0, {}, "timeout", "too slow")
+        return Group(describe(group), self.put(group), tuple(scores), "invented")
+
+    def _trajectory(self, place: int, row: int, sample: int) -> Trajectory:
+        prompt_P = self.prompts.prompt(row)
+        length = int(self.draw.integers(1, MAX_TOKENS + 1))
+        response_N = self.draw.integers(3, 100, length)
+        return Trajectory(
+            row=row,
+            place=place,
+            sample=sample,
+            seed=0,
+            prompt_length=len(prompt_P),
+            tokens_T=np.concatenate([prompt_P, response_N]).astype(np.int32),
+            mask_N=np.ones(length, np.bool_),
+            logp_N=self.draw.normal(-5.0, 0.5, length).astype(np.float32),
+            version_N=np.full(length, max(0, self.step - 2), np.int32),
+            finished=length < MAX_TOKENS,
+        )
+
+
+def train(recipe: Recipe) -> Rows:
+    """The real loop over one rank of this process; records from invented answers, or replays."""
+    rank, objects, rows = PolicyRank(resolved(recipe)), [], []
+
+    def put(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    rollout = recipe.rollout
+    assert rollout is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "isotrain.trainers.online.policy_rank.fetch", lambda handles: [objects[h] for h in handles]
+        )
+        patch.setattr("isotrain.trainers.online.replayed.put", put)
+        try:
+            described = rank.start(open_store(None))
+            relays = SimpleNamespace(spread=lambda update: [])
+            crew: Any = SimpleNamespace(ranks=Here(rank), engines=[], relays=relays, rewards=[])
+            recorder, stores = Recorder(Progress()), open_prompts(recipe)
+            recorder.sinks = [SimpleNamespace(write=lambda step, values: rows.append(dict(values)))]
+            trainer = build_trainer(
+                recipe, ClusterSection(), stores, crew, described, recorder, Beginning(0, {}, [])
+            )
+            if rollout.generates:
+                trainer.batches = OnDemand(Inventor(recipe, put).begin)
+                Path(recipe.output).mkdir(parents=True, exist_ok=True)
+                write_description(recipe, digests(recipe), STEPS)
+            else:
+                check_recording(str(rollout.replay), recipe, digests(recipe), trainer.settings.steps)
+            trainer.train(0)
+        finally:
+            rank.close()
+    return rows
+
+
+def digests(recipe: Recipe) -> dict[str, str]:
+    return {name: store.digest for name, store in open_prompts(recipe).items()} | model_digests(recipe)
+
+
+def replay_of(recipe: Recipe, output: Path, **sections: dict[str, Any]) -> Recipe:
+    values = resolved(recipe)
+    for section, changes in sections.items():
+        values[section] = {**values[section], **changes}
+    values["rollout"] = {**values["rollout"], "replay": recipe.output, "record": False}
+    return Recipe.model_validate({**values, "output": str(output)})
+
+
+def stable(rows: Rows) -> Rows:
+    """Without what depends on the clock, and what only engines tell."""
+    other = ("timing_s/", "perf/", "rollout/probe_diff")
+    return [{name: value for name, value in row.items() if not name.startswith(other)} for row in rows]
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_a_replay_is_the_recorded_run(tiny: Path, tmp_path: Path, device_type: str, name: str) -> None:
+    recipe = small(tiny, tmp_path / "recorded", device_type, algorithm=ALGORITHMS[name])
+    recorded, replayed = train(recipe), train(replay_of(recipe, tmp_path / "replayed"))
+    assert len(recorded) == STEPS and stable(replayed) == stable(recorded)
+    assert recorded[0]["reward/timeouts"] == 1.0 and recorded[2]["rollout/staleness/max"] == 1.0
+    assert recorded[1]["rollout/resampled"] == (1.0 if name == "dynamic sampling" else 0.0)
+    assert recorded[0]["actor/grad_norm"] > 0 and "training/rollout_logp_diff_mean" in recorded[0]
+    assert "rollout/probe_diff" in recorded[0] and "rollout/probe_diff" not in replayed[0]
+
+
+def test_models_that_judge_are_asked_anew(tiny: Path, tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(tiny / "model", num_labels=1, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    reward = {
+        "function": {"path": f"{tiny / 'reward.py'}:score"},
+        "model": {"path": str(judge), "weight": 2.0},
+    }
+    recipe = small(tiny, tmp_path / "recorded", "cpu", reward=reward, algorithm={"name": "rloo"})
+    recorded = train(recipe)
+    assert stable(train(replay_of(recipe, tmp_path / "replayed"))) == stable(recorded)
+    marks = [record.marks for record in read_step(tmp_path / "recorded" / "trajectories", 1)]
+    (failed,) = (m for m in marks if m.failure)
+    assert failed.score == failed.reward == 0.0, "a judge has no say where a reward failed"
+    assert all(m.reward != m.score for m in marks if m is not failed)
+    torch.manual_seed(2)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    with pytest.raises(DataError, match=r"reward\.model\.path: not what .*recorded\.json was recorded with"):
+        train(replay_of(recipe, tmp_path / "another"))
+
+
+def test_another_device_rounds_alone(tiny: Path, tmp_path: Path) -> None:
+    """With answers forced, nothing but rounding is left to differ."""
+    recipe = small(tiny, tmp_path / "recorded", "cpu", algorithm=ALGORITHMS["ppo"])
+    recorded = stable(train(recipe))
+    replayed = stable(train(replay_of(recipe, tmp_path / "replayed", device={"type": "npu"})))
+    for one, other in zip(recorded, replayed, strict=True):
+        assert one.keys() - other.keys() == set()
+        for metric, value in one.items():
+            assert other[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Rows]:
+    recipe = small(tiny, tmp_path_factory.mktemp("replay") / "recorded", "cpu")
+    return recipe, train(recipe)
+
+
+@pytest.fixture
+def copied(recorded: tuple[Recipe, Rows], tmp_path: Path) -> Recipe:
+    """The recipe of a recording that a test may damage."""
+    shutil.copytree(recorded[0].output, tmp_path / "copied")
+    return recorded[0].model_copy(update={"output": str(tmp_path / "copied")})
+
+
+def test_recordings_of_any_number_of_ranks(
+    recorded: tuple[Recipe, Rows], copied: Recipe, tmp_path: Path
+) -> None:
+    directory = Path(copied.output) / "trajectories"
+    for step in range(1, STEPS + 1):
+        records = read_trajectories(step_file(directory, step, 0))
+        for rank in range(3):
+            write_trajectories(step_file(directory, step, rank), records[rank::3], ranks=3)
+    # Left behind by more ranks, before the run went on with three.
+    shutil.copy(step_file(directory, 1, 0), step_file(directory, 2, 3))
+    assert stable(train(replay_of(copied, tmp_path / "replayed"))) == stable(recorded[1])
+    step_file(directory, 2, 1).unlink()
+    with pytest.raises(DataError, match=r"step-000002-rank-00001\.parquet"):
+        train(replay_of(copied, tmp_path / "replayed"))
+
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    r"rollout\.n: .*recorded\.json was recorded with 3, not 2": {"rollout": {"n": 2}},
+    r"data\.batch_size: .* recorded with 4, not 8": {"data": {"batch_size": 8}},
+    r"algorithm\.name: .* recorded with 'grpo', not 'rloo'": {"algorithm": {"name": "rloo"}},
+    r"rollout\.temperature: .* recorded with 1\.0, not 0\.5": {"rollout": {"temperature": 0.5}},
+    r"data\.train: not what .*recorded\.json was recorded with": {"data": {"prompt_key": "answer"}},
+    r"step-000004-rank-00000\.parquet: is not there.* trainer\.steps=3": {"trainer": {"steps": 4}},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_what_does_not_fit_is_named(recorded: tuple[Recipe, Rows], tmp_path: Path, message: str) -> None:
+    recipe = replay_of(recorded[0], tmp_path / "replayed")
+    values = resolved(recipe)
+    for section, changes in MISTAKES[message].items():
+        values[section] = {**values[section], **changes} if section != "algorithm" else changes
+    changed = Recipe.model_validate(values)
+    with pytest.raises(DataError, match=message):
+        check_recording(recorded[0].output, changed, digests(changed), changed.trainer.steps or 0)
+
+
+def test_no_recording_at_all(recorded: tuple[Recipe, Rows], copied: Recipe, tmp_path: Path) -> None:
+    def check(run: Path | str) -> None:
+        check_recording(str(run), recorded[0], {}, STEPS)
+
+    with pytest.raises(DataError, match=r"there is no .*recorded\.json; record a run with"):
+        check(tmp_path)
+    description = Path(copied.output) / "trajectories" / "recorded.json"
+    told = json.loads(description.read_text())
+    assert told["steps"] == STEPS and told["recipe"]["data.batch_size"] == BATCH
+    assert set(told["digests"]) == {"train", "model"}
+    for damage in ("{", "[]", '{"recipe": {}}', " " * (2 << 20)):
+        description.write_text(damage)
+        with pytest.raises(DataError, match=r"recorded\.json: "):
+            check(copied.output)
+
+
+def other_prompt(record: Record) -> Record:
+    tokens_T = record.trajectory.tokens_T.copy()
+    tokens_T[0] += 1
+    return record._replace(trajectory=replace(record.trajectory, tokens_T=tokens_T))
+
+
+def strange_token(record: Record) -> Record:
+    tokens_T = record.trajectory.tokens_T.copy()
+    tokens_T[-1] = 2**31 - 1
+    return record._replace(trajectory=replace(record.trajectory, tokens_T=tokens_T))
+
+
+DAMAGES: dict[str, Callable[[list[Record]], list[Record]]] = {
+    r"has not 3 answers to draw 4": lambda records: records[1:],
+    r"has 3 prompts instead of 4": lambda records: records[N:],
+    r"has another prompt for draw 4": lambda records: [other_prompt(records[0]), *records[1:]],
+    r"has tokens that the model does not know": lambda records: [strange_token(records[0]), *records[1:]],
+    r"has answers to draw 99, which is not of this step": lambda records: [
+        *records[:-N],
+        *(r._replace(trajectory=replace(r.trajectory, place=99)) for r in records[-N:]),
+    ],
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_answers_that_are_not_of_this_training(copied: Recipe, tmp_path: Path, message: str) -> None:
+    directory = Path(copied.output) / "trajectories"
+    write_trajectories(step_file(directory, 2, 0), DAMAGES[message](read_step(directory, 2)))
+    with pytest.raises(DataError, match=rf"step-000002-rank-00000\.parquet: step 2 {message}"):
+        train(replay_of(copied, tmp_path / "replayed"))
+
+
+def test_a_replay_goes_on_and_gives_lost_groups_again(recorded: tuple[Recipe, Rows]) -> None:
+    recipe = recorded[0]
+    prompts = open_prompts(recipe)[TRAIN]
+    kept: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isotrain.trainers.online.replayed.put", lambda group: kept.append(group) or len(kept))
+        maker = Replayed(
+            Path(recipe.output) / "trajectories",
+            prompts,
+            Sampler(len(prompts), BATCH, recipe.seed, taken=BATCH),
+            done=1,
+            attempts=0,
+            n=N,
+            max_tokens=MAX_TOKENS,
+            vocabulary=512,
+        )
+        batch = maker.begin()()
+        again = maker.again(batch.groups, {batch.groups[0].handle})
+        assert [g.answers for g in again] == [g.answers for g in batch.groups]
+        assert not {g.handle for g in again} & {g.handle for g in batch.groups}
+        after = maker.begin()()
+    assert [g.answers.place for g in batch.groups] == [4, 5, 6, 7] and batch.taken == 8
+    assert [g.answers.place for g in after.groups] == [8, 9, 10, 11]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("on", "ranks"), [("cpu", 2), ("npu", 1), ("npu", 2)])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce++"])
+def test_real_answers_on_other_ranks(tiny: Path, tmp_path: Path, on: str, ranks: int, name: str) -> None:
+    recipe = small(tiny, tmp_path / "recorded", "cpu", algorithm=ALGORITHMS[name])
+    recorded = stable_metrics(run_online(recipe, tmp_path, "recorded"))
+    device = {"type": on, "ranks": ranks}
+    replayed = run_online(replay_of(recipe, tmp_path / "replayed", device=device), tmp_path, "replayed")
+    for one, other in zip(recorded, stable_metrics(replayed), strict=True):
+        assert one.keys() - other.keys() == {"rollout/probe_diff"}
+        for metric in other:
+            assert other[metric] == pytest.approx(one[metric], rel=1e-3, abs=1e-4), metric
