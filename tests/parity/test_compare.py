@@ -62,6 +62,7 @@ def test_published_rules_mean_hundredths_of_the_unit() -> None:
         ("critic/rewards/mean", "reward"),
         ("reward", "reward"),
         ("perf/throughput", None),
+        ("timing_s/reward", None),
         ("actor/ppo_kl", None),
         ("closs", None),
     ],
@@ -97,6 +98,18 @@ def test_other_recipes_and_data() -> None:
     assert compare(
         run(recipe=recipe, data={"train": "x"}), run("b", recipe=other), allow=["recipe"]
     ).comparable
+
+
+def test_a_replay_in_another_place() -> None:
+    """Where answers come from is free; so are paths, but only where what is there has the same digest."""
+    data, models = {"train": "x"}, {"model": "y"}
+    recipe = {"model": {"path": "here"}, "data": {"train": "a.jsonl"}, "rollout": {"n": 4, "replay": None}}
+    other = {"model": {"path": "there"}, "data": {"train": "b.jsonl"}, "rollout": {"n": 4, "replay": "here"}}
+    one = run(recipe=recipe, data=data | models)
+    assert compare(one, run("b", recipe=other, data=data | models)).comparable
+    (found,) = compare(one, run("b", recipe=other, data=data)).obstacles
+    assert found.message == "the recipes differ: model.path: here -> there"
+    assert not compare(one, run("b", recipe=recipe | {"rollout": {"n": 8}}, data=data)).comparable
 
 
 def test_what_differs_around_them() -> None:

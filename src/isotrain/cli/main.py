@@ -14,6 +14,7 @@ from isotrain.cli.export import export
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certificates import sign, verify
 from isotrain.cli.parity_certify import certify
+from isotrain.cli.parity_runs import record, replay
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
@@ -71,6 +72,8 @@ app.command()(train)
 app.command()(recipes)
 app.command()(doctor)
 app.add_typer(prepare, name="prepare")
+parity.command()(record)
+parity.command()(replay)
 parity.command()(certify)
 parity.command()(verify)
 parity.command()(sign)

@@ -50,11 +50,16 @@ def train(
     if dry_run:
         show(checked)
         return
-    for warning in preflight(checked):
+    start(checked, source)
+
+
+def start(recipe: Recipe, source: str) -> None:
+    """Train a checked recipe; `source` is its text as the user wrote it."""
+    for warning in preflight(recipe):
         typer.echo(f"warning: {warning}", err=True)
     from isotrain.trainers.launch import launch
 
-    launch(checked, source)
+    launch(recipe, source)
 
 
 def show(recipe: Recipe) -> None:

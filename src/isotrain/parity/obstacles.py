@@ -16,9 +16,14 @@ _FREE = (
     "output:",
     "device.",
     "observe.",
-    "cluster.",
+    "cluster",
     "trainer.save_every:",
     "trainer.keep_checkpoints:",
+    # Where answers come from and how they are made, not what is learnt from them.
+    *(f"rollout.{name}:" for name in ("record", "replay", "engines", "tensor_parallel", "memory")),
+    *(f"rollout.{name}:" for name in ("cache_gb", "eager", "server_python")),
+    *(f"rollout.{name}:" for name in ("update_timeout", "probe_tolerance")),
+    "reward.workers:",
 )
 _FREE_ENVIRONMENT = ("time:", "command:")
 # With these the curves are still curves of something; without common steps there is nothing to compare.
@@ -45,7 +50,14 @@ def recipe_changes(reference: Run, candidate: Run) -> list[str]:
     if reference.recipe is None or candidate.recipe is None:
         return []
     found = changes(reference.recipe, candidate.recipe)
-    return [line for line in found if not line.startswith(_FREE)]
+    return [line for line in found if not line.startswith((*_FREE, *_same_content(reference, candidate)))]
+
+
+def _same_content(reference: Run, candidate: Run) -> Iterator[str]:
+    """Paths that may differ, because what is there has the same digest."""
+    for name, digest in reference.data.items():
+        if candidate.data.get(name) == digest:
+            yield f"data.{name}:" if name in ("train", "validation") else f"{name}.path:"
 
 
 def environment_changes(reference: Run, candidate: Run) -> list[str]:

@@ -19,6 +19,8 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 
 def kind_of(metric: str) -> Kind | None:
     """Whether a metric is a loss or a reward by its name; others have no published rule."""
+    if metric.startswith("timing"):  # `timing_s/reward` is how long it took
+        return None
     return next((kind for kind, pattern in _KINDS if pattern.search(metric)), None)
 
 

@@ -71,8 +71,8 @@ def write_resolved(recipe: Recipe, path: Path) -> None:
     os.replace(partial, path)
 
 
-def load_resolved(path: Path) -> Recipe:
-    """Read back what `write_resolved` wrote, checked like any recipe."""
+def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read back what `write_resolved` wrote, apply overrides, and check it like any recipe."""
     # JSON spells a long list of data files out over more bytes than the YAML it came from.
     text = read_source(path, longest=16 * documents.MAX_CHARACTERS)
     try:
@@ -81,7 +81,10 @@ def load_resolved(path: Path) -> Recipe:
         raise RecipeError(f"{path}: not a resolved recipe: {error}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: not a resolved recipe: expected a JSON object")
-    return _checked(Document(str(path), values))
+    document = Document(str(path), values)
+    for number, override in enumerate(overrides):
+        _apply(document, override, number)
+    return _checked(document)
 
 
 def difference(a: Recipe, b: Recipe) -> list[str]:

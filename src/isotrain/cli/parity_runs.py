@@ -1,0 +1,91 @@
+"""`isotrain parity record` and `replay`: the same training on two devices, from the same answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isotrain.cli.parity import compare
+from isotrain.cli.train import start
+from isotrain.errors import DataError
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe import library
+from isotrain.recipe.document import to_yaml
+from isotrain.recipe.load import load_resolved, parse_recipe, read_source, resolved
+from isotrain.recipe.online import OnlineSection
+
+# Enough to see rounding grow from one update to the next.
+_PROBED_STEPS = 3
+
+
+def record(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")
+    ] = None,
+) -> None:
+    """Train a recipe as the reference, with all that a later replay needs.
+
+    An online recipe also writes every answer with its log-probs and scores (rollout.record). A supervised one
+    needs no recording: its seed and its data decide everything.
+
+    Example:
+
+        isotrain parity record tiny-grpo output=runs/here
+    """
+    path = library.locate(recipe)
+    source, changed = read_source(path), [f"observe.probe={_PROBED_STEPS}", *(overrides or [])]
+    if isinstance(parse_recipe(source, str(path), changed).algorithm, OnlineSection):
+        changed.append("rollout.record=true")
+    checked = parse_recipe(source, str(path), changed)
+    start(checked, source)
+    typer.echo(
+        f"recorded: {checked.output}\nnext, on the other device: "
+        f"isotrain parity replay {checked.output} --out DIR device.type=TYPE"
+    )
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that `isotrain parity record` made.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Run directory of the replay.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Changes to its recipe, such as device.type or model.path."),
+    ] = None,
+) -> None:
+    """Train a recorded run once more, on this device and from the same data, and compare the two.
+
+    Of an online run the answers and their scores are those that were recorded: no engine samples, so rounding
+    cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses, updates.
+
+    Prints and exits as `isotrain parity compare RUN DIR` does; the first layer that differs is named.
+
+    Examples:
+
+        isotrain parity replay runs/here --out runs/there device.type=cpu
+
+        isotrain parity replay runs/here --out runs/two-ranks device.ranks=2
+    """
+    recorded = RunDirectory(run).resolved
+    if not recorded.is_file():
+        raise DataError(f"{run}: holds no run (there is no {recorded.name} in it); name a run directory")
+    first, last = [], [f"output={_quoted(out)}"]
+    if isinstance(load_resolved(recorded).algorithm, OnlineSection):
+        first, last = ["rollout.record=false"], [*last, f"rollout.replay={_quoted(run)}"]
+    recipe = load_resolved(recorded, [*first, *(overrides or []), *last])
+    start(recipe, to_yaml(resolved(recipe)))
+    typer.echo()
+    compare(run, out)
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value that no parser takes for anything but text."""
+    return json.dumps(str(path), ensure_ascii=False)
