@@ -1,0 +1,114 @@
+"""Steps that record their trajectories against steps that do not. Lower is better.
+
+One run of the recipe `tiny-grpo` (128 answers a step) as `isotrain train` runs it, without validation; within
+it, recording is on in one step of every pair and off in the other, and the next pair has them the other way
+round. `ratio` is the median over pairs of the time of the step that records over that of the one that does
+not. `record_s` is what recording itself takes, `share` that as a part of its step.
+
+    python benchmarks/record_overhead.py [--pairs 30] [--engine vllm|hf]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import bench
+
+from isotrain.data.prepare.tiny import make_tiny
+from isotrain.observe.metrics import read_metrics
+from isotrain.recipe.library import locate
+from isotrain.recipe.load import load_recipe
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online import run
+from isotrain.trainers.online.loop import OnlineTrainer
+
+GOAL = 1.05
+WARM_UP = 4
+
+
+def make_recipe(directory: Path, pairs: int, engine: str) -> Recipe:
+    make_tiny(directory)
+    return load_recipe(
+        locate("tiny-grpo"),
+        [
+            f"output={directory / 'run'}",
+            f"model.path={directory / 'model'}",
+            f"data.train={directory / 'prompts.jsonl'}",
+            "data.validation=null",
+            f"reward.function.path={directory / 'reward.py'}:score",
+            f"rollout.engine={engine}",
+            "rollout.cache_gb=0.25",
+            "rollout.record=true",
+            f"trainer.steps={WARM_UP + 2 * pairs}",
+            "cluster.address=local",
+            "observe.sinks=[]",
+        ],
+    )
+
+
+def records(step: int) -> bool:
+    """Off, on, on, off, and so on, so that neither is always the first of a pair."""
+    return step % 4 in (2, 3)
+
+
+def alternating(build: Any) -> Any:
+    def built(*args: Any) -> OnlineTrainer:
+        trainer: OnlineTrainer = build(*args)
+        recording = trainer.settings
+        plain = replace(recording, record=None)
+        write = trainer.recorder.write
+
+        def write_and_switch(step: int, values: Mapping[str, float]) -> None:
+            write(step, values)
+            trainer.settings = recording if records(step + 1) else plain
+
+        trainer.settings = recording if records(1) else plain
+        trainer.recorder.write = write_and_switch  # type: ignore[method-assign]
+        return trainer
+
+    return built
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
+        recipe = make_recipe(Path(directory), options.pairs, options.engine)
+        run.build_trainer = alternating(run.build_trainer)
+        run.train_online(recipe, recipe.model_dump_json())
+        rows = read_metrics(Path(recipe.output) / "metrics.jsonl")[WARM_UP:]
+        files = list((Path(recipe.output) / "trajectories").glob("*.parquet"))
+        size = sum(file.stat().st_size for file in files) / len(files)
+    assert all(("timing_s/record" in row) == records(int(row["step"])) for row in rows)
+    neighbours = zip(rows[::2], rows[1::2], strict=True)
+    pairs = [sorted(pair, key=lambda row: records(int(row["step"]))) for pair in neighbours]
+    ratios = bench.spread([on["timing_s/step"] / off["timing_s/step"] for off, on in pairs])
+    bench.report(
+        f"record_overhead {options.engine}",
+        ratios["median"],
+        goal=GOAL,
+        met=ratios["median"] <= GOAL,
+        ratios=ratios,
+        plain_step_s=bench.spread([off["timing_s/step"] for off, _ in pairs]),
+        recording_step_s=bench.spread([on["timing_s/step"] for _, on in pairs]),
+        record_s=bench.spread([on["timing_s/record"] for _, on in pairs]),
+        share=round(median(on["timing_s/record"] / on["timing_s/step"] for _, on in pairs), 4),
+        answers_per_step=int(recipe.data.batch_size * (recipe.rollout.n if recipe.rollout else 0)),
+        bytes_per_step=round(size),
+    )
+
+
+if __name__ == "__main__":
+    main()
