@@ -146,7 +146,7 @@ class Runs:
         moved = [text.replace("work/tiny", str(tiny)) for text in self._paths(kind.recipe)]
         command = [
             *(sys.executable, "-m", "isotrain", "train", kind.recipe, *moved, "device.type=cpu"),
-            *(*kind.settings, *settings, "observe.probe=3", f"output={output}"),
+            *(*kind.settings, *settings, "observe.probe=3", "observe.operators=true", f"output={output}"),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         begin = time.monotonic()
