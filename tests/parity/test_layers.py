@@ -19,7 +19,7 @@ from isotrain.errors import DataError
 from isotrain.parity.layers import layers_level
 from isotrain.parity.levels import Level
 from isotrain.trainers import supervised
-from support import tiny_recipe
+from support import run_cli, tiny_recipe, write_recipe
 
 Tamper = Callable[[TrainingEngine], None]
 FIRST = "step-000001-rank-00000.safetensors"
@@ -230,6 +230,34 @@ def test_a_schedule_shows_in_the_second_step(
     assert level.causes[0] == "optimizer state or schedule" and "1.050" in level.causes[1]
 
 
+def test_a_resumed_run_keeps_what_its_start_recorded(tiny: Path, tmp_path: Path) -> None:
+    run = train(tiny, tmp_path / "run", steps=1)
+    before = {file.name: file.read_bytes() for file in (run / "probe").iterdir()}
+    train(tiny, run, steps=2)
+    assert {file.name: file.read_bytes() for file in (run / "probe").iterdir()} == before
+    assert list(before) == [FIRST]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_on_two_devices(tiny: Path, tmp_path: Path, dtype: str) -> None:
+    for device_type in ("cpu", "npu"):
+        recipe = tiny_recipe(
+            tiny,
+            tmp_path / device_type,
+            device_type,
+            model={"dtype": dtype, "fused": "auto", "gradient_checkpointing": True},
+            device={"ranks": 2},
+            data={"tokens_per_micro_batch": 128},
+            trainer={"steps": 2},
+            observe={"probe": 2, "sinks": []},
+        )
+        run_cli("train", str(write_recipe(recipe, tmp_path / f"{device_type}.yaml")))
+    level = layers_level(tmp_path / "cpu", tmp_path / "npu", dtype=dtype)
+    assert level.state == "same", level.words
+    assert len(list((tmp_path / "npu" / "probe").iterdir())) == 4
+
+
 @pytest.fixture
 def copied(reference: Path, tmp_path: Path) -> Path:
     shutil.copytree(reference / "probe", tmp_path / "copy" / "probe")
@@ -279,6 +307,18 @@ def test_what_is_no_number_differs(reference: Path, copied: Path) -> None:
     json.dumps(level.evidence, allow_nan=False)
     # A noise run like that allows nothing.
     assert layers_level(reference, copied, [copied], dtype="float32").state == "different"
+
+
+def test_sizes_beyond_all_numbers(reference: Path, copied: Path) -> None:
+    def change(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        for name in ("update/norm", "weight/norm", "gradient/norm"):
+            tensors[name][:] = [1e300, np.inf, *tensors[name][2:]]
+
+    rewrite(copied, change)
+    for runs in ((reference, copied), (copied, reference)):
+        level = layers_level(*runs, dtype="float32")
+        assert level.state == "different"
+        json.dumps(level.evidence, allow_nan=False)
 
 
 def change_shape(tensors: dict[str, Any], metadata: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +34,9 @@ _DATA = {
     "loss": ("takes its loss on other tokens", "the loss mask"),
 }
 _LOSS_CAUSE = "the loss: its mask, its scale or its aggregation"
-# How far single entries' factors may be from the common one, of its distance from 1, and what it may leave of
-# the squared differences.
-_ALIKE = 0.2
-_MOST, _LEFT = 0.8, 0.5
+# A factor is common where entries with most of the squared norm have it, each within a share of its distance
+# from 1, and where little of the squared differences is left without it.
+_ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
 
 
 def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:
@@ -50,7 +50,8 @@ def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *
         return not_run(LEVEL, why)
     known = _largest_noise(a, [read_probe(path) for path in noise])
     told, anchor_failures = _anchor_checks(reference, candidate)
-    judged = [Limits(dtype, known).judge(found) for found in _all_differences(a, b)]
+    limits = Limits(dtype, known)
+    judged = [limits.judge(found) for found in _all_differences(a, b)]
     checks = (*_kind_checks(judged), *told)
     first = next((number for number, one in enumerate(judged) if not one.passed), None)
     evidence = {
@@ -146,8 +147,8 @@ def _place(one: Judged) -> str:
     found = one.difference
     of = "" if found.kind == "loss" else f" of {found.name}"
     verb = "is" if found.kind == "loss" else "are"
-    size = "no numbers, or of another shape" if one.error >= NOT_A_NUMBER else f"{one.error:.1e} apart"
-    return f"{verb} the {_PLURAL[found.kind]}{of} at step {found.step} ({size}, at most {one.limit:.0e})"
+    size = f"{one.error:.1e} against at most {one.limit:.0e}"
+    return f"{verb} the {_PLURAL[found.kind]}{of} at step {found.step} ({size})"
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class _First:
         both = common(self.a[found.step], self.b[found.step], found.kind)
         factor = common_factor(both)
         size = next(one for one in self.judged if one.difference.key == (found.step, found.kind, ALL))
-        alike = not size.passed and _is_common(factor, both)
+        alike = not size.passed and math.isfinite(factor) and _is_common(factor, both)
         # Updates keep their size where a gradient changes its sign, and their direction does not.
         return factor if alike and (found.kind == "update" or _explains(factor, both)) else None
 
@@ -236,7 +237,7 @@ def _is_common(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> boo
     near = [
         a for a, b in entries.values() if abs(b.norm - factor * a.norm) <= _ALIKE * abs(factor - 1) * a.norm
     ]
-    return sum(a.norm**2 for a in near) >= _MOST * sum(a.norm**2 for a, _ in entries.values())
+    return sum(a.norm * a.norm for a in near) >= _MOST * sum(a.norm * a.norm for a, _ in entries.values())
 
 
 def _explains(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool:

@@ -165,6 +165,7 @@ def take_step(recipe: Recipe, shaken: float = 0.02) -> Step:
         patch.setattr(where, lambda handles: [GROUPS[handle] for handle in handles])
         try:
             described = rank.start(open_store(None))
+            rank.resume()
             _shake(rank.policy, shaken)
             return _train(recipe, rank, described)
         finally:

@@ -31,6 +31,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from isotrain.parity.layers import layers_level
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "rloo": {},
@@ -418,3 +420,19 @@ def test_scores_of_a_process_reward_model(
     assert near(step.metrics["reward/process/mean"], np.mean(judged))
     assert near(step.metrics["critic/score/mean"], np.mean(scores))
     assert near(step.metrics["critic/score/max"], max(scores))
+
+
+def test_layers_of_an_online_step_agree_on_two_devices(tiny: Path, tmp_path: Path) -> None:
+    for device_type in ("cpu", "npu"):
+        sections: dict[str, Any] = {
+            "algorithm": {"name": "grpo", "mini_batch_size": 2, "kl": {"place": "loss"}},
+            "observe": {"probe": 2, "sinks": []},
+        }
+        if device_type == "npu":
+            sections["model"] = {"fused": "on"}
+        take_step(step_recipe(tiny, tmp_path / device_type, device_type, **sections))
+    level = layers_level(tmp_path / "cpu", tmp_path / "npu", dtype="float32")
+    assert level.state == "same", level.words
+    # Two updates of one step; what asks the model for log-probs between them is not training.
+    assert {layer["step"] for layer in level.evidence["layers"]} == {1, 2}
+    assert max(layer["error"] / layer["limit"] for layer in level.evidence["layers"]) > 0

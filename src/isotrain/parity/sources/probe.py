@@ -31,7 +31,7 @@ _FILE = re.compile(r"step-([0-9]{6})-rank-([0-9]{5})\.safetensors")
 _MAX_BYTES = 512 << 20
 _MAX_FILES = 10_000
 _MAX_NAME = 500
-_MAX_BUCKETS = 256
+_BUCKETS = 32
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,13 @@ def _checked(path: Path, file: Any) -> _File:
             raise DataError(f"{path}: '{name}' of its metadata is missing or no {kind.__name__}")
         return found
 
-    def tensor(name: str, dtype: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
+    def tensor(name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         if name not in present:
             raise DataError(f"{path}: no '{name}' in it")
         part = file.get_slice(name)
-        found = tuple(part.get_shape())
-        fits = len(found) == len(shape) and all(b in (None, a) for a, b in zip(found, shape, strict=True))
-        if part.get_dtype() != dtype or not fits:
-            raise DataError(f"{path}: '{name}' is {part.get_dtype()} {list(found)}, which is not a probe's")
+        found = part.get_shape()
+        if part.get_dtype() != dtype or tuple(found) != shape:
+            raise DataError(f"{path}: '{name}' is {part.get_dtype()} {found}, which is not a probe's")
         return np.asarray(file.get_tensor(name))
 
     if fact("format", int) != FORMAT:
@@ -138,9 +137,9 @@ def _checked(path: Path, file: Any) -> _File:
     digests = fact("digests", dict)
     if any(not isinstance(digests.get(name), str) for name in DIGESTS):
         raise DataError(f"{path}: digests of the data are missing")
-    sketches = {kind: tensor(f"{kind}/sketch", "F64", (len(names[kind]), None, None)) for kind in KINDS}
-    if any(max(sketch.shape[1:]) > _MAX_BUCKETS for sketch in sketches.values()):
-        raise DataError(f"{path}: sketches larger than a probe's")
+    sketches = {
+        kind: tensor(f"{kind}/sketch", "F64", (len(names[kind]), _BUCKETS, _BUCKETS)) for kind in KINDS
+    }
     shapes = {kind: tensor(f"{kind}/shape", "I64", (len(names[kind]), 2)) for kind in KINDS}
     if any((shape < 0).any() or (shape > 1 << 40).any() for shape in shapes.values()):
         raise DataError(f"{path}: shapes that no matrix has")
