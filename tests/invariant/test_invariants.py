@@ -193,15 +193,22 @@ def test_the_suite_over_fused_operators(tests: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("lora_rank", [0, 8])
-def test_ranks(tiny: Path, tmp_path: Path, device_type: str, lora_rank: int) -> None:
+@pytest.mark.parametrize(
+    ("on", "lora_rank"),
+    [
+        ("cpu", 0),
+        ("npu", 8),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", 8), ("npu", 0))),
+    ],
+)
+def test_ranks(tiny: Path, tmp_path: Path, on: str, lora_rank: int) -> None:
     """1 rank == 2 ranks, as a user starts them."""
     runs = []
     for ranks in (1, 2):
         recipe = tiny_recipe(
             tiny,
             tmp_path / str(ranks),
-            device_type,
+            on,
             device={"ranks": ranks},
             model={"lora": {"rank": lora_rank}},
             trainer={"steps": STEPS},

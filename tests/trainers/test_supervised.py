@@ -134,8 +134,9 @@ def test_non_finite_loss_raises_or_is_skipped(tiny: Path, tmp_path: Path, device
     assert sum(not all(map(math.isfinite, pair)) for pair in numbers) == 2
 
 
-def test_two_ranks_and_torchrun_give_the_same_run(tiny: Path, tmp_path: Path, device_type: str) -> None:
-    recipe = tiny_recipe(tiny, tmp_path / "own", device_type, device={"ranks": 2})
+@pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.slow), "npu"])
+def test_two_ranks_and_torchrun_give_the_same_run(tiny: Path, tmp_path: Path, on: str) -> None:
+    recipe = tiny_recipe(tiny, tmp_path / "own", on, device={"ranks": 2})
     file = write_recipe(recipe, tmp_path / "recipe.yaml")
     run_cli("train", str(file))
     launched = stable_metrics(tmp_path / "own")

@@ -41,6 +41,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 @needs_vllm
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_vllm_and_trainer_agree_after_every_update_of_adapters(tiny: Path, tmp_path: Path) -> None:
     """On-policy: the answers of a step were sampled with the weights that the step begins with."""

@@ -1,0 +1,66 @@
+"""`isotrain parity certify` from a recipe to a certificate that verifies, and to a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import npusim
+import pytest
+from typer.testing import CliRunner, Result
+
+import mutations
+from isotrain.cli.main import app
+from isotrain.parity.certificate import read_certificate
+from support import run_cli, tiny_recipe, write_recipe
+
+
+def certify(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["parity", "certify", *map(str, arguments)])
+
+
+def test_mistakes_are_told_before_anything_runs(tmp_path: Path) -> None:
+    work = ("--work", tmp_path / "work")
+    assert "give two" in certify("tiny-sft", "--devices", "cpu", *work).output
+    assert "is not known; use two of" in certify("tiny-sft", "--devices", "cpu,tpu", *work).output
+    assert "such as 30m" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--budget", "long").output
+    assert "only online recipes" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--free").output
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("devices", ["cpu-avx2,cpu", "cpu,npu"])
+def test_a_certificate(tiny: Path, tmp_path: Path, devices: str) -> None:
+    recipe = tiny_recipe(tiny, tmp_path / "unused", "cpu", trainer={"steps": 12})
+    path = write_recipe(recipe, tmp_path / "recipe.yaml")
+    given = ("--devices", devices, "--work", str(tmp_path / "work"), "--members", "3")
+    made = run_cli(
+        "parity", "certify", str(path), *given, "--certificates", str(tmp_path / "made"), timeout=800
+    )
+    assert "These two runs are the same training" in made.stdout
+    (file,) = (tmp_path / "made").glob("*.json")
+    certificate = read_certificate(file)
+    states = {level.name: level.state for level in certificate.levels}
+    assert [states[name] for name in ("P0", "P1", "P3")] == ["same"] * 3
+    assert certificate.candidate.simulated == devices.endswith("npu")
+    runs = [f"--{role}={tmp_path / 'work' / role}" for role in ("reference", "candidate")]
+    assert "valid" in run_cli("parity", "verify", str(file), *runs).stdout
+    assert (tmp_path / "work" / "report" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_it_stops_at_the_first_level_that_fails(tiny: Path, tmp_path: Path) -> None:
+    """Both sides make the mistake but for a device that does not know of it."""
+    recipe = tiny_recipe(tiny, tmp_path / "unused", "cpu", trainer={"steps": 6})
+    path = write_recipe(recipe, tmp_path / "recipe.yaml")
+    reference = tmp_path / "work" / "reference"
+    plain = tiny_recipe(
+        tiny, reference, "cpu", trainer={"steps": 6}, observe={"sinks": [], "probe": 3, "operators": True}
+    )
+    run_cli("train", str(write_recipe(plain, tmp_path / "plain.yaml")))
+    wrong = {**npusim.environment(), **mutations.environment("attention-scale")}
+    given = ("--devices", "cpu,cpu", "--work", str(tmp_path / "work"))
+    done = run_cli("parity", "certify", str(path), "observe.sinks=[]", *given, check=False, **wrong)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "model.layers.1.self_attn" in done.stdout
+    assert not (tmp_path / "work" / "member-1").exists()
