@@ -33,6 +33,10 @@ from isotrain.parity.protocol import Companions, verdict_on  # noqa: E402
 from isotrain.parity.verdict import Verdict  # noqa: E402
 
 MEMBERS = 6
+PROTOCOL = (
+    "Levels P0 to P3 on a model of two layers, 60 to 80 steps, float32 unless the run says bf16; an envelope "
+    "of 6 runs; online runs replayed from recorded answers, but for grpo-free"
+)
 TIME_LIMIT = 600.0
 # A run of a tiny model is mostly the start of its process: two at a time, with one thread each.
 AT_ONCE = 2
@@ -214,6 +218,38 @@ def row(name: str, kind: str, what: str, found: Verdict | None) -> PowerRow:
     return PowerRow(what, "mutation" if name else "honest", kind, found.outcome, by, published)
 
 
+Todo = list[tuple[str, str, str, str | None, "Future[Path]"]]
+"""Of each pair: mutation or nothing, kind of run, what it is, where it lives, its run."""
+
+
+def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
+    """Every pair judged and printed as a row; of each mutation that lives somewhere, whether P1 said where."""
+    rows, named = list[PowerRow](), dict[str, bool]()
+    print(
+        "| | run | what | published rule | curves alone | verdict | found by | named |\n|" + "---|" * 8,
+        flush=True,
+    )
+    for name, kind, what, where, run in todo:
+        try:
+            found = judged(runs, kind, run.result())
+        except IsotrainError as error:
+            print(f"{what}: {error}", file=sys.stderr)
+            found = None
+        last = row(name, kind, what, found)
+        rows.append(last)
+        if found is not None and where is not None:
+            named[name] = where in found.level("P1").words
+        curves = "-" if found is None else found.level("P2").state
+        cells = (
+            *(last.kind, kind, what, "accepts" if last.published else "rejects", curves, last.verdict),
+            *(last.caught_by or "-", {True: where, False: "no", None: "-"}[named.get(name)]),
+        )
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        if not last.right and found is not None:
+            print(f"    {found.words}", file=sys.stderr, flush=True)
+    return rows, named
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,7 +265,7 @@ def main() -> None:
         command = [sys.executable, "-m", "isotrain", "prepare", "tiny", "--out", str(work / "tiny")]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     runs = Runs(work)
-    todo: list[tuple[str, str, str, str | None, Future[Path]]] = []
+    todo: Todo = []
     wanted: Callable[[str], bool] = lambda text: not options.only or options.only in text  # noqa: E731
     pairs = [h for h in HONEST if wanted(f"{h.kind} {h.name}")]
     wrong = [m for m in mutations.MUTATIONS if wanted(f"{m.run} {m.name}")]
@@ -240,43 +276,23 @@ def main() -> None:
         forced = () if m.run in _FREE else replayed(runs, base)
         run = runs.run(f"{m.run}-mutation-{m.name}", KINDS[base], forced, mutations.environment(m.name))
         todo.append((m.name, m.run, m.what, m.where, run))
-    for number, h in enumerate(pairs):
+    for h in pairs:
         base = _FREE.get(h.kind, h.kind)
         forced = () if h.kind in _FREE else replayed(runs, base)
-        run = runs.run(f"{h.kind}-honest-{number}", KINDS[base], (*forced, *h.settings), h.variables)
+        run = runs.run(f"{h.kind}-honest-{HONEST.index(h)}", KINDS[base], (*forced, *h.settings), h.variables)
         todo.append(("", h.kind, h.name, None, run))
-    rows, located = [], dict[str, bool]()
-    for name, kind, what, where, run in todo:
-        try:
-            found = judged(runs, kind, run.result())
-        except IsotrainError as error:
-            print(f"{what}: {error}", file=sys.stderr)
-            found = None
-        rows.append(row(name, kind, what, found))
-        said = ""
-        if found is not None and where is not None:
-            words = f"{found.level('P1').words} {found.level('P0').words}"
-            located[name] = where in words
-            said = f" located: {located[name]}"
-        last = rows[-1]
-        print(
-            f"{last.kind:9} {kind:12} {what:60} {last.verdict:12} {last.caught_by or '':8} "
-            f"published: {'pass' if last.published else 'fail'}{said}",
-            flush=True,
-        )
-        if found is not None and (last.kind == "honest") != (found.outcome == "same"):
-            print(f"    {found.words}", flush=True)
-    power = Power("P0 to P3", datetime.date.today().isoformat(), tuple(rows))
+    rows, named = tabulate(runs, todo)
+    power = Power(PROTOCOL, datetime.date.today().isoformat(), tuple(rows))
     if options.write:
         options.write.write_text(json.dumps(power.as_json(), indent=1) + "\n")
-    bad = [r for r in rows if (r.kind == "honest") != (r.verdict == "same")]
+    right = sum(one.right for one in rows)
     report(
         "parity_power",
-        1 - len(bad) / max(len(rows), 1),
+        right / max(len(rows), 1),
         1.0,
-        not bad,
-        located=f"{sum(located.values())} of {len(located)}",
-        **{k: v for k, v in power.as_json().items() if k != "rows"},
+        right == len(rows),
+        named=f"{sum(named.values())} of {len(named)}",
+        **{key: value for key, value in power.as_json().items() if key != "rows"},
     )
 
 
