@@ -223,7 +223,7 @@ Todo = list[tuple[str, str, str, str | None, "Future[Path]"]]
 
 
 def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
-    """Every pair judged and printed as a row; of each mutation that lives somewhere, whether P1 said where."""
+    """Every pair judged and printed as a row; of mutations that live somewhere, whether P1 said where."""
     rows, named = list[PowerRow](), dict[str, bool]()
     print(
         "| | run | what | published rule | curves alone | verdict | found by | named |\n|" + "---|" * 8,
