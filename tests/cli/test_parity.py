@@ -29,7 +29,7 @@ def compare(*arguments: str | Path) -> Result:
 
 
 def test_the_same_curves(tmp_path: Path) -> None:
-    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-5))
+    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     assert result.exit_code == 0, result.output
     assert result.output.startswith("These two runs are the same training: the curves agree")
     assert "P3  not run" in result.output
@@ -78,7 +78,7 @@ def test_curves_alone_may_leave_it_open_until_an_envelope_decides(tmp_path: Path
 
 
 def test_the_report(tmp_path: Path) -> None:
-    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-5))
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     result = compare(*pair, "--report", tmp_path / "report")
     assert result.exit_code == 0 and "report.html" in result.output
     assert json.loads((tmp_path / "report" / "verdict.json").read_text())["verdict"] == "same"
