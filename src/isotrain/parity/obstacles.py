@@ -19,6 +19,8 @@ _FREE = (
     "cluster",
     "trainer.save_every:",
     "trainer.keep_checkpoints:",
+    # How it is computed, not what: the environment of each start tells what was chosen.
+    *(f"model.{name}:" for name in ("fused", "attention", "gradient_checkpointing", "head_chunk")),
     # Where answers come from and how they are made, not what is learnt from them.
     *(f"rollout.{name}:" for name in ("record", "replay", "engines", "tensor_parallel", "memory")),
     *(f"rollout.{name}:" for name in ("cache_gb", "eager", "server_python")),
