@@ -18,15 +18,15 @@ _LONGEST_RUN = 7 * 86400.0
 
 def certify(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one.")],
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
+    ],
+    work: Annotated[
+        Path, typer.Option("--work", metavar="DIR", help="Where the runs go; finished ones are used again.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, for both devices.")
     ] = None,
-    devices: Annotated[
-        str, typer.Option("--devices", metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
-    ] = ...,  # type: ignore[assignment]
-    work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Where the runs go; finished ones are used again.")
-    ] = ...,  # type: ignore[assignment]
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="TIME", help="Time for everything, such as 30m.")
     ] = None,

@@ -6,8 +6,8 @@ from isotrain.parity.compare import Comparison
 from isotrain.parity.levels import Check, Level, State, not_run
 from isotrain.parity.statistics import Apart
 
-# Between the two, honest pairs in bfloat16 and small mistakes overlap: the same by curves alone are only those
-# that agree to float32's last digits. benchmarks/parity_power.py has the figures of both.
+# Between the two, honest pairs in bfloat16 and small mistakes overlap: the same by curves alone are only
+# those that agree to float32's last digits. benchmarks/parity_power.py has the figures of both.
 SAME_CORRELATION, DIFFERENT_CORRELATION = 0.999, 0.95
 SAME_SHARE, DIFFERENT_SHARE = 2e-6, 0.1
 
