@@ -45,7 +45,7 @@ MUTATIONS = (
     Mutation("dropout-on", "dropout of 1 % is left on in one layer", "sft", "layers.0.mlp", "model"),
     Mutation("layer-in-bf16", "one layer's kernel rounds to bfloat16", "sft", "layers.1.mlp", "model"),
     Mutation("rotary-base", "the rotary base is 1 % off", "sft", "rotary_emb", "model"),
-    Mutation("silu-approximate", "a cheap approximation of the activation function", "sft", "act_fn", "model"),
+    Mutation("silu-approximate", "an activation function that is 1 % off", "sft", "act_fn", "model"),
     Mutation("accumulation", "gradients of micro-batches are summed without being scaled", "sft"),
     Mutation("rank-mean", "a mean of the ranks' means in place of the mean over all tokens", "sft-2-ranks"),
     Mutation("learning-rate", "the learning rate is 1 % too high", "sft", part="optimizer"),
