@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import REPOSITORY, report
@@ -74,6 +74,15 @@ KINDS = {
     "reinforce++": Kind("tiny-grpo", (*_ONLINE, "algorithm.name=reinforce++"), replays=True),
 }
 _FREE = {"grpo-free": "grpo"}
+# Mistakes that are also made where everything is noisier.
+IN_BF16 = (
+    *("mask-shifted", "data-order", "attention-scale", "dropout-on", "accumulation", "learning-rate"),
+    *("warm-up", "no-clipping"),
+)
+MUTATIONS = (
+    *mutations.MUTATIONS,
+    *(replace(m, run="sft-bf16") for m in mutations.MUTATIONS if m.name in IN_BF16),
+)
 
 
 @dataclass(frozen=True)
@@ -238,11 +247,11 @@ def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
         last = row(name, kind, what, found)
         rows.append(last)
         if found is not None and where is not None:
-            named[name] = where in found.level("P1").words
+            named[f"{kind} {name}"] = where in found.level("P1").words
         curves = "-" if found is None else found.level("P2").state
         cells = (
             *(last.kind, kind, what, "accepts" if last.published else "rejects", curves, last.verdict),
-            *(last.caught_by or "-", {True: where, False: "no", None: "-"}[named.get(name)]),
+            *(last.caught_by or "-", {True: where, False: "no", None: "-"}[named.get(f"{kind} {name}")]),
         )
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
         if not last.right and found is not None:
@@ -268,7 +277,7 @@ def main() -> None:
     todo: Todo = []
     wanted: Callable[[str], bool] = lambda text: not options.only or options.only in text  # noqa: E731
     pairs = [h for h in HONEST if wanted(f"{h.kind} {h.name}")]
-    wrong = [m for m in mutations.MUTATIONS if wanted(f"{m.run} {m.name}")]
+    wrong = [m for m in MUTATIONS if wanted(f"{m.run} {m.name}")]
     for kind in dict.fromkeys(_FREE.get(k, k) for k in [*(h.kind for h in pairs), *(m.run for m in wrong)]):
         reference(runs, kind)
     for m in wrong:

@@ -78,3 +78,14 @@ def test_too_few_members_are_not_an_envelope() -> None:
 def test_metrics_that_only_some_have_are_left_out() -> None:
     candidate = run_of(loss=REFERENCE, grad_norm=REFERENCE + 5)
     assert envelope_level(run_of(loss=REFERENCE), candidate, MEMBERS).state == "same"
+
+
+def test_noise_that_members_only_have_after_some_steps_is_allowed_from_the_first() -> None:
+    members = [run_of(loss=noisy(REFERENCE, NOISE, seed)) for seed in range(1, 7)]
+    for member in members:
+        member.metrics["train/loss"].values_S[0] = REFERENCE[0]
+    candidate = REFERENCE.copy()
+    candidate[0] += NOISE
+    assert envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), members).state == "same"
+    candidate[0] += 10 * NOISE
+    assert envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), members).state == "different"

@@ -368,3 +368,19 @@ def test_files_that_are_none(reference: Path, copied: Path, tmp_path: Path) -> N
 def test_limits_need_a_known_type(reference: Path) -> None:
     with pytest.raises(DataError, match="float32, bfloat16"):
         layers_level(reference, reference, dtype="float16")
+
+
+def test_attention_that_shares_no_prompts_reads_other_tokens(tiny: Path, tmp_path: Path) -> None:
+    """Not a difference of the data: the level cannot be judged, and says what to do."""
+
+    def pairs(name: str, attention: str) -> Path:
+        return train(
+            tiny,
+            tmp_path / name,
+            model={"attention": attention},
+            algorithm={"name": "dpo"},
+            data={"train": str(tiny / "pairs.jsonl"), "max_length": 64},
+        )
+
+    level = layers_level(pairs("a", "segments"), pairs("b", "padded"), dtype="float32")
+    assert level.state == "not run" and "(segments and padded)" in level.words

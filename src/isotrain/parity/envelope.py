@@ -23,7 +23,10 @@ FOLLOWED = re.compile(
 FEWEST_MEMBERS = 3
 # A width from few members is itself uncertain: neighbouring steps share theirs.
 WINDOW = 5
-# Ratios of honest pairs and of mutations: benchmarks/parity_power.py.
+# Another device rounds otherwise from the first step on. In narrow types a changed last digit takes some
+# steps until it makes as much noise: what the members have by then counts from the start.
+EARLY = 10
+# Honest pairs reach 2.7, mutations begin at 12: benchmarks/parity_power.py.
 LIMIT = 6.0
 # Values come as float32 from the device: closer than some units of its last place is the same.
 _FLOOR = 8 * float(np.finfo(np.float32).eps)
@@ -36,7 +39,7 @@ class Envelope:
     steps_S: npt.NDArray[np.int64]
     reference_S: Numbers
     width_S: Numbers
-    """Root mean square of the members' distances, over a window of steps."""
+    """Root mean square of the members' distances, over a window of steps; at least that of the first ones."""
     members: int
 
     def ratio(self, values_S: Numbers) -> Numbers:
@@ -45,10 +48,12 @@ class Envelope:
 
 
 def envelope(steps_S: npt.NDArray[np.int64], reference_S: Numbers, members_MS: Sequence[Numbers]) -> Envelope:
-    apart_S = _rolling(np.sqrt(np.mean([(v - reference_S) ** 2 for v in members_MS], axis=0)))
+    apart_S = np.sqrt(np.mean([(v - reference_S) ** 2 for v in members_MS], axis=0))
+    early = float(np.sqrt(np.mean(apart_S[:EARLY] ** 2)))
     # A policy loss is a sum around 0 of larger numbers: where it is small, it is not more exact.
     floor = _FLOOR * max(float(np.abs(reference_S).max(initial=0.0)), 1e-3)
-    return Envelope(steps_S, reference_S, np.maximum(apart_S, floor), len(members_MS))
+    width_S = np.maximum(_rolling(apart_S), max(early, floor))
+    return Envelope(steps_S, reference_S, width_S, len(members_MS))
 
 
 def followed(runs: Sequence[Run]) -> list[str]:

@@ -48,6 +48,8 @@ def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *
     a, b = read_probe(reference), read_probe(candidate)
     if why := _obstacle((reference, a), (candidate, b)):
         return not_run(LEVEL, why)
+    if why := _other_layout((reference, a), (candidate, b)):
+        return not_run(LEVEL, why)
     known = _largest_noise(a, [read_probe(path) for path in noise])
     told, anchor_failures = _anchor_checks(reference, candidate)
     limits = Limits(dtype, known)
@@ -82,6 +84,24 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     if not any(common(a[first], b[first], kind) for kind in KINDS):
         return "the runs have no layer in common; are they the same model?"
     return None
+
+
+def _other_layout(*runs: tuple[Path, Updates]) -> str | None:
+    """Attention that cannot share a prompt between answers reads it once for each: no layer sees the same."""
+    ways = [_attention(path) for path, _ in runs]
+    first = [updates[min(updates)] for _, updates in runs]
+    if ways[0] == ways[1] or _digests(first[0], "tokens") == _digests(first[1], "tokens"):
+        return None
+    return (
+        f"attention is computed in other ways ({' and '.join(ways)}), which lay tokens out otherwise; train "
+        "both with the same model.attention"
+    )
+
+
+def _attention(path: Path) -> str:
+    environment = (read_isotrain_run(path).environment or {}) if is_isotrain_run(path) else {}
+    model = environment.get("model")
+    return str(model.get("attention", "unknown")) if isinstance(model, dict) else "unknown"
 
 
 def _steps(a: Updates, b: Updates) -> list[int]:
