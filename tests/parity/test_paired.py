@@ -7,8 +7,9 @@ import pytest
 from known_curves import falling, noisy, run_of
 
 from isotrain.parity.compare import compare
+from isotrain.parity.envelope import envelope_level
 from isotrain.parity.levels import Level
-from isotrain.parity.paired import paired_level
+from isotrain.parity.paired import paired_level, tempered
 
 REFERENCE = falling()
 
@@ -51,3 +52,17 @@ def test_where_they_part_is_told() -> None:
 def test_flat_curves(offset: float, state: str) -> None:
     flat = np.full(20, 2.0)
     assert paired_level(compare(run_of(loss=flat), run_of(loss=flat + offset))).state == state
+
+
+def test_a_training_that_rounding_alone_pulls_apart() -> None:
+    """Where the reference's own members part as well, the envelope decides."""
+    apart = [REFERENCE + 0.8 * sign * (np.arange(80) >= 24) for sign in (1, -1, 0.5)]
+    members = [run_of(loss=curve) for curve in apart]
+    candidate = REFERENCE + 0.9 * (np.arange(80) >= 24)
+    envelope = envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), members)
+    found = tempered(level(candidate), envelope)
+    assert envelope.state == "same" and found.state == "cannot tell"
+    assert "as runs of the reference do among themselves" in found.words
+    calm = [run_of(loss=noisy(REFERENCE, 1e-6, seed)) for seed in range(3)]
+    outside = envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), calm)
+    assert tempered(level(candidate), outside).state == "different"

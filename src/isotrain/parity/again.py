@@ -11,8 +11,8 @@ from isotrain.parity.certificate import Certificate, Curve
 from isotrain.parity.compare import SPEED
 from isotrain.parity.envelope import envelope_level
 from isotrain.parity.figures import comparison_of
-from isotrain.parity.levels import Level
-from isotrain.parity.paired import paired_level
+from isotrain.parity.levels import Level, not_run
+from isotrain.parity.paired import paired_level, tempered
 from isotrain.parity.published import kind_of
 from isotrain.parity.run import Run, Series
 
@@ -21,14 +21,15 @@ def levels_again(certificate: Certificate) -> Iterator[Level]:
     """P2 and P3, where the certificate has them."""
     ran = {level.name for level in certificate.levels if level.state != "not run"}
     curves = certificate.curves
-    if "P2" in ran:
-        yield paired_level(comparison_of({m: c for m, c in curves.items() if kind_of(m) or m in SPEED}))
+    envelope = not_run("P3")
     if "P3" in ran:
         roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
-        reference, candidate, *members = (
-            _run(certificate, role) for role in ("reference", "candidate", *roles)
-        )
-        yield envelope_level(reference, candidate, members)
+        pair = (_run(certificate, role) for role in ("reference", "candidate"))
+        envelope = envelope_level(*pair, [_run(certificate, role) for role in roles])
+        yield envelope
+    if "P2" in ran:
+        judged = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
+        yield tempered(paired_level(comparison_of(judged)), envelope)
 
 
 def _run(certificate: Certificate, role: str) -> Run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from isotrain.parity.compare import Comparison
 from isotrain.parity.levels import Check, Level, State, not_run
 from isotrain.parity.statistics import Apart
@@ -28,6 +30,14 @@ def paired_level(comparison: Comparison) -> Level:
         named = [*apart, *(one.metric for one in comparison.broken)][0]
         return Level("P2", state, _parting(named, comparison.curves[named]), checks, _causes(comparison))
     return Level("P2", state, _together(worst, comparison.curves[worst], state), checks)
+
+
+def tempered(paired: Level, envelope: Level) -> Level:
+    """Some trainings part by rounding alone, the envelope's members too: then curves decide nothing."""
+    if paired.state != "different" or envelope.state != "same":
+        return paired
+    words = f"{paired.words}, as runs of the reference do among themselves"
+    return replace(paired, state="cannot tell", words=words, causes=())
 
 
 def _state(found: Apart) -> State:

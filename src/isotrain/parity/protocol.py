@@ -15,7 +15,7 @@ from isotrain.parity.levels import Level, not_run
 from isotrain.parity.obstacles import recipe_changes
 from isotrain.parity.operators import operators_level
 from isotrain.parity.outcome import outcome_level
-from isotrain.parity.paired import paired_level
+from isotrain.parity.paired import paired_level, tempered
 from isotrain.parity.run import Run
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
@@ -64,9 +64,9 @@ def paired_levels(comparison: Comparison, members: Sequence[Path], free_running:
         return
     around = [_member(reference, path) for path in members]
     yield layers_level(reference.path, candidate.path, members, dtype=_dtype(reference))
-    yield paired_level(comparison)
-    if members:
-        yield envelope_level(reference, candidate, around)
+    envelope = envelope_level(reference, candidate, around) if members else not_run("P3")
+    yield tempered(paired_level(comparison), envelope)
+    yield envelope
 
 
 def seed_levels(comparison: Comparison, pairs: Sequence[tuple[Path, Path]]) -> Iterator[Level]:
