@@ -24,8 +24,8 @@ def levels_again(certificate: Certificate) -> Iterator[Level]:
     envelope = not_run("P3")
     if "P3" in ran:
         roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
-        pair = (_run(certificate, role) for role in ("reference", "candidate"))
-        envelope = envelope_level(*pair, [_run(certificate, role) for role in roles])
+        reference, candidate = _run(certificate, "reference"), _run(certificate, "candidate")
+        envelope = envelope_level(reference, candidate, [_run(certificate, role) for role in roles])
         yield envelope
     if "P2" in ran:
         judged = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}

@@ -26,7 +26,7 @@ WINDOW = 5
 # Another device rounds otherwise from the first step on. In narrow types a changed last digit takes some
 # steps until it makes as much noise: what the members have by then counts from the start.
 EARLY = 10
-# Honest pairs reach 2.7, mutations begin at 12: benchmarks/parity_power.py.
+# Honest pairs reach 2.7, mutations in float32 begin at 12: benchmarks/parity_power.py.
 LIMIT = 6.0
 # Values come as float32 from the device: closer than some units of its last place is the same.
 _FLOOR = 8 * float(np.finfo(np.float32).eps)
