@@ -89,3 +89,11 @@ def test_noise_that_members_only_have_after_some_steps_is_allowed_from_the_first
     assert envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), members).state == "same"
     candidate[0] += 10 * NOISE
     assert envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), members).state == "different"
+
+
+def test_the_evidence_of_a_long_run_is_short() -> None:
+    long = falling(steps=100_000)
+    members = [run_of(loss=noisy(long, NOISE, seed)) for seed in range(3)]
+    found = envelope_level(run_of(loss=long), run_of(loss=long), members)
+    kept = found.evidence["envelope"]["train/loss"]
+    assert 1000 < len(kept["steps"]) == len(kept["low"]) == len(kept["high"]) <= 2000

@@ -28,6 +28,8 @@ WINDOW = 5
 EARLY = 10
 # Honest pairs reach 2.7, mutations in float32 begin at 12: benchmarks/parity_power.py.
 LIMIT = 6.0
+# Points of an envelope that are kept for pictures, of a run of any length.
+_SHOWN = 2000
 # Values come as float32 from the device: closer than some units of its last place is the same.
 _FLOOR = 8 * float(np.finfo(np.float32).eps)
 
@@ -81,11 +83,12 @@ def envelope_level(reference: Run, candidate: Run, members: Sequence[Run]) -> Le
         beyond = np.flatnonzero(ratio_S > LIMIT)
         if largest > worst[0]:
             worst = (largest, metric, int(steps_S[beyond[0]]) if len(beyond) else step)
+        thin = slice(None, None, -(-len(steps_S) // _SHOWN))
         evidence[metric] = {
-            "steps": steps_S.tolist(),
+            "steps": steps_S[thin].tolist(),
             # As differences from the reference, which is how they are drawn.
-            "low": (-LIMIT * around.width_S).tolist(),
-            "high": (LIMIT * around.width_S).tolist(),
+            "low": (-LIMIT * around.width_S[thin]).tolist(),
+            "high": (LIMIT * around.width_S[thin]).tolist(),
             "members": around.members,
         }
     if not checks:
