@@ -134,3 +134,10 @@ def test_json() -> None:
     told = compare(run(), run("b", shift=0.1)).as_json()
     assert told["comparable"] and told["curves"]["train/loss"]["signed_interval"]["low"] > 0
     assert {rule["passed"] for rule in told["published_rules"]} == {False, True}
+
+
+def test_a_replay_has_no_throughput_of_its_own() -> None:
+    """It did not sample: its speed beside that of a run which did says nothing."""
+    recorded, replayed = ({"rollout": {"replay": path, "n": 8}} for path in (None, "runs/here"))
+    assert compare(run(recipe=recorded), run("b", recipe=recorded)).speed
+    assert not compare(run(recipe=recorded), run("b", recipe=replayed)).speed

@@ -102,7 +102,7 @@ def _apart(metric: str, reference: Run, candidate: Run) -> Apart:
 
 def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
     name = next((name for name in SPEED if _both(name, reference, candidate)), None)
-    if name is None:
+    if name is None or _replays(reference) != _replays(candidate):
         return {}
     a, b = reference.metrics[name].values_S, candidate.metrics[name].values_S
     parts: dict[str, tuple[Numbers, Numbers]] = {
@@ -114,6 +114,12 @@ def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
         for what, (one, other) in parts.items()
         if len(one) and len(other) and (one > 0).all() and (other > 0).all()
     }
+
+
+def _replays(run: Run) -> bool:
+    """Whether a run trained on another's answers: it took no time to sample them."""
+    rollout = (run.recipe or {}).get("rollout")
+    return isinstance(rollout, dict) and rollout.get("replay") is not None
 
 
 def _described(run: Run) -> dict[str, Any]:

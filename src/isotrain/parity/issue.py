@@ -171,7 +171,7 @@ def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
         if metric in comparison.curves or metric in judged
     }
     speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
-    if speed is not None and all(np.isfinite(run.metrics[speed].values_S).all() for run in pair):
+    if comparison.speed and speed is not None:
         curves[speed] = _curve(speed, *pair, {})
     if not comparison.curves:
         raise CertificateError("no curve was compared: there is nothing to certify")
