@@ -45,8 +45,8 @@ def certify(
 ) -> None:
     """Train a recipe on two devices and certify that they agree, level by level.
 
-    The levels are run in their order and end at the first that fails: operators, layers, curves, envelope,
-    and with enough time seeds. The report is written into the working directory.
+    The levels are run in their order and end at the first that fails: operators, layers, curves with their
+    envelope, and with enough time seeds. The report is written into the working directory.
 
     Exit code 0: the same, and a certificate if --certificates is given; 1: different; 2: cannot tell.
 
