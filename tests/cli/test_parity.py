@@ -77,6 +77,23 @@ def test_curves_alone_may_leave_it_open_until_an_envelope_decides(tmp_path: Path
         assert result.exit_code == code, result.output
 
 
+def test_members_of_an_envelope_are_whole_runs_of_their_own(tmp_path: Path) -> None:
+    one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001)
+    whole = [log(tmp_path / f"m{n}.log", n * 1e-4) for n in range(1, 4)]
+
+    def told(*members: Path) -> Result:
+        return compare(one, other, *(word for member in members for word in ("--envelope", member)))
+
+    assert told(*whole).exit_code in (0, 1)
+    for members, words in (
+        ((*whole, log(tmp_path / "short.log", steps=3)), "is not there at each of the reference's steps"),
+        ((*whole, whole[0]), "names a run twice"),
+        ((*whole, one), "names a run twice, or the reference"),
+    ):
+        result = told(*members)
+        assert result.exit_code == 2 and words in result.output, result.output
+
+
 def test_the_report(tmp_path: Path) -> None:
     pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     result = compare(*pair, "--report", tmp_path / "report")
@@ -87,7 +104,7 @@ def test_the_report(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     one = log(tmp_path / "a.log")
     result = compare(one, tmp_path / "nowhere.log")
-    assert result.exit_code == 1 and "nowhere.log" in result.output and "Traceback" not in result.output
+    assert result.exit_code == 2 and "nowhere.log" in result.output and "Traceback" not in result.output
     assert "is neither" in compare(one, one, "--reference", "c").output
     assert "what can be allowed" in compare(one, one, "--allow", "nan").output
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from known_curves import falling, noisy, run_of
 
+from isotrain.errors import DataError
 from isotrain.parity.envelope import LIMIT, WINDOW, envelope, envelope_level
 
 NOISE = 1e-4
@@ -97,3 +98,13 @@ def test_the_evidence_of_a_long_run_is_short() -> None:
     found = envelope_level(run_of(loss=long), run_of(loss=long), members)
     kept = found.evidence["envelope"]["train/loss"]
     assert 1000 < len(kept["steps"]) == len(kept["low"]) == len(kept["high"]) <= 2000
+
+
+def test_what_is_no_number() -> None:
+    """Of the candidate it is as far away as can be, at its own step; of a member it is refused."""
+    broken = REFERENCE.copy()
+    broken[40] = np.nan
+    found = envelope_level(run_of(loss=REFERENCE), run_of(loss=broken), MEMBERS)
+    assert found.state == "different" and "at step 41" in found.words
+    with pytest.raises(DataError, match="is not a number"):
+        envelope_level(run_of(loss=REFERENCE), run_of(loss=REFERENCE), [*MEMBERS, run_of(loss=broken)])

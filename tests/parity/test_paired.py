@@ -66,3 +66,11 @@ def test_a_training_that_rounding_alone_pulls_apart() -> None:
     calm = [run_of(loss=noisy(REFERENCE, 1e-6, seed)) for seed in range(3)]
     outside = envelope_level(run_of(loss=REFERENCE), run_of(loss=candidate), calm)
     assert tempered(level(candidate), outside).state == "different"
+
+
+def test_curves_that_the_envelope_did_not_look_at_keep_their_word() -> None:
+    envelope = envelope_level(
+        run_of(x_loss=REFERENCE), run_of(x_loss=REFERENCE), [run_of(x_loss=REFERENCE)] * 3
+    )
+    assert envelope.state == "same"
+    assert tempered(level(REFERENCE + 0.5), envelope).state == "different"

@@ -231,8 +231,18 @@ def test_levels_and_their_evidence(tmp_path: Path) -> None:
         }
         for name, r in (("aten.add", 1.0), ("aten.mm", 7.25), ("aten.exp", None))
     ]
+    one_sided = {"operator": "aten.topk", "shapes": "[3]", "missing in": "reference"}
     found = verdict(
-        Level("P0", "same", "all round alike", evidence={"operators": operators, "missing": ["aten.topk"]}),
+        Level(
+            "P0",
+            "same",
+            "all round alike",
+            evidence={
+                "operators": operators,
+                "missing": [one_sided],
+                "no_oracle": {"candidate": ["aten.sort"]},
+            },
+        ),
         Level(
             "P1",
             "different",
@@ -246,7 +256,8 @@ def test_levels_and_their_evidence(tmp_path: Path) -> None:
     text = " ".join("".join(Page(html).text).split())
     assert all(question.partition(": ")[2] in text for question in LEVELS.values())
     assert html.count('<span class="chip not-run">not run</span>') == 4
-    assert html.index("aten.mm") < html.index("aten.add") < html.index("aten.exp") and "aten.topk" in html
+    assert html.index("aten.mm") < html.index("aten.add") < html.index("aten.exp") and "aten.sort" in html
+    assert "aten.topk [3] (not in the reference)" in html
     assert "The first that differs: layers.4 (gradient, step 1)." in text and "an epsilon" in text
     assert "<td>loss</td><td>0.5</td><td>0.25</td>" in html
     assert (tmp_path / "plots" / "layers-gradient.png").is_file()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from known_curves import falling, run_of
@@ -10,7 +12,7 @@ from isotrain.errors import RecipeError
 from isotrain.parity.budget import plan, seconds_of
 from isotrain.parity.equivalence import equivalence_level, tost
 from isotrain.parity.outcome import interquartile_mean, outcome_level
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, Series
 
 
 def pairs(seeds: int, shift: float, own_noise: float) -> list[tuple[Run, Run]]:
@@ -62,7 +64,29 @@ def test_scores() -> None:
     assert outcome_level(with_scores(scores, scores)).state == "same"
     assert outcome_level(with_scores(scores, [s - 0.1 for s in scores])).state == "different"
     assert outcome_level(with_scores(scores, scores[::-1])).state == "cannot tell"
+    assert outcome_level(with_scores([1.0] * 4, [0.6] * 4)).state == "different"
+    assert outcome_level(with_scores([1.0] * 4, [1.0] * 4)).state == "same"
+    assert outcome_level(with_scores(scores, [*scores[:4], np.nan])).state == "different"
     assert outcome_level(pairs(5, 0.0, 0.0)).state == "not run"  # no validation
+
+
+def test_one_slice_that_is_worse_decides() -> None:
+    """Over all slices the interquartile mean would leave it out."""
+    draw = np.random.default_rng(3)
+    pairs = []
+    for _ in range(6):
+        metrics = [
+            {f"val-core/{n}/reward/mean@1": x for n, x in enumerate(0.5 + 0.01 * draw.normal(size=5))}
+        ] * 2
+        worse = {**metrics[1], "val-core/2/reward/mean@1": metrics[1]["val-core/2/reward/mean@1"] - 0.1}
+        pairs.append(tuple(_with_metrics(m) for m in (metrics[0], worse)))
+    found = outcome_level(pairs)  # type: ignore[arg-type]
+    assert found.state == "different" and "val-core/2/" in found.words
+
+
+def _with_metrics(values: dict[str, float]) -> Run:
+    made = {name: Series(np.array([1]), np.array([value])) for name, value in values.items()}
+    return Run(Path("run"), "test", made)
 
 
 def test_one_failed_seed_does_not_decide_the_interquartile_mean() -> None:
@@ -84,11 +108,12 @@ def test_the_envelope_comes_before_seeds() -> None:
     assert (plan(25, 10, 10).members, plan(25, 10, 10).seeds) == (0, 0)
     assert (plan(45, 10, 10).members, plan(45, 10, 10).seeds) == (4, 0)
     assert (plan(150, 10, 10).members, plan(150, 10, 10).seeds) == (8, 3)
+    assert plan(125, 10, 10).seeds == 2  # with the compared pair there are three
     assert plan(150, 10, 10, envelope=False).members == 0
     assert plan(10_000, 10, 10).seconds <= 10_000
 
 
 def test_a_plan_says_what_it_buys() -> None:
     told = " ".join(plan(150, 10, 10).words())
-    assert "8 members" in told and "3 seeds" in told
-    assert "not enough time" in " ".join(plan(5, 10, 10).words())
+    assert "8 members" in told and "4 seeds" in told
+    assert "no envelope" in " ".join(plan(5, 10, 10).words())

@@ -41,7 +41,8 @@ class CleanErrors(TyperGroup):
             return super().invoke(ctx)
         except IsotrainError as error:
             _say(f"error: {error}")
-            raise typer.Exit(1) from None
+            # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
+            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package in ("", "isotrain"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -79,13 +79,18 @@ def compare(
         raise DataError(f"--reference {reference}: is neither {first} nor {second}")
     one, other = (second, first) if reference == second else (first, second)
     companions = Companions(envelope or [])
-    tell(verdict_on(one, other, companions, metrics=metric or [], allow=allow or []), report, as_json)
+    verdict = verdict_on(one, other, companions, metrics=metric or [], allow=allow or [])
+    tell(verdict, report, as_json)
+    raise typer.Exit(verdict.exit_code)
 
 
-def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> NoReturn:
-    """A verdict on the screen, and in a directory if one is given; ends with its exit code."""
+def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
+    """A verdict on the screen, and in a directory if one is given."""
     if as_json:
-        typer.echo(json.dumps(verdict.as_json(), indent=2, ensure_ascii=False))
+        from isotrain.parity.canonical import plain
+
+        # Statistics of hostile numbers may overflow, and JSON has no word for that.
+        typer.echo(json.dumps(plain(verdict.as_json()), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         show(verdict)
     if report is not None:
@@ -94,7 +99,6 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> NoRetu
 
         write_report(verdict, report, power=load_power())
         typer.echo(f"wrote {report / 'report.html'}", err=as_json)
-    raise typer.Exit(verdict.exit_code)
 
 
 def show(verdict: Verdict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,6 +62,8 @@ def certify(
     from isotrain.parity.certify import Protocol
     from isotrain.parity.certify import certify as run_protocol
     from isotrain.parity.children import Children, Side
+    from isotrain.parity.envelope import FEWEST_MEMBERS
+    from isotrain.parity.equivalence import FEWEST_SEEDS
     from isotrain.recipe import library
     from isotrain.recipe.load import parse_recipe, read_source
 
@@ -71,6 +74,11 @@ def certify(
         Side(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
         for chosen in map(backend, labels)
     ]
+    if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_SEEDS - 1:
+        raise RecipeError(
+            f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, equivalence {FEWEST_SEEDS - 1} "
+            "further seeds; give as many, or 0"
+        )
     path = library.locate(recipe)
     checked = parse_recipe(read_source(path), str(path), overrides or [])
     online = checked.rollout is not None
@@ -86,13 +94,14 @@ def certify(
         seed=checked.seed,
     )
     found = run_protocol(children, sides[0], sides[1], protocol, _say)
+    tell(found.verdict, work / "report")
     if certificates is not None and found.verdict.outcome == "same":
         from isotrain.parity.certificate import write_certificate
 
         kind = "free-running" if free else "replayed" if online else "paired"
         certificate = _certificate(found, checked, (labels[0], labels[1]), kind)
         _say(f"wrote {write_certificate(certificates, certificate)}")
-    tell(found.verdict, work / "report")
+    raise typer.Exit(found.verdict.exit_code)
 
 
 def _say(line: str) -> None:
@@ -125,8 +134,27 @@ def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind
         labels=(named[0], named[1]),
         simulated=simulated,
         envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.members, start=1)},
+        inputs=_other_inputs(found),
         power=power,
     )
+
+
+def _other_inputs(found: Certified) -> dict[str, str]:
+    """Digests of what the levels read besides curves: probes of all runs, and runs of other seeds."""
+    from isotrain.parity.sources.read import read_run
+
+    comparison, companions = found.verdict.comparison, found.companions
+    runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
+    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.members, start=1)}
+    digests = {
+        f"{role}/probe/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()
+        for role, path in runs.items()
+        for file in sorted((path / "probe").glob("*"))
+    }
+    for number, pair in enumerate(companions.pairs, start=1):
+        for side, path in zip("ab", pair, strict=True):
+            digests |= {f"seed-{number}-{side}/{n}": sha for n, sha in read_run(path).sha256.items()}
+    return digests
 
 
 def _subject(recipe: Recipe, kind: str) -> Subject:

@@ -17,9 +17,6 @@ from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import load_resolved, parse_recipe, read_source, resolved
 from isotrain.recipe.online import OnlineSection
 
-# Enough to see rounding grow from one update to the next.
-_PROBED_STEPS = 3
-
 
 def record(
     recipe: Annotated[
@@ -41,8 +38,10 @@ def record(
 
         isotrain parity record tiny-grpo output=runs/here
     """
+    from isotrain.parity.certify import PROBED
+
     path = library.locate(recipe)
-    source, changed = read_source(path), [f"observe.probe={_PROBED_STEPS}", *(overrides or [])]
+    source, changed = read_source(path), [*PROBED, *(overrides or [])]
     if isinstance(parse_recipe(source, str(path), changed).algorithm, OnlineSection):
         changed.append("rollout.record=true")
     checked = parse_recipe(source, str(path), changed)

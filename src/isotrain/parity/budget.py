@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from isotrain.errors import RecipeError
 from isotrain.parity.envelope import FEWEST_MEMBERS, LIMIT
-from isotrain.parity.equivalence import FEWEST_SEEDS, MARGIN
+from isotrain.parity.equivalence import FEWEST_SEEDS, MARGIN, quantile
 
 MOST_MEMBERS, MOST_SEEDS = 8, 10
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -40,16 +40,16 @@ class Plan:
                 f"lasting difference of {LIMIT:g} widths is found"
             )
         else:
-            lines.append("P3: not enough time; curves alone miss small mistakes (see the power table)")
+            lines.append("P3: no envelope; curves alone miss small mistakes (see the power table)")
         if self.seeds:
-            # Two one-sided tests succeed in 4 of 5 cases where the seeds' differences spread so much.
-            spread = MARGIN * math.sqrt(self.seeds) / (1.75 + 0.85)
+            seeds = self.seeds + 1  # the pair that is compared counts as well
+            spread = MARGIN * math.sqrt(seeds) / (quantile(seeds) + 1.28)
             lines.append(
-                f"P4, P5: {self.seeds} seeds; likely to be decided where a pair of runs differs by less "
-                f"than {spread:.1f} of what a seed changes"
+                f"P4, P5: {seeds} seeds; can be decided where a pair of runs differs by less than about "
+                f"{spread:.1f} of what a seed changes"
             )
         else:
-            lines.append("P4, P5: not enough time for seeds")
+            lines.append("P4, P5: no seeds")
         return lines
 
 
@@ -61,6 +61,6 @@ def plan(left: float, reference_seconds: float, candidate_seconds: float, *, env
     left -= members * reference_seconds
     pair = reference_seconds + candidate_seconds
     seeds = min(MOST_SEEDS, int(left / pair))
-    if seeds < FEWEST_SEEDS:
+    if seeds + 1 < FEWEST_SEEDS:
         seeds = 0
     return Plan(members, seeds, members * reference_seconds + seeds * pair)

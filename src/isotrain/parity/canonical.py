@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,3 +58,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
+
+
+def plain(value: Any) -> Any:
+    """The same in words that every JSON reader knows; numbers that are not finite as in metrics.jsonl."""
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, str | int):
+        return value
+    # Of numpy, its numbers and arrays; of all else, such as paths, the text.
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from isotrain.parity.children import Children, Finished, Side
 from isotrain.parity.protocol import Companions, verdict_on
 from isotrain.parity.verdict import Verdict
 
-PROBED_STEPS = 3
-_PROBED = (f"observe.probe={PROBED_STEPS}", "observe.operators=true")
+# Enough to see rounding grow from one update to the next.
+_STEPS = "observe.probe=3"
+PROBED = (_STEPS, "observe.operators=true")
+"""What a run needs so that its layers and operators can be compared."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ def certify(
     children: Children, reference: Side, candidate: Side, protocol: Protocol, tell: Callable[[str], None]
 ) -> Certified:
     """Run and judge, the cheapest level first."""
-    recorded = (*_PROBED, "rollout.record=true") if protocol.replays else _PROBED
+    recorded = (*PROBED, "rollout.record=true") if protocol.replays else PROBED
     one = children.train("reference", reference, recorded, why="P0 to P2")
-    forced = (f"rollout.replay={one.path}",) if protocol.replays else ()
-    other = children.train("candidate", candidate, (*_PROBED, *forced), why="P0 to P2")
+    forced = _replay_of(one) if protocol.replays else ()
+    other = children.train("candidate", candidate, (*PROBED, *forced), why="P0 to P2")
 
     def verdict(companions: Companions) -> Verdict:
         return verdict_on(one.path, other.path, companions, free_running=protocol.free_running)
@@ -62,7 +65,7 @@ def certify(
         children.train(
             f"member-{number}",
             reference,
-            (f"model.jitter={number}", f"observe.probe={PROBED_STEPS}", *forced),
+            (f"model.jitter={number}", _STEPS, *forced),
             why=f"P3, member {number} of {chosen.members}",
         ).path
         for number in range(1, chosen.members + 1)
@@ -73,6 +76,10 @@ def certify(
         return Certified(found, companions)
     companions = Companions(members, _pairs(children, reference, candidate, protocol, chosen.seeds))
     return Certified(verdict(companions), companions)
+
+
+def _replay_of(run: Finished) -> tuple[str, ...]:
+    return (f"rollout.replay={json.dumps(str(run.path))}",)
 
 
 def _plan(protocol: Protocol, one: Finished, other: Finished) -> Plan:
@@ -91,7 +98,7 @@ def _pairs(
         settings, why = (f"seed={protocol.seed + number}",), f"P4, seed {number} of {seeds}"
         records = ("rollout.record=true",) if protocol.replays else ()
         one = children.train(f"seed-{number}-a", reference, (*settings, *records), why=why)
-        forced = (f"rollout.replay={one.path}",) if protocol.replays else ()
+        forced = _replay_of(one) if protocol.replays else ()
         other = children.train(f"seed-{number}-b", candidate, (*settings, *forced), why=why)
         pairs.append((one.path, other.path))
     return pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from isotrain.errors import LaunchError
+from isotrain.observe.run_directory import write_atomically
 
 _LAST_WORDS = 12
 
@@ -42,17 +45,28 @@ class Children:
 
     def train(self, name: str, side: Side, settings: Sequence[str] = (), *, why: str) -> Finished:
         """One run of the recipe; what was finished before is not run again."""
-        output, log = self.work / name, self.work / f"{name}.log"
-        self.tell(f"{why}: {self.recipe} on {side.label}")
-        command = [
-            *(sys.executable, "-m", "isotrain", "train", self.recipe),
-            *self.settings,
-            *side.settings,
-            *settings,
-            f"output={output}",
-        ]
-        started = time.monotonic()
+        output, log, note = (self.work / f"{name}{ending}" for ending in ("", ".log", ".json"))
         self.work.mkdir(parents=True, exist_ok=True)
+        changes = [*self.settings, *side.settings, *settings]
+        how = {
+            "recipe": self.recipe,
+            "settings": changes,
+            "label": side.label,
+            "variables": {**side.variables},
+        }
+        before = _read(note) if output.exists() else {}
+        if before and {key: before.get(key) for key in how} != how:
+            # A finished run would otherwise be taken for one of another device.
+            raise LaunchError(f"{output} was run in another way (see {note}); choose another --work")
+        self.tell(f"{why}: {Path(self.recipe).stem} on {side.label}")
+        begun = time.monotonic()
+        self._run(name, side, [*changes, f"output={json.dumps(str(output))}"], log)
+        spent = time.monotonic() - begun + float(before.get("seconds", 0.0))
+        write_atomically(note, json.dumps({**how, "seconds": spent}, indent=1) + "\n")
+        return Finished(output, spent)
+
+    def _run(self, name: str, side: Side, settings: Sequence[str], log: Path) -> None:
+        command = [sys.executable, "-m", "isotrain", "train", self.recipe, *settings]
         with log.open("wb") as file:
             try:
                 done = subprocess.run(
@@ -68,4 +82,12 @@ class Children:
         if done.returncode:
             said = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
             raise LaunchError(f"{name} on {side.label} failed (all of it in {log}):\n" + "\n".join(said))
-        return Finished(output, time.monotonic() - started)
+
+
+def _read(note: Path) -> dict[str, Any]:
+    """How an earlier run of that name was made; nothing is known of one without a note."""
+    try:
+        content = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.errors import DataError
 from isotrain.parity.levels import Check, Level, not_run
 from isotrain.parity.run import Numbers, Run
 
@@ -73,8 +74,13 @@ def envelope_level(reference: Run, candidate: Run, members: Sequence[Run]) -> Le
         steps_S, (reference_S, values_S, *members_MS) = common(metric, [reference, candidate, *members])
         if not len(steps_S):
             continue
+        if not all(np.isfinite(own_S).all() for own_S in (reference_S, *members_MS)):
+            raise DataError(
+                f"'{metric}' of the reference or of a member of its envelope is not a number somewhere"
+            )
         around = envelope(steps_S, reference_S, members_MS)
         ratio_S = around.ratio(values_S)
+        ratio_S = np.where(np.isfinite(ratio_S), ratio_S, np.inf)
         top = int(np.argmax(ratio_S))
         largest, step = float(ratio_S[top]), int(steps_S[top])
         checks.append(

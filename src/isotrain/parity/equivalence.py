@@ -44,11 +44,15 @@ class Tost:
         return "different" if abs(self.mean) - self.half > self.margin else "cannot tell"
 
 
+def quantile(seeds: int) -> float:
+    """Of a mean over so many seeds, one-sided 95 %."""
+    return _T[seeds - 2] if seeds - 2 < len(_T) else _NORMAL
+
+
 def tost(difference_K: Numbers, spread: float) -> Tost:
     """`spread` is the standard deviation over seeds of the reference's outcome."""
     seeds = len(difference_K)
-    quantile = _T[seeds - 2] if seeds - 2 < len(_T) else _NORMAL
-    half = quantile * float(difference_K.std(ddof=1)) / math.sqrt(seeds)
+    half = quantile(seeds) * float(difference_K.std(ddof=1)) / math.sqrt(seeds)
     return Tost(float(difference_K.mean()), half, MARGIN * spread)
 
 
@@ -63,6 +67,8 @@ def equivalence_level(pairs: Sequence[tuple[Run, Run]]) -> Level:
     checks, rows, states = [], [], list[State]()
     for metric in metrics:
         ends = [_ends(metric, *pair) for pair in pairs]
+        if not np.isfinite(ends).all():
+            return Level("P4", "different", f"'{metric}' is not a number at the end of a run")
         reference_K = np.array([end for end, _ in ends])
         difference_K = np.array([end for _, end in ends]) - reference_K
         found = tost(difference_K, float(reference_K.std(ddof=1)))

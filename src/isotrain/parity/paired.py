@@ -27,14 +27,20 @@ def paired_level(comparison: Comparison) -> Level:
     worst = max(comparison.curves, key=lambda name: comparison.curves[name].share_of_flat or 0.0)
     if state == "different":
         apart = [name for name, found in states.items() if found == "different"]
-        named = [*apart, *(one.metric for one in comparison.broken)][0]
-        return Level("P2", state, _parting(named, comparison.curves[named]), checks, _causes(comparison))
+        apart = list(dict.fromkeys([*apart, *(one.metric for one in comparison.broken)]))
+        first = comparison.curves[apart[0]]
+        return Level("P2", state, _parting(apart[0], first), checks, _causes(first), {"apart": apart})
     return Level("P2", state, _together(worst, comparison.curves[worst], state), checks)
 
 
 def tempered(paired: Level, envelope: Level) -> Level:
-    """Some trainings part by rounding alone, the envelope's members too: then curves decide nothing."""
+    """Some trainings part by rounding alone, the envelope's members too: then curves decide nothing.
+
+    Of metrics that the envelope has not looked at, the curves' word stands.
+    """
     if paired.state != "different" or envelope.state != "same":
+        return paired
+    if not set(paired.evidence["apart"]) <= set(envelope.evidence["envelope"]):
         return paired
     words = f"{paired.words}, as runs of the reference do among themselves"
     return replace(paired, state="cannot tell", words=words, causes=())
@@ -87,11 +93,12 @@ def _parting(name: str, found: Apart) -> str:
     return f"the curves of {name}{where} ({how})"
 
 
-def _causes(comparison: Comparison) -> tuple[str, ...]:
-    """By what the loss does: data decides where single steps lie, everything else how fast it falls."""
-    found = next(iter(comparison.curves.values()))
-    if (found.change_correlation or 0.0) < 0.5:
+def _causes(found: Apart) -> tuple[str, ...]:
+    """By what the curve does: data decides where single steps lie, everything else how fast it falls."""
+    if found.change_correlation is None:
+        return ()
+    if found.change_correlation < 0.5:
         return ("other data, or another order of it",)
-    if found.steps > 1 and abs(found.first) > 10 * abs(found.signed_mean - found.first):
+    if abs(found.first) > 10 * abs(found.signed_mean - found.first):
         return ("the loss itself: its mask, its scale or the model's layers, wrong from the first step",)
     return ("the update: learning rate, optimizer or gradient scaling",)

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from isotrain.errors import DataError
 from isotrain.parity.compare import Comparison, compare
-from isotrain.parity.envelope import envelope_level
+from isotrain.parity.envelope import envelope_level, followed
 from isotrain.parity.equivalence import equivalence_level
 from isotrain.parity.layers import layers_level
 from isotrain.parity.levels import Level, not_run
@@ -62,7 +64,7 @@ def paired_levels(comparison: Comparison, members: Sequence[Path], free_running:
     if free_running:
         yield from (not_run(name, _FREE_RUNNING) for name in ("P1", "P2", "P3"))
         return
-    around = [_member(reference, path) for path in members]
+    around = _members(reference, members)
     yield layers_level(reference.path, candidate.path, members, dtype=_dtype(reference))
     envelope = envelope_level(reference, candidate, around) if members else not_run("P3")
     yield tempered(paired_level(comparison), envelope)
@@ -79,14 +81,28 @@ def seed_levels(comparison: Comparison, pairs: Sequence[tuple[Path, Path]]) -> I
     yield outcome_level(everything)
 
 
+def _members(reference: Run, paths: Sequence[Path]) -> list[Run]:
+    if len({path.resolve() for path in (reference.path, *paths)}) <= len(paths):
+        raise DataError(
+            "the envelope names a run twice, or the reference itself: its members are further runs"
+        )
+    return [_member(reference, path) for path in paths]
+
+
 def _member(reference: Run, path: Path) -> Run:
+    """A run that may only differ from the reference in the last digits that it began with."""
     member = read_run(path)
     other = [line for line in recipe_changes(reference, member) if not line.startswith(_JITTER)]
+    other += [f"data.{k}" for k, v in reference.data.items() if member.data.get(k, v) != v]
+    for metric in followed([reference]):
+        there = member.metrics.get(metric)
+        if there is None or not np.array_equal(there.steps_S, reference.metrics[metric].steps_S):
+            other.append(f"'{metric}' is not there at each of the reference's steps")
     if other:
         raise DataError(f"{path}: is no member of the reference's envelope: {'; '.join(other)}")
     return member
 
 
 def _dtype(run: Run) -> str:
-    model = (run.recipe or {}).get("model") or {}
-    return str(model.get("dtype", "bfloat16"))
+    model = (run.recipe or {}).get("model")
+    return str(model.get("dtype", "bfloat16")) if isinstance(model, dict) else "bfloat16"

@@ -92,9 +92,19 @@ def operators(level: Level) -> list[Operator]:
     return sorted(found, key=lambda one: -_badness(one.ratio))
 
 
-def missing_operators(level: Level) -> list[str]:
-    found = level.evidence.get("missing")
-    return [str(name) for name in found] if isinstance(found, list | tuple) else []
+def one_sided_operators(level: Level) -> list[str]:
+    """Calls that only one of the runs makes."""
+    return [
+        f"{row.get('operator', '?')} {row.get('shapes', '')} (not in the {row.get('missing in', 'other')})"
+        for row in _objects(level.evidence.get("missing"))
+    ]
+
+
+def without_oracle(level: Level) -> list[str]:
+    """Operators that have no float64 to be compared with."""
+    sides = level.evidence.get("no_oracle")
+    names = [name for own in sides.values() for name in own] if isinstance(sides, dict) else []
+    return list(dict.fromkeys(map(str, names)))
 
 
 def envelope(level: Level, metric: str) -> Envelope | None:

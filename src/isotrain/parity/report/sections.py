@@ -66,7 +66,7 @@ def _folded(what: str, columns: tuple[str, ...] | list[str], rows: list[list[obj
 
 
 def _operators(level: Level) -> list[Markup]:
-    found, missing = evidence.operators(level), evidence.missing_operators(level)
+    found = evidence.operators(level)
     parts: list[Markup] = []
     if found:
         columns = ["operator", "shapes", "type", "candidate's error / reference's"]
@@ -79,9 +79,13 @@ def _operators(level: Level) -> list[Markup]:
             [one.name, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in found
         ]
         parts.append(_folded("operators, the worst first", columns + sides, rows))
-    if missing:
-        parts.append(element("p", f"Not measured: {len(missing):,} operators"))
-        parts.append(bullets(missing, _OPEN_ROWS))
+    for title, names in (
+        ("Called by one of the runs only", evidence.one_sided_operators(level)),
+        ("Without a float64 to be compared with", evidence.without_oracle(level)),
+    ):
+        if names:
+            parts.append(element("p", f"{title}: {len(names):,}"))
+            parts.append(bullets(names, _OPEN_ROWS))
     return parts
 
 

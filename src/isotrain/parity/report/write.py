@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 from isotrain import __version__
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import write_atomically
+from isotrain.parity.canonical import plain
 from isotrain.parity.power import Power
 from isotrain.parity.report.page import page
 from isotrain.parity.report.row import markdown_row
@@ -36,7 +35,7 @@ def write_report(verdict: Verdict, directory: Path, *, power: Power | None) -> N
             **verdict.as_json(),
             "power": None if power is None else power.as_json(),
         }
-        as_text = json.dumps(_strict(content), indent=2, allow_nan=False) + "\n"
+        as_text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
         pictures = draw(verdict)
         more = max(0, len(metrics_shown(verdict)) - MOST_METRICS)
         html, row = page(verdict, pictures, more, power, date), markdown_row(verdict, date)
@@ -65,17 +64,3 @@ def _check(directory: Path) -> None:
         raise DataError(
             f"{directory}: is not empty, and holds no {VERDICT} of an earlier report; choose another"
         )
-
-
-def _strict(value: Any) -> Any:
-    """The same in words that every JSON reader knows; numbers that are not finite as in metrics.jsonl."""
-    if isinstance(value, dict):
-        return {str(key): _strict(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if value is None or isinstance(value, str | int):
-        return value
-    # Of numpy, its numbers and arrays; of all else, such as paths, the text.
-    return _strict(value.tolist()) if hasattr(value, "tolist") else str(value)

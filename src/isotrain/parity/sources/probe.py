@@ -78,7 +78,9 @@ def read_probe(run: Path) -> dict[int, Update]:
     updates = {}
     for step in sorted(files):
         by_rank = files[step]
-        if sorted(by_rank) != list(range(by_rank[min(by_rank)].ranks)):
+        # Their number first: a file may claim any.
+        whole = len(by_rank) == by_rank[min(by_rank)].ranks
+        if not whole or sorted(by_rank) != list(range(len(by_rank))):
             break  # the run was ended while it wrote, or a machine's files were not copied
         updates[step] = _joined([by_rank[rank] for rank in sorted(by_rank)], run)
     return updates
