@@ -52,7 +52,7 @@ def test_signed(tmp_path: Path) -> None:
     result = parity("verify", path, "--allowed-signers", signers)
     assert result.exit_code == 1 and "WRONG  signature" in result.output
     result = parity("sign", path, "--key", key)
-    assert result.exit_code == 1 and "delete it to sign again" in result.output
+    assert result.exit_code == 2 and "delete it to sign again" in result.output
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

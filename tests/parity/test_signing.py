@@ -147,5 +147,5 @@ def test_a_passphrase_without_a_terminal(tmp_path: Path, certificate: Path) -> N
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, start_new_session=True, env=environment
     )
-    assert done.returncode == 1 and "passphrase" in done.stderr and "ssh-add" in done.stderr, done.stderr
+    assert done.returncode == 2 and "passphrase" in done.stderr and "ssh-add" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not signature_path(certificate).exists()

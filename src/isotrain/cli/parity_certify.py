@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from isotrain.parity.certificate import Certificate, Subject
     from isotrain.parity.certify import Certified
+    from isotrain.parity.children import Side
     from isotrain.recipe.schema import Recipe
 
 # A run that takes longer than this is not waited for in one command.
@@ -56,29 +57,16 @@ def certify(
         isotrain parity certify tiny-sft --devices cpu-avx2,cpu --work work/parity --budget 10m
     """
     from isotrain.cli.parity import tell
-    from isotrain.device.backends import backend
     from isotrain.errors import RecipeError
     from isotrain.parity.budget import seconds_of
     from isotrain.parity.certify import Protocol
     from isotrain.parity.certify import certify as run_protocol
-    from isotrain.parity.children import Children, Side
-    from isotrain.parity.envelope import FEWEST_MEMBERS
-    from isotrain.parity.equivalence import FEWEST_SEEDS
+    from isotrain.parity.children import Children
     from isotrain.recipe import library
     from isotrain.recipe.load import parse_recipe, read_source
 
-    labels = [label.strip() for label in devices.split(",")]
-    if len(labels) != 2:
-        raise RecipeError(f"--devices {devices}: give two, the reference first, such as cpu-avx2,cpu")
-    sides = [
-        Side(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
-        for chosen in map(backend, labels)
-    ]
-    if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_SEEDS - 1:
-        raise RecipeError(
-            f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, equivalence {FEWEST_SEEDS - 1} "
-            "further seeds; give as many, or 0"
-        )
+    reference, candidate = _sides(devices)
+    _check_counts(members, seeds)
     path = library.locate(recipe)
     checked = parse_recipe(read_source(path), str(path), overrides or [])
     online = checked.rollout is not None
@@ -93,15 +81,43 @@ def certify(
         seeds=seeds,
         seed=checked.seed,
     )
-    found = run_protocol(children, sides[0], sides[1], protocol, _say)
+    found = run_protocol(children, reference, candidate, protocol, _say)
     tell(found.verdict, work / "report")
     if certificates is not None and found.verdict.outcome == "same":
         from isotrain.parity.certificate import write_certificate
 
         kind = "free-running" if free else "replayed" if online else "paired"
-        certificate = _certificate(found, checked, (labels[0], labels[1]), kind)
+        certificate = _certificate(found, checked, (reference.label, candidate.label), kind)
         _say(f"wrote {write_certificate(certificates, certificate)}")
     raise typer.Exit(found.verdict.exit_code)
+
+
+def _sides(devices: str) -> tuple[Side, Side]:
+    from isotrain.device.backends import backend
+    from isotrain.errors import RecipeError
+    from isotrain.parity.children import Side
+
+    labels = [label.strip() for label in devices.split(",")]
+    if len(labels) != 2:
+        raise RecipeError(f"--devices {devices}: give two, the reference first, such as cpu-avx2,cpu")
+    first, second = (
+        Side(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
+        for chosen in map(backend, labels)
+    )
+    return first, second
+
+
+def _check_counts(members: int, seeds: int) -> None:
+    """Before anything is run for nothing."""
+    from isotrain.errors import RecipeError
+    from isotrain.parity.envelope import FEWEST_MEMBERS
+    from isotrain.parity.equivalence import FEWEST_SEEDS
+
+    if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_SEEDS - 1:
+        raise RecipeError(
+            f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, equivalence {FEWEST_SEEDS - 1} "
+            "further seeds; give as many, or 0"
+        )
 
 
 def _say(line: str) -> None:
