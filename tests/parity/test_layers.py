@@ -352,6 +352,11 @@ def test_hostile_files(reference: Path, copied: Path, change: Any, message: str)
         layers_level(reference, copied, dtype="float32")
 
 
+def test_a_claim_of_endless_ranks(reference: Path, copied: Path) -> None:
+    rewrite(copied, lambda tensors, metadata: metadata.update(ranks=str(10**10)))
+    assert layers_level(reference, copied, dtype="float32").state == "not run"
+
+
 def test_files_that_are_none(reference: Path, copied: Path, tmp_path: Path) -> None:
     path = copied / "probe" / FIRST
     whole = path.read_bytes()
