@@ -14,6 +14,7 @@ from isotrain.errors import CertificateError, DataError
 from isotrain.parity import certificate as certificates
 from isotrain.parity.canonical import canonical, digest_of
 from isotrain.parity.certificate import CertifiedModel, Subject, read_certificate, write_certificate
+from isotrain.parity.figures import first_of
 from isotrain.parity.issue import certificate_of, portable, side_of
 from isotrain.parity.sources.read import read_run
 
@@ -299,3 +300,9 @@ def test_any_depth_ends_in_a_certificate_or_an_error(tmp_path: Path, text: str) 
         except DataError:
             pass
     assert 0 < read < 20
+
+
+def test_a_policys_loss_stands_for_the_training() -> None:
+    assert first_of("loss", ["critic/vf_loss", "actor/kl_loss", "actor/pg_loss"]) == "actor/pg_loss"
+    assert first_of("loss", ["train/loss", "val/loss"]) == "train/loss"
+    assert first_of("reward", ["train/loss"]) is None

@@ -26,8 +26,10 @@ def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
 
 
 def first_of(kind: Kind, metrics: Iterable[str]) -> str | None:
-    """The metric that stands for a kind: the first, in the order in which runs record them."""
-    return next((metric for metric in metrics if kind_of(metric) == kind), None)
+    """The metric that stands for a kind: a policy's loss before a critic's, then as runs record them."""
+    found = [metric for metric in metrics if kind_of(metric) == kind]
+    of_policy = [metric for metric in found if metric.endswith(("pg_loss", "policy_loss"))]
+    return next(iter(of_policy or found), None)
 
 
 def figures_of(comparison: Comparison, loss_metric: str | None, reward_metric: str | None) -> Figures:
