@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from isotrain.parity.anchors import anchors
-from isotrain.parity.layers import layers_level
 from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.isotrain_run import read_isotrain_run
 from isotrain.trainers import supervised
 from judged_runs import judged_recipe, write_judged
+from probed_runs import layers_level
 
 
 def run_of(metrics: dict[str, float], algorithm: dict[str, Any], **recipe: Any) -> Run:

@@ -16,9 +16,9 @@ from safetensors.torch import save_file as save_tensors
 
 from isotrain.engine.engine import TrainingEngine
 from isotrain.errors import DataError
-from isotrain.parity.layers import layers_level
 from isotrain.parity.levels import Level
 from isotrain.trainers import supervised
+from probed_runs import layers_level
 from support import run_cli, tiny_recipe, write_recipe
 
 Tamper = Callable[[TrainingEngine], None]

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import isotrain
+from isotrain.cli.arguments import RecipeName
 from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
 from isotrain.cli.parity import app as parity
@@ -83,12 +84,7 @@ app.add_typer(parity, name="parity")
 
 @app.command()
 def preview(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."
-        ),
-    ],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -127,7 +126,7 @@ def _say(line: str) -> None:
 def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind: str) -> Certificate:
     from isotrain.parity.canonical import digest_of
     from isotrain.parity.certificate import Power
-    from isotrain.parity.issue import certificate_of, is_simulated
+    from isotrain.parity.issue import certificate_of, is_simulated, other_inputs
     from isotrain.parity.power import load_power
     from isotrain.parity.sources.read import read_run
 
@@ -150,27 +149,9 @@ def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind
         labels=(named[0], named[1]),
         simulated=simulated,
         envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.members, start=1)},
-        inputs=_other_inputs(found),
+        inputs=other_inputs(comparison, found.companions),
         power=power,
     )
-
-
-def _other_inputs(found: Certified) -> dict[str, str]:
-    """Digests of what the levels read besides curves: probes of all runs, and runs of other seeds."""
-    from isotrain.parity.sources.read import read_run
-
-    comparison, companions = found.verdict.comparison, found.companions
-    runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
-    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.members, start=1)}
-    digests = {
-        f"{role}/probe/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()
-        for role, path in runs.items()
-        for file in sorted((path / "probe").glob("*"))
-    }
-    for number, pair in enumerate(companions.pairs, start=1):
-        for side, path in zip("ab", pair, strict=True):
-            digests |= {f"seed-{number}-{side}/{n}": sha for n, sha in read_run(path).sha256.items()}
-    return digests
 
 
 def _subject(recipe: Recipe, kind: str) -> Subject:

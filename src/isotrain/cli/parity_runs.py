@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from isotrain.cli.arguments import RecipeName
 from isotrain.cli.parity import compare
 from isotrain.cli.train import start
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
-from isotrain.recipe.load import load_resolved, parse_recipe, read_source, resolved
+from isotrain.recipe.load import load_resolved, parse_recipe, path_override, read_source, resolved
 from isotrain.recipe.online import OnlineSection
 
 
 def record(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."
-        ),
-    ],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")
     ] = None,
@@ -76,15 +71,10 @@ def replay(
     recorded = RunDirectory(run).resolved
     if not recorded.is_file():
         raise DataError(f"{run}: holds no run (there is no {recorded.name} in it); name a run directory")
-    first, last = [], [f"output={_quoted(out)}"]
+    first, last = [], [path_override("output", out)]
     if isinstance(load_resolved(recorded).algorithm, OnlineSection):
-        first, last = ["rollout.record=false"], [*last, f"rollout.replay={_quoted(run)}"]
+        first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]
     recipe = load_resolved(recorded, [*first, *(overrides or []), *last])
     start(recipe, to_yaml(resolved(recipe)))
     typer.echo()
     compare(run, out)
-
-
-def _quoted(path: Path) -> str:
-    """A path as a value that no parser takes for anything but text."""
-    return json.dumps(str(path), ensure_ascii=False)

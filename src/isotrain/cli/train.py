@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from isotrain.cli.arguments import RecipeName
 from isotrain.doctor.preflight import preflight
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
@@ -17,12 +18,7 @@ from isotrain.recipe.schema import Recipe
 
 
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."
-        ),
-    ],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as optimizer.lr=1e-4."),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from isotrain.errors import DataError
-from isotrain.parity.sources.bounded import Source, clipped
+from isotrain.parity.sources.bounded import clipped
 
 
 def canonical(content: Any) -> bytes:
@@ -20,17 +20,6 @@ def canonical(content: Any) -> bytes:
 
 def digest_of(content: Any) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
-
-
-def read_bounded(path: Path, longest: int) -> bytes:
-    """A regular file from a stranger, of at most `longest` bytes."""
-    source, pieces, size = Source(path), [], 0
-    for chunk in source.chunks():
-        pieces.append(chunk)
-        size += len(chunk)
-        if size > longest:
-            raise source.error(f"larger than {longest} bytes")
-    return b"".join(pieces)
 
 
 def strict_object(data: bytes, path: Path) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from pydantic import (
 
 from isotrain.errors import CertificateError, DataError
 from isotrain.observe.run_directory import write_atomically
-from isotrain.parity.canonical import canonical, digest_of, read_bounded, strict_object
+from isotrain.parity.canonical import canonical, digest_of, strict_object
 from isotrain.parity.levels import LEVELS, State
-from isotrain.parity.sources.bounded import clipped
+from isotrain.parity.sources.bounded import Source, clipped
 from isotrain.parity.verdict import Outcome
 
 FORMAT = 1
@@ -263,7 +263,7 @@ def write_certificate(directory: Path, certificate: Certificate) -> Path:
 
 def read_certificate(path: Path) -> Certificate:
     """The certificate in a file from a stranger, or a `DataError` that names the field."""
-    content = strict_object(read_bounded(path, MAX_BYTES), path)
+    content = strict_object(Source(path).whole(MAX_BYTES), path)
     try:
         certificate = Certificate.model_validate(content)
     except ValidationError as error:

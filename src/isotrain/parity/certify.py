@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from isotrain.parity.budget import MOST_MEMBERS, Plan, plan
 from isotrain.parity.children import Children, Finished, Side
 from isotrain.parity.protocol import Companions, verdict_on
 from isotrain.parity.verdict import Verdict
+from isotrain.recipe.load import path_override
 
 # Enough to see rounding grow from one update to the next.
 _STEPS = "observe.probe=3"
@@ -79,7 +79,7 @@ def certify(
 
 
 def _replay_of(run: Finished) -> tuple[str, ...]:
-    return (f"rollout.replay={json.dumps(str(run.path))}",)
+    return (path_override("rollout.replay", run.path),)
 
 
 def _plan(protocol: Protocol, one: Finished, other: Finished) -> Plan:

@@ -14,6 +14,7 @@ from typing import Any
 
 from isotrain.errors import LaunchError
 from isotrain.observe.run_directory import write_atomically
+from isotrain.recipe.load import path_override
 
 _LAST_WORDS = 12
 
@@ -60,7 +61,7 @@ class Children:
             raise LaunchError(f"{output} was run in another way (see {note}); choose another --work")
         self.tell(f"{why}: {Path(self.recipe).stem} on {side.label}")
         begun = time.monotonic()
-        self._run(name, side, [*changes, f"output={json.dumps(str(output))}"], log)
+        self._run(name, side, [*changes, path_override("output", output)], log)
         spent = time.monotonic() - begun + float(before.get("seconds", 0.0))
         write_atomically(note, json.dumps({**how, "seconds": spent}, indent=1) + "\n")
         return Finished(output, spent)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from isotrain.errors import DataError
 from isotrain.parity.obstacles import ALLOWED, Obstacle, environment_changes, obstacles, recipe_changes
 from isotrain.parity.published import Outcome, kind_of, outcomes
-from isotrain.parity.run import Numbers, Run
+from isotrain.parity.run import Numbers, Run, common
 from isotrain.parity.statistics import Apart, Throughput, apart, throughput
 
 # The published ratio is over the first steps; the first of them also compile and warm up.
@@ -95,9 +93,8 @@ def _both(metric: str, reference: Run, candidate: Run) -> bool:
 
 
 def _apart(metric: str, reference: Run, candidate: Run) -> Apart:
-    a, b = reference.metrics[metric], candidate.metrics[metric]
-    steps_S, in_a, in_b = np.intersect1d(a.steps_S, b.steps_S, assume_unique=True, return_indices=True)
-    return apart(steps_S, a.values_S[in_a], b.values_S[in_b])
+    steps_S, (reference_S, candidate_S) = common([reference.metrics[metric], candidate.metrics[metric]])
+    return apart(steps_S, reference_S, candidate_S)
 
 
 def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from isotrain.errors import DataError
 from isotrain.parity.levels import Check, Level, not_run
-from isotrain.parity.run import Numbers, Run
+from isotrain.parity.run import Numbers, Run, common
 
 # What a run's numerics show in, by their names in isotrain, verl and OpenRLHF.
 FOLLOWED = re.compile(
@@ -70,8 +70,9 @@ def envelope_level(reference: Run, candidate: Run, members: Sequence[Run]) -> Le
         return not_run("P3", f"an envelope needs {FEWEST_MEMBERS} members or more, {len(members)} are there")
     checks, evidence = [], dict[str, Any]()
     worst: tuple[float, str, int] = (0.0, "", 0)
-    for metric in followed([reference, candidate, *members]):
-        steps_S, (reference_S, values_S, *members_MS) = common(metric, [reference, candidate, *members])
+    runs = (reference, candidate, *members)
+    for metric in followed(runs):
+        steps_S, (reference_S, values_S, *members_MS) = common([run.metrics[metric] for run in runs])
         if not len(steps_S):
             continue
         if not all(np.isfinite(own_S).all() for own_S in (reference_S, *members_MS)):
@@ -109,15 +110,6 @@ def envelope_level(reference: Run, candidate: Run, members: Sequence[Run]) -> Le
         f"{largest:.3g} widths away (at most {LIMIT:g})"
     )
     return Level("P3", "same" if inside else "different", words, tuple(checks), (), {"envelope": evidence})
-
-
-def common(metric: str, runs: Sequence[Run]) -> tuple[npt.NDArray[np.int64], list[Numbers]]:
-    """The steps that all have, with each run's values there."""
-    series = [run.metrics[metric] for run in runs]
-    steps_S = series[0].steps_S
-    for one in series[1:]:
-        steps_S = np.intersect1d(steps_S, one.steps_S, assume_unique=True)
-    return steps_S, [one.values_S[np.searchsorted(one.steps_S, steps_S)] for one in series]
 
 
 def _rolling(values_S: Numbers) -> Numbers:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isotrain.parity.envelope import common
 from isotrain.parity.levels import Check, Level, State, not_run
 from isotrain.parity.published import kind_of
-from isotrain.parity.run import Numbers, Run
+from isotrain.parity.run import Numbers, Run, common
 
 # Stated in advance: half of what another seed does to the outcome is nothing that a team would notice.
 MARGIN = 0.5
@@ -101,6 +100,6 @@ def _words(state: State, seeds: int) -> str:
 
 
 def _ends(metric: str, reference: Run, candidate: Run) -> tuple[float, float]:
-    _, (a_S, b_S) = common(metric, [reference, candidate])
+    _, (a_S, b_S) = common([reference.metrics[metric], candidate.metrics[metric]])
     last = max(1, round(_END * len(a_S)))
     return float(a_S[-last:].mean()), float(b_S[-last:].mean())

@@ -19,8 +19,8 @@ def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
     """Reference against candidate, as if their runs had been read."""
     with np.errstate(all="ignore"):  # what overflows is refused where it would become a figure
         return compare(
-            _run(curves, "reference"),
-            _run(curves, "candidate"),
+            run_of(curves, "reference"),
+            run_of(curves, "candidate"),
             [metric for metric in curves if metric not in SPEED],
         )
 
@@ -63,9 +63,12 @@ def _finite(value: float) -> float:
     return value
 
 
-def _run(curves: Mapping[str, Curve], role: str) -> Run:
+def run_of(curves: Mapping[str, Curve], role: str) -> Run:
+    """What a certificate has of one run, as if it had been read; metrics without its values are left out."""
+    held = {metric: (curve.steps, curve.of(role)) for metric, curve in curves.items()}
     metrics = {
-        metric: Series(np.array(curve.steps, np.int64), np.array(curve.of(role), np.float64))
-        for metric, curve in curves.items()
+        metric: Series(np.array(steps, np.int64), np.array(values, np.float64))
+        for metric, (steps, values) in held.items()
+        if values is not None
     }
     return Run(Path(role), "certificate", metrics)

@@ -28,11 +28,14 @@ from isotrain.parity.certificate import (
     problems_of,
     sealed,
 )
-from isotrain.parity.compare import SPEED
+from isotrain.parity.compare import SPEED, Comparison
 from isotrain.parity.envelope import followed
 from isotrain.parity.figures import comparison_of, figures_of, first_of
 from isotrain.parity.levels import Check, Level
+from isotrain.parity.protocol import Companions
 from isotrain.parity.run import Run
+from isotrain.parity.sources.bounded import sha256_of
+from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict
 
 # What belongs to one side alone: its device is told there, the rest is about this machine.
@@ -94,6 +97,20 @@ def certificate_of(
         )
     except ValidationError as error:
         raise CertificateError(f"no certificate can be made: {problems_of(error)}") from error
+
+
+def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, str]:
+    """Digests of what the levels read besides curves: probes of all runs, and runs of other seeds."""
+    runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
+    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.members, start=1)}
+    digests = {
+        f"{role}/probe/{file.name}": sha256_of(path, f"probe/{file.name}")
+        for role, path in runs.items()
+        for file in sorted((path / "probe").glob("*"))
+    }
+    for number, pair in enumerate(companions.pairs, start=1):
+        digests |= _inputs({f"seed-{number}-{side}": read_run(p) for side, p in zip("ab", pair, strict=True)})
+    return digests
 
 
 def side_of(run: Run, label: str, simulated: bool) -> Side:

@@ -21,7 +21,7 @@ from isotrain.parity.layer_errors import (
     drift_after,
 )
 from isotrain.parity.levels import Check, Level, not_run
-from isotrain.parity.sources.isotrain_run import is_isotrain_run, read_isotrain_run
+from isotrain.parity.run import Run
 from isotrain.parity.sources.probe import KINDS, Entry, Update, read_probe
 
 LEVEL = "P1"
@@ -39,14 +39,14 @@ _LOSS_CAUSE = "the loss: its mask, its scale or its aggregation"
 _ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
 
 
-def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:
-    """From what `observe.probe` recorded in two run directories.
+def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, dtype: str) -> Level:
+    """From what `observe.probe` recorded in the directories of two runs.
 
     `noise` are runs of the reference with weights that were changed in their last digits: what they differ
     by is allowed, and with them the limits are tighter than those that hold for every model.
     """
-    a, b = read_probe(reference), read_probe(candidate)
-    if why := _obstacle((reference, a), (candidate, b)):
+    a, b = read_probe(reference.path), read_probe(candidate.path)
+    if why := _obstacle((reference.path, a), (candidate.path, b)):
         return not_run(LEVEL, why)
     if why := _other_layout((reference, a), (candidate, b)):
         return not_run(LEVEL, why)
@@ -86,9 +86,9 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     return None
 
 
-def _other_layout(*runs: tuple[Path, Updates]) -> str | None:
+def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
     """Attention that cannot share a prompt between answers reads it once for each: no layer sees the same."""
-    ways = [_attention(path) for path, _ in runs]
+    ways = [_attention(run) for run, _ in runs]
     first = [updates[min(updates)] for _, updates in runs]
     if ways[0] == ways[1] or _digests(first[0], "tokens") == _digests(first[1], "tokens"):
         return None
@@ -98,9 +98,8 @@ def _other_layout(*runs: tuple[Path, Updates]) -> str | None:
     )
 
 
-def _attention(path: Path) -> str:
-    environment = (read_isotrain_run(path).environment or {}) if is_isotrain_run(path) else {}
-    model = environment.get("model")
+def _attention(run: Run) -> str:
+    model = (run.environment or {}).get("model")
     return str(model.get("attention", "unknown")) if isinstance(model, dict) else "unknown"
 
 
@@ -136,10 +135,9 @@ def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[i
     return largest
 
 
-def _anchor_checks(reference: Path, candidate: Path) -> tuple[tuple[Check, ...], list[str]]:
+def _anchor_checks(reference: Run, candidate: Run) -> tuple[tuple[Check, ...], list[str]]:
     """Anchors of the candidate, and those that only the candidate misses."""
-    runs = [read_isotrain_run(path) if is_isotrain_run(path) else None for path in (reference, candidate)]
-    expected, found = (anchors(run) if run is not None else () for run in runs)
+    expected, found = anchors(reference), anchors(candidate)
     missed_by_both = {check.name for check in expected if not check.passed}
     failed = [check for check in found if not check.passed and check.name not in missed_by_both]
     return found, [f"{check.name}: {check.note}" for check in failed]

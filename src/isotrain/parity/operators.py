@@ -230,14 +230,9 @@ def _read(run: Path) -> _Record:
 
 
 def _json(source: Source) -> dict[str, Any]:
-    pieces, size = [], 0
-    for chunk in source.chunks():
-        pieces.append(chunk)
-        size += len(chunk)
-        if size > _MAX_BYTES:
-            raise source.error(f"larger than {_MAX_BYTES >> 20} MiB")
+    data = source.whole(_MAX_BYTES)
     try:
-        content = json.loads(b"".join(pieces).decode())
+        content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise source.error(f"not JSON ({clipped(str(error))}): record the step again") from error
     if not isinstance(content, dict):

@@ -65,7 +65,7 @@ def paired_levels(comparison: Comparison, members: Sequence[Path], free_running:
         yield from (not_run(name, _FREE_RUNNING) for name in ("P1", "P2", "P3"))
         return
     around = _members(reference, members)
-    yield layers_level(reference.path, candidate.path, members, dtype=_dtype(reference))
+    yield layers_level(reference, candidate, members, dtype=_dtype(reference))
     envelope = envelope_level(reference, candidate, around) if members else not_run("P3")
     yield tempered(paired_level(comparison), envelope)
     yield envelope

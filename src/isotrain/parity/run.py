@@ -5,7 +5,7 @@ S: steps that a metric was recorded at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,3 +41,11 @@ class Run:
     """Digests of the data that it was trained on."""
     sha256: dict[str, str] = field(default_factory=dict)
     """Of every file that was read."""
+
+
+def common(series: Sequence[Series]) -> tuple[npt.NDArray[np.int64], list[Numbers]]:
+    """The steps that all have, with each one's values there."""
+    steps_S = series[0].steps_S
+    for one in series[1:]:
+        steps_S = np.intersect1d(steps_S, one.steps_S, assume_unique=True)
+    return steps_S, [one.values_S[np.searchsorted(one.steps_S, steps_S)] for one in series]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from isotrain.errors import CertificateError, DataError
-from isotrain.parity.canonical import read_bounded
 from isotrain.parity.certificate import MAX_BYTES, read_certificate
+from isotrain.parity.sources.bounded import Source
 
 # Whoever signs mail or commits with the same key has not signed a certificate by that.
 NAMESPACE = "isotrain-certificate"
@@ -58,8 +58,8 @@ def signature_of(certificate: Path, allowed_signers: Path | None = None) -> Sign
     signature = signature_path(certificate)
     if not signature.exists():
         return Signature("unsigned", words="no signature lies beside it")
-    read_bounded(signature, _MAX_SIGNATURE)
-    data = read_bounded(certificate, MAX_BYTES)
+    Source(signature).whole(_MAX_SIGNATURE)
+    data = Source(certificate).whole(MAX_BYTES)
     file = ["-s", str(signature.absolute())]
     fits = _ssh_keygen(["-Y", "check-novalidate", "-n", NAMESPACE, *file], data)
     if fits.returncode != 0:
@@ -85,7 +85,7 @@ def signature_of(certificate: Path, allowed_signers: Path | None = None) -> Sign
 
 
 def _has_entries(signers: Path) -> bool:
-    lines = read_bounded(signers, _MAX_SIGNERS).splitlines()
+    lines = Source(signers).whole(_MAX_SIGNERS).splitlines()
     return any(line.strip() and not line.strip().startswith(b"#") for line in lines)
 
 

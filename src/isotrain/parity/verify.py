@@ -16,7 +16,7 @@ from isotrain.parity.issue import level_found, portable_recipe, side_of
 from isotrain.parity.levels import Level
 from isotrain.parity.run import Run
 from isotrain.parity.signing import signature_of
-from isotrain.parity.sources.bounded import Source, inside
+from isotrain.parity.sources.bounded import sha256_of
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import judge
 
@@ -144,13 +144,8 @@ def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Finding]:
     yield from _told(certificate, role, run)
 
 
-def _sha256(run: Run, directory: Path, name: str) -> str | None:
-    if name in run.sha256:
-        return run.sha256[name]
-    source = Source(inside(directory, name), name)
-    for _ in source.chunks():
-        pass
-    return source.sha256[name]
+def _sha256(run: Run, directory: Path, name: str) -> str:
+    return run.sha256.get(name) or sha256_of(directory, name)
 
 
 def _other_curves(certificate: Certificate, role: str, run: Run) -> Iterator[str]:

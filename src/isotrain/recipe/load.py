@@ -58,6 +58,11 @@ def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recip
     return _checked(document)
 
 
+def path_override(field: str, path: Path) -> str:
+    """`field=path` as an override that no parser takes for anything but text."""
+    return f"{field}={json.dumps(str(path), ensure_ascii=False)}"
+
+
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """Every field, defaults included, as plain JSON values in the order of the schema."""
     return recipe.model_dump(mode="json")

@@ -31,7 +31,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from isotrain.parity.layers import layers_level
+from probed_runs import layers_level
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},

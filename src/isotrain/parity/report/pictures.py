@@ -31,7 +31,7 @@ from isotrain.parity.report.evidence import Envelope, envelope
 from isotrain.parity.report.facts import UNKNOWN, device_of
 from isotrain.parity.report.heading import clipped, head
 from isotrain.parity.report.heat_map import layer_maps
-from isotrain.parity.run import Run, Series
+from isotrain.parity.run import Run, Series, common
 from isotrain.parity.statistics import Apart
 from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
@@ -107,10 +107,8 @@ def _overlay(metric: str, reference: Run, candidate: Run, found: Apart | None) -
 def _difference(
     metric: str, reference: Series, candidate: Series, found: Apart, band: Envelope | None
 ) -> tuple[str, Figure]:
-    common_S, in_a, in_b = np.intersect1d(
-        reference.steps_S, candidate.steps_S, assume_unique=True, return_indices=True
-    )
-    steps_S, error_S = common_S.astype(np.float64), candidate.values_S[in_b] - reference.values_S[in_a]
+    common_S, (reference_S, candidate_S) = common([reference, candidate])
+    steps_S, error_S = common_S.astype(np.float64), candidate_S - reference_S
     low, high = found.signed_interval.low, found.signed_interval.high
     title = f"{clipped(metric)}: {_side(found)}"
     aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(found.largest)}"

@@ -52,6 +52,16 @@ class Source:
             reason = getattr(error, "strerror", None) or error
             raise self.error(f"cannot be read ({reason})") from error
 
+    def whole(self, longest: int) -> bytes:
+        """All of it, of at most `longest` bytes."""
+        pieces, size = [], 0
+        for chunk in self.chunks():
+            pieces.append(chunk)
+            size += len(chunk)
+            if size > longest:
+                raise self.error(f"larger than {longest} bytes")
+        return b"".join(pieces)
+
     def lines(self) -> Iterator[tuple[int, bytes, bool]]:
         """Number, content and whether its newline was there; a line beyond the bound is an error."""
         number, rest = 1, b""
@@ -99,6 +109,14 @@ def inside(directory: Path, name: str) -> Path:
     if leads_out:
         raise DataError(f"{path}: a link that leads out of the run's directory")
     return path
+
+
+def sha256_of(directory: Path, name: str) -> str:
+    """Of a file of such a directory."""
+    source = Source(inside(directory, name), name)
+    for _ in source.chunks():
+        pass
+    return source.sha256[name]
 
 
 def clipped(text: str, length: int = 60) -> str:
