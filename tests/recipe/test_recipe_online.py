@@ -210,6 +210,32 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
                 "(21024): raise it to at least 21024"
             ],
         ),
+        # `algorithm.loss` is a section here and a value of dpo.
+        (
+            GRPO + "  loss:\n    name: clp\n    eps_low: -1\n    entropy: yes\n" + PARTS,
+            [
+                "r.yaml:8: 'algorithm.loss.name' is the text 'clp'; "
+                "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
+                "r.yaml:9: 'algorithm.loss.eps_low' is -1; expected a number, at least 0",
+                "r.yaml:10: 'algorithm.loss.entropy' is the text 'yes'; expected a number, at least 0",
+            ],
+        ),
+        (
+            GRPO + '  loss: {eps_high: "0.28"}\n' + PARTS + "trainer: {resume: nevr}\n",
+            [
+                "r.yaml:7: 'algorithm.loss.eps_high' is the text '0.28'; "
+                "expected a number, at least 0; write 0.28 without quotes",
+                "r.yaml:13: 'trainer.resume' is the text 'nevr'; "
+                "expected one of 'auto', 'never'; did you mean 'never'?",
+            ],
+        ),
+        (
+            HEAD + "algorithm: {name: dpo, beta: 0, loss: {name: clip}}\n",
+            [
+                "r.yaml:5: 'algorithm.beta' is 0; expected a number, above 0, or null",
+                "r.yaml:5: 'algorithm.loss' is a section; expected one of 'sigmoid', 'ipo', 'simpo', 'orpo'",
+            ],
+        ),
         (
             GRPO + "  kl:\n    controller: adaptive\n" + PARTS,
             [
@@ -239,6 +265,11 @@ def test_what_is_wrong_is_said_at_its_line(text: str, expected: list[str]) -> No
         (
             ["reward.gsm8k="],
             "override 'reward.gsm8k=': nothing after '='; write 'reward.gsm8k={}' for all defaults",
+        ),
+        (
+            ["algorithm.loss.name=clp"],
+            "override 'algorithm.loss.name=clp': 'algorithm.loss.name' is the text 'clp'; "
+            "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
         ),
         (["reward=null"], NEEDS_REWARD.replace("r.yaml", "override 'reward=null'")),
         (["algorithm.name=sft"], "r.yaml:9: 'reward' is not for sft, which scores no answers; remove it"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Set
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -17,11 +17,9 @@ from isotrain.recipe.document import Document, Path, dotted
 from isotrain.recipe.fields import (
     SectionType,
     field_at,
-    leaves,
     may_be_null,
     merged,
     misplaced,
-    section_paths,
     tag,
     variants,
 )
@@ -195,8 +193,6 @@ def _note_section(document: Document, path: Path, details: ErrorDetails, suggest
     text = _own_words(details)
     named: list[Path] = [(*path, *words.split(".")) for words in re.findall(r"\w+(?:\.\w+)*", text)]
     place = next((candidate for candidate in named if candidate in document.places), path)
-    if details["type"] != "value_error" and document.problems:
-        return
     # What is broken by a misspelled key is whole once the key is corrected.
     if any(candidate in document.rejected or dotted(candidate) in suggested for candidate in named):
         return
@@ -213,28 +209,21 @@ def _locate(document: Document, model: SectionType, details: ErrorDetails) -> tu
     Pydantic also puts the member of a union into its locations (`('data', 'train', 'list[str]', 0)`); those
     parts are no keys of the schema and are left out.
     """
-    fields, known = _known_paths(model)
-    loc = details["loc"]
-    path: Path = ()
+    loc, path, models, values = details["loc"], (), [model], document.values
     for position, part in enumerate(loc):
-        if (*path, part) in known:
-            path = (*path, part)
-        if path in fields:
+        info = merged(models).get(str(part))
+        if info is None:
+            continue
+        path, values = (*path, part), _value(values, (part,))
+        # By what the document chose: `algorithm.loss` is a value of dpo and a section of grpo.
+        models = variants(info, values)
+        if not models:
             rest = [item for item in loc[position + 1 :] if isinstance(item, int)]
-            value = _value(document.values, path)
-            is_item = bool(rest) and isinstance(value, list) and rest[0] < len(value)
+            is_item = bool(rest) and isinstance(values, list) and rest[0] < len(values)
             return path, rest[0] if is_item else None
     if details["type"].startswith("union_tag"):
         path = (*path, details["ctx"]["discriminator"].strip("'"))
     return path, None
-
-
-@lru_cache(maxsize=8)
-def _known_paths(model: SectionType) -> tuple[frozenset[Path], frozenset[Path]]:
-    """The paths of all values, and of all values and sections."""
-    fields: set[Path] = {tuple(leaf.path.split(".")) for leaf in leaves(model)}
-    groups: set[Path] = {tuple(name.split(".")) for name in section_paths(model)}
-    return frozenset(fields), frozenset(fields | groups)
 
 
 def _value(values: Any, path: Path) -> Any:
