@@ -15,6 +15,7 @@ from isotrain.cli.main import app
 from isotrain.errors import IsotrainError
 from isotrain.recipe import document, library
 from isotrain.recipe.load import load_recipe, parse_recipe, resolved
+from isotrain.trainers.online import precheck
 
 RUNNER = CliRunner()
 
@@ -88,9 +89,52 @@ def test_the_summary_says_where_a_run_without_a_cluster_section_goes() -> None:
     assert "  cluster    colocated, 1 engine(s), Ray auto" in train.summary(recipe).splitlines()
 
 
+def test_the_summary_names_a_process_reward() -> None:
+    recipe = parse_recipe(ONLINE, "r.yaml", ["reward={process: {path: models/prm}}"])
+    assert "  reward     models/prm" in train.summary(recipe).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def score(response):\n    return 1\n", ""),
+        ("from elsewhere import *\n", ""),
+        ("from elsewhere import judge as score\n", ""),
+        ("def scores(response):\n    score = 1\n    return score\n", "has no function score; it has scores"),
+        ("def score(response)\n", "rewards.py:1: expected ':'"),
+    ],
+)
+def test_a_dry_run_reads_the_reward_function_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(ONLINE)
+    (tmp_path / "rewards.py").write_text(source + "raise SystemExit(3)\n" * (not told))
+    done = RUNNER.invoke(app, ["train", "r.yaml", "--dry-run"])
+    assert done.exit_code == bool(told) and told in done.stderr
+    assert ("the recipe is valid" in done.stderr) == (not told)
+
+
+def test_a_dry_run_warns_of_what_this_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.yaml").write_text(ONLINE)
+    monkeypatch.setattr(precheck, "find_spec", lambda name: None)
+    done = RUNNER.invoke(app, ["train", str(tmp_path / "r.yaml"), "--dry-run", "reward.math={}"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["name"] == "a"
+    assert "warning: a run on this machine would end with: rollout.engine: vllm is not inst" in done.stderr
+    assert "there is no file rewards.py" in done.stderr
+    assert "math-verify is not installed" in done.stderr and "algorithm.correction.level=token" in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "tiny-sft", "--dry-run"], ["recipes"], ["recipes", "tiny-sft"], ["--version"]],
+    [
+        ["--help"],
+        ["train", "tiny-sft", "--dry-run"],
+        ["train", "tiny-grpo", "--dry-run"],
+        ["recipes"],
+        ["recipes", "tiny-sft"],
+        ["--version"],
+    ],
 )
 def test_works_where_torch_is_not_installed(arguments: list[str]) -> None:
     done = without_torch(*arguments)

@@ -213,10 +213,11 @@ def test_nothing_answers() -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "here", "10.0.0.1"])
-def test_addresses_that_cannot_be_used(address: str) -> None:
+def test_addresses_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with (
-        pytest.raises(ClusterError, match=r"cluster\.address: cannot use .*host:port"),
-        join_cluster(ClusterSection(address=address), Cpu()),
+        pytest.raises(ClusterError, match=r"RAY_ADDRESS: cannot use .*host:port"),
+        join_cluster(ClusterSection(), Cpu()),
     ):
         pass
 

@@ -194,10 +194,6 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
             r"needs 6 CPU \(device\.ranks=2 \+ rollout\.engines=2 x rollout\.tensor_parallel=2, .*"
             r"cluster\.placement=colocated",
         ),
-        (
-            Demand(ranks=2, engines=3),
-            r"rollout\.engines=3 .* device\.ranks=2; .*cluster\.placement=separate",
-        ),
     ],
 )
 def test_too_few_devices_are_told_at_once(cluster: Cluster, demand: Demand, message: str) -> None:

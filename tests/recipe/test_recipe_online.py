@@ -236,6 +236,25 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
                 "r.yaml:5: 'algorithm.loss' is a section; expected one of 'sigmoid', 'ipo', 'simpo', 'orpo'",
             ],
         ),
+        # Rules between sections are all told at once, beside each other.
+        (
+            GRPO + "rollout:\n  n: 1\n  engine: hf\n  engines: 2\n  tensor_parallel: 2\nreward: {math: {}}\n",
+            [
+                "r.yaml:8: rollout.n (1) gives grpo nothing to compare: set 2 or more",
+                "r.yaml:10: device.ranks (1) is below 4, the devices on which rollout.engines (2) with "
+                "rollout.tensor_parallel (2) take turns with training: raise it, lower one of the others, or "
+                "set cluster.placement: separate",
+                "r.yaml:11: rollout.tensor_parallel (2) is not for rollout.engine hf, which runs on one "
+                "device: leave it out",
+            ],
+        ),
+        (
+            GRPO + PARTS + "cluster:\n  address: ray://10.0.0.1:10001\n",
+            [
+                "r.yaml:13: 'cluster.address' is the text 'ray://10.0.0.1:10001'; expected text of the form "
+                "HOST:PORT (a ray:// client does not work), local or auto"
+            ],
+        ),
         (
             GRPO + "  kl:\n    controller: adaptive\n" + PARTS,
             [
@@ -277,6 +296,44 @@ def test_what_is_wrong_is_said_at_its_line(text: str, expected: list[str]) -> No
 )
 def test_what_is_wrong_with_an_override(overrides: list[str], last: str) -> None:
     assert lines(GRPO + PARTS, *overrides)[-1] == last
+
+
+CONVENTIONS = {
+    "grpo": ["verl", "openrlhf", "trl"],
+    "rloo": ["verl", "openrlhf", "trl"],
+    "reinforce++": ["verl", "openrlhf"],
+    "reinforce++-baseline": ["verl", "openrlhf"],
+    "remax": ["verl"],
+    "ppo": ["verl", "openrlhf"],
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_a_convention_is_that_of_a_framework_which_has_the_algorithm(name: str) -> None:
+    text = f"{HEAD}algorithm:\n  name: {name}\n{PARTS}"
+    for convention in ("verl", "openrlhf", "trl"):
+        override = f"algorithm.convention={convention}"
+        if convention in CONVENTIONS[name]:
+            parse_recipe(text, "r.yaml", [override])
+            continue
+        assert lines(text, override) == [
+            f"override '{override}': algorithm: convention ({convention}) is of a framework without {name}: "
+            f"write {' or '.join(CONVENTIONS[name])}"
+        ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.placement=separate", "rollout.engines=2"],
+        ["device.ranks=4", "rollout.engines=2", "rollout.tensor_parallel=2"],
+        ["rollout.engines=2", "rollout.replay=runs/recorded"],
+        ["cluster.address=local"],
+        ["cluster.address=head.example:6379"],
+    ],
+)
+def test_places_that_a_run_can_have(overrides: list[str]) -> None:
+    parse_recipe(GRPO + PARTS, "r.yaml", overrides)
 
 
 def test_difference_names_sections_that_came_or_went_once() -> None:

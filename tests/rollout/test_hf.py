@@ -175,5 +175,3 @@ def test_what_cannot_be_built(tiny: Path) -> None:
 
     with pytest.raises(RolloutError, match=r"rollout.max_tokens: .* make 2049, .* write 1048 or less"):
         build(max_tokens=1049)
-    with pytest.raises(RolloutError, match=r"rollout.tensor_parallel: .* write 1"):
-        build(tensor_parallel=2)

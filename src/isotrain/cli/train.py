@@ -13,8 +13,9 @@ from isotrain.doctor.preflight import preflight
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import parse_recipe, read_source, resolved
-from isotrain.recipe.online import ClusterSection
+from isotrain.recipe.online import ClusterSection, OnlineSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.precheck import look_online
 
 
 def train(
@@ -44,7 +45,10 @@ def train(
     source = read_source(path)
     checked = parse_recipe(source, str(path), overrides or [])
     if dry_run:
+        warnings = look_online(checked) if isinstance(checked.algorithm, OnlineSection) else []
         show(checked)
+        for warning in warnings:
+            typer.echo(f"warning: {warning}", err=True)
         return
     start(checked, source)
 
@@ -102,6 +106,7 @@ def _online_rows(recipe: Recipe) -> dict[str, str]:
         "math": reward.math and "math",
         "function": reward.function and reward.function.path,
         "model": reward.model and reward.model.path,
+        "process": reward.process and reward.process.path,
     }
     engines = f"{rollout.engines} engine(s)"
     if rollout.tensor_parallel > 1:

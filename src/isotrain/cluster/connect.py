@@ -96,7 +96,7 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
         return None
     if not re.fullmatch(r"[^/\s]+:\d+", address):
         raise ClusterError(
-            f"cluster.address: cannot use {address!r}; give the head's host:port (as `ray start` prints it), "
+            f"RAY_ADDRESS: cannot use {address!r}; give the head's host:port (as `ray start` prints it), "
             "`local` or `auto`, and run isotrain on a machine of the cluster (ray:// clients do not work)"
         )
     return address

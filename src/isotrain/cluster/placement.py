@@ -66,15 +66,6 @@ class Demand:
             return engines + [1] * (self.ranks - sum(engines))
         return [1] * self.ranks + engines
 
-    def check(self) -> None:
-        wanted = self.engines * self.tensor_parallel
-        if self.colocated and wanted > self.ranks:
-            raise ClusterError(
-                f"rollout.engines={self.engines} with rollout.tensor_parallel={self.tensor_parallel} take "
-                f"turns on {wanted} devices, but training has device.ranks={self.ranks}; raise device.ranks, "
-                "lower one of the others, or set cluster.placement=separate"
-            )
-
 
 @contextmanager
 def place(cluster: Cluster, device: Device, demand: Demand, start_timeout: float) -> Iterator[Placement]:
@@ -83,7 +74,6 @@ def place(cluster: Cluster, device: Device, demand: Demand, start_timeout: float
     A private cluster that has too few says so at once; others may be waiting for machines to join, or for
     devices that another job has, for `start_timeout` seconds.
     """
-    demand.check()
     resource, sizes = device.ray_resource, demand.bundles
     if cluster.private and sum(sizes) > resource_counts(resource)[0]:
         raise ClusterError(_shortage(demand, resource))

@@ -189,14 +189,15 @@ def _note_value(document: Document, path: Path, details: ErrorDetails, info: Fie
 
 
 def _note_section(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:
-    """A rule between the fields of a section: shown where the first of them that was written stands."""
-    text = _own_words(details)
-    named: list[Path] = [(*path, *words.split(".")) for words in re.findall(r"\w+(?:\.\w+)*", text)]
-    place = next((candidate for candidate in named if candidate in document.places), path)
-    # What is broken by a misspelled key is whole once the key is corrected.
-    if any(candidate in document.rejected or dotted(candidate) in suggested for candidate in named):
-        return
-    document.complain(place, f"{dotted(path)}: {text}" if path else text)
+    """Rules between the fields of a section, one a line: each is shown where the first field of it stands
+    that was written."""
+    rejected = frozenset(document.rejected)
+    for text in _own_words(details).splitlines():
+        named: list[Path] = [(*path, *words.split(".")) for words in re.findall(r"\w+(?:\.\w+)*", text)]
+        place = next((candidate for candidate in named if candidate in document.places), path)
+        # What is broken by a misspelled key is whole once the key is corrected.
+        if not any(candidate in rejected or dotted(candidate) in suggested for candidate in named):
+            document.complain(place, f"{dotted(path)}: {text}" if path else text)
 
 
 def _own_words(details: ErrorDetails) -> str:

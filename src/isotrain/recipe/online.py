@@ -89,6 +89,8 @@ class OnlineSection(Section):
         "rollout": "to sample answers: write 'rollout: {n: 4}'",
         "reward": "to score answers: write 'reward: {gsm8k: {}}'",
     }
+    conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf", "trl")
+    """The frameworks that have this algorithm."""
 
     name: str
     """Narrowed by each algorithm; here so that it comes first wherever fields are listed."""
@@ -109,6 +111,15 @@ class OnlineSection(Section):
     overlong: OverlongSection = OverlongSection()
     """DAPO's overlong reward shaping."""
 
+    @model_validator(mode="after")
+    def _the_framework_has_it(self) -> OnlineSection:
+        if self.convention not in self.conventions:
+            raise ValueError(
+                f"convention ({self.convention}) is of a framework without {self.name}: "
+                f"write {' or '.join(self.conventions)}"
+            )
+        return self
+
 
 class GrpoSection(OnlineSection):
     name: Literal["grpo"]
@@ -123,6 +134,8 @@ class RlooSection(OnlineSection):
 
 
 class ReinforcePlusPlusSection(OnlineSection):
+    conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf")
+
     name: Literal["reinforce++"]
     """Discounted returns, whitened over the batch."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -130,16 +143,22 @@ class ReinforcePlusPlusSection(OnlineSection):
 
 
 class ReinforcePlusPlusBaselineSection(OnlineSection):
+    conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf")
+
     name: Literal["reinforce++-baseline"]
     """Rewards minus their group's mean, whitened over the batch."""
 
 
 class RemaxSection(OnlineSection):
+    conventions: ClassVar[tuple[str, ...]] = ("verl",)
+
     name: Literal["remax"]
     """Returns minus the reward of the greedy answer."""
 
 
 class PpoSection(OnlineSection):
+    conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf")
+
     name: Literal["ppo"]
     """Proximal policy optimisation with a critic."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -294,7 +313,7 @@ class RewardSection(Section):
 
 
 class ClusterSection(Section):
-    address: str = "auto"
+    address: str = Field(default="auto", pattern=r"^(auto|local|[^/\s]+:\d+)$")
     """A running Ray cluster as host:port, `local` for a private one, or `auto` for either."""
     placement: Literal["colocated", "separate"] = "colocated"
     """Whether rollout and training take turns on the same devices, or have their own."""

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
+from isotrain.recipe.online import ClusterSection, Online, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Judged, RmSection
+from isotrain.recipe.rules import broken_rules
 from isotrain.recipe.section import OfflineSection, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -189,45 +190,10 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _online_numbers_fit(self) -> Recipe:
-        algorithm, rollout = self.algorithm, self.rollout
-        if not isinstance(algorithm, OnlineSection) or rollout is None:
-            return self
-        if algorithm.name in ("grpo", "rloo", "reinforce++-baseline") and rollout.n < 2:
-            raise ValueError(
-                f"rollout.n ({rollout.n}) gives {algorithm.name} nothing to compare: set 2 or more"
-            )
-        if (algorithm.mini_batch_size or 0) > self.data.batch_size:
-            raise ValueError(
-                f"algorithm.mini_batch_size ({algorithm.mini_batch_size}) is above "
-                f"data.batch_size ({self.data.batch_size}): lower it, or leave it out"
-            )
-        if rollout.staleness and (self.cluster is None or self.cluster.placement != "separate"):
-            raise ValueError(
-                f"rollout.staleness ({rollout.staleness}) lets engines work while ranks train, which needs "
-                "devices of their own: set cluster.placement: separate"
-            )
-        judge = self.reward.judges[0] if self.reward is not None and self.reward.judges else None
-        if algorithm.dynamic.attempts and judge:
-            raise ValueError(
-                "algorithm.dynamic.attempts looks at rewards before the ranks have the answers, where "
-                f"reward.{judge} is: use one of the two"
-            )
-        if algorithm.name == "remax" and judge:
-            raise ValueError(
-                f"reward.{judge} cannot be used with remax, whose greedy answers never reach the ranks: use "
-                "another algorithm or another reward"
-            )
-        if algorithm.overlong.buffer > rollout.max_tokens:
-            raise ValueError(
-                f"algorithm.overlong.buffer ({algorithm.overlong.buffer}) is above rollout.max_tokens "
-                f"({rollout.max_tokens}): lower it"
-            )
-        if rollout.validation.n > 1 and rollout.validation.temperature == 0:
-            raise ValueError(
-                f"rollout.validation.n ({rollout.validation.n}) greedy answers would all be the same: set "
-                "rollout.validation.temperature, or n: 1"
-            )
+    def _online_sections_fit(self) -> Recipe:
+        problems = list(broken_rules(self))
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     @model_validator(mode="after")
@@ -238,17 +204,5 @@ class Recipe(Section):
             raise ValueError(
                 f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) is below twice "
                 f"data.max_length, which a pair may need: raise it to at least {longest}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _budget_holds_prompt_and_answer(self) -> Recipe:
-        if self.rollout is None:
-            return self
-        longest = self.data.max_length + self.rollout.max_tokens
-        if self.data.tokens_per_micro_batch < longest:
-            raise ValueError(
-                f"data.tokens_per_micro_batch ({self.data.tokens_per_micro_batch}) is below "
-                f"data.max_length + rollout.max_tokens ({longest}): raise it to at least {longest}"
             )
         return self

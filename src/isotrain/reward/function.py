@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import math
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from symtable import symtable
 from types import ModuleType
 from typing import Any
 
@@ -54,10 +56,7 @@ def load_function(path: str) -> RewardFunction:
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == MODULE
         )
-        raise RewardError(
-            f"reward.function.path: {file} has no function {name}"
-            + (f"; it has {', '.join(known)}" if known else "")
-        )
+        raise _no_function(file, name, known)
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async
     )
@@ -74,6 +73,28 @@ def function_file(path: str) -> tuple[Path, str]:
             "write the path relative to the directory that training is started in, or in full"
         )
     return file, name
+
+
+def check_function(path: str) -> None:
+    """Raise what `load_function` would, as far as the text of the file tells it: nothing in it is run."""
+    file, name = function_file(path)
+    try:
+        source = file.read_bytes()
+        tree, symbols = ast.parse(source), symtable(source, str(file), "exec").get_symbols()
+    except SyntaxError as error:
+        raise RewardError(f"{file}:{error.lineno}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RewardError(f"reward.function.path: {file} cannot be read: {error}") from None
+    if any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(tree)):
+        return  # it may come from there
+    known = {symbol.get_name(): symbol for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name not in known:
+        raise _no_function(file, name, sorted(key for key in known if known[key].is_namespace()))
+
+
+def _no_function(file: Path, name: str, known: list[str]) -> RewardError:
+    has = f"; it has {', '.join(known)}" if known else ""
+    return RewardError(f"reward.function.path: {file} has no function {name}{has}")
 
 
 def _import(file: Path) -> ModuleType:

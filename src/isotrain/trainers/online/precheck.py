@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from shutil import which
 
-from isotrain.device.detect import choose_device
-from isotrain.errors import RewardError, RolloutError
-from isotrain.models.load import model_directory
+from isotrain.errors import IsotrainError, RewardError, RolloutError
 from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.function import function_file
+from isotrain.reward.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import
 
 
 def check_online(recipe: Recipe) -> list[str]:
     """Raise where the run would fail once its workers have started; returns warnings."""
+    algorithm, rollout, reward = _sections(recipe)
+    for problem in _not_here(rollout, reward, recipe.device.type):
+        raise problem
+    _check_models(algorithm, reward)
+    return _warnings(algorithm, rollout)
+
+
+def look_online(recipe: Recipe) -> list[str]:
+    """The same for a dry run, without torch; what this machine lacks is a warning: another may have it."""
+    algorithm, rollout, reward = _sections(recipe)
+    problems = _not_here(rollout, reward, recipe.device.type)
+    lacking = [f"a run on this machine would end with: {problem}" for problem in problems]
+    return [*lacking, *_warnings(algorithm, rollout)]
+
+
+def _sections(recipe: Recipe) -> tuple[OnlineSection, RolloutSection, RewardSection]:
     algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
     assert isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None
-    if rollout.generates:
-        _check_generation(rollout, reward, recipe.device.type)
-    if reward.model is not None:
-        model_directory(reward.model.path, "reward.model.path")
-    if reward.process is not None:
-        model_directory(reward.process.path, "reward.process.path")
-    if isinstance(algorithm, PpoSection) and algorithm.critic.path:
-        model_directory(algorithm.critic.path, "algorithm.critic.path")
+    return algorithm, rollout, reward
+
+
+def _warnings(algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
     warnings = []
     if rollout.generates and rollout.engine == "sglang":
         warnings.append(
@@ -39,23 +50,39 @@ def check_online(recipe: Recipe) -> list[str]:
     return warnings
 
 
-def _check_generation(rollout: RolloutSection, reward: RewardSection, device_type: str) -> None:
-    """What answers and scores need; a replay has both."""
+def _check_models(algorithm: OnlineSection, reward: RewardSection) -> None:
+    from isotrain.models.load import model_directory  # torch comes in only here
+
+    if reward.model is not None:
+        model_directory(reward.model.path, "reward.model.path")
+    if reward.process is not None:
+        model_directory(reward.process.path, "reward.process.path")
+    if isinstance(algorithm, PpoSection) and algorithm.critic.path:
+        model_directory(algorithm.critic.path, "algorithm.critic.path")
+
+
+def _not_here(
+    rollout: RolloutSection, reward: RewardSection, device_type: str
+) -> Iterator[IsotrainError]:
+    """What this machine lacks to make answers and scores; a replay has both."""
+    if not rollout.generates:
+        return
     if rollout.engine == "vllm" and find_spec("vllm") is None:
-        raise cannot_import(ModuleNotFoundError(name="vllm"), choose_device(device_type).type)
-    if rollout.engine == "sglang":
-        _check_server_python(rollout.server_python)
-    if reward.math is not None and find_spec("math_verify") is None:
-        raise RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
-    if reward.function is not None:
-        function_file(reward.function.path)
-
-
-def _check_server_python(python: str | None) -> None:
-    if python is None and find_spec("sglang") is None:
-        raise RolloutError(
+        yield cannot_import(ModuleNotFoundError(name="vllm"), device_type)
+    python = rollout.server_python
+    if rollout.engine == "sglang" and python is None and find_spec("sglang") is None:
+        yield RolloutError(
             "rollout.engine: sglang is not installed beside isotrain; make an environment for it "
             "(pip install 'isotrain[sglang]') and name its interpreter in rollout.server_python"
         )
-    if python is not None and which(python) is None:
-        raise RolloutError(f"rollout.server_python: {python!r} is no program that can be run")
+    if rollout.engine == "sglang" and python is not None and which(python) is None:
+        yield RolloutError(f"rollout.server_python: {python!r} is no program that can be run")
+    if reward.math is not None and find_spec("math_verify") is None:
+        yield RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
+    if reward.function is not None:
+        try:
+            function_file(reward.function.path)
+        except RewardError as problem:
+            yield problem
+        else:
+            check_function(reward.function.path)  # its text is as wrong on every machine

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from isotrain.algorithms import ADVANTAGES
 from isotrain.algorithms.advantages import Estimator
-from isotrain.errors import RecipeError
 from isotrain.recipe.online import (
     CorrectionSection,
     GrpoSection,
@@ -81,12 +80,6 @@ def _correction_options(correction: CorrectionSection) -> dict[str, Any] | None:
 def advantage_settings(algorithm: Online) -> AdvantageSettings:
     convention = algorithm.convention
     estimator = ADVANTAGES[algorithm.name]
-    knows_all = ("grpo", "rloo")
-    if convention == "trl" and algorithm.name not in knows_all:
-        raise RecipeError(
-            f"algorithm.convention: TRL has no {algorithm.name}; use verl or openrlhf, "
-            f"or one of: {', '.join(knows_all)}"
-        )
     options: dict[str, Any] = {} if isinstance(algorithm, RemaxSection) else {"convention": convention}
     if isinstance(algorithm, GrpoSection):
         options["scale_by_std"] = algorithm.scale_by_std

@@ -1,0 +1,82 @@
+"""What must fit together between the sections of an online recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from isotrain.recipe.online import ClusterSection, OnlineSection, RewardSection, RolloutSection
+
+if TYPE_CHECKING:
+    from isotrain.recipe.schema import Recipe
+
+
+def broken_rules(recipe: Recipe) -> Iterator[str]:
+    """One line for each rule that an online recipe breaks, with the keys to change."""
+    algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
+    if not isinstance(algorithm, OnlineSection) or rollout is None or reward is None:
+        return
+    yield from _sampling(recipe, algorithm, rollout)
+    yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
+    yield from _rewards(algorithm, rollout, reward)
+
+
+def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection) -> Iterator[str]:
+    data = recipe.data
+    if algorithm.name in ("grpo", "rloo", "reinforce++-baseline") and rollout.n < 2:
+        yield f"rollout.n ({rollout.n}) gives {algorithm.name} nothing to compare: set 2 or more"
+    if (algorithm.mini_batch_size or 0) > data.batch_size:
+        yield (
+            f"algorithm.mini_batch_size ({algorithm.mini_batch_size}) is above "
+            f"data.batch_size ({data.batch_size}): lower it, or leave it out"
+        )
+    if rollout.validation.n > 1 and rollout.validation.temperature == 0:
+        yield (
+            f"rollout.validation.n ({rollout.validation.n}) greedy answers would all be the same: set "
+            "rollout.validation.temperature, or n: 1"
+        )
+    longest = data.max_length + rollout.max_tokens
+    if data.tokens_per_micro_batch < longest:
+        yield (
+            f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) is below "
+            f"data.max_length + rollout.max_tokens ({longest}): raise it to at least {longest}"
+        )
+
+
+def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> Iterator[str]:
+    if rollout.staleness and cluster.placement != "separate":
+        yield (
+            f"rollout.staleness ({rollout.staleness}) lets engines work while ranks train, which needs "
+            "devices of their own: set cluster.placement: separate"
+        )
+    if rollout.engine == "hf" and rollout.tensor_parallel > 1:
+        yield (
+            f"rollout.tensor_parallel ({rollout.tensor_parallel}) is not for rollout.engine hf, which "
+            "runs on one device: leave it out"
+        )
+    wanted = rollout.engines * rollout.tensor_parallel
+    if rollout.generates and cluster.placement == "colocated" and wanted > ranks:
+        yield (
+            f"device.ranks ({ranks}) is below {wanted}, the devices on which rollout.engines "
+            f"({rollout.engines}) with rollout.tensor_parallel ({rollout.tensor_parallel}) take turns with "
+            "training: raise it, lower one of the others, or set cluster.placement: separate"
+        )
+
+
+def _rewards(algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSection) -> Iterator[str]:
+    judge = reward.judges[0] if reward.judges else None
+    if algorithm.dynamic.attempts and judge:
+        yield (
+            "algorithm.dynamic.attempts looks at rewards before the ranks have the answers, where "
+            f"reward.{judge} is: use one of the two"
+        )
+    if algorithm.name == "remax" and judge:
+        yield (
+            f"reward.{judge} cannot be used with remax, whose greedy answers never reach the ranks: use "
+            "another algorithm or another reward"
+        )
+    if algorithm.overlong.buffer > rollout.max_tokens:
+        yield (
+            f"algorithm.overlong.buffer ({algorithm.overlong.buffer}) is above rollout.max_tokens "
+            f"({rollout.max_tokens}): lower it"
+        )
