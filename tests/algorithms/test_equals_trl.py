@@ -24,7 +24,6 @@ from isotrain.algorithms.kl import kl_loss
 from isotrain.algorithms.policy.cispo import cispo
 from isotrain.algorithms.policy.clip import clip
 from isotrain.algorithms.policy.gspo import gspo
-from isotrain.algorithms.whitening import whiten
 
 pytest.importorskip("trl")
 GRPOTrainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
@@ -262,14 +261,10 @@ def test_grpo_advantage_of_a_single_answer() -> None:
     assert torch.equal(grpo(REWARDS_R, torch.arange(12), convention="trl"), theirs)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_rloo_advantages(normalised: bool) -> None:
-    settings = {"num_generations": 4, "normalize_advantages": normalised}
+def test_rloo_advantages() -> None:
+    settings = {"num_generations": 4, "normalize_advantages": False}
     theirs = generated(RLOOTrainer, REWARDS_R, [1] * 12, **settings)["advantages"]
-    ours = rloo(REWARDS_R, GROUPS_R)
-    if normalised:
-        ours = whiten(ours, torch.ones(12, dtype=torch.bool), convention="trl")
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rloo(REWARDS_R, GROUPS_R), theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -17,7 +17,6 @@ MASK_N = torch.tensor([1, 1, 0, 1, 1]).bool()
         # Of 1, 2, 4, 5 the mean is 3 and the squared deviations sum to 4 + 1 + 1 + 4 = 10.
         ("verl", 1 / math.sqrt(10 / 3 + 1e-8)),
         ("openrlhf", 1 / math.sqrt(10 / 4)),
-        ("trl", 1 / (math.sqrt(10 / 3) + 1e-4)),
     ],
 )
 def test_conventions_by_hand(device_type: str, convention: Convention, scale: float) -> None:
@@ -62,7 +61,7 @@ def test_result_has_mean_0_and_variance_1_under_the_mask() -> None:
     assert not result[~mask_N].any()
 
 
-@pytest.mark.parametrize("convention", ["verl", "openrlhf", "trl"])
+@pytest.mark.parametrize("convention", ["verl", "openrlhf"])
 @pytest.mark.parametrize(
     ("values", "mask"),
     [

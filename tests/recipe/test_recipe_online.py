@@ -336,6 +336,47 @@ def test_places_that_a_run_can_have(overrides: list[str]) -> None:
     parse_recipe(GRPO + PARTS, "r.yaml", overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "estimator", "dual_clip"),
+    [
+        ([], "k3", 3.0),
+        (["algorithm.kl.place=loss", "algorithm.convention=openrlhf"], "k3", None),
+        (["algorithm.kl.place=reward", "algorithm.convention=trl"], "k1", None),
+        (["algorithm.kl={place: reward, estimator: k3}"], "k3", 3.0),
+        (["algorithm.convention=trl", "algorithm.loss.dual_clip=3"], "k3", 3.0),
+        (["algorithm.loss.dual_clip=null"], "k3", None),
+    ],
+)
+def test_defaults_that_another_choice_decides(
+    overrides: list[str], estimator: str, dual_clip: float | None
+) -> None:
+    algorithm = resolved(parse_recipe(GRPO + PARTS, "r.yaml", overrides))["algorithm"]
+    assert (algorithm["kl"]["estimator"], algorithm["loss"]["dual_clip"]) == (estimator, dual_clip)
+
+
+SUPERVISED = {"lr": 1e-5, "betas": [0.9, 0.95], "schedule": "cosine", "warmup_ratio": 0.1}
+ONLINE = {"lr": 1e-6, "betas": [0.9, 0.999], "schedule": "constant", "warmup_ratio": 0.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimizer_has_the_defaults_of_the_algorithm(name: str) -> None:
+    def optimizer(found: Recipe) -> dict[str, object]:
+        return {key: value for key, value in resolved(found)["optimizer"].items() if key in ONLINE}
+
+    assert optimizer(recipe(name)) == (SUPERVISED if name in OFFLINE else ONLINE)
+    text = f"{HEAD}algorithm: {{name: {name}}}\n{'' if name in OFFLINE else PARTS}"
+    written = (
+        f"optimizer: {{lr: {SUPERVISED['lr']}, betas: [0.9, 0.95], schedule: cosine, warmup_ratio: 0.1}}"
+    )
+    assert optimizer(parse_recipe(text + written, "r.yaml")) == SUPERVISED
+    # Without sections in between, as workers read it: nothing is shared with the next recipe.
+    plain = {"name": "a", "output": "b", "model": {"path": "c"}, "data": {"train": "d"}}
+    Recipe.model_validate(
+        {**plain, "algorithm": {"name": "grpo"}, "rollout": {"n": 2}, "reward": {"math": {}}}
+    )
+    assert optimizer(Recipe.model_validate({**plain, "algorithm": {"name": "sft"}})) == SUPERVISED
+
+
 def test_difference_names_sections_that_came_or_went_once() -> None:
     before = recipe("grpo")
     after = parse_recipe(

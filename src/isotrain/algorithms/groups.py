@@ -5,9 +5,11 @@ R: trajectories of all prompts, in any order. P: prompts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Convention = Literal["verl", "openrlhf", "trl"]
 
 
 class GroupStatistics(NamedTuple):

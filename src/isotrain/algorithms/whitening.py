@@ -13,7 +13,7 @@ import torch
 
 from isotrain.algorithms.flat import widen
 
-Convention = Literal["verl", "openrlhf", "trl"]
+Convention = Literal["verl", "openrlhf"]
 
 
 class Moments(NamedTuple):
@@ -55,8 +55,6 @@ def whitened(
     """The values with the mean and scale of `of` taken out; 0 outside the mask."""
     if convention == "openrlhf":
         scale = max(of.variance(unbiased=False), 1e-8) ** -0.5
-    elif convention == "trl":
-        scale = 1 / (math.sqrt(of.variance()) + 1e-4)
     else:
         scale = (of.variance() + 1e-8) ** -0.5
     return torch.where(mask_N, (widen(values_N) - of.mean) * scale, 0.0)

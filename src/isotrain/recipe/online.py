@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from isotrain.recipe.section import Section
+from isotrain.recipe.section import DefaultFor, Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -19,7 +19,9 @@ class LossSection(Section):
     """The ratio of new to old probability is clipped at `1 - eps_low` below."""
     eps_high: float = Field(default=0.2, ge=0)
     """And at `1 + eps_high` above; 0.28 is DAPO's clip-higher."""
-    dual_clip: float | None = Field(default=3.0, gt=1)
+    dual_clip: Annotated[float | None, DefaultFor("openrlhf", None), DefaultFor("trl", None)] = Field(
+        default=3.0, gt=1
+    )
     """Largest loss of a token with a negative advantage, in advantages; null for no limit."""
     aggregation: Aggregation | None = None
     """How losses of tokens become one number; by default `token-mean`, for `gspo` `seq-mean-token-mean`."""
@@ -32,8 +34,8 @@ class KlSection(Section):
     """Where the divergence from the reference is a penalty: nowhere, in the reward, or in the loss."""
     coefficient: float = Field(default=0.001, ge=0)
     """Strength of the penalty."""
-    estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """How the divergence is estimated from sampled tokens."""
+    estimator: Annotated[Literal["k1", "abs", "k2", "k3"], DefaultFor("reward", "k1")] = "k3"
+    """How the divergence is estimated from sampled tokens; the default follows `place`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """Whether the coefficient stays, or is steered towards `target` (in the reward only)."""
     target: float = Field(default=0.1, gt=0)
@@ -99,7 +101,7 @@ class OnlineSection(Section):
     passes: int = Field(default=1, ge=1)
     """Passes over the answers of a step."""
     convention: Literal["verl", "openrlhf", "trl"] = "verl"
-    """Whose constants are used where frameworks differ."""
+    """Whose constants the advantages and their whitening have, and whose default `loss.dual_clip`."""
     loss: LossSection = LossSection()
     """The policy loss."""
     kl: KlSection = KlSection()
@@ -118,6 +120,12 @@ class OnlineSection(Section):
                 f"convention ({self.convention}) is of a framework without {self.name}: "
                 f"write {' or '.join(self.conventions)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _defaults(self) -> OnlineSection:
+        # In place although sections are frozen: nobody has seen this one yet.
+        self.__dict__.update(loss=self.loss.for_case(self.convention), kl=self.kl.for_case(self.kl.place))
         return self
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from isotrain.recipe.fields import SectionType, expected, may_be_null, sections, tag
 from isotrain.recipe.generated import page_command, table_row
 from isotrain.recipe.schema import Recipe
-from isotrain.recipe.section import Section
+from isotrain.recipe.section import DefaultFor, Section
 
 Fields = Mapping[str, FieldInfo]
 
@@ -106,9 +107,14 @@ def _table(prefix: str, fields: Sequence[tuple[str, FieldInfo]]) -> Iterator[str
 def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "**required**"
-    default = info.get_default(call_default_factory=True, validated_data={})
-    plain = isinstance(default, str) and default.isprintable()
-    return f"`{default if plain else json.dumps(default)}`"
+    default = _shown(info.get_default(call_default_factory=True, validated_data={}))
+    others = [item for item in info.metadata if isinstance(item, DefaultFor)]
+    return default + "".join(f"; {_shown(item.value)} for {item.case}" for item in others)
+
+
+def _shown(value: Any) -> str:
+    plain = isinstance(value, str) and value.isprintable()
+    return f"`{value if plain else json.dumps(value)}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

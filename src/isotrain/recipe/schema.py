@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from isotrain.recipe.online import ClusterSection, Online, RewardSection, RolloutSection
+from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Judged, RmSection
 from isotrain.recipe.rules import broken_rules
-from isotrain.recipe.section import OfflineSection, Section
+from isotrain.recipe.section import DefaultFor, OfflineSection, Section
 
+ONLINE = "online algorithms"
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -100,9 +101,9 @@ Algorithm = SftSection | Judged | Online
 
 
 class OptimizerSection(Section):
-    lr: float = Field(default=1e-5, ge=0)
+    lr: Annotated[float, DefaultFor(ONLINE, 1e-6)] = Field(default=1e-5, ge=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], DefaultFor(ONLINE, (0.9, 0.999))] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
@@ -110,9 +111,9 @@ class OptimizerSection(Section):
     """Decoupled weight decay; biases and norms are not decayed."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Annotated[Literal["cosine", "linear", "constant"], DefaultFor(ONLINE, "constant")] = "cosine"
     """How the learning rate falls after the warm-up."""
-    warmup_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_ratio: Annotated[float, DefaultFor(ONLINE, 0.0)] = Field(default=0.1, ge=0, le=1)
     """Share of all steps over which the learning rate rises from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this share of `lr`."""
@@ -177,6 +178,12 @@ class Recipe(Section):
     """How long, and what to do on the way."""
     observe: ObserveSection = ObserveSection()
     """What to show."""
+
+    @model_validator(mode="after")
+    def _defaults(self) -> Recipe:
+        if isinstance(self.algorithm, OnlineSection):
+            self.__dict__.update(optimizer=self.optimizer.for_case(ONLINE))
+        return self
 
     @model_validator(mode="after")
     def _online_sections(self) -> Recipe:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
+
+
+@dataclass(frozen=True)
+class DefaultFor:
+    """What an unwritten field is instead of its default where the recipe chose `case` elsewhere."""
+
+    case: str
+    value: Any
 
 
 class Section(BaseModel):
@@ -17,6 +26,16 @@ class Section(BaseModel):
     """Top-level sections that must be there with this one: what for, and what to write."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Top-level sections that must not be there with this one, and why."""
+
+    def for_case(self, case: str) -> Self:
+        """This section with the defaults that it has in that case."""
+        others = {
+            name: item.value
+            for name, info in type(self).model_fields.items()
+            for item in info.metadata
+            if isinstance(item, DefaultFor) and item.case == case and name not in self.model_fields_set
+        }
+        return self.model_copy(update=others) if others else self
 
 
 class OfflineSection(Section):

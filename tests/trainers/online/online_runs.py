@@ -31,7 +31,7 @@ def online_recipe(tiny: Path, output: Path, device_type: str = "cpu", **sections
         "rollout": {"engine": "hf", "n": 4, "max_tokens": 6},
         "reward": {"function": {"path": f"{tiny / 'reward.py'}:score"}, "answer_key": "answer"},
         "cluster": {"address": "local"},
-        "optimizer": {"lr": 5e-3, "schedule": "constant", "warmup_ratio": 0.0},
+        "optimizer": {"lr": 5e-3, "betas": [0.9, 0.95], "schedule": "constant", "warmup_ratio": 0.0},
         "trainer": {"steps": 4},
         "observe": {"sinks": ["console"]},
     }

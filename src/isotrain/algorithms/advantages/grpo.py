@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from isotrain.algorithms.groups import as_rewards, group_statistics
-from isotrain.algorithms.whitening import Convention
+from isotrain.algorithms.groups import Convention, as_rewards, group_statistics
 
 # Added to the standard deviation. It is what a group of almost equal rewards is measured by.
 STD_EPSILON: dict[Convention, float] = {"verl": 1e-6, "openrlhf": 1e-9, "trl": 1e-4}

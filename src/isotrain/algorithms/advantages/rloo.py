@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from isotrain.algorithms.groups import as_rewards, group_statistics
-from isotrain.algorithms.whitening import Convention
+from isotrain.algorithms.groups import Convention, as_rewards, group_statistics
 
 
 def rloo(rewards_R: torch.Tensor, group_R: torch.Tensor, *, convention: Convention = "verl") -> torch.Tensor:

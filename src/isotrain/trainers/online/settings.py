@@ -39,7 +39,7 @@ class UpdateSettings:
 class AdvantageSettings:
     estimator: Estimator
     options: dict[str, Any]
-    whitening: Literal["verl", "openrlhf", "trl"]
+    whitening: Literal["verl", "openrlhf"]
 
 
 def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
@@ -87,4 +87,5 @@ def advantage_settings(algorithm: Online) -> AdvantageSettings:
         options["gamma"] = algorithm.gamma
     if isinstance(algorithm, PpoSection):
         options["lam"] = algorithm.lam
-    return AdvantageSettings(estimator, options, convention)
+    # What TRL has is not whitened.
+    return AdvantageSettings(estimator, options, "openrlhf" if convention == "openrlhf" else "verl")
