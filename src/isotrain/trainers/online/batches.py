@@ -32,8 +32,12 @@ class Batch:
     """Groups that taught nothing and were replaced."""
 
 
+Make = Callable[[Callable[[], None]], Batch]
+"""Makes a batch; what it is given is called once engines may be asked to write the next."""
+
+
 class Maker(Protocol):
-    def begin(self) -> Callable[[], Batch]:
+    def begin(self) -> Make:
         """Decide what the next batch is; calling the result makes it."""
         ...
 
@@ -55,10 +59,10 @@ class BatchMaker:
         self.attempts = attempts
         self.greedy = greedy
 
-    def begin(self) -> Callable[[], Batch]:
+    def begin(self) -> Make:
         """Draw the prompts of a batch; calling the result has them answered."""
         if self.attempts:  # how many it draws is known at its end
-            return lambda: self._make(self._draw(self.sampler.batch_size))
+            return lambda next_may_begin: self._make(self._draw(self.sampler.batch_size), next_may_begin)
         return partial(self._make, self._draw(self.sampler.batch_size))
 
     @property
@@ -66,9 +70,10 @@ class BatchMaker:
         """Whether a batch must be made before the next: to know its prompts, or for its greedy answers."""
         return self.attempts > 0 or self.greedy
 
-    def _make(self, tickets: list[Ticket]) -> Batch:
+    def _make(self, tickets: list[Ticket], next_may_begin: Callable[[], None]) -> Batch:
         wanted = len(tickets)
-        groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
+        free = (lambda: None) if self.one_by_one else next_may_begin
+        groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling, free)
         resampled = 0
         for _ in range(self.attempts):
             kept = _informative(groups)
@@ -119,11 +124,11 @@ def _greedy(sampling: Sampling) -> Sampling:
 class OnDemand:
     """On-policy: a batch is made when it is asked for, with the weights of that moment."""
 
-    def __init__(self, begin: Callable[[], Callable[[], Batch]]) -> None:
+    def __init__(self, begin: Callable[[], Make]) -> None:
         self._begin = begin
 
     def next(self) -> Batch:
-        return self._begin()()
+        return self._begin()(lambda: None)
 
     def weights_are_out(self) -> None: ...
 
@@ -134,16 +139,17 @@ class Ahead:
     """Batches are made in threads while training goes on, at most `staleness` weight versions ahead.
 
     A batch is begun as soon as the weights that it may be too old by are out: so `staleness + 1` are under
-    way at most. Their answers are written one batch after the other, for an engine does one thing at a time,
-    but while the last answers of one are being scored, those of the next are being written.
+    way at most. It waits for its turn here and not at the engines, because new weights would queue there
+    behind batches that could have been written with them. Its turn comes with the first engine that has
+    written all of the batch before, whose last answers are then still being written elsewhere or scored.
     """
 
-    def __init__(
-        self, begin: Callable[[], Callable[[], Batch]], staleness: int, batches: int, one_by_one: bool = False
-    ) -> None:
-        """With `one_by_one` a batch waits until the one before it is made."""
-        self._begin, self._left, self._one_by_one = begin, batches, one_by_one
+    def __init__(self, begin: Callable[[], Make], staleness: int, batches: int) -> None:
+        self._begin, self._left = begin, batches
         self._begun: deque[Future[Batch]] = deque()
+        self._turn: Future[None] = Future()
+        """Of the batch that is begun next."""
+        self._turn.set_result(None)
         for _ in range(staleness + 1):
             self._start()
 
@@ -151,11 +157,11 @@ class Ahead:
         if self._left <= 0:
             return
         self._left -= 1
-        before = self._begun[-1] if self._begun and self._one_by_one else None
         made: Future[Batch] = Future()
         self._begun.append(made)
+        turn, self._turn = self._turn, Future()
         # Not those of an executor: one that waits for a worker must not keep the program from ending.
-        arguments = (made, self._begin(), before)
+        arguments = (made, self._begin(), turn, self._turn)
         threading.Thread(target=_fulfil, args=arguments, name="batch", daemon=True).start()
 
     def next(self) -> Batch:
@@ -170,10 +176,17 @@ class Ahead:
         self._left = 0
 
 
-def _fulfil(made: Future[Batch], make: Callable[[], Batch], before: Future[Batch] | None) -> None:
+def _fulfil(made: Future[Batch], make: Make, turn: Future[None], next_turn: Future[None]) -> None:
+    def next_may_begin() -> None:
+        if not next_turn.done():
+            next_turn.set_result(None)
+
     try:
-        if before is not None:
-            before.result()
-        made.set_result(make())
+        turn.result()
+        batch = make(next_may_begin)
+        next_may_begin()
+        made.set_result(batch)
     except BaseException as error:  # raised where the batch is asked for
         made.set_exception(error)
+        if not next_turn.done():
+            next_turn.set_exception(error)

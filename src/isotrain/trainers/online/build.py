@@ -84,9 +84,7 @@ def build_trainer(
     )
     trainer.send_weights(goes_on.step)
     if isinstance(maker, BatchMaker) and rollout.staleness:
-        trainer.batches = Ahead(
-            maker.begin, rollout.staleness, settings.steps - goes_on.step, maker.one_by_one
-        )
+        trainer.batches = Ahead(maker.begin, rollout.staleness, settings.steps - goes_on.step)
     return trainer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,13 +34,21 @@ class Collector:
     rewards: Replaceable
 
     def collect(
-        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
+        self,
+        store: str,
+        tickets: Sequence[Ticket],
+        n: int,
+        sampling: Sampling,
+        engine_is_free: Callable[[], None] = lambda: None,
     ) -> tuple[list[Group], Seconds]:
-        """`n` scored answers to each draw, in the order of the draws."""
+        """`n` scored answers to each draw, in the order of the draws.
+
+        `engine_is_free` is called whenever an engine has written all it was asked for.
+        """
         done: dict[int, Group] = {}
         seconds = Seconds(0.0, 0.0)
         while missing := [ticket for ticket in tickets if ticket.place not in done]:
-            attempt = _Round(self.engines, self.rewards, store, n, sampling)
+            attempt = _Round(self.engines, self.rewards, store, n, sampling, engine_is_free)
             found, spent = attempt.run(missing)
             done |= found
             seconds = seconds.plus(spent)
@@ -51,10 +59,17 @@ class _Round:
     """One try. Engines that die are replaced; their unfinished draws are not in the result."""
 
     def __init__(
-        self, engines: Engines, rewards: Replaceable, store: str, n: int, sampling: Sampling
+        self,
+        engines: Engines,
+        rewards: Replaceable,
+        store: str,
+        n: int,
+        sampling: Sampling,
+        engine_is_free: Callable[[], None],
     ) -> None:
         self.engines, self.rewards = engines, rewards
         self.store, self.n, self.sampling = store, n, sampling
+        self.engine_is_free = engine_is_free
         self.streams: list[Task] = []
         self.backlog: list[tuple[Answers, Handle]] = []
         self.scoring: dict[Task, list[tuple[Answers, Handle]]] = {}
@@ -87,6 +102,7 @@ class _Round:
             self.backlog.append(next_item(self.engines.group, task.work))
         except StopIteration:
             self.streams.remove(task)
+            self.engine_is_free()
         except WorkerDied as death:
             self.streams.remove(task)
             self.engines.replace(task, death)

@@ -29,6 +29,8 @@ class Weights(NamedTuple):
 class Delivery(NamedTuple):
     """Weights on their way to one engine."""
 
+    free: Task
+    """Answered when the engine has done what it was asked for before."""
     update: Task
     probe: Task
     weights: Weights
@@ -39,6 +41,7 @@ class Engines(Replaceable):
 
     The engine itself compares what it got with the update's digest. Here its version is compared, and its
     log-probs of a probe with those of the trained model, which shows that the weights also mean the same.
+    What an engine is doing may take as long as it likes: an update's time begins after that.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Engines(Replaceable):
         self.under_way = [self._send_to(index, weights) for index in range(len(self))]
 
     def _send_to(self, index: int, weights: Weights) -> Delivery:
-        update = self.submit(index, "update", weights.updates[index])
-        return Delivery(update, self.submit(index, "probe", self.probe_T), weights)
+        with self._places[index]:  # no thread may ask for answers in between
+            free = self.submit(index, "report")
+            update = self.submit(index, "update", weights.updates[index])
+            return Delivery(free, update, self.submit(index, "probe", self.probe_T), weights)
 
     def settle(self) -> float:
         """Wait until all engines have what was sent last; returns the largest difference on the probe."""
@@ -72,6 +77,7 @@ class Engines(Replaceable):
 
     def _verified(self, delivery: Delivery) -> float:
         name, weights = engine_name(delivery.update.index), delivery.weights
+        self.result(delivery.free)
         try:
             version = self.result(delivery.update, self.timeout)
             logps = self.result(delivery.probe, self.timeout)

@@ -5,7 +5,7 @@ P: tokens of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from isotrain.data.prompts import PromptStore
 from isotrain.data.record import Record, read_step, step_file
 from isotrain.data.sampler import Sampler
 from isotrain.errors import DataError
-from isotrain.trainers.online.batches import Batch
+from isotrain.trainers.online.batches import Batch, Make
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Score, describe
 
@@ -48,10 +48,10 @@ class Replayed:
         self.most = sampler.batch_size * (attempts + 1)
         self.n, self.max_tokens, self.vocabulary = n, max_tokens, vocabulary
 
-    def begin(self) -> Callable[[], Batch]:
+    def begin(self) -> Make:
         self.step += 1
         self.sampler.taken = self.taken
-        return self._make
+        return lambda next_may_begin: self._make()
 
     def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
         """All groups of the batch, from the files that they came from."""

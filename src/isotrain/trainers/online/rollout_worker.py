@@ -72,6 +72,9 @@ class RolloutWorker:
             for sample in range(n)
         ]
 
+    def report(self) -> None:
+        """Answered as soon as everything that was asked for before it is done."""
+
     def update(self, update: WeightUpdate) -> int:
         """Take new weights; returns the version that the engine now has."""
         self.engine.update_weights(update)

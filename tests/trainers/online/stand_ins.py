@@ -1,0 +1,111 @@
+"""Engines without Ray or a model: threads that do one thing after the other, as the real workers do."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from isotrain.cluster.failures import Overdue
+from isotrain.cluster.workers import Call
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.collector import Seconds
+from isotrain.trainers.online.engines import Engines, Weights
+from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
+
+PROBE_T = np.zeros(3, np.int32)
+LOGPS = np.zeros(3, np.float32)
+
+
+class StandInGroup:
+    """In the place of a group of one engine. Answers take `seconds`, `update` hangs at one version."""
+
+    def __init__(self, seconds: float = 0.0, hangs_at: int | None = None) -> None:
+        self.seconds, self.hangs_at, self.version = seconds, hangs_at, 0
+        self._tasks: queue.Queue[tuple[Future[Any], str, tuple[Any, ...]]] = queue.Queue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def __len__(self) -> int:
+        return 1
+
+    def _work(self) -> None:
+        while True:
+            future, method, args = self._tasks.get()
+            future.set_result(getattr(self, method)(*args))
+
+    def submit_to(self, index: int, method: str, *args: Any) -> Call:
+        future: Future[Any] = Future()
+        self._tasks.put((future, method, args))
+        return Call(index, method, future)  # type: ignore[arg-type]
+
+    def results(self, calls: Sequence[Call], timeout: float | None = None) -> list[Any]:
+        try:
+            return [call.ref.result(timeout) for call in calls]  # type: ignore[attr-defined]
+        except TimeoutError:
+            raise Overdue("late") from None
+
+    def report(self) -> None: ...
+
+    def release(self, done: int) -> None: ...
+
+    def answer(self, wait: Callable[[], None]) -> int:
+        time.sleep(self.seconds)
+        wait()
+        return self.version
+
+    def update(self, version: int) -> int:
+        if version == self.hangs_at:
+            threading.Event().wait()
+        self.version = version
+        return version
+
+    def probe(self, sequence_T: Any) -> Any:
+        return LOGPS
+
+
+def stand_in_engines(group: StandInGroup, timeout: float = 10.0) -> Engines:
+    return Engines(group, 10.0, print, probe_T=PROBE_T, timeout=timeout, tolerance=1.0)  # type: ignore[arg-type]
+
+
+def weights(version: int) -> Weights:
+    return Weights(version, [version], LOGPS)  # type: ignore[list-item]
+
+
+class StandInCollector:
+    """In the place of a Collector; `value` is the score of an answer, by its draw and its number."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        value: Callable[[int, int], float] = lambda place, sample: float(sample),
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engines, self.value, self.wait = engines, value, wait
+        self.asked: list[tuple[str, list[int], int, float]] = []
+        """Of each call the store, the draws, how many answers and at which temperature."""
+        self._handles = itertools.count()
+
+    def collect(
+        self,
+        store: str,
+        tickets: Sequence[Ticket],
+        n: int,
+        sampling: Sampling,
+        engine_is_free: Callable[[], None] = lambda: None,
+    ) -> tuple[list[Group], Seconds]:
+        self.asked.append((store, [ticket.place for ticket in tickets], n, sampling.temperature))
+        version = self.engines.result(self.engines.submit(0, "answer", self.wait))
+        engine_is_free()
+        return [self._group(ticket, n, version) for ticket in tickets], Seconds(0.0, 0.0)
+
+    def _group(self, ticket: Ticket, n: int, version: int) -> Group:
+        lengths, finished = (2,) * n, (True,) * n
+        answers = Answers(ticket.place, ticket.row, 3, lengths, lengths, finished, version)
+        scores = tuple(Score(self.value(ticket.place, sample), {}, None, "") for sample in range(n))
+        return Group(answers, next(self._handles), scores, "data")
