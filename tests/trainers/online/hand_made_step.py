@@ -183,7 +183,7 @@ def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     trainer = build_trainer(
         recipe, ClusterSection(), open_prompts(recipe), crew, described, recorder, Beginning(0, {}, [])
     )
-    trainer.batches = OnDemand(lambda: make_batch)
+    trainer.batches = OnDemand(lambda: lambda next_may_begin: make_batch())
     trainer.train(0)
     step.minis, step.next_kl_coefficient = here.minis, trainer.kl.coefficient
     return step

@@ -32,7 +32,7 @@ from isotrain.observe.progress import Progress
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import Batch, OnDemand
+from isotrain.trainers.online.batches import Batch, Make, OnDemand
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Score, describe
@@ -90,8 +90,8 @@ class Inventor:
         self.sampler = Sampler(len(self.prompts), BATCH, recipe.seed)
         self.draw = np.random.default_rng(0)
 
-    def begin(self) -> Callable[[], Batch]:
-        return self.make
+    def begin(self) -> Make:
+        return lambda next_may_begin: self.make()
 
     def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
         raise AssertionError("nothing is lost")
@@ -351,11 +351,11 @@ def test_a_replay_goes_on_and_gives_lost_groups_again(recorded: tuple[Recipe, Ro
             max_tokens=MAX_TOKENS,
             vocabulary=512,
         )
-        batch = maker.begin()()
+        batch = maker.begin()(lambda: None)
         again = maker.again(batch.groups, {batch.groups[0].handle})
         assert [g.answers for g in again] == [g.answers for g in batch.groups]
         assert not {g.handle for g in again} & {g.handle for g in batch.groups}
-        after = maker.begin()()
+        after = maker.begin()(lambda: None)
     assert [g.answers.place for g in batch.groups] == [4, 5, 6, 7] and batch.taken == 8
     assert [g.answers.place for g in after.groups] == [8, 9, 10, 11]
 
