@@ -58,6 +58,8 @@ class Engines(Replaceable):
         self.probe_T, self.timeout, self.tolerance = probe_T, timeout, tolerance
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
+        self.difference = 0.0
+        """The largest on the probe, of the update that was verified last."""
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
@@ -72,8 +74,10 @@ class Engines(Replaceable):
 
     def settle(self) -> float:
         """Wait until all engines have what was sent last; returns the largest difference on the probe."""
-        deliveries, self.under_way = self.under_way, []
-        return max((self._verified(delivery) for delivery in deliveries), default=0.0)
+        if deliveries := self.under_way:
+            self.under_way = []
+            self.difference = max(self._verified(delivery) for delivery in deliveries)
+        return self.difference
 
     def _verified(self, delivery: Delivery) -> float:
         name, weights = engine_name(delivery.update.index), delivery.weights

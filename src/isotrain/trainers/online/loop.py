@@ -273,6 +273,7 @@ class OnlineTrainer:
 
     def validate(self) -> dict[str, float]:
         settings = self.settings
+        self.engines.settle()  # a figure of weights that turn out to be wrong must not be written
         # Places before 0 are no draws of the run: training answers never share a seed with these.
         tickets = [Ticket(-1 - row, row) for row in range(settings.validation_rows)]
         groups, _ = self.collector.collect(
