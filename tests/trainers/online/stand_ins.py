@@ -15,7 +15,7 @@ import numpy as np
 from isotrain.cluster.failures import Overdue
 from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.collector import Seconds
+from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 
@@ -77,7 +77,7 @@ def weights(version: int) -> Weights:
     return Weights(version, [version], LOGPS)  # type: ignore[list-item]
 
 
-class StandInCollector:
+class StandInCollector(Collector):
     """In the place of a Collector; `value` is the score of an answer, by its draw and its number."""
 
     def __init__(

@@ -95,11 +95,7 @@ class BatchMaker:
         return replace(batch, greedy=scores, seconds=batch.seconds.plus(extra))
 
     def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
-        """The groups with new answers to those draws whose trajectories are gone."""
-        tickets = [Ticket(g.answers.place, g.answers.row) for g in groups if g.handle in gone]
-        anew, _ = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
-        by_place = {group.answers.place: group for group in anew}
-        return [by_place.get(group.answers.place, group) for group in groups]
+        return self.collector.again(TRAIN, groups, gone, self.n, self.sampling)
 
     def _draw(self, count: int) -> list[Ticket]:
         first = self.sampler.taken

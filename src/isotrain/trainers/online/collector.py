@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.objects import Handle
@@ -53,6 +53,15 @@ class Collector:
             done |= found
             seconds = seconds.plus(spent)
         return [done[ticket.place] for ticket in tickets], seconds
+
+    def again(
+        self, store: str, groups: Sequence[Group], gone: Collection[Any], n: int, sampling: Sampling
+    ) -> list[Group]:
+        """The groups, with new answers to those draws whose trajectories are gone."""
+        tickets = [Ticket(g.answers.place, g.answers.row) for g in groups if g.handle in gone]
+        anew, _ = self.collect(store, tickets, n, sampling)
+        by_place = {group.answers.place: group for group in anew}
+        return [by_place.get(group.answers.place, group) for group in groups]
 
 
 class _Round:

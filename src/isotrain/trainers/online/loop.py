@@ -6,7 +6,7 @@ R: trajectories of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,31 +144,34 @@ class OnlineTrainer:
             )
 
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
-        """Trajectories to the ranks that will learn from them, straight from where the engines put them."""
-        settings = self.settings
+        """Trajectories to the ranks that will learn from them."""
         with self._timed("deliver"):
-            while True:
-                plan = self._plan(batch.groups, settings.mini_batch_size)
-                lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
-                gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
-                if not gone:
-                    break
-                # Trajectories die with the process that put them: their draws are answered once more.
-                self.recorder.progress.message(
-                    f"warning: {len(gone)} group(s) were lost and are answered again"
-                )
-                batch = replace(batch, groups=self.maker.again(batch.groups, gone))
+            groups, plan = self._load(batch.groups, self.settings.mini_batch_size, self.maker.again)
         self.engines.post("release", batch.taken)
-        if settings.takes_turns:
+        if self.settings.takes_turns:
             self.engines.on_all("sleep")
             self.ranks.call("come_back")
-        return batch, plan
+        return replace(batch, groups=groups), plan
 
-    def _plan(self, groups: Sequence[Group], groups_per_mini_batch: int) -> StepPlan:
+    def _load(
+        self,
+        groups: list[Group],
+        groups_per_mini_batch: int,
+        again: Callable[[list[Group], Collection[Any]], list[Group]],
+    ) -> tuple[list[Group], StepPlan]:
+        """Trajectories to the ranks, straight from where the engines put them; `again` brings lost ones."""
         settings = self.settings
-        return plan_step(
-            groups, groups_per_mini_batch, settings.budget, len(self.ranks), settings.share_prompts
-        )
+        while True:
+            plan = plan_step(
+                groups, groups_per_mini_batch, settings.budget, len(self.ranks), settings.share_prompts
+            )
+            lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
+            gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
+            if not gone:
+                return groups, plan
+            # Trajectories die with the process that put them: their draws are answered once more.
+            self.recorder.progress.message(f"warning: {len(gone)} group(s) were lost and are answered again")
+            groups = again(groups, gone)
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
@@ -276,28 +279,23 @@ class OnlineTrainer:
         self.engines.settle()  # a figure of weights that turn out to be wrong must not be written
         # Places before 0 are no draws of the run: training answers never share a seed with these.
         tickets = [Ticket(-1 - row, row) for row in range(settings.validation_rows)]
-        groups, _ = self.collector.collect(
-            VALIDATION, tickets, settings.validation_n, settings.validation_sampling
-        )
-        scores_R = self._validation_scores(groups)
+        n, sampling = settings.validation_n, settings.validation_sampling
+        groups, _ = self.collector.collect(VALIDATION, tickets, n, sampling)
+        if settings.judges:  # a reward model must be given the trajectories first
+
+            def again(groups: list[Group], gone: Collection[Any]) -> list[Group]:
+                return self.collector.again(VALIDATION, groups, gone, n, sampling)
+
+            groups, _ = self._load(groups, len(groups), again)
+            if settings.takes_turns:
+                self.ranks.call("come_back")
+        scores_R = self._scores(groups)
+        if settings.judges:
+            self.ranks.call("forget")
+            if settings.takes_turns:
+                self.ranks.call("make_room")
         self.engines.post("release", 0)
         return validation_figures(groups, scores_R)
-
-    def _validation_scores(self, groups: Sequence[Group]) -> Numbers:
-        """As in training; a reward model must be given the trajectories first."""
-        if not self.settings.judges:
-            return self._scores(groups)
-        if self.settings.takes_turns:
-            self.ranks.call("come_back")
-        plan = self._plan(groups, len(groups))
-        lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
-        if any(lost):
-            raise ClusterError("validation answers were lost with their engine; start the run again")
-        scores_R = self._scores(groups)
-        self.ranks.call("forget")
-        if self.settings.takes_turns:
-            self.ranks.call("make_room")
-        return scores_R
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]

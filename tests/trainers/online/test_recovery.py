@@ -1,0 +1,121 @@
+"""The loop over stand-ins: groups that are lost on their way to ranks, and weights before a validation."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
+
+from isotrain.data.sampler import Sampler
+from isotrain.errors import WeightUpdateError
+from isotrain.observe.progress import LineProgress
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.batches import BatchMaker
+from isotrain.trainers.online.loop import OnlineTrainer
+from isotrain.trainers.online.messages import RankPlan
+from isotrain.trainers.online.prompts import TRAIN, VALIDATION
+from isotrain.trainers.recorder import Recorder
+
+N, ROWS = 2, 3
+
+
+class Ranks:
+    """Two ranks that cannot fetch what was put before the engine died, and score by a trajectory's number."""
+
+    def __init__(self, lost: set[int]) -> None:
+        self.lost, self.loads, self.called = lost, 0, list[str]()
+
+    def __len__(self) -> int:
+        return 2
+
+    def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert method == "load"
+        self.loads += 1
+        self.plans: list[RankPlan] = [plan for (plan,) in args]
+        return [
+            [number for number, (handle, _) in enumerate(plan.groups) if handle in self.lost]
+            for plan in self.plans
+        ]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self.called.append(method)
+        if method == "judge":
+            own = [[i for mini in plan.mini_batches for micro in mini for i in micro] for plan in self.plans]
+            return [{number: float(number) for number in numbers} for numbers in own]
+        return [None, None]
+
+
+def trainer(
+    lost: set[int],
+    group: StandInGroup,
+    said: io.StringIO | None = None,
+    judges: dict[str, float] | None = None,
+) -> Any:
+    """A loop of which only the parts that load and validate are there; 4 groups are put for each batch."""
+    engines = stand_in_engines(group)
+    collector = StandInCollector(engines)
+    settings = SimpleNamespace(
+        mini_batch_size=2,
+        budget=64,
+        share_prompts=False,
+        takes_turns=False,
+        judges=judges or {},
+        validation_rows=ROWS,
+        validation_n=N,
+        validation_sampling=Sampling(8, 0.0),
+    )
+    parts: dict[str, Any] = dict.fromkeys(("relays", "batches", "schedule", "critic_schedule", "kl"))
+    return OnlineTrainer(
+        settings=settings,  # type: ignore[arg-type]
+        ranks=Ranks(lost),  # type: ignore[arg-type]
+        engines=engines,
+        collector=collector,
+        maker=BatchMaker(collector, Sampler(10, 4, seed=1), N, Sampling(8), attempts=0, greedy=False),
+        recorder=Recorder(LineProgress(said or io.StringIO())),
+        **parts,
+    )
+
+
+def test_lost_groups_of_a_batch_are_answered_until_all_are_there() -> None:
+    said = io.StringIO()
+    # The second try of draw 1 has the handle 4, and is lost as well.
+    loop = trainer({1, 4}, StandInGroup(), said)
+    before = loop.maker.begin()(lambda: None)
+    batch, plan = loop._deliver(before)
+    assert [g.answers for g in batch.groups] == [g.answers for g in before.groups], "the same draws in order"
+    assert [g.handle for g in batch.groups] == [0, 5, 2, 3]
+    assert loop.collector.asked[1:] == [(TRAIN, [1], N, 1.0)] * 2
+    fetched = {handle for rank in plan.ranks for handle, _ in rank.groups}
+    assert loop.ranks.loads == 3 and fetched == {0, 5, 2, 3}
+    assert said.getvalue().count("warning: 1 group(s) were lost and are answered again") == 2
+    assert batch.taken == before.taken == 4
+
+
+def test_lost_groups_of_a_validation_are_answered_again() -> None:
+    loop = trainer({0}, StandInGroup(), judges={"model": 1.0})
+    figures = loop.validate()
+    assert loop.collector.asked == [(VALIDATION, [-1, -2, -3], N, 0.0), (VALIDATION, [-1], N, 0.0)]
+    # Scores of the stand-in (0 and 1) and of the judge (0 to 5), each with its own answer.
+    assert figures["val-core/data/reward/mean@2"] == pytest.approx(0.5 + 2.5)
+    assert loop.ranks.loads == 2 and loop.ranks.called == ["judge", "forget"]
+
+
+def test_a_validation_does_not_begin_before_its_weights_are_verified() -> None:
+    loop = trainer(set(), StandInGroup(hangs_at=1))
+    loop.engines.timeout = 0.3
+    loop.engines.send(weights(1))
+    with pytest.raises(WeightUpdateError, match="weight update 1 has not ended"):
+        loop.validate()
+    assert not loop.collector.asked
+
+
+def test_what_a_validation_has_verified_is_told_with_the_next_weights() -> None:
+    loop = trainer(set(), StandInGroup())
+    sent = weights(1)
+    loop.engines.send(sent._replace(logps=sent.logps + 0.25))
+    loop.validate()
+    assert loop.engines.settle() == pytest.approx(0.25)
