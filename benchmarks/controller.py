@@ -46,6 +46,7 @@ from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.settings import advantage_settings
+from isotrain.trainers.online.watch import Watch
 
 ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384
@@ -176,6 +177,7 @@ def main() -> None:
         collector = Collector(
             Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
             Replaceable(scorers, 60.0, print),
+            Watch(lambda text: None, print),
         )
         few, _ = measure(collector, Controller(small), options.turns)
         profile = cProfile.Profile()

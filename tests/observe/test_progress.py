@@ -155,6 +155,45 @@ def test_times(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
+def test_a_long_wait_is_told_every_half_minute() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = LineProgress(stream, clock=clock)
+    progress.waiting("answers 0 of 8, 0 scored, 0 s")  # batches ahead are begun before the first step
+    progress.start(60, 3)
+    for second in range(1, 71):
+        clock.now = float(second)
+        progress.waiting(f"answers {second} of 80, 1 scored, {second} s")
+    progress.update(3, ONLINE)
+    for second in range(71, 100):  # less than half a minute
+        clock.now = float(second)
+        progress.waiting("answers 1 of 80, 0 scored, 1 s")
+    progress.waiting("")
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == [f"in step 3/60: answers {n} of 80, 1 scored, {n} s" for n in (30, 60)]
+    assert len(lines) == 3 and lines[2].startswith("step 3/60  reward")
+
+
+def test_a_bar_shows_what_it_waits_for_before_the_figures() -> None:
+    stream = io.StringIO()
+    console = Console(
+        force_terminal=True, file=stream, width=160, color_system=None, _environ={"TERM": "xterm"}
+    )
+    with open_progress(console=console) as progress:
+        progress.waiting("answers 0 of 8, 0 scored, 0 s")
+        progress.start(60, 1)
+        progress.update(1, VALUES)
+        progress.waiting("answers 3 of 8, 1 scored, 41 s")
+    assert "answers 3 of 8, 1 scored, 41 s  loss 1.2346" in stream.getvalue()
+    stream.seek(0)
+    stream.truncate()
+    with open_progress(console=console) as progress:
+        progress.start(60, 1)
+        progress.waiting("answers 8 of 8, 8 scored, 50 s")
+        progress.waiting("")
+        progress.update(1, VALUES)
+    assert "scored, 50 s  loss" not in stream.getvalue()
+
+
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_terminal_bar(width: int) -> None:
     stream = io.StringIO()

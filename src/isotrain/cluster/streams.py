@@ -30,10 +30,10 @@ def next_item(group: WorkerGroup, stream: Stream) -> Any:
     return group.value(stream.index, stream.method, next(stream.items))
 
 
-def wait_any(works: Sequence[Call | Stream]) -> list[int]:
-    """Numbers of those that have something to give, or have ended or failed: at least one."""
+def wait_any(works: Sequence[Call | Stream], timeout: float | None = None) -> list[int]:
+    """Numbers of those that have something to give, or have ended or failed: at least one in time."""
     refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
-    first, _ = ray.wait(refs, num_returns=1, fetch_local=False)
+    first, _ = ray.wait(refs, num_returns=1, timeout=timeout, fetch_local=False)
     # The others that are ready as well, without waiting: a burst is handled in one go.
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
     found = {id(ref) for ref in [*first, *ready]}

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
@@ -48,6 +48,9 @@ class Progress:
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Called after each step with its metrics under their full names."""
 
+    def waiting(self, text: str) -> None:
+        """What the step under way waits for, told about every second; empty when it waits no longer."""
+
     def message(self, text: str) -> None:
         """Something a person should read between two steps."""
 
@@ -70,20 +73,31 @@ class LineProgress(Progress):
     ) -> None:
         self._stream: IO[str] | None = stream or sys.stdout
         self._devices, self._clock = devices, clock
+        self._total = self._step = 0
+        self._told = clock()
 
     def start(self, total_steps: int, first_step: int) -> None:
         self._total, self._first = total_steps, first_step
         self._timer = StepTimer(total_steps, first_step - 1, self._clock())
         self._line_step, self._line_time = first_step - 1, self._clock()
+        self._step, self._told = first_step - 1, self._clock()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         now = self._clock()
         self._timer.update(step, now)
+        self._step, self._told = step, now
         validation = describe_validation(values)
         if self._is_due(step, now) or validation:
             self._line_step, self._line_time = step, now
             parts = [f"step {step}/{self._total}", *describe(values, self._devices), *validation]
             self.message("  ".join([*parts, f"eta {self._timer.eta()}"]))
+
+    def waiting(self, text: str) -> None:
+        """A line only where a step takes so long that its own is far away."""
+        now = self._clock()
+        if text and self._total and now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            self.message(f"in step {self._step + 1}/{self._total}: {text}")
 
     def message(self, text: str) -> None:
         if self._stream is None:
@@ -110,6 +124,8 @@ class BarProgress(Progress):
         self, console: Console, *, devices: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._devices, self._clock = devices, clock
+        self._task: TaskID | None = None
+        self._figures = self._waiting = ""
         count = "[bold]{task.completed:.0f}[/]/{task.total:.0f}"
         self._bar = RichProgress(
             TextColumn(count, table_column=Column(no_wrap=True)),
@@ -125,16 +141,27 @@ class BarProgress(Progress):
     def start(self, total_steps: int, first_step: int) -> None:
         self._total = total_steps
         self._timer = StepTimer(total_steps, first_step - 1, self._clock())
-        self._task = self._bar.add_task("", total=total_steps, completed=first_step - 1, shown="", eta="?")
+        self._task = self._bar.add_task(
+            "", total=total_steps, completed=first_step - 1, shown=self._shown(), eta="?"
+        )
         self._bar.start()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._task is not None
         self._timer.update(step, self._clock())
-        shown = "  ".join(describe(values, self._devices))
-        self._bar.update(self._task, completed=step, shown=shown, eta=self._timer.eta())
+        self._figures = "  ".join(describe(values, self._devices))
+        self._bar.update(self._task, completed=step, shown=self._shown(), eta=self._timer.eta())
         validation = describe_validation(values)
         if validation:
             self.message("  ".join([f"step {step}/{self._total}", *validation]))
+
+    def waiting(self, text: str) -> None:
+        self._waiting = text
+        if self._task is not None:
+            self._bar.update(self._task, shown=self._shown())
+
+    def _shown(self) -> str:
+        return "  ".join(filter(None, [self._waiting, self._figures]))
 
     def message(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -29,10 +29,12 @@ from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.watch import Watch
 
 PROMPTS, N, RANKS = 8, 4, 2
 SHORT, LONG = 128, 8192
 BUDGET = 16384
+SHOWN: list[str] = []
 
 
 class LongWinded:
@@ -111,6 +113,7 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 yield Collector(
                     Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
                     Replaceable(rewards, 60.0, print),
+                    Watch(SHOWN.append, print),
                 )
     cloudpickle.unregister_pickle_by_value(here)
 
@@ -140,6 +143,13 @@ def bytes_per_trajectory(collector: Collector, length: int) -> dict[str, float]:
     lengths = [len(t.response_N) for group in fetch([g.handle for g in groups]) for t in group]
     assert lengths == [length] * PROMPTS * N
     return {name: total / (PROMPTS * N) for name, total in told.items()}
+
+
+def test_how_far_the_answers_are_is_shown(collector: Collector) -> None:
+    SHOWN.clear()
+    collector.collect(TRAIN, [Ticket(place, place) for place in range(PROMPTS)], N, Sampling(SHORT))
+    assert SHOWN[0] == f"answers 0 of {PROMPTS * N}, 0 scored, 0 s" and SHOWN[-1] == ""
+    assert any(text.startswith(f"answers {PROMPTS * N} of {PROMPTS * N}, ") for text in SHOWN)
 
 
 def test_bytes_do_not_depend_on_lengths(collector: Collector) -> None:

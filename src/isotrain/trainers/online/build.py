@@ -27,6 +27,7 @@ from isotrain.trainers.online.recording import trajectories
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.online.settings import advantage_settings
+from isotrain.trainers.online.watch import Watch
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps
 
@@ -61,7 +62,8 @@ def build_trainer(
         timeout=rollout.update_timeout,
         tolerance=rollout.probe_tolerance or PROBE_TOLERANCE[recipe.model.dtype],
     )
-    collector = Collector(engines, Replaceable(crew.rewards, **common))
+    watch = Watch(recorder.progress.waiting, recorder.progress.message)
+    collector = Collector(engines, Replaceable(crew.rewards, **common), watch)
     sampler = _sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
     trainer = OnlineTrainer(

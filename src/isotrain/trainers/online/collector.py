@@ -13,10 +13,14 @@ from isotrain.cluster.streams import Stream, next_item, wait_any
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.engines import Engines
 from isotrain.trainers.online.messages import Answers, Group, Ticket
+from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
+from isotrain.trainers.online.watch import Request, Watch
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
 CALLS_AT_ONCE = 4
+# Between two looks at how far the engines are, where nothing comes.
+LOOK_SECONDS = 1.0
 
 
 class Seconds(NamedTuple):
@@ -32,6 +36,7 @@ class Seconds(NamedTuple):
 class Collector:
     engines: Engines
     rewards: Replaceable
+    watch: Watch
 
     def collect(
         self,
@@ -47,11 +52,14 @@ class Collector:
         """
         done: dict[int, Group] = {}
         seconds = Seconds(0.0, 0.0)
-        while missing := [ticket for ticket in tickets if ticket.place not in done]:
-            attempt = _Round(self.engines, self.rewards, store, n, sampling, engine_is_free)
-            found, spent = attempt.run(missing)
-            done |= found
-            seconds = seconds.plus(spent)
+        what = "answers" if store == TRAIN else f"{store} answers"
+        with self.watch.request(what, len(tickets) * n) as request:
+            while missing := [ticket for ticket in tickets if ticket.place not in done]:
+                request.answered = request.scored = len(done) * n
+                attempt = _Round(self, request, store, n, sampling, engine_is_free)
+                found, spent = attempt.run(missing)
+                done |= found
+                seconds = seconds.plus(spent)
         return [done[ticket.place] for ticket in tickets], seconds
 
     def again(
@@ -69,20 +77,21 @@ class _Round:
 
     def __init__(
         self,
-        engines: Engines,
-        rewards: Replaceable,
+        collector: Collector,
+        request: Request,
         store: str,
         n: int,
         sampling: Sampling,
         engine_is_free: Callable[[], None],
     ) -> None:
-        self.engines, self.rewards = engines, rewards
+        self.engines, self.rewards = collector.engines, collector.rewards
+        self.watch, self.request = collector.watch, request
         self.store, self.n, self.sampling = store, n, sampling
         self.engine_is_free = engine_is_free
         self.streams: list[Task] = []
         self.backlog: list[tuple[Answers, Handle]] = []
         self.scoring: dict[Task, list[tuple[Answers, Handle]]] = {}
-        self.calls = [0] * len(rewards)
+        self.calls = [0] * len(self.rewards)
         """How many each reward worker is busy with."""
         self.done: dict[int, Group] = {}
 
@@ -93,10 +102,12 @@ class _Round:
                 self.streams.append(
                     self.engines.stream(index, "answer", self.store, share, self.n, self.sampling)
                 )
+                self.watch.asked(index)
         while self.streams or self.scoring or self.backlog:
             self._send_backlog()
             tasks = [*self.streams, *self.scoring]
-            for number in wait_any([task.work for task in tasks]):
+            self.watch.look(self.request, [task.index for task in self.streams])
+            for number in wait_any([task.work for task in tasks], LOOK_SECONDS):
                 if isinstance(tasks[number].work, Stream):
                     self._take_answers(tasks[number])
                     answered = time.perf_counter()
@@ -109,6 +120,8 @@ class _Round:
         assert isinstance(task.work, Stream)
         try:
             self.backlog.append(next_item(self.engines.group, task.work))
+            self.watch.heard_from(task.index)
+            self.request.answered += self.n
         except StopIteration:
             self.streams.remove(task)
             self.engine_is_free()
@@ -138,3 +151,4 @@ class _Round:
             if told is not None:
                 source, scores = told
                 self.done[answers.place] = Group(answers, handle, scores, source)
+                self.request.scored += self.n
