@@ -149,3 +149,12 @@ def test_lengths_of_1() -> None:
     advantages_N, returns_N = gae(rewards_N, bools(1, 1, 1), [1, 1, 1], values_N, gamma=0.9, lam=0.9)
     torch.testing.assert_close(advantages_N, rewards_N - values_N)
     torch.testing.assert_close(returns_N, rewards_N)
+
+
+def test_remax_without_a_baseline_teaches_nothing(device_type: str) -> None:
+    rewards_N = torch.tensor([0.0, 1.0, 0.0, 3.0], device=device_type)
+    mask_N = torch.ones(4, dtype=torch.bool, device=device_type)
+    greedy_R = torch.tensor([float("nan"), 0.5], device=device_type)
+    advantages_N, returns_N = remax(rewards_N, mask_N, [2, 2], greedy_R)
+    assert advantages_N.tolist() == [0.0, 0.0, 2.5, 2.5]
+    assert returns_N.tolist() == [1.0, 1.0, 3.0, 3.0]

@@ -12,7 +12,15 @@ import pyarrow.parquet
 import pytest
 
 from isotrain.data import record as module
-from isotrain.data.record import Marks, Record, read_step, read_trajectories, step_file, write_trajectories
+from isotrain.data.record import (
+    Marks,
+    Record,
+    read_others,
+    read_step,
+    read_trajectories,
+    step_file,
+    write_trajectories,
+)
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
 
@@ -44,6 +52,7 @@ def marks(number: int = 0, reward: float = 0.5) -> Marks:
         source=f"data-{number % 2}",
         greedy=None if number % 2 else number / 11,
         reward=reward,
+        detail="no result after 10 s" if number % 5 == 2 else "",
     )
 
 
@@ -94,7 +103,7 @@ def test_columns_are_plain(tmp_path: Path) -> None:
         **dict.fromkeys(("row", "place", "sample", "seed"), "int64"),
         "finished": "bool",
         **dict.fromkeys(("score", "greedy", "reward", "advantage"), "double"),
-        **dict.fromkeys(("source", "failure"), "string"),
+        **dict.fromkeys(("source", "failure", "detail"), "string"),
         "parts": "map<string, double ('parts')>",
         **dict.fromkeys(("prompt", "response", "version"), "list<element: int32 not null>"),
         "mask": "list<element: bool not null>",
@@ -102,6 +111,30 @@ def test_columns_are_plain(tmp_path: Path) -> None:
     }
     (values,) = table.to_pylist()
     assert values["prompt"] + values["response"] == trajectory(1, 2, 2).tokens_T.tolist()
+
+
+def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = step_file(tmp_path, 1, 0)
+    write_trajectories(path, [Record(trajectory(i), marks(i), None) for i in range(3)])
+    table = pyarrow.parquet.read_table(path).drop_columns(["detail"])
+    pyarrow.parquet.write_table(table.replace_schema_metadata({"ranks": "1"}), path)
+    read = read_step(tmp_path, 1)
+    wanted = [marks(i)._replace(detail="") for i in range(3)]
+    assert repr([record.marks for record in read]) == repr(wanted)
+    assert read_others(tmp_path, 1) == {}
+
+
+def test_counts_of_other_answers(tmp_path: Path) -> None:
+    path = step_file(tmp_path, 1, 0)
+    for others in ({}, {"answers": 12, "timeout": 3}):
+        write_trajectories(path, [Record(trajectory(1), marks(), None)], others=others)
+        assert read_others(tmp_path, 1) == others
+    table = pyarrow.parquet.read_table(path)
+    for damage in ("{", "[]", '{"answers": "3"}', '{"answers": -1}', '{"answers": true}'):
+        metadata = {"ranks": "1", "others": damage}
+        pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), path)
+        with pytest.raises(DataError, match="what became of other answers"):
+            read_others(tmp_path, 1)
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -100,3 +100,14 @@ def test_a_reward_model_alone_leaves_nothing_to_do_here() -> None:
     with scorer(model={"path": "judge"}) as rewards:
         rewards.start()
         assert rewards.score([Answer("a", "b")]) == [Scored(0.0)]
+
+
+def test_a_sum_that_no_float32_holds_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def f(response):\n    return float(response)\n")
+    with scorer(function={"path": f"{path}:f", "weight": 4.0}, failed_score=-1.0) as rewards:
+        rewards.start()
+        fine, *others = rewards.score([Answer(text, None) for text in ("8e37", "1e38", "-1e38", "1e308")])
+    assert fine.score == 4.0 * 8e37 and fine.failure is None
+    for other in others:
+        assert (other.score, other.failure) == (-1.0, "error") and "out of range" in other.detail

@@ -6,9 +6,10 @@ P: prompt tokens, N: response tokens of a trajectory.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,12 +22,13 @@ from isotrain.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 # Rows of a row group: what is in memory at one time, and far below the 2^31 tokens of an Arrow list column.
 _GROUP = 1024
 
 _NUMBERS = {"row": "int64", "place": "int64", "sample": "int64", "seed": "int64", "finished": "bool"}
-_RANKS = b"ranks"
+_RANKS, _OTHERS = b"ranks", b"others"
 _MOST_RANKS = 100_000
 _LISTS: dict[str, type[np.generic]] = {
     "prompt": np.int32,
@@ -52,6 +54,8 @@ class Marks(NamedTuple):
     """Score of the greedy answer to the same draw, where the algorithm compares with it."""
     reward: float
     """After everything: what advantages are computed from."""
+    detail: str = ""
+    """For a failure, one line about it; a recording of an earlier version has none."""
 
 
 class Record(NamedTuple):
@@ -65,14 +69,17 @@ def step_file(directory: Path, step: int, rank: int) -> Path:
     return directory / f"step-{step:06d}-rank-{rank:05d}.parquet"
 
 
-def write_trajectories(path: Path, records: Iterable[Record], ranks: int = 1) -> None:
+def write_trajectories(
+    path: Path, records: Iterable[Record], ranks: int = 1, others: Mapping[str, int] | None = None
+) -> None:
     """Write one row per trajectory; `path` is replaced only when all are written.
 
-    `ranks` is how many wrote a file of this step: a run that goes on with fewer leaves some behind.
+    `ranks` is how many wrote a file of this step: a run that goes on with fewer leaves some behind. `others`
+    are counts of the step's answers that are not recorded, as `read_others` gives them back.
     """
     import pyarrow.parquet
 
-    schema = _schema().with_metadata({_RANKS: str(ranks)})
+    schema = _schema().with_metadata({_RANKS: str(ranks), _OTHERS: json.dumps(dict(others or {}))})
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,20 +117,41 @@ def read_step(directory: Path, step: int) -> list[Record]:
     return sorted(records, key=lambda record: (record.trajectory.place, record.trajectory.sample))
 
 
+def read_others(directory: Path, step: int) -> dict[str, int]:
+    """Counts of a step's answers that are not recorded; none in a recording of an earlier version."""
+    path = step_file(directory, step, 0)
+    with _opened(path) as file:
+        try:
+            told = json.loads((file.schema_arrow.metadata or {}).get(_OTHERS, b"{}"))
+        except (ValueError, RecursionError):
+            told = None
+    if not isinstance(told, dict) or not all(type(n) is int and n >= 0 for n in told.values()):
+        raise DataError(f"{path}: does not say what became of other answers; record it again")
+    return told
+
+
 def _read(path: Path) -> tuple[list[Record], int]:
+    with _opened(path) as file:
+        schema = file.schema_arrow
+        records = [record for batch in file.iter_batches(_GROUP) for record in _records(batch, path)]
+        return records, _ranks(schema, path)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     import pyarrow
     import pyarrow.parquet
 
+    whole = _schema()
+    earlier = whole.remove(whole.get_field_index("detail"))
     try:
         with (
             path.open("rb") as stream,
             pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
-            schema = file.schema_arrow
-            if not schema.equals(_schema()):
+            if not any(file.schema_arrow.equals(known) for known in (whole, earlier)):
                 raise DataError(f"{path}: not the columns of recorded trajectories; record them again")
-            records = [record for batch in file.iter_batches(_GROUP) for record in _records(batch, path)]
-            return records, _ranks(schema, path)
+            yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as recorded trajectories: {error}") from error
 
@@ -146,6 +174,7 @@ def _schema() -> pyarrow.Schema:
     fields.append(pyarrow.field("failure", pyarrow.string()))
     fields.append(pyarrow.field("greedy", pyarrow.float64()))
     fields.append(pyarrow.field("reward", pyarrow.float64(), nullable=False))
+    fields.append(pyarrow.field("detail", pyarrow.string(), nullable=False))
     fields.append(pyarrow.field("advantage", pyarrow.float64()))
     for name, kind in _LISTS.items():
         values = pyarrow.list_(pyarrow.field("element", pyarrow.from_numpy_dtype(kind), nullable=False))
@@ -185,7 +214,8 @@ def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
 
 
 def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
-    numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *Marks._fields, "advantage")}
+    told = [name for name in Marks._fields if name in batch.schema.names]
+    numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *told, "advantage")}
     lists = {name: _split(batch.column(name), dtype) for name, dtype in _LISTS.items()}
     for i in range(batch.num_rows):
         prompt_P, response_N = lists["prompt"][i], lists["response"][i]
@@ -199,7 +229,7 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
             logp_N=lists["logp"][i],
             version_N=lists["version"][i],
         )
-        marks = {name: numbers[name][i] for name in Marks._fields}
+        marks = {name: numbers[name][i] for name in told}
         yield Record(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])
 
 

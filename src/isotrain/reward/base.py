@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 Failure = Literal["timeout", "crash", "error"]
 FAILURES: tuple[Failure, ...] = ("timeout", "crash", "error")
+# Of a float32, as which scores are learnt from: a larger one would be infinite there.
+LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)

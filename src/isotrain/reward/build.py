@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Literal
 
 from isotrain.recipe.online import Gsm8kSection, RewardSection
-from isotrain.reward.base import Answer, Scored, Scorer
+from isotrain.reward.base import LARGEST_SCORE, Answer, Scored, Scorer
 from isotrain.reward.gsm8k import gsm8k_score
 from isotrain.reward.pool import Pool
 
@@ -72,6 +72,8 @@ class WeightedSum:
             total += self._parts[name][1] * result.score
             parts[name] = result.score
             parts.update({f"{name}/{key}": value for key, value in result.parts.items()})
+        if not failed and not abs(total) <= LARGEST_SCORE:
+            failed = Scored(self._failed_score, parts, "error", f"the weighted sum {total:g} is out of range")
         return failed or Scored(total, parts)
 
     def close(self) -> None:

@@ -1,16 +1,22 @@
-"""Batches made ahead: how many are under way, in which order they come, and what an error does."""
+"""Batches: how many are made ahead, in which order they come, what an error does, what failed in them."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from isotrain.data.sampler import Sampler
 from isotrain.errors import ClusterError
-from isotrain.trainers.online.batches import Ahead, Batch, Make
+from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.batches import Ahead, Batch, BatchMaker, Make
 from isotrain.trainers.online.collector import Seconds
+from isotrain.trainers.online.failures import Failures
+from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 
 
 class Maker:
@@ -100,3 +106,59 @@ def test_nothing_is_begun_after_the_end() -> None:
     ahead.close()
     ahead.weights_are_out()
     assert maker.begun == 2
+
+
+N = 2
+
+
+class Scripted:
+    """In the place of engines and reward workers: the scores of each draw, those of a greedy answer apart."""
+
+    def __init__(self, sampled: dict[int, Sequence[Score]], greedy: dict[int, Score]) -> None:
+        self.sampled, self.greedy = sampled, greedy
+
+    def collect(
+        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling, *_: Any
+    ) -> tuple[list[Group], Seconds]:
+        groups = []
+        for place, row in tickets:
+            scores = tuple(self.sampled[place]) if sampling.temperature else (self.greedy[place],)
+            assert len(scores) == n
+            answers = Answers(place, row, 3, (1,) * n, (1,) * n, (True,) * n, 0)
+            groups.append(Group(answers, place, scores, "data"))
+        return groups, Seconds(0.0, 0.0)
+
+
+def good(*values: float) -> list[Score]:
+    return [Score(value, {}, None, "") for value in values]
+
+
+DEAD = Score(0.0, {}, "error", "no judge there")
+SLOW = Score(0.0, {}, "timeout", "no result")
+
+
+def made(collector: Any, attempts: int = 0, greedy: bool = False) -> Batch:
+    maker = BatchMaker(collector, Sampler(9, 2, seed=0), N, Sampling(4), attempts, greedy)
+    return maker.begin()(lambda: None)
+
+
+def test_failures_of_replaced_draws_are_counted() -> None:
+    """Equal scores because of a dead judge are no reason to think that the prompts are too easy."""
+    scores = {0: [SLOW, DEAD], 1: good(0, 1), 2: [DEAD, DEAD], 3: good(1, 0)}
+    batch = made(Scripted(scores, {}), attempts=3)
+    assert [g.answers.place for g in batch.groups] == [1, 3] and batch.resampled == 2
+    assert batch.others == Failures(4, {"timeout": 1, "error": 3}, "timeout: no result")
+
+
+def test_what_the_last_attempt_gave_is_not_counted_twice() -> None:
+    scores = {0: [DEAD, DEAD], 1: good(0, 1), 2: [DEAD, DEAD]}
+    batch = made(Scripted(scores, {}), attempts=1)
+    assert [g.answers.place for g in batch.groups] == [1, 2]
+    assert batch.others == Failures(2, {"error": 2}, "error: no judge there")
+
+
+def test_a_greedy_answer_that_failed_is_no_baseline() -> None:
+    collector = Scripted({0: good(0, 1), 1: good(0, 1)}, {0: good(0.5)[0], 1: SLOW})
+    batch = made(collector, greedy=True)
+    assert batch.greedy is not None and batch.greedy[0] == 0.5 and math.isnan(batch.greedy[1])
+    assert batch.others == Failures(2, {"timeout": 1}, "timeout: no result")

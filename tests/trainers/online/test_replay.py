@@ -9,6 +9,7 @@ P: tokens of a prompt, N: those of a response.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -35,6 +36,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.batches import Batch, Make, OnDemand
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
+from isotrain.trainers.online.failures import Failures
 from isotrain.trainers.online.messages import Group, Score, describe
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.policy_rank import Progress as Beginning
@@ -110,7 +112,14 @@ class Inventor:
         groups = [self._group(place, row) for place, row in zip(places, rows, strict=True)]
         greedy = {place: self.draw.random() for place in places}
         compares = self.recipe.algorithm.name == "remax"
-        return Batch(groups, greedy if compares else None, self.sampler.taken, Seconds(1.0, 1.0), resampled)
+        others = Failures()
+        if compares:
+            greedy[places[0]], others = math.nan, Failures(BATCH, {"crash": 1}, "crash: it ended")
+        if resampled:
+            others = Failures(N, {"error": N}, "error: it raised")
+        return Batch(
+            groups, greedy if compares else None, self.sampler.taken, Seconds(1.0, 1.0), resampled, others
+        )
 
     def _group(self, place: int, row: int) -> Group:
         group = tuple(self._trajectory(place, row, sample) for sample in range(N))
@@ -199,6 +208,10 @@ def test_a_replay_is_the_recorded_run(tiny: Path, tmp_path: Path, device_type: s
     recorded, replayed = train(recipe), train(replay_of(recipe, tmp_path / "replayed"))
     assert len(recorded) == STEPS and stable(replayed) == stable(recorded)
     assert recorded[0]["reward/timeouts"] == 1.0 and recorded[2]["rollout/staleness/max"] == 1.0
+    causes = {"dynamic sampling": "errors", "remax": "crashes"}
+    for cause in ("errors", "crashes"):
+        wanted = {"errors": N, "crashes": 1}[cause] if causes.get(name) == cause else 0
+        assert [row[f"reward/{cause}"] for row in recorded] == [wanted] * STEPS
     assert recorded[1]["rollout/resampled"] == (1.0 if name == "dynamic sampling" else 0.0)
     assert recorded[0]["actor/grad_norm"] > 0 and "training/rollout_logp_diff_mean" in recorded[0]
     assert "rollout/probe_diff" in recorded[0] and "rollout/probe_diff" not in replayed[0]

@@ -16,7 +16,11 @@ from isotrain.algorithms.flat import spread, widen
 def remax(
     rewards_N: torch.Tensor, mask_N: torch.Tensor, lengths: Sequence[int], greedy_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undiscounted rewards still to come, minus `greedy_R`; and these returns."""
+    """Undiscounted rewards still to come, minus `greedy_R`; and these returns.
+
+    Where the greedy answer has no score, NaN, there is nothing to compare with: the advantages are 0.
+    """
     _, returns_N = reinforce_pp(rewards_N, mask_N, lengths)
     baseline_N = spread(widen(greedy_R.to(returns_N.device)), lengths)
-    return torch.where(mask_N, returns_N - baseline_N, 0.0), returns_N
+    compared_N = mask_N & ~baseline_N.isnan()
+    return torch.where(compared_N, returns_N - baseline_N, 0.0), returns_N

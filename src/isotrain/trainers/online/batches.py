@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from isotrain.algorithms.dapo import informative
 from isotrain.data.sampler import Sampler
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.collector import Collector, Seconds
+from isotrain.trainers.online.failures import Failures, failures_of
 from isotrain.trainers.online.messages import Group, Ticket
 from isotrain.trainers.online.prompts import TRAIN
 
@@ -24,12 +26,14 @@ from isotrain.trainers.online.prompts import TRAIN
 class Batch:
     groups: list[Group]
     greedy: dict[int, float] | None
-    """Score of the greedy answer to each draw, where the algorithm compares with it."""
+    """Score of the greedy answer to each draw, where the algorithm compares with it; NaN where it failed."""
     taken: int
     """Prompts drawn up to and with this batch."""
     seconds: Seconds
     resampled: int
     """Groups that taught nothing and were replaced."""
+    others: Failures = field(default_factory=Failures)
+    """Of answers that are not among the groups: of those that were replaced, and greedy ones."""
 
 
 Make = Callable[[Callable[[], None]], Batch]
@@ -74,25 +78,28 @@ class BatchMaker:
         wanted = len(tickets)
         free = (lambda: None) if self.one_by_one else next_may_begin
         groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling, free)
-        resampled = 0
+        resampled, others = 0, Failures()
         for _ in range(self.attempts):
-            kept = _informative(groups)
+            kept, dropped = _informative(groups)
             missing = wanted - len(kept)
             if not missing:
                 break
+            # A reward that fails gives equal scores: it must not pass for prompts that are too easy.
+            others = others.plus(failures_of(dropped))
             tickets = self._draw(missing)
             more, extra = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
             groups, seconds, resampled = kept + more, seconds.plus(extra), resampled + missing
         taken = tickets[-1].place + 1
-        return self._with_greedy(Batch(groups, None, taken, seconds, resampled))
+        return self._with_greedy(Batch(groups, None, taken, seconds, resampled, others))
 
     def _with_greedy(self, batch: Batch) -> Batch:
         if not self.greedy:
             return batch
         places = [Ticket(g.answers.place, g.answers.row) for g in batch.groups]
         best, extra = self.collector.collect(TRAIN, places, 1, _greedy(self.sampling))
-        scores = {g.answers.place: g.scores[0].value for g in best}
-        return replace(batch, greedy=scores, seconds=batch.seconds.plus(extra))
+        scores = {g.answers.place: math.nan if (s := g.scores[0]).failure else s.value for g in best}
+        others = batch.others.plus(failures_of(best))
+        return replace(batch, greedy=scores, seconds=batch.seconds.plus(extra), others=others)
 
     def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
         return self.collector.again(TRAIN, groups, gone, self.n, self.sampling)
@@ -105,12 +112,16 @@ class BatchMaker:
         return [Ticket(first + i, int(row)) for i, row in enumerate(rows)]
 
 
-def _informative(groups: list[Group]) -> list[Group]:
+def _informative(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """The groups whose scores differ, and the others."""
     rewards_R = torch.tensor([s.value for g in groups for s in g.scores])
     group_R = torch.tensor([number for number, g in enumerate(groups) for _ in g.scores])
     keep_R = informative(rewards_R, group_R).tolist()
     kept = {number for number, keep in zip(group_R.tolist(), keep_R, strict=True) if keep}
-    return [group for number, group in enumerate(groups) if number in kept]
+    return (
+        [group for number, group in enumerate(groups) if number in kept],
+        [group for number, group in enumerate(groups) if number not in kept],
+    )
 
 
 def _greedy(sampling: Sampling) -> Sampling:

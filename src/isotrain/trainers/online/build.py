@@ -167,6 +167,7 @@ def _settings(
         kl_in_reward=algorithm.kl.place == "reward",
         critic_warmup=algorithm.critic.warmup_steps if isinstance(algorithm, PpoSection) else 0,
         judges=_judges(recipe.reward),
+        failed_score=recipe.reward.failed_score,
         overlong=(
             {"max_length": rollout.max_tokens, "buffer": overlong.buffer, "factor": overlong.factor}
             if overlong.buffer

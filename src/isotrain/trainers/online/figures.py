@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from isotrain.algorithms.value import explained_variance
 from isotrain.algorithms.whitening import combine
+from isotrain.trainers.online.failures import Failures
 from isotrain.trainers.online.messages import Group
+from isotrain.trainers.online.scores import Numbers
 from isotrain.trainers.online.step import AdvantageFigures, join_spans
-
-Numbers = npt.NDArray[np.float64]
 
 
 def extent(name: str, values_R: Numbers) -> dict[str, float]:
@@ -28,7 +27,7 @@ def extent(name: str, values_R: Numbers) -> dict[str, float]:
 
 
 def step_figures(
-    groups: Sequence[Group], scores_R: Numbers, rewards_R: Numbers, version: int
+    groups: Sequence[Group], scores_R: Numbers, rewards_R: Numbers, version: int, failures: Failures
 ) -> dict[str, float]:
     """What can be said of a step before anything is learnt; `rewards_R` are scores after penalties."""
     prompts = np.array([g.answers.prompt_length for g in groups], float)
@@ -43,37 +42,29 @@ def step_figures(
         "response_length/clip_ratio": float(cut_R.mean()),
         "rollout/staleness/mean": float(ages.mean()),
         "rollout/staleness/max": float(ages.max()),
-        **reward_figures(groups),
+        **part_figures(groups),
+        **failures.metrics(),
     }
 
 
-def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """Means of the parts of rewards, and how many samples could not be scored, by cause."""
+def part_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Means of the parts of rewards, over the answers that have them."""
     parts: dict[str, list[float]] = defaultdict(list)
-    failures: dict[str, int] = defaultdict(int)
     for group in groups:
         for score in group.scores:
             for name, value in score.parts.items():
                 parts[name].append(value)
-            if score.failure is not None:
-                failures[score.failure] += 1
-    plural = {"timeout": "timeouts", "crash": "crashes", "error": "errors"}
-    return {
-        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
-        "reward/failures": float(sum(failures.values())),
-        **{f"reward/{plural[cause]}": float(count) for cause, count in failures.items()},
-    }
+    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()}
 
 
-def validation_figures(groups: Sequence[Group], scores_R: Numbers) -> dict[str, float]:
+def validation_figures(groups: Sequence[Group], scores_R: Numbers, failures: Failures) -> dict[str, float]:
     """The mean score of each data set's prompts over `n` answers each, and how many answers had none."""
     n = len(groups[0].scores)
     by_source: dict[str, list[float]] = defaultdict(list)
     for group, mean in zip(groups, scores_R.reshape(-1, n).mean(axis=1), strict=True):
         by_source[group.source].append(float(mean))
     figures = {f"val-core/{source}/reward/mean@{n}": float(np.mean(m)) for source, m in by_source.items()}
-    failures = sum(score.failure is not None for group in groups for score in group.scores)
-    return figures | ({"val/reward_failures": float(failures)} if failures else {})
+    return figures | ({"val/reward_failures": float(failures.count)} if failures.count else {})
 
 
 def advantage_figures(parts: Sequence[AdvantageFigures]) -> dict[str, float]:

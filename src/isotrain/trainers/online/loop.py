@@ -26,16 +26,16 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Ahead, Batch, Maker, OnDemand
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Weights
-from isotrain.trainers.online.figures import Numbers, advantage_figures, step_figures, validation_figures
+from isotrain.trainers.online.failures import Failures, Warnings
+from isotrain.trainers.online.figures import advantage_figures, step_figures, validation_figures
 from isotrain.trainers.online.messages import Group, RunState, Ticket
 from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import VALIDATION
 from isotrain.trainers.online.relays import Relays
+from isotrain.trainers.online.scores import Numbers, Scored, total_scores
 from isotrain.trainers.online.settings import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
 
-# The first few say what is wrong; the metrics go on counting.
-FAILURES_TOLD = 3
 CLOSING_SECONDS = 120.0
 
 
@@ -61,6 +61,7 @@ class LoopSettings:
     critic_warmup: int
     judges: Mapping[str, float]
     """Models on the ranks that give rewards, with their weights."""
+    failed_score: float
     overlong: dict[str, Any] | None
     validation_rows: int
     validation_n: int
@@ -87,10 +88,12 @@ class OnlineTrainer:
     kl: FixedKl | AdaptiveKl
     recorder: Recorder
     skipped: int = 0
-    failures_told: int = 0
+    first: bool = True
+    """Whether no batch of this start was trained on yet."""
+    warnings: Warnings = field(default_factory=Warnings)
+    validation_warnings: Warnings = field(default_factory=Warnings)
     timing: dict[str, float] = field(default_factory=dict)
     saving: dict[str, float] = field(default_factory=dict)
-    judged: dict[str, float] = field(default_factory=dict)
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
@@ -104,20 +107,19 @@ class OnlineTrainer:
 
     def _train(self, done: int) -> None:
         if done == 0 and self.settings.validate_first and self.settings.validation_rows:
-            self.recorder.write(0, self.validate())
+            self.recorder.write(0, self.validate(0))
         for step in range(done + 1, self.settings.steps + 1):
             self.timing, self.saving = self.saving, {}  # of the checkpoint after the step before
             with self._timed("step"):
                 with self._timed("wait_for_batch"):
                     batch = self.batches.next()
-                self._tell_failures(step, batch)
                 batch, plan = self._deliver(batch)
                 values = self._learn(step, batch, plan)
                 values |= self.send_weights(step)
                 self.batches.weights_are_out()
             if self.settings.validation_rows and self._is_due(step, self.settings.validate_every):
                 with self._timed("validate"):
-                    values |= self.validate()
+                    values |= self.validate(step)
             values |= self._performance(batch, plan)
             self.recorder.write(step, values)
             if self._is_due(step, self.settings.save_every):
@@ -127,21 +129,16 @@ class OnlineTrainer:
         self.engines.settle()
         self.ranks.call("finish")
 
-    def _tell_failures(self, step: int, batch: Batch) -> None:
+    def _tell_failures(self, step: int, failures: Failures) -> None:
         """A reward that fails costs one sample and not the run, but its owner should know."""
-        failed = [s for g in batch.groups for s in g.scores if s.failure is not None]
-        if step == 1 and len(failed) == sum(len(g.scores) for g in batch.groups):
+        first, self.first = self.first, False
+        if first and failures.share == 1.0 and self.settings.generates:
             raise RewardError(
-                f"not one of the first {len(failed)} answers could be scored, the first because of "
-                f"{failed[0].failure}: {failed[0].detail}; look at the reward section and its answer_key"
+                f"not one of the first {failures.count} answers could be scored, the first because of "
+                f"{failures.first}; look at the reward section and its answer_key"
             )
-        if failed and self.failures_told < FAILURES_TOLD:
-            self.failures_told += 1
-            total = sum(len(g.scores) for g in batch.groups)
-            self.recorder.progress.message(
-                f"warning: step {step}: {len(failed)} of {total} answers got no score, the first because of "
-                f"{failed[0].failure}: {failed[0].detail}"
-            )
+        if self.warnings.is_due(step, failures):
+            self.recorder.progress.message(f"warning: step {step}: {failures}")
 
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
         """Trajectories to the ranks that will learn from them."""
@@ -176,7 +173,9 @@ class OnlineTrainer:
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
         settings, ranks = self.settings, self.ranks
-        scores_R = self._scores(batch.groups)
+        scores_R, failures, judged = self._scores(batch.groups)
+        failures = failures.plus(batch.others)
+        self._tell_failures(step, failures)
         if settings.several_updates or settings.kl_in_reward:
             with self._timed("old_log_prob"):
                 ranks.call("old_log_probs")
@@ -192,8 +191,8 @@ class OnlineTrainer:
         with self._timed("adv"):
             advantages = self._advantages(batch, plan, shaped_R, rewards_R)
             figures = ranks.call_each("advantages", advantages)
-        values = step_figures(batch.groups, scores_R, rewards_R, step - 1) | advantage_figures(figures)
-        values |= self.judged
+        values = step_figures(batch.groups, scores_R, rewards_R, step - 1, failures)
+        values |= judged | advantage_figures(figures)
         if self.critic_schedule is not None:
             with self._timed("update_critic"):
                 values |= ranks.call("update_critic", self.critic_schedule(step))[0]
@@ -205,8 +204,8 @@ class OnlineTrainer:
         if settings.record is not None:
             with self._timed("record"):
                 own = zip(plan.split(_marks(batch, rewards_R)), advantages, strict=True)
-                record = str(settings.record)
-                ranks.call_each("record", [(record, step, marks, given[1]) for marks, given in own])
+                where, others = str(settings.record), batch.others.as_counts()
+                ranks.call_each("record", [(where, step, marks, given[1], others) for marks, given in own])
         ranks.call("forget")
         if settings.uses_reference:
             values["actor/kl_coef"] = self.kl.coefficient
@@ -215,20 +214,16 @@ class OnlineTrainer:
             self.kl = self.kl.updated(mean_kl, len(scores_R))
         return values
 
-    def _scores(self, groups: Sequence[Group]) -> Numbers:
-        """Scores of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
-        scores_R = np.array([score.value for group in groups for score in group.scores])
-        failed_R = [score.failure is not None for group in groups for score in group.scores]
-        for name, weight in self.settings.judges.items():
+    def _scores(self, groups: Sequence[Group]) -> Scored:
+        """Of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
+        settings, judged = self.settings, {}
+        for name in settings.judges:
             with self._timed("reward_model"):
                 told = self.ranks.call("judge", name)
-            judged_R = np.empty_like(scores_R)
+            judged[name] = np.empty(sum(map(len, told)))
             for part in told:
-                judged_R[list(part)] = list(part.values())
-            judged_R[failed_R] = 0.0
-            self.judged[f"reward/{name}/mean"] = float(judged_R.mean())
-            scores_R = scores_R + weight * judged_R
-        return scores_R
+                judged[name][list(part)] = list(part.values())
+        return total_scores(groups, judged, settings.judges, settings.failed_score)
 
     def _length_shaping(self, batch: Batch) -> Numbers | float:
         if self.settings.overlong is None:
@@ -274,7 +269,7 @@ class OnlineTrainer:
                 difference = self.engines.settle()
         return {"rollout/version": float(version), "rollout/probe_diff": difference}
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, step: int) -> dict[str, float]:
         settings = self.settings
         self.engines.settle()  # a figure of weights that turn out to be wrong must not be written
         # Places before 0 are no draws of the run: training answers never share a seed with these.
@@ -289,13 +284,15 @@ class OnlineTrainer:
             groups, _ = self._load(groups, len(groups), again)
             if settings.takes_turns:
                 self.ranks.call("come_back")
-        scores_R = self._scores(groups)
+        scores_R, failures, _ = self._scores(groups)
         if settings.judges:
             self.ranks.call("forget")
             if settings.takes_turns:
                 self.ranks.call("make_room")
         self.engines.post("release", 0)
-        return validation_figures(groups, scores_R)
+        if self.validation_warnings.is_due(step, failures):
+            self.recorder.progress.message(f"warning: validation after step {step}: {failures}")
+        return validation_figures(groups, scores_R, failures)
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]
@@ -359,6 +356,14 @@ def _marks(batch: Batch, rewards_R: Numbers) -> list[Marks]:
     greedy = batch.greedy or {}
     scored = [(group, score) for group in batch.groups for score in group.scores]
     return [
-        Marks(score.value, score.parts, score.failure, group.source, greedy.get(group.answers.place), reward)
+        Marks(
+            score=score.value,
+            parts=score.parts,
+            failure=score.failure,
+            source=group.source,
+            greedy=greedy.get(group.answers.place),
+            reward=reward,
+            detail=score.detail,
+        )
         for (group, score), reward in zip(scored, rewards_R.tolist(), strict=True)
     ]

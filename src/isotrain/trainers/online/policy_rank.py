@@ -291,7 +291,12 @@ class PolicyRank:
         return logps
 
     def record(
-        self, directory: str, step: int, marks: Mapping[int, Marks], advantages: Mapping[int, float] | None
+        self,
+        directory: str,
+        step: int,
+        marks: Mapping[int, Marks],
+        advantages: Mapping[int, float] | None,
+        others: Mapping[str, int],
     ) -> None:
         """Write this rank's trajectories of the step to Parquet."""
         own = [i for micro in self.micros for i in micro.batch.index]
@@ -299,6 +304,7 @@ class PolicyRank:
             step_file(Path(directory), step, self.world.rank),
             [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in own],
             self.world.size,
+            others,
         )
 
     def forget(self) -> None:

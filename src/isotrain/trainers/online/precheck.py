@@ -61,9 +61,7 @@ def _check_models(algorithm: OnlineSection, reward: RewardSection) -> None:
         model_directory(algorithm.critic.path, "algorithm.critic.path")
 
 
-def _not_here(
-    rollout: RolloutSection, reward: RewardSection, device_type: str
-) -> Iterator[IsotrainError]:
+def _not_here(rollout: RolloutSection, reward: RewardSection, device_type: str) -> Iterator[IsotrainError]:
     """What this machine lacks to make answers and scores; a replay has both."""
     if not rollout.generates:
         return

@@ -15,11 +15,12 @@ import numpy as np
 
 from isotrain.cluster.objects import put
 from isotrain.data.prompts import PromptStore
-from isotrain.data.record import Record, read_step, step_file
+from isotrain.data.record import Record, read_others, read_step, step_file
 from isotrain.data.sampler import Sampler
 from isotrain.errors import DataError
 from isotrain.trainers.online.batches import Batch, Make
 from isotrain.trainers.online.collector import Seconds
+from isotrain.trainers.online.failures import recorded_failures
 from isotrain.trainers.online.messages import Group, Score, describe
 
 
@@ -70,6 +71,7 @@ class Replayed:
             seconds=Seconds(0.0, 0.0),
             # A draw that was replaced by another has left a gap.
             resampled=self.taken - self.sampler.taken - wanted,
+            others=recorded_failures(read_others(self.directory, self.step)),
         )
 
     def _groups(self) -> tuple[list[Group], dict[int, float]]:
@@ -79,7 +81,7 @@ class Replayed:
         for place, records in _by_draw(read_step(self.directory, self.step)):
             self._check(place, records)
             group = tuple(record.trajectory for record in records)
-            scores = tuple(Score(m.score, m.parts, m.failure, "recorded") for _, m, _ in records)
+            scores = tuple(Score(m.score, m.parts, m.failure, m.detail) for _, m, _ in records)
             groups.append(Group(describe(group), put(group), scores, records[0].marks.source))
             if (score := records[0].marks.greedy) is not None:
                 greedy[place] = score

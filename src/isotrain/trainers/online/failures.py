@@ -1,0 +1,83 @@
+"""Answers that could not be scored: counted by cause, told at a bounded rate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from isotrain.reward.base import FAILURES
+from isotrain.trainers.online.messages import Group
+
+# The first few say what is wrong. After them only what is much worse is told; the metrics go on counting.
+TOLD_FIRST = 3
+STEPS_BETWEEN = 10
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Of some answers: how many there are, how many have no score by cause, and why the first of these."""
+
+    answers: int = 0
+    causes: Mapping[str, int] = field(default_factory=dict)
+    first: str = ""
+
+    @property
+    def count(self) -> int:
+        return sum(self.causes.values())
+
+    @property
+    def share(self) -> float:
+        return self.count / self.answers if self.answers else 0.0
+
+    def plus(self, other: Failures) -> Failures:
+        causes = Counter(self.causes) + Counter(other.causes)
+        return Failures(self.answers + other.answers, causes, self.first or other.first)
+
+    def metrics(self) -> dict[str, float]:
+        plural = {"timeout": "timeouts", "crash": "crashes", "error": "errors"}
+        return {
+            "reward/failures": float(self.count),
+            **{f"reward/{plural[cause]}": float(self.causes.get(cause, 0)) for cause in FAILURES},
+        }
+
+    def as_counts(self) -> dict[str, int]:
+        """As a recording keeps them."""
+        return {"answers": self.answers, **self.causes} if self.answers else {}
+
+    def __str__(self) -> str:
+        return f"{self.count} of {self.answers} answers got no score, the first because of {self.first}"
+
+
+def failures_of(groups: Iterable[Group]) -> Failures:
+    scores = [score for group in groups for score in group.scores]
+    failed = [score for score in scores if score.failure is not None]
+    first = f"{failed[0].failure}: {failed[0].detail}" if failed else ""
+    return Failures(len(scores), Counter(str(score.failure) for score in failed), first)
+
+
+def recorded_failures(counts: Mapping[str, int]) -> Failures:
+    causes = {cause: counts[cause] for cause in FAILURES if counts.get(cause)}
+    first = f"{next(iter(causes))}: in an answer that was not recorded" if causes else ""
+    return Failures(counts.get("answers", 0), causes, first)
+
+
+@dataclass
+class Warnings:
+    """When failures of one kind of answers are told: the first few, then what is twice as bad, or all."""
+
+    told: int = 0
+    worst: float = 0.0
+    """The largest share that was told."""
+    last: int = 0
+    """The step that was told last."""
+
+    def is_due(self, step: int, failures: Failures) -> bool:
+        """Whether this step's are told now; it is then remembered that they were."""
+        worse = failures.share == 1.0 or failures.share >= 2 * self.worst
+        soon = self.told >= TOLD_FIRST and step < self.last + STEPS_BETWEEN
+        if not failures.count or soon or (self.told >= TOLD_FIRST and not worse):
+            return False
+        self.told, self.last = self.told + 1, step
+        self.worst = max(self.worst, failures.share)
+        return True
