@@ -147,9 +147,11 @@ def test_close_ends_workers_in_the_middle_of_a_call(cluster: Cluster) -> None:
 
 def test_one_error_ends_an_spmd_group(cluster: Cluster) -> None:
     group = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, start_timeout=60)
-    pids = group.call("pid")
+    pids, seen = group.call("pid"), []
+    group.before_end = lambda cause: seen.append((str(cause), [Path(f"/proc/{p}").exists() for p in pids]))
     with pytest.raises(DataError, match=r"^row 7 is broken$"):
         group.call_each("fail_or_wait", [(False,), (True,)], timeout=60)
+    assert seen == [("row 7 is broken", [True, True])], "what they write may be finished first"
     for pid in pids:
         wait_for_end(pid, 10)
     with pytest.raises(ClusterError, match=r"training rank 0 cannot be called.*row 7 is broken"):

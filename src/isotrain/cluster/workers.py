@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -67,6 +67,8 @@ class WorkerGroup:
         self._hosts: list[Any] = [None] * len(members)
         self._where: list[Whereabouts | None] = [None] * len(members)
         self._closed = ""
+        self.before_end: Callable[[IsotrainError], None] | None = None
+        """Called before the members of an SPMD group are ended because one has failed."""
         try:
             self._start(range(len(members)))
         except BaseException:
@@ -218,6 +220,8 @@ class WorkerGroup:
         cause = min(failures, key=_rank_of_causes)
         if self._spmd:
             self._closed = f"the group ended after an error: {str(cause).splitlines()[0]}"
+            if self.before_end is not None:
+                self.before_end(cause)
             self.close()
         return cause
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,7 @@ def _settings(
         validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
         generates=rollout.generates,
         takes_turns=rollout.generates and colocated and cluster.offload and described.device_type != "cpu",
+        checkpoints=Path(recipe.output) / "checkpoints",
         record=trajectories(recipe.output) if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
     )

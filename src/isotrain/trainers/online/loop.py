@@ -18,8 +18,10 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.dapo import overlong_penalty
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
+from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.data.record import Marks
+from isotrain.engine.checkpoint.pending import wait_for_pending
 from isotrain.engine.schedule import Schedule
 from isotrain.errors import ClusterError, NonFiniteError, RewardError
 from isotrain.rollout.base import Sampling
@@ -37,6 +39,9 @@ from isotrain.trainers.online.settings import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
 
 CLOSING_SECONDS = 120.0
+# For a checkpoint that is being written when the run ends with an error. A rank that died may have left its
+# part unwritten, for which the others would wait in vain.
+WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH = 300.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class LoopSettings:
     """Whether there are engines; a replay has none, and so no validation."""
     takes_turns: bool
     """Whether ranks and engines use the same device memory one after the other."""
+    checkpoints: Path
     record: Path | None
     max_skipped: int
 
@@ -90,6 +96,8 @@ class OnlineTrainer:
     skipped: int = 0
     first: bool = True
     """Whether no batch of this start was trained on yet."""
+    waited: bool = False
+    """Whether an error has waited for the checkpoint that was being written."""
     warnings: Warnings = field(default_factory=Warnings)
     validation_warnings: Warnings = field(default_factory=Warnings)
     timing: dict[str, float] = field(default_factory=dict)
@@ -97,13 +105,24 @@ class OnlineTrainer:
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
+        self.ranks.before_end = self._finish_writing
         try:
             self._train(done)
+        except BaseException as error:
+            self._finish_writing(error)
+            raise
         finally:
             self.batches.close()
-            # A checkpoint that is being written when the run ends is finished first.
             with suppress(ClusterError):
                 self.ranks.call("close", timeout=CLOSING_SECONDS)
+
+    def _finish_writing(self, error: BaseException) -> None:
+        """An error does not cost the checkpoint that is being written; its writers use no collective."""
+        if self.waited:
+            return
+        self.waited, died = True, isinstance(error, WorkerDied)
+        seconds = WRITING_SECONDS_AFTER_A_DEATH if died else WRITING_SECONDS
+        wait_for_pending(self.settings.checkpoints, seconds, self.recorder.progress.message)
 
     def _train(self, done: int) -> None:
         if done == 0 and self.settings.validate_first and self.settings.validation_rows:

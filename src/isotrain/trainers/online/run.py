@@ -66,6 +66,8 @@ def train_online(recipe: Recipe, source: str) -> None:
             trainer = build_trainer(recipe, cluster, stores, crew, described, Recorder(progress), goes_on)
             progress.message(_introduction(recipe, rollout, described, steps))
             progress.message(f"  {_answers(rollout, settings)}")
+            if not 0 < recipe.trainer.save_every < steps:
+                progress.message("  no checkpoint before the last step: trainer.save_every=N saves every N")
             if goes_on.step:
                 progress.message(f"resuming after step {goes_on.step} of {steps}")
             with recording(trainer.recorder, recipe, run, goes_on.step):

@@ -1,0 +1,36 @@
+"""Waits for a checkpoint that ranks are still writing, before somebody ends them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from isotrain.engine.checkpoint.layout import MARKER, WRITING, step_directory, steps_in
+
+POLL_SECONDS = 0.05
+# Most are written by then: what takes longer is told.
+QUIET_SECONDS = 1.0
+
+
+def wait_for_pending(root: Path, seconds: float, tell: Callable[[str], None]) -> None:
+    """Until nothing is being written, as the file system shows it to a process that is no rank."""
+    began, told = time.monotonic(), False
+    while name := _pending(root):
+        waited = time.monotonic() - began
+        if waited > seconds:
+            tell(f"warning: checkpoint {name} was still being written after {seconds:g} s: it is abandoned")
+            return
+        if waited > QUIET_SECONDS and not told:
+            told = True
+            tell(f"checkpoint {name} is being written: waiting up to {seconds:g} s for it")
+        time.sleep(POLL_SECONDS)
+
+
+def _pending(root: Path) -> str | None:
+    """One that ranks write into, or whose last mark is missing."""
+    writing = sorted(entry.name for entry in root.glob(f"{WRITING}*"))
+    if writing:
+        return writing[-1].removeprefix(WRITING)
+    newest = [step_directory(root, step) for step in steps_in(root)[:1]]
+    return next((directory.name for directory in newest if not (directory / MARKER).exists()), None)
