@@ -57,6 +57,14 @@ async def score_async(response, answer):
     if kind == "block":
         time.sleep(float(rest))
         return 1.0
+    if kind == "thread":
+        await asyncio.to_thread(time.sleep, float(rest))
+        return 1.0
+    if kind == "command":
+        process = await asyncio.create_subprocess_exec("sleep", "1000")
+        with open(rest, "w") as file:
+            file.write(str(process.pid))
+        await process.wait()
     if kind == "stubborn":
         while True:
             try:

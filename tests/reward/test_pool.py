@@ -87,6 +87,33 @@ def test_an_async_hang_is_ended_by_its_loop(make_pool: MakePool) -> None:
     assert results[-1].score == before[0].score
 
 
+def test_threads_that_hang_cost_their_calls_alone(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", timeout=1.0, concurrency=16)
+    results = run(pool, ["thread 1000"] * 12 + ["thread 0.01"] * 4)
+    assert [result.failure for result in results] == ["timeout"] * 12 + [None] * 4
+    assert [result.failure for result in run(pool, ["thread 0.01"] * 16)] == [None] * 16
+
+
+def test_what_a_cancelled_call_left_ends_with_its_child(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool("score_async", timeout=1.0, concurrency=4)
+    before, hung = run(pool, ["pid", f"command {tmp_path / 'pid'}"])
+    assert (before.failure, hung.failure) == (None, "timeout")
+    assert wait_for(lambda: not alive(int((tmp_path / "pid").read_text())))
+    assert run(pool, ["pid"])[0].score != before.score
+
+
+def test_a_child_that_retires_finishes_its_calls(make_pool: MakePool) -> None:
+    pool = make_pool("score_async", timeout=2.0, concurrency=2)
+    old = run(pool, ["pid"])[0].score
+    (hung,) = pool.submit([Answer("await 1000", "")])
+    time.sleep(1.0)
+    (good,) = pool.submit([Answer("await 1.9", "")])
+    assert hung.result(10).failure == "timeout"
+    assert run(pool, ["pid"])[0].score != old
+    assert good.result(10).failure is None
+    assert wait_for(lambda: old not in pool.pids())
+
+
 def test_async_calls_run_side_by_side(make_pool: MakePool) -> None:
     pool = make_pool("score_async", concurrency=8)
     run(pool, [""])

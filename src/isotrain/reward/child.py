@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from isotrain.errors import RewardError
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> None:
     replies.send({"ready": True, "asynchronous": function.asynchronous})
     with os.fdopen(requests, "rb") as lines:
         if function.asynchronous:
-            asyncio.run(_serve_async(function, lines, replies, setup["timeout"]))
+            asyncio.run(_serve_async(function, lines, replies, setup["timeout"], setup["concurrency"]))
         else:
             _serve(function, lines, replies)
 
@@ -98,8 +99,12 @@ def _serve(function: RewardFunction, lines: BinaryIO, replies: Replies) -> None:
         replies.send({"id": request["id"], **reply})
 
 
-async def _serve_async(function: RewardFunction, lines: BinaryIO, replies: Replies, timeout: float) -> None:
+async def _serve_async(
+    function: RewardFunction, lines: BinaryIO, replies: Replies, timeout: float, concurrency: int
+) -> None:
     loop = asyncio.get_running_loop()
+    # One thread for each call: with fewer, calls that hang in `asyncio.to_thread` would take the others'.
+    loop.set_default_executor(ThreadPoolExecutor(concurrency))
     # The loop knows tasks by weak references only. One that ignores its cancellation stays here for good.
     tasks: set[asyncio.Task[Any]] = set()
 

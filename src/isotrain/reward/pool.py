@@ -41,6 +41,8 @@ class _Worker:
     start_deadline: float
     ready: bool = False
     alone: bool = False
+    retiring: bool = False
+    """It gets no more calls, and is ended once those in flight are done."""
     served: int = 0
     calls: dict[int, _Call] = field(default_factory=dict)
 
@@ -66,7 +68,8 @@ class Pool:
         memory: int | None = None,
     ) -> None:
         """`lifetime`: calls after which a child is replaced; `memory`: bytes of address space of a child."""
-        self._setup = json.dumps({**setup, "timeout": timeout, "memory": memory})
+        limits = {"timeout": timeout, "concurrency": concurrency, "memory": memory}
+        self._setup = json.dumps({**setup, **limits})
         self._name = name
         self._timeout, self._size, self._concurrency = timeout, size, concurrency
         self._start_timeout, self._lifetime = start_timeout, lifetime
@@ -185,26 +188,30 @@ class Pool:
 
     def _dispatch(self) -> None:
         """Give calls to children that have room; start children while there are calls for them."""
-        for worker in [
-            w for w in self._workers if self._lifetime and w.served >= self._lifetime and not w.calls
-        ]:
+        for worker in [worker for worker in self._workers if worker.retiring and not worker.calls]:
             self._remove(worker)
-        for worker in [worker for worker in self._workers if worker.ready]:
+        active = [worker for worker in self._workers if not worker.retiring]
+        for worker in [worker for worker in active if worker.ready]:
             if self._suspects:
                 # Until there are none left a child with calls in flight gets no more, so that it falls idle.
                 if not worker.calls:
                     worker.alone = True
                     self._send(worker, self._suspects.popleft())
                 continue
-            while self._waiting and not worker.alone and len(worker.calls) < self._concurrency:
+            while self._waiting and self._takes_more(worker):
                 self._send(worker, self._waiting.popleft())
-        idle = sum(not worker.calls for worker in self._workers)
+        # Its last call may have been the last of its life: those that are left are counted again.
+        active = [worker for worker in active if not worker.retiring]
+        idle = sum(not worker.calls for worker in active)
         calls = len(self._suspects) + math.ceil(len(self._waiting) / self._concurrency)
-        missing = min(self._size - len(self._workers), calls - idle)
+        missing = min(self._size - len(active), calls - idle)
         if not self._workers and self._wanted and not self._started.done():
             missing = max(missing, 1)
         for _ in range(missing):
             self._add()
+
+    def _takes_more(self, worker: _Worker) -> bool:
+        return not worker.alone and not worker.retiring and len(worker.calls) < self._concurrency
 
     def _send(self, worker: _Worker, call: _Call) -> None:
         grace = GRACE if self._asynchronous else 0.0
@@ -212,6 +219,7 @@ class Pool:
         call.begun = False
         worker.calls[call.identity] = call
         worker.served += 1
+        worker.retiring = worker.served == self._lifetime
         worker.child.send(call.line)
         if worker.child.wants_to_write:
             self._watch(worker.child.requests, selectors.EVENT_WRITE, worker)
@@ -298,6 +306,8 @@ class Pool:
             return False
         call = worker.calls.pop(identity)
         worker.alone = worker.alone and bool(worker.calls)
+        # A cancelled call may leave a thread that hangs, or a process: they end with the child and its group.
+        worker.retiring = worker.retiring or scored.failure == "timeout"
         call.future.set_result(scored)
         return True
 
