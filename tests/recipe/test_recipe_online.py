@@ -387,5 +387,5 @@ def test_difference_names_sections_that_came_or_went_once() -> None:
         "algorithm.scale_by_std: true -> (absent)",
         "rollout.n: 4 -> 8",
         'reward.gsm8k: {"method": "strict", "format_score": 0.0, "weight": 1.0} -> null',
-        'reward.math: null -> {"weight": 1.0}',
+        'reward.math: null -> {"processes": null, "weight": 1.0}',
     ]

@@ -14,6 +14,8 @@ def misbehave(response):
     kind, _, rest = response.partition(" ")
     if kind == "sleep":
         time.sleep(1000)
+    if kind == "nap":
+        time.sleep(float(rest))
     if kind == "busy":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:

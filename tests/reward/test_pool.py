@@ -72,7 +72,7 @@ def test_what_does_not_end_the_child_leaves_it_running(make_pool: MakePool) -> N
     assert (true.score, printed.score) == (1.0, 1.0)
     assert (parts.score, parts.parts) == (0.5, {"length": 3.0})
     details = dict(zip(kinds, [result.detail for result in failed], strict=True))
-    assert details["raise \x1b[31mred"] == "rewards.py:19: ValueError: no such thing [31mred"
+    assert details["raise \x1b[31mred"] == "rewards.py:21: ValueError: no such thing [31mred"
     assert all(detail.isprintable() and len(detail) <= 300 for detail in details.values())
     assert details["nan"] == "the function returned nan"
     assert details["text"] == "the function returned a str, not a number"
@@ -136,10 +136,25 @@ def test_innocents_in_flight_are_repeated(make_pool: MakePool, guilty: str, fail
 
 
 def test_all_children_are_busy(make_pool: MakePool) -> None:
-    pool = make_pool("score_async", concurrency=1, size=3)
-    run(pool, ["await 0.3"] * 3)
-    assert len({result.score for result in run(pool, ["pid", "await 0.3", "await 0.3"] * 3)}) > 1
+    pool = make_pool(processes=3)
+    start = time.monotonic()
+    results = run(pool, ["nap 0.5"] * 12)
+    assert time.monotonic() - start < 6.0
+    assert [result.failure for result in results] == [None] * 12
     assert len(pool.pids()) == 3
+
+
+def test_a_quick_function_has_one_process(make_pool: MakePool) -> None:
+    pool = make_pool(processes=8)
+    pool.start()
+    assert len({result.score for result in run(pool, ["pid"] * 50)}) == 1
+
+
+def test_a_hang_does_not_hold_up_the_others(make_pool: MakePool) -> None:
+    pool = make_pool(processes=2)
+    hang, *others = pool.submit([Answer(text, "") for text in ("sleep", "", "", "")])
+    assert [future.result(20).score for future in others] == [1.0] * 3
+    assert not hang.done()
 
 
 def test_a_child_killed_while_idle_costs_nothing(make_pool: MakePool) -> None:
@@ -194,8 +209,8 @@ def test_a_hang_ends_what_the_function_started(make_pool: MakePool, tmp_path: Pa
 
 
 def test_close_leaves_no_process(make_pool: MakePool) -> None:
-    pool = make_pool("score_async", size=2, concurrency=1)
-    futures = pool.submit([Answer("sleep", "", {}), Answer("await 1000", "", {}), Answer("", "", {})])
+    pool = make_pool(processes=2)
+    futures = pool.submit([Answer(text, "", {}) for text in ("sleep", "busy", "")])
     assert wait_for(lambda: len(pool.pids()) == 2)
     time.sleep(0.3)
     pids = pool.pids()
@@ -221,7 +236,7 @@ import sys, time
 from isotrain.reward.base import Answer
 from isotrain.reward.pool import Pool
 
-pool = Pool({"kind": "function", "path": sys.argv[1]}, name="x", timeout=1000.0, size=len(sys.argv) - 2)
+pool = Pool({"kind": "function", "path": sys.argv[1]}, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
 pool.submit([Answer(text, "", {}) for text in sys.argv[2:]])
 while len(pool.pids()) < len(sys.argv) - 2:
     time.sleep(0.05)

@@ -250,6 +250,8 @@ class Gsm8kSection(Section):
 
 
 class MathSection(Section):
+    processes: int | None = Field(default=None, ge=1)
+    """Most processes of one worker; by default one for each core, 8 at most."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
@@ -257,8 +259,9 @@ class MathSection(Section):
 class FunctionSection(Section):
     path: str = Field(pattern=r"^[^:\x00]+\.py:[A-Za-z_]\w*$")
     """A Python file and a function in it, `rewards.py:score`; it may be async."""
-    concurrency: int = Field(default=16, ge=1)
-    """Calls of an async function that run at the same time in one worker."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Calls at the same time in one worker: of an async function in one process, by default 16; of another in
+    a process each, by default one for each core, 8 at most."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal
@@ -15,6 +16,10 @@ from isotrain.reward.pool import Pool
 MATH_MEMORY = 2 << 30
 # Its parser keeps tables that grow with every new text.
 MATH_LIFETIME = 5000
+# Calls of an async function that wait side by side in one process.
+CALLS_AT_ONCE = 16
+# Processes of one reward worker where the recipe names no number: machines have more cores than spare memory.
+MOST_PROCESSES = 8
 
 
 class Gsm8kRule:
@@ -81,8 +86,9 @@ class WeightedSum:
             part.close()
 
 
-def build_scorer(reward: RewardSection, processes: int = 1) -> Scorer:
-    """All rewards but the reward model, with up to `processes` children for each that needs any."""
+def build_scorer(reward: RewardSection) -> Scorer:
+    """All rewards but those of models."""
+    cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     parts: dict[str, tuple[Gsm8kRule | Pool, float]] = {}
     if gsm8k := reward.gsm8k:
         parts["gsm8k"] = _gsm8k_rule(gsm8k), gsm8k.weight
@@ -91,7 +97,7 @@ def build_scorer(reward: RewardSection, processes: int = 1) -> Scorer:
             {"kind": "math"},
             name="reward.math",
             timeout=reward.timeout,
-            size=processes,
+            processes=math.processes or cores,
             lifetime=MATH_LIFETIME,
             memory=MATH_MEMORY,
         )
@@ -101,8 +107,8 @@ def build_scorer(reward: RewardSection, processes: int = 1) -> Scorer:
             {"kind": "function", "path": function.path},
             name="reward.function",
             timeout=reward.timeout,
-            size=processes,
-            concurrency=function.concurrency,
+            processes=function.concurrency or cores,
+            concurrency=function.concurrency or CALLS_AT_ONCE,
         )
         parts["function"] = pool, function.weight
     return WeightedSum(parts, reward.failed_score)

@@ -29,6 +29,7 @@ class _Call:
     line: bytes
     future: Future[Scored]
     identity: int
+    submitted: float
     suspect: bool = False
     """It was in flight with others when their child had to be ended, so it is repeated alone."""
     begun: bool = False
@@ -38,6 +39,7 @@ class _Call:
 @dataclass(eq=False)
 class _Worker:
     child: Child
+    born: float
     start_deadline: float
     ready: bool = False
     alone: bool = False
@@ -61,17 +63,19 @@ class Pool:
         *,
         name: str,
         timeout: float,
-        size: int = 1,
+        processes: int = 1,
         concurrency: int = 1,
         start_timeout: float = 120.0,
         lifetime: int | None = None,
         memory: int | None = None,
     ) -> None:
-        """`lifetime`: calls after which a child is replaced; `memory`: bytes of address space of a child."""
+        """`processes`: children, where the function is not async; `concurrency`: calls at a time in the one
+        child of an async function; `lifetime`: calls after which a child is replaced; `memory`: bytes of
+        address space of a child."""
         limits = {"timeout": timeout, "concurrency": concurrency, "memory": memory}
         self._setup = json.dumps({**setup, **limits})
         self._name = name
-        self._timeout, self._size, self._concurrency = timeout, size, concurrency
+        self._timeout, self._processes, self._concurrency = timeout, processes, concurrency
         self._start_timeout, self._lifetime = start_timeout, lifetime
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -85,6 +89,9 @@ class Pool:
         self._workers: list[_Worker] = []
         self._next_identity = 0
         self._asynchronous = False
+        # How many children may run: one, until the first has said of what kind the function is.
+        self._most = 1
+        self._start_seconds = 0.0
         self._failed_starts = 0
         self._wanted = False
         self._started: Future[None] = Future()
@@ -120,7 +127,7 @@ class Pool:
                     detail = one_line(f"the row cannot be sent to the reward process: {error}")
                     future.set_result(Scored(0.0, failure="error", detail=detail))
                     continue
-                self._inbox.append(_Call(line, future, self._next_identity))
+                self._inbox.append(_Call(line, future, self._next_identity, time.monotonic()))
                 self._next_identity += 1
             self._wake()
         return calls
@@ -190,8 +197,7 @@ class Pool:
         """Give calls to children that have room; start children while there are calls for them."""
         for worker in [worker for worker in self._workers if worker.retiring and not worker.calls]:
             self._remove(worker)
-        active = [worker for worker in self._workers if not worker.retiring]
-        for worker in [worker for worker in active if worker.ready]:
+        for worker in [worker for worker in self._active() if worker.ready]:
             if self._suspects:
                 # Until there are none left a child with calls in flight gets no more, so that it falls idle.
                 if not worker.calls:
@@ -200,15 +206,28 @@ class Pool:
                 continue
             while self._waiting and self._takes_more(worker):
                 self._send(worker, self._waiting.popleft())
-        # Its last call may have been the last of its life: those that are left are counted again.
-        active = [worker for worker in active if not worker.retiring]
-        idle = sum(not worker.calls for worker in active)
-        calls = len(self._suspects) + math.ceil(len(self._waiting) / self._concurrency)
-        missing = min(self._size - len(active), calls - idle)
-        if not self._workers and self._wanted and not self._started.done():
-            missing = max(missing, 1)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Start the first child at once, and further ones when they are due: as many as there are already."""
+        active, waiting = self._active(), len(self._waiting)
+        if active:
+            due = time.monotonic() >= self._growth()
+            missing = min(len(active), self._most - len(active), waiting) if due else 0
+        else:
+            missing = bool(waiting or self._suspects or (self._wanted and not self._started.done()))
         for _ in range(missing):
             self._add()
+
+    def _growth(self) -> float:
+        """When another child is due: once a call has waited for longer than a child takes to start."""
+        active = self._active()
+        if not self._waiting or len(active) >= self._most or not all(worker.ready for worker in active):
+            return math.inf
+        return self._waiting[0].submitted + self._start_seconds
+
+    def _active(self) -> list[_Worker]:
+        return [worker for worker in self._workers if not worker.retiring]
 
     def _takes_more(self, worker: _Worker) -> bool:
         return not worker.alone and not worker.retiring and len(worker.calls) < self._concurrency
@@ -226,7 +245,8 @@ class Pool:
 
     def _add(self) -> None:
         child = Child(self._setup)
-        worker = _Worker(child, time.monotonic() + self._start_timeout)
+        now = time.monotonic()
+        worker = _Worker(child, now, now + self._start_timeout)
         self._workers.append(worker)
         self._watch(child.replies, selectors.EVENT_READ, worker)
         if child.ending is not None:
@@ -248,7 +268,7 @@ class Pool:
 
     def _wait(self) -> None:
         """Sleep until something happens or a deadline passes, and act on it."""
-        first = min((worker.deadline() for worker in self._workers), default=math.inf)
+        first = min([self._growth(), *(worker.deadline() for worker in self._workers)])
         timeout = None if first == math.inf else max(0.0, first - time.monotonic())
         changed: dict[int, _Worker] = {}
         ended: set[int] = set()
@@ -288,10 +308,11 @@ class Pool:
             worker.ready = message.get("ready") is True
             if worker.ready:
                 self._failed_starts = 0
+                self._start_seconds = time.monotonic() - worker.born
                 # One call at a time for a function that is not async: then it is clear whose failure it is.
                 self._asynchronous = message.get("asynchronous") is True
                 if not self._asynchronous:
-                    self._concurrency = 1
+                    self._concurrency, self._most = 1, self._processes
                 if not self._started.done():
                     self._started.set_result(None)
             return worker.ready

@@ -45,7 +45,7 @@ _FREE_TO_CHANGE = (
     "model.head_chunk",
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
     *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance")),
-    *(f"reward.{name}" for name in ("timeout", "workers")),
+    *(f"reward.{name}" for name in ("timeout", "workers", "math.processes", "function.concurrency")),
 )
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
