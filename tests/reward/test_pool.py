@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from children import alive, group_of, wait_for, write_functions
@@ -200,6 +202,48 @@ def test_a_row_that_cannot_be_sent(make_pool: MakePool) -> None:
 def test_children_are_replaced_after_their_lifetime(make_pool: MakePool) -> None:
     pids = [result.score for result in run(make_pool(lifetime=2), ["pid"] * 5)]
     assert [pids[0] == pids[1], pids[2] == pids[3], len(set(pids))] == [True, True, 3]
+
+
+def test_a_start_that_the_system_refuses_is_tried_again(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotrain.reward.pool.PAUSE", 0.05)
+    pool = make_pool(lifetime=2)
+    run(pool, [""])
+    real, refused = subprocess.Popen, [errno.EAGAIN, errno.EMFILE]
+
+    def scarce(*arguments: Any, **options: Any) -> Any:
+        if refused:
+            raise OSError(refused.pop(), "not now")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr("isotrain.reward.process.subprocess.Popen", scarce)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert [result.score for result in run(pool, [""] * 3)] == [1.0] * 3
+    assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    refused += [errno.EAGAIN] * 3
+    with pytest.raises(RewardError, match=r"could not be started: .*not now"):
+        run(pool, [""] * 3)
+
+
+def test_a_replacement_that_cannot_be_loaded_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isotrain.reward.pool.PAUSE", 0.05)
+    note, path = tmp_path / "note", tmp_path / "rewards.py"
+    path.write_text(
+        f"import os\nif os.path.exists({str(note)!r}):\n    os.remove({str(note)!r})\n    1 / 0\n"
+        "def f(response):\n    return os.getpid()\n"
+    )
+    pool = Pool({"kind": "function", "path": f"{path}:f"}, name="reward.function", timeout=5.0, lifetime=1)
+    try:
+        pool.start()
+        note.touch()
+        first, second = run(pool, ["", ""])
+    finally:
+        pool.close()
+    assert first.failure is second.failure is None and first.score != second.score
+    assert not note.exists()
 
 
 def test_a_hang_ends_what_the_function_started(make_pool: MakePool, tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from isotrain.reward.process import BrokenChild, Child
 
 # An async call is ended by its own loop. Only when that does not happen is the loop itself blocked.
 GRACE = 1.0
-RESTARTS = 3
+STARTS = 3
+# Seconds before another start, more after each that failed: the system may be short of processes or files.
+PAUSE = 1.0
 
 
 @dataclass(eq=False)
@@ -93,6 +95,7 @@ class Pool:
         self._most = 1
         self._start_seconds = 0.0
         self._failed_starts = 0
+        self._next_start = 0.0
         self._wanted = False
         self._started: Future[None] = Future()
         self._closing = False
@@ -209,22 +212,34 @@ class Pool:
         self._grow()
 
     def _grow(self) -> None:
-        """Start the first child at once, and further ones when they are due: as many as there are already."""
-        active, waiting = self._active(), len(self._waiting)
-        if active:
-            due = time.monotonic() >= self._growth()
-            missing = min(len(active), self._most - len(active), waiting) if due else 0
-        else:
-            missing = bool(waiting or self._suspects or (self._wanted and not self._started.done()))
-        for _ in range(missing):
-            self._add()
+        """Start children that are due: the first, or as many as there are already."""
+        if time.monotonic() < self._growth():
+            return
+        active = len(self._active())
+        try:
+            for _ in range(min(active, self._most - active, len(self._waiting)) if active else 1):
+                self._add()
+        except OSError as error:
+            self._failed_start(str(error))
 
     def _growth(self) -> float:
-        """When another child is due: once a call has waited for longer than a child takes to start."""
+        """When a child is due: once a call has waited for longer than a child takes to start."""
         active = self._active()
-        if not self._waiting or len(active) >= self._most or not all(worker.ready for worker in active):
-            return math.inf
-        return self._waiting[0].submitted + self._start_seconds
+        if not active:
+            wanted = self._waiting or self._suspects or (self._wanted and not self._started.done())
+            due = 0.0 if wanted else math.inf
+        elif not self._waiting or len(active) >= self._most or not all(worker.ready for worker in active):
+            due = math.inf
+        else:
+            due = self._waiting[0].submitted + self._start_seconds
+        return max(due, self._next_start)
+
+    def _failed_start(self, reason: str) -> None:
+        """Try again after a pause; the run ends where that has not helped and there is no other child."""
+        self._failed_starts += 1
+        if self._failed_starts >= STARTS and not any(worker.ready for worker in self._active()):
+            raise RewardError(f"{self._name}: the reward process could not be started: {reason}")
+        self._next_start = time.monotonic() + PAUSE * self._failed_starts
 
     def _active(self) -> list[_Worker]:
         return [worker for worker in self._workers if not worker.retiring]
@@ -295,6 +310,12 @@ class Pool:
     def _listen(self, worker: _Worker, ended: bool) -> None:
         messages, broken = worker.child.receive()
         for message in messages:
+            if not worker.ready and "refused" in message:
+                refusal = str(message["refused"])
+                if not self._started.done():
+                    raise RewardError(refusal)
+                broken = BrokenChild(refusal)
+                break
             if not self._understand(worker, message):
                 broken = broken or BrokenChild("the reward process sent something that is not a reply")
                 break
@@ -303,8 +324,6 @@ class Pool:
 
     def _understand(self, worker: _Worker, message: dict[str, Any]) -> bool:
         if not worker.ready:
-            if "refused" in message:
-                raise RewardError(str(message["refused"]))
             worker.ready = message.get("ready") is True
             if worker.ready:
                 self._failed_starts = 0
@@ -343,9 +362,9 @@ class Pool:
         how = self._remove(worker, by_itself=failure == "crash" and not reason)
         what = reason or how
         if not worker.ready:
-            self._failed_starts += 1
-            if not self._started.done() or self._failed_starts >= RESTARTS:
+            if not self._started.done():
                 raise RewardError(f"{self._name}: the reward process could not be started: {what}")
+            self._failed_start(what)
             return
         begun = [call for call in worker.calls.values() if call.begun]
         for call in worker.calls.values():

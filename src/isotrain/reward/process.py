@@ -11,8 +11,6 @@ import subprocess
 import sys
 from typing import Any
 
-from isotrain.errors import RewardError
-
 LONGEST_REPLY = 1 << 20
 _CHUNK = 1 << 16
 PATIENCE = 0.5
@@ -26,28 +24,26 @@ class Child:
     """A running `isotrain.reward.child` in its own session, and so in its own process group."""
 
     def __init__(self, setup: str) -> None:
-        request_end, self.requests = os.pipe()
-        self.replies, reply_end = os.pipe()
+        """Raises OSError where the system has no process or descriptor to give."""
         # Never the working directory first: a file json.py there is not meant for this process.
         safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-        module = ["-m", "isotrain.reward.child"]
-        command = [sys.executable, *safe_path, *module, str(request_end), str(reply_end), setup]
-        try:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            request_end, self.requests = os.pipe()
+            theirs.callback(os.close, request_end)
+            ours.callback(os.close, self.requests)
+            self.replies, reply_end = os.pipe()
+            theirs.callback(os.close, reply_end)
+            ours.callback(os.close, self.replies)
+            module = ["-m", "isotrain.reward.child"]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, *safe_path, *module, str(request_end), str(reply_end), setup],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a function prints goes where errors go
                 pass_fds=(request_end, reply_end),
                 start_new_session=True,
                 env={"PYTHONHASHSEED": "0", **os.environ},
             )
-        except OSError as error:
-            os.close(self.requests)
-            os.close(self.replies)
-            raise RewardError(f"a reward process could not be started: {error}") from None
-        finally:
-            os.close(request_end)
-            os.close(reply_end)
+            ours.pop_all()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
         self.ending = _pidfd(self._process.pid)
