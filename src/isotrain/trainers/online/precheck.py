@@ -18,8 +18,7 @@ def check_online(recipe: Recipe) -> list[str]:
     algorithm, rollout, reward = _sections(recipe)
     for problem in _not_here(rollout, reward, recipe.device.type):
         raise problem
-    _check_models(algorithm, reward)
-    return _warnings(algorithm, rollout)
+    return [*_check_models(recipe, algorithm, reward), *_warnings(algorithm, rollout)]
 
 
 def look_online(recipe: Recipe) -> list[str]:
@@ -50,15 +49,21 @@ def _warnings(algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
     return warnings
 
 
-def _check_models(algorithm: OnlineSection, reward: RewardSection) -> None:
+def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSection) -> list[str]:
+    """Models that read the policy's tokens must be there, with its tokenizer."""
     from isotrain.models.load import model_directory  # torch comes in only here
+    from isotrain.trainers.online.vocabularies import check_vocabulary
 
-    if reward.model is not None:
-        model_directory(reward.model.path, "reward.model.path")
-    if reward.process is not None:
-        model_directory(reward.process.path, "reward.process.path")
-    if isinstance(algorithm, PpoSection) and algorithm.critic.path:
-        model_directory(algorithm.critic.path, "algorithm.critic.path")
+    readers = {
+        "reward.model.path": reward.model and reward.model.path,
+        "reward.process.path": reward.process and reward.process.path,
+        "algorithm.critic.path": algorithm.critic.path if isinstance(algorithm, PpoSection) else None,
+    }
+    warnings = []
+    for field, path in readers.items():
+        if path:
+            warnings += check_vocabulary(model_directory(recipe.model.path), path, field)
+    return warnings
 
 
 def _not_here(rollout: RolloutSection, reward: RewardSection, device_type: str) -> Iterator[IsotrainError]:
