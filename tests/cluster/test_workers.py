@@ -145,6 +145,20 @@ def test_close_ends_workers_in_the_middle_of_a_call(cluster: Cluster) -> None:
         group.results([Call(0, "sleep", call.ref)], timeout=10)
 
 
+def test_a_last_method_runs_before_the_end_and_is_not_waited_for_long(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with WorkerGroup("clerk", Clerk, [Member((str(tmp_path / "note"),))], start_timeout=60) as group:
+        group.dismiss("fail", 30)
+        group.dismiss("leave", 30)
+        assert (tmp_path / "note").exists()
+        group.submit("sleep", 600)
+        begin = time.monotonic()
+        group.dismiss("leave", 0.5)
+        assert time.monotonic() - begin < 10
+    group.dismiss("leave", 30)
+
+
 def test_one_error_ends_an_spmd_group(cluster: Cluster) -> None:
     group = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, start_timeout=60)
     pids, seen = group.call("pid"), []

@@ -41,6 +41,13 @@ def misbehave(response):
         with open(rest, "w") as file:
             file.write(str(pid))
         time.sleep(1000)
+    if kind == "session":
+        pid = subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+        with open(rest, "w") as file:
+            file.write(str(pid))
+    if kind == "session-exit":
+        misbehave("session " + rest)
+        os._exit(3)
     if kind == "noise":
         os.write(int(sys.argv[2]), b"not json\\n")  # the pipe of replies, whatever its number is here
     return {"nan": float("nan"), "inf": float("inf"), "text": "x" * 10_000_000, "none": None, "true": True,

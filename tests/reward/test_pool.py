@@ -252,6 +252,16 @@ def test_a_hang_ends_what_the_function_started(make_pool: MakePool, tmp_path: Pa
     assert wait_for(lambda: not alive(int(note.read_text())))
 
 
+@pytest.mark.parametrize(("kind", "failure"), [("session", None), ("session-exit", "crash")])
+def test_a_session_of_its_own_does_not_save_a_process(
+    make_pool: MakePool, tmp_path: Path, kind: str, failure: str | None
+) -> None:
+    pool, note = make_pool(), tmp_path / "pid"
+    assert run(pool, [f"{kind} {note}"])[0].failure == failure
+    pool.close()
+    assert wait_for(lambda: not alive(int(note.read_text())))
+
+
 def test_close_leaves_no_process(make_pool: MakePool) -> None:
     pool = make_pool(processes=2)
     futures = pool.submit([Answer(text, "", {}) for text in ("sleep", "busy", "")])

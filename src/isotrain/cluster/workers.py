@@ -167,6 +167,14 @@ class WorkerGroup:
         self._kill(index)
         self._start([index])
 
+    def dismiss(self, method: str, timeout: float) -> None:
+        """Run a last method on all workers that are left, before `close`; how it ends does not matter."""
+        left = [index for index, host in enumerate(self._hosts) if host is not None]
+        if left and not self._closed and ray.is_initialized():
+            with suppress(ray.exceptions.RayError, ValueError):
+                refs = [self.submit_to(index, method).ref for index in left]
+                ray.wait(refs, num_returns=len(refs), timeout=timeout)
+
     def close(self) -> None:
         """End all workers at once."""
         self._closed = self._closed or "it is closed"

@@ -9,11 +9,14 @@ import select
 import signal
 import subprocess
 import sys
+import uuid
 from typing import Any
 
 LONGEST_REPLY = 1 << 20
 _CHUNK = 1 << 16
 PATIENCE = 0.5
+# In the environment of a child, and so of all that it starts, in whatever session that is.
+MARK = "ISOTRAIN_REWARD_PROCESS"
 
 
 class BrokenChild(Exception):
@@ -25,6 +28,7 @@ class Child:
 
     def __init__(self, setup: str) -> None:
         """Raises OSError where the system has no process or descriptor to give."""
+        self._mark = uuid.uuid4().hex
         # Never the working directory first: a file json.py there is not meant for this process.
         safe_path = ["-P"] if sys.version_info >= (3, 11) else []
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
@@ -41,7 +45,7 @@ class Child:
                 stdout=2,  # what a function prints goes where errors go
                 pass_fds=(request_end, reply_end),
                 start_new_session=True,
-                env={"PYTHONHASHSEED": "0", **os.environ},
+                env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
             )
             ours.pop_all()
         os.set_blocking(self.requests, False)
@@ -100,13 +104,14 @@ class Child:
         return messages, broken
 
     def end(self, by_itself: bool = False) -> str:
-        """Kill the whole group, wait for it, and say how the child itself ended if it did so `by_itself`."""
+        """Kill the child and all that it started; say how the child itself ended if it did so `by_itself`."""
         if by_itself and self.ending is not None:
             # Its pipes are closed a moment before it has ended, and after the kill all ends look alike.
             select.select([self.ending], [], [], PATIENCE)
         # The group keeps its number until its leader is waited for.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        _kill_marked(f"{MARK}={self._mark}".encode())
         code = self._process.wait()
         for descriptor in (self.requests, self.replies, self.ending):
             if descriptor is not None:
@@ -123,3 +128,31 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+
+
+def _kill_marked(variable: bytes) -> None:
+    """End all processes that have the variable in the environment they were started with, on Linux."""
+    killed: set[str] = set()
+    while True:
+        found = {pid for pid in _processes() - killed if variable in _environment(pid)}
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(pid), signal.SIGKILL)
+        killed |= found
+        # Again, until there is none that another has started in the meantime.
+        if not found:
+            return
+
+
+def _processes() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {name for name in os.listdir("/proc") if name.isdigit()}
+    return set()
+
+
+def _environment(pid: str) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []

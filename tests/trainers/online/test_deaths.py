@@ -7,8 +7,9 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from online_runs import OnlineRun, online_recipe
+from online_runs import OnlineRun, online_recipe, run_online
 
 from isotrain.engine.checkpoint.layout import steps_in
 from isotrain.observe.metrics import read_metrics
@@ -51,3 +52,18 @@ def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path) -> None
         run.wait_for_steps(step)
         os.kill(run.workers(kind)[0], signal.SIGKILL)
     assert stable_metrics(run.finish()) == stable_metrics(calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_reward_file_has_started_ends_with_the_run(tiny: Path, tmp_path: Path) -> None:
+    note, path = tmp_path / "pid", tmp_path / "reward.py"
+    path.write_text(
+        "import subprocess\n"
+        "server = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        f"open({str(note)!r}, 'w').write(str(server.pid))\n"
+        "def score(response):\n    return float(len(response) % 3)\n"
+    )
+    reward = {"function": {"path": f"{path}:score"}}
+    run_online(online_recipe(tiny, tmp_path / "run", reward=reward, trainer={"steps": 1}), tmp_path)
+    assert not psutil.pid_exists(int(note.read_text()))

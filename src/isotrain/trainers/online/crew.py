@@ -30,6 +30,8 @@ from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
+CLOSE_TIMEOUT = 10.0
+
 
 @dataclass(frozen=True)
 class Crew:
@@ -88,6 +90,8 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
                 pool.submit(group, "weight relay", Relay, away),
             ]
         ranks, engines, rewards, relay_group = (future.result() for future in wanted)
+        # Killed workers take their own children with them, but not what a user's function has started.
+        stack.callback(rewards.dismiss, "close", CLOSE_TIMEOUT)
         relays = Relays(
             ranks,
             relay_group if away else None,

@@ -11,7 +11,7 @@ from isotrain.data.formats import value_at
 from isotrain.data.trajectory import Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.base import Answer
+from isotrain.reward.base import Answer, Scorer
 from isotrain.reward.build import build_scorer
 from isotrain.trainers.online.messages import Score
 from isotrain.trainers.online.prompts import open_prompts
@@ -20,6 +20,7 @@ from isotrain.trainers.online.prompts import open_prompts
 class RewardWorker:
     def __init__(self, recipe: dict[str, Any]) -> None:
         self.recipe = Recipe.model_validate(recipe)
+        self.scorer: Scorer | None = None
 
     def start(self) -> None:
         assert self.recipe.reward is not None
@@ -33,6 +34,7 @@ class RewardWorker:
         self, store: str, items: Sequence[tuple[int, Handle]]
     ) -> list[tuple[str, tuple[Score, ...]] | None]:
         """Of each group, given by its row: the data set it is from and its scores; None if it is lost."""
+        assert self.scorer is not None
         groups = fetch([handle for _, handle in items])
         rows = [self.stores[store].row(row) for row, _ in items]
         samples = [
@@ -62,4 +64,6 @@ class RewardWorker:
         return [Answer(text, answer, values) for text in texts]
 
     def close(self) -> None:
-        self.scorer.close()
+        """End the processes of rewards with all that they started, which the end of this one would not."""
+        if self.scorer is not None:
+            self.scorer.close()
