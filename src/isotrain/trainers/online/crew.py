@@ -46,8 +46,10 @@ class Crew:
         """Load all models at the same time; returns what rank 0 says of itself, and the engines' settings."""
         generating, scoring = self.engines.submit("start"), self.rewards.submit("start")
         store = self.ranks.call_on(0, "open_store", *self.store)
-        described: Description = self.ranks.call("start", store, timeout=timeout)[0]
+        learning = self.ranks.submit("start", store)
+        # First those that are ready first: a mistake in a reward file is told before any model has loaded.
         self.rewards.results(scoring, timeout)
+        described: Description = self.ranks.results(learning, timeout)[0]
         return described, next(iter(self.engines.results(generating, timeout)), {})
 
 
