@@ -40,6 +40,16 @@ def test_gsm8k_alone() -> None:
     assert (scored[3].score, scored[3].failure) == (-1.0, "error")
 
 
+def test_a_right_answer_that_no_answer_can_equal_is_told() -> None:
+    with scorer(gsm8k={}) as rewards:
+        worked, plain = rewards.score(
+            [Answer("#### 72", "48 / 2 = 24\n" * 50 + "#### 72"), Answer("#### 72", 72.0)]
+        )
+    assert (worked.score, worked.failure) == (0.0, "error")
+    assert worked.detail.endswith("#### 72' is no plain number; look at reward.answer_key")
+    assert plain == Scored(1.0, {"gsm8k": 1.0})
+
+
 def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     source = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotrain.reward.gsm8k import find_answer, gsm8k_score
+from isotrain.reward.gsm8k import find_answer, gsm8k_score, right_answer
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,27 @@ def test_only_the_last_300_characters_are_read() -> None:
 )
 def test_scores(response: str, answer: str, format_score: float, score: float) -> None:
     assert gsm8k_score(response, answer, "strict", format_score) == score
+
+
+@pytest.mark.parametrize(
+    ("value", "strict", "flexible"),
+    [
+        ("72", "72", "72"),
+        (72, "72", "72"),
+        (72.0, "72", "72"),
+        (-3.5, "-3.5", "-3.5"),
+        (1e20, "1" + "0" * 20, "1" + "0" * 20),
+        ("1,000", None, "1,000"),
+        ("48/2 = 24\n#### 72", None, None),
+        (" 72", None, None),
+        ("", None, None),
+        (float("nan"), None, None),
+        ("$72", None, None),
+        (["72"], None, None),
+    ],
+)
+def test_right_answers_that_can_be_found(value: object, strict: str | None, flexible: str | None) -> None:
+    assert (right_answer(value, "strict"), right_answer(value, "flexible")) == (strict, flexible)
 
 
 def test_flexible_scores() -> None:

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from typing import Literal
 
 from isotrain.recipe.online import Gsm8kSection, RewardSection
-from isotrain.reward.base import LARGEST_SCORE, Answer, Scored, Scorer
-from isotrain.reward.gsm8k import gsm8k_score
+from isotrain.reward.base import LARGEST_SCORE, Answer, Scored, Scorer, one_line
+from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
 
 # sympy's powers and factorials can ask for any amount of memory; a wrong answer must not take the machine's.
@@ -20,6 +20,9 @@ MATH_LIFETIME = 5000
 CALLS_AT_ONCE = 16
 # Processes of one reward worker where the recipe names no number: machines have more cores than spare memory.
 MOST_PROCESSES = 8
+
+# Characters of a right answer that an error quotes: its end, where a worked solution has its number.
+SHOWN = 60
 
 
 class Gsm8kRule:
@@ -38,7 +41,12 @@ class Gsm8kRule:
         if answer.answer is None:
             detail = "the row has no right answer; look at reward.answer_key"
             return Scored(0.0, failure="error", detail=detail)
-        return Scored(gsm8k_score(answer.response, str(answer.answer), self._method, self._format_score))
+        right = right_answer(answer.answer, self._method)
+        if right is None:
+            shown = one_line(str(answer.answer)[-SHOWN:])
+            detail = f"the right answer {shown!r} is no plain number; look at reward.answer_key"
+            return Scored(0.0, failure="error", detail=detail)
+        return Scored(gsm8k_score(answer.response, right, self._method, self._format_score))
 
     def start(self) -> None:
         pass

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 # Only the end is read: it bounds the work, and an answer given early and then doubted does not count.
 TAIL = 300
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
+# What `find_answer` can give; a strict answer has lost its commas.
+_COMPARABLE = {"strict": re.compile(r"-?[0-9.]+"), "flexible": _NUMBER}
 
 
 def find_answer(response: str, method: Literal["strict", "flexible"]) -> str | None:
@@ -20,6 +22,12 @@ def find_answer(response: str, method: Literal["strict", "flexible"]) -> str | N
     numbers = _NUMBER.findall(tail)
     # A lone full stop is the end of a sentence. Where there is nothing else, it counts as a wrong answer.
     return next((number for number in reversed(numbers) if number != "."), numbers[0] if numbers else None)
+
+
+def right_answer(value: Any, method: Literal["strict", "flexible"]) -> str | None:
+    """A row's right answer as text, or None where no answer that is found could ever equal it."""
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return text if _COMPARABLE[method].fullmatch(text) else None
 
 
 def gsm8k_score(
