@@ -21,6 +21,7 @@ from isotrain.errors import ClusterError, IsotrainError
 
 DEATHS = (RayActorError, NodeDiedError, ObjectLostError, RayOutOfMemory, WorkerCrashedError)
 LAST_LINES = 15
+LAST_BYTES = 1 << 16
 
 
 class WorkerDied(ClusterError):
@@ -69,9 +70,16 @@ def _last_words(where: Whereabouts | None) -> str:
     if not ray.is_initialized() or where.node != ray.get_runtime_context().get_node_id():
         return f"\nits output is in {where.errors} on {where.host}"
     try:
-        lines = Path(where.errors).read_text(errors="replace").splitlines()
+        lines = tail(Path(where.errors))
     except OSError:
         return ""
     # Ray writes marks for its own use into these files.
     said = [line for line in lines if line.strip() and not line.startswith(":")]
     return "\nits last output:\n" + "\n".join(f"  {line}" for line in said[-LAST_LINES:]) if said else ""
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a file that may be of any size; the first of them may lack its beginning."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        return file.read(LAST_BYTES).decode(errors="replace").splitlines()
