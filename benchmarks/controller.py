@@ -7,7 +7,11 @@ trajectory in the large step over that in the small one: 1 means that the contro
 but the number of trajectories. `seconds` is the controller's work in the large step, all of its threads
 together. `ranks_a_group` says how many ranks fetch the answers to one prompt, on average.
 
-    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--answers 16] [--ranks 64] [--profile]
+`calls` is what a call to all ranks costs besides what the ranks do: measured with 2 and with `--actors`
+workers that do nothing, and from that, by a straight line, what it would be with 1,024.
+
+    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--answers 16] [--ranks 64] [--actors 8]
+                                    [--profile]
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import cProfile
 import os
 import pstats
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +57,8 @@ ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384
 SMALLER = 8
 GOAL = 1.5
+FEW_ACTORS, MANY_RANKS = 2, 1024
+CALLS = 200
 
 
 class Engine:
@@ -76,6 +83,12 @@ class Scorer:
 
     def _score(self, row: int, sample: int) -> Score:
         return Score(float(row % 3 == sample % 2), {}, None, "")
+
+
+class Idle:
+    """In the place of a training rank."""
+
+    def nothing(self) -> None: ...
 
 
 class Step(NamedTuple):
@@ -106,7 +119,7 @@ class Controller:
         self.step = step
         estimation = advantage_settings(GrpoSection(name="grpo"))
         self.trainer: Any = SimpleNamespace(
-            settings=SimpleNamespace(estimation=estimation, reward_model_weight=None),
+            settings=SimpleNamespace(estimation=estimation, judges={}),
             ranks=range(step.ranks),
             kl=SimpleNamespace(coefficient=0.0),
         )
@@ -151,6 +164,33 @@ def measure(
     return all_times, sizes
 
 
+def call_cost(actors: int) -> Spent:
+    """Of one call to a group of so many workers that do nothing: medians."""
+    with WorkerGroup("rank", Idle, [Member()] * actors, spmd=True) as group:
+        group.call("nothing")
+        costs = [spent(lambda: group.call("nothing"))[1] for _ in range(CALLS)]
+    return Spent(
+        statistics.median(cost.wall for cost in costs), statistics.mean(cost.processor for cost in costs)
+    )
+
+
+def calls_to_ranks(actors: int) -> dict[str, Any]:
+    """What a call takes by itself and for each rank, in milliseconds; the last entry is not measured."""
+    few, many = call_cost(FEW_ACTORS), call_cost(actors)
+    a_rank = Spent(*((b - a) / (actors - FEW_ACTORS) for a, b in zip(few, many, strict=True)))
+
+    def told(cost: Spent) -> dict[str, float]:
+        return {name: round(1e3 * value, 3) for name, value in cost._asdict().items()}
+
+    far = Spent(*(b + (MANY_RANKS - actors) * slope for b, slope in zip(many, a_rank, strict=True)))
+    return {
+        f"{FEW_ACTORS}_actors_ms": told(few),
+        f"{actors}_actors_ms": told(many),
+        "a_rank_ms": told(a_rank),
+        f"extrapolated_{MANY_RANKS}_ranks_ms": told(far),
+    }
+
+
 def totals(all_times: Sequence[dict[str, Spent]], step: Step) -> list[float]:
     """Microseconds of processor time for a trajectory, by turn."""
     trajectories = step.prompts * step.n
@@ -165,6 +205,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--answers", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--actors", type=int, default=8, help="workers in place of ranks, more than 2")
     parser.add_argument("--profile", action="store_true", help="show the functions that take most time")
     options = parser.parse_args()
     large = Step(options.prompts, options.answers, options.ranks)
@@ -186,6 +227,7 @@ def main() -> None:
         controller = Controller(large)
         many, sizes = measure(collector, controller, options.turns)
         profile.disable()
+        calls = calls_to_ranks(options.actors)
     if options.profile:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
     ratio = bench.spread([a / b for a, b in zip(totals(many, large), totals(few, small), strict=True)])
@@ -205,6 +247,7 @@ def main() -> None:
         small_us_a_trajectory=bench.spread(totals(few, small)),
         bytes_a_trajectory={name: round(value / trajectories, 1) for name, value in sizes.items()},
         bytes=sum(sizes.values()),
+        calls=calls,
     )
 
 

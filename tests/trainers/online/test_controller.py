@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import controller
 import numpy as np
 import pytest
 from online_runs import online_recipe
 from ray import cloudpickle
 
 from isotrain.cluster.connect import join_cluster
-from isotrain.cluster.objects import fetch
+from isotrain.cluster.objects import Handle, fetch
 from isotrain.cluster.workers import Call, Member, WorkerGroup
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
@@ -23,7 +24,7 @@ from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines
-from isotrain.trainers.online.messages import Ticket
+from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 from isotrain.trainers.online.plan import plan_step
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.replaceable import Replaceable
@@ -161,3 +162,19 @@ def test_bytes_do_not_depend_on_lengths(collector: Collector) -> None:
     for name in short:
         assert long[name] == pytest.approx(short[name], abs=8), name
     assert sum(long.values()) < 600
+
+
+def test_the_benchmark_does_what_the_loop_does() -> None:
+    """Without workers: the parts that it measures are the loop's own, and change with them."""
+    right, wrong = Score(1.0, {}, None, ""), Score(0.0, {}, None, "")
+    groups = [
+        Group(
+            Answers(place, place, 20, (5, 7), (5, 7), (True, True), 0), Handle(place), (right, wrong), "data"
+        )
+        for place in range(8)
+    ]
+    measured = controller.Controller(controller.Step(prompts=8, n=2, ranks=2))
+    times, sizes = measured.work(groups)
+    assert {"plan", "scores", "advantages", "metrics"} < set(times)
+    assert all(size > 0 for size in sizes.values())
+    assert measured.ranks_a_group >= 1
