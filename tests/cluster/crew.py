@@ -69,6 +69,11 @@ class Clerk:
                 raise DataError(f"number {number} is broken")
             yield number
 
+    def slowly(self, count: int, seconds: float) -> Iterator[int]:
+        for number in range(count):
+            time.sleep(seconds)
+            yield number
+
 
 class Rank:
     """A rank of a job, as the training engine's actors are."""

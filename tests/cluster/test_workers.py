@@ -12,9 +12,11 @@ import pytest
 import ray
 from crew import Clerk, Rank
 
+from isotrain.cluster import watch
 from isotrain.cluster.connect import Cluster, join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, engine_environments, place, rank_environments
+from isotrain.cluster.streams import next_item, open_stream, wait_any
 from isotrain.cluster.workers import Call, Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import choose_device
@@ -196,6 +198,31 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
         assert caught.value.index == 1
         wait_for_end(joined[0]["pid"], 5)
         assert time.monotonic() - begin < 15
+
+
+def test_a_rank_that_ends_unasked_is_noticed_by_those_who_wait_for_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK_EVERY", 0.5)
+    watching = watch.Watch()
+    ranks = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, watch=watching)
+    with ranks, WorkerGroup("clerk", Clerk, [Member()], watch=watching) as others:
+        assert others.call("sleep", 1.2) == [1.2]  # nothing has happened
+        victim = ranks.call("pid")[1]
+        stream = open_stream(others, 0, "slowly", 100, 0.2)
+        os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        # It goes on getting items, and must look all the same.
+        with pytest.raises(
+            ClusterError, match=rf"training rank 1 on 127\.0\.0\.1 \(pid {victim}\) died: "
+        ) as told:
+            while True:
+                wait_any(watching, [stream])
+                next_item(others, stream)
+        assert not isinstance(told.value, WorkerDied)  # a caller would restart the wrong worker
+        assert time.monotonic() - begin < 10
+        with pytest.raises(ClusterError, match="training rank 1"):
+            others.call("sleep", 60)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def explain(error: Exception, who: str, index: int, method: str, where: Whereabo
     if isinstance(cause, ActorUnschedulableError):
         return ClusterError(f"{place} cannot be started: {cause}")
     if isinstance(cause, DEATHS):
-        return WorkerDied(f"{place} died during `{method}`: {_reason(cause)}{_last_words(where)}", index)
+        during = f" during `{method}`" if method else ""
+        return WorkerDied(f"{place} died{during}: {_reason(cause)}{_last_words(where)}", index)
     return ClusterError(f"{place} failed in `{method}`: {cause}")
 
 

@@ -1,10 +1,11 @@
-"""The nodes of the cluster that this process is connected to."""
+"""What is known of the cluster that this process is connected to: nodes, devices, workers that ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import ray
+from ray._private.state import actors
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,9 @@ def resource_counts(name: str) -> tuple[float, float]:
     total = ray.cluster_resources().get(name, 0.0)  # type: ignore[no-untyped-call]
     free = ray.available_resources().get(name, 0.0)  # type: ignore[no-untyped-call]
     return float(total), float(free)
+
+
+def ended_actors() -> set[str]:
+    """Ids of the workers of this run that have ended, for whatever reason."""
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    return set(actors(job_id=job, actor_state_name="DEAD"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import ObjectRefGenerator
 
+from isotrain.cluster.watch import Watch
 from isotrain.cluster.workers import Call, WorkerGroup
 
 
@@ -30,11 +31,9 @@ def next_item(group: WorkerGroup, stream: Stream) -> Any:
     return group.value(stream.index, stream.method, next(stream.items))
 
 
-def wait_any(works: Sequence[Call | Stream], timeout: float | None = None) -> list[int]:
+def wait_any(watch: Watch, works: Sequence[Call | Stream], timeout: float | None = None) -> list[int]:
     """Numbers of those that have something to give, or have ended or failed: at least one in time."""
     refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
-    first, _ = ray.wait(refs, num_returns=1, timeout=timeout, fetch_local=False)
-    # The others that are ready as well, without waiting: a burst is handled in one go.
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-    found = {id(ref) for ref in [*first, *ready]}
+    deadline = None if timeout is None else time.monotonic() + timeout
+    found = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}
     return [number for number, ref in enumerate(refs) if id(ref) in found]

@@ -16,7 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from isotrain.cluster.failures import Overdue, WorkerDied, explain
 from isotrain.cluster.host import Host, Whereabouts
+from isotrain.cluster.nodes import ended_actors
 from isotrain.cluster.placement import Seat
+from isotrain.cluster.watch import Watch
 from isotrain.errors import ClusterError, IsotrainError
 
 # The first failure seen need not be the cause: a rank whose peer is killed loses its connections.
@@ -58,8 +60,12 @@ class WorkerGroup:
         spmd: bool = False,
         concurrency: int = 1,
         start_timeout: float = 600.0,
+        watch: Watch | None = None,
     ) -> None:
-        """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time."""
+        """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time.
+
+        Groups of one `watch` notice, whomever they wait for, when a member of an SPMD group among them ends.
+        """
         self._name, self._worker, self._members = name, worker, tuple(members)
         self._spmd, self._concurrency, self._start_timeout = spmd, concurrency, start_timeout
         # Its name is what `ps` and `ray list actors` show.
@@ -69,11 +75,14 @@ class WorkerGroup:
         self._closed = ""
         self.before_end: Callable[[IsotrainError], None] | None = None
         """Called before the members of an SPMD group are ended because one has failed."""
+        self.watch = watch or Watch()
         try:
             self._start(range(len(members)))
         except BaseException:
             self.close()
             raise
+        if spmd:
+            self.watch.add(self.check)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -141,7 +150,7 @@ class WorkerGroup:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Any], Any]()
         while pending:
-            ready = _wait(list(pending), deadline)
+            ready = self.watch.wait(list(pending), deadline)
             if not ready:
                 raise self._overdue(list(pending.values()), timeout)
             ended = [pending.pop(ref) for ref in ready]
@@ -158,6 +167,21 @@ class WorkerGroup:
             except Exception as error:
                 raise self._failed(call, error, [*ended[number + 1 :], *pending]) from None
         raise AssertionError("one of them has failed")
+
+    def check(self) -> None:
+        """Raise where a member's process has ended, although nobody waits for that one.
+
+        Not as WorkerDied, which whoever waits for another worker would take for the end of that one.
+        """
+        hosts = [(index, host) for index, host in enumerate(self._hosts) if host is not None]
+        ended = ended_actors() if hosts else set()
+        for index, host in hosts:
+            if host._actor_id.hex() in ended:
+                try:
+                    ray.get(host.__ray_ready__.remote(), timeout=GRACE)
+                except Exception as error:
+                    where = self._where[index]
+                    raise ClusterError(str(explain(error, self._name, index, "", where))) from None
 
     def restart(self, index: int) -> None:
         """End one worker, whatever it is doing, and start it anew with the same arguments."""
@@ -236,7 +260,7 @@ class WorkerGroup:
     def _further_failures(self, pending: Sequence[Call]) -> list[IsotrainError]:
         left, deadline = {call.ref: call for call in pending}, time.monotonic() + GRACE
         failures: list[IsotrainError] = []
-        while left and (ready := _wait(list(left), deadline)):
+        while left and (ready := Watch().wait(list(left), deadline)):
             for ref in ready:
                 call = left.pop(ref)
                 try:
@@ -259,15 +283,6 @@ class WorkerGroup:
             self._closed = f"the group ended after an error: {error}"
             self.close()
         return error
-
-
-def _wait(refs: list[ObjectRef[Any]], deadline: float | None) -> list[ObjectRef[Any]]:
-    """Those that are there, at least one unless the time is over."""
-    timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-    first, _ = ray.wait(refs, num_returns=1, timeout=timeout)
-    # All that are there by now, in one go: a thousand workers answer in far fewer than a thousand turns.
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if first else ([], [])
-    return list(ready or first)
 
 
 def _may_be_an_effect(failure: IsotrainError) -> bool:

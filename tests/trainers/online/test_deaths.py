@@ -43,6 +43,38 @@ def test_engine_and_reward_worker_are_replaced_and_a_rank_ends_the_run(tiny: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rank_that_is_killed_while_answers_are_scored_ends_the_run(
+    tiny: Path, tmp_path: Path, staleness: int
+) -> None:
+    """Nobody waits for the rank then, and would not for minutes."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\n\n\ndef score(*_, **__):\n    time.sleep(300)\n    return 1.0\n")
+    recipe = online_recipe(
+        tiny,
+        tmp_path / "run",
+        reward={"function": {"path": f"{slow}:score"}, "timeout": 400},
+        rollout={"staleness": staleness},
+    )
+    run = OnlineRun(recipe, tmp_path)
+    try:
+        deadline = time.monotonic() + 240
+        while "hf engine: " not in run.text:
+            assert run.process.poll() is None and time.monotonic() < deadline, run.text
+            time.sleep(0.1)
+        time.sleep(5)
+        (rank,) = run.workers("PolicyRank")
+        os.kill(rank, signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.wait(60) == 1
+        assert time.monotonic() - killed < 60
+    finally:
+        run.end()
+    assert f"error: training rank 0 on 127.0.0.1 (pid {rank}) died: " in run.text, run.text
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path) -> None:
     """Draws that died with an engine are answered again, with the same seeds and weights."""

@@ -18,6 +18,7 @@ from isotrain.cluster.placement import (
     place,
     rank_environments,
 )
+from isotrain.cluster.watch import Watch
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.base import Device
 from isotrain.recipe.load import resolved
@@ -61,12 +62,11 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
     colocated = cluster.placement == "colocated"
     engine_count, scorer_count = (rollout.engines, recipe.reward.workers) if rollout.generates else (0, 0)
     demand = Demand(recipe.device.ranks, engine_count, rollout.tensor_parallel, colocated)
+    options = {"start_timeout": cluster.start_timeout, "watch": Watch()}
     with ExitStack() as stack:
 
-        def group(name: str, worker: type, members: list[Member], **options: Any) -> WorkerGroup:
-            return stack.enter_context(
-                WorkerGroup(name, worker, members, start_timeout=cluster.start_timeout, **options)
-            )
+        def group(name: str, worker: type, members: list[Member], **own: Any) -> WorkerGroup:
+            return stack.enter_context(WorkerGroup(name, worker, members, **options, **own))
 
         joined = stack.enter_context(
             join_cluster(cluster, device, keep_logs=Path(recipe.output).absolute() / "logs")
