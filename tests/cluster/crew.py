@@ -46,9 +46,6 @@ class Clerk:
         time.sleep(seconds)
         return seconds
 
-    def leave(self) -> None:
-        Path(self.name).touch()
-
     def fail(self, kind: str) -> None:
         if kind == "ours":
             raise NonFiniteError("loss is nan at step 3")
@@ -73,6 +70,19 @@ class Clerk:
         for number in range(count):
             time.sleep(seconds)
             yield number
+
+
+class Tidy(Clerk):
+    """Leaves a file unless it is closed; `name` is its path."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(name)
+        self.seconds = seconds
+        Path(name).write_text("shared")
+
+    def close(self) -> None:
+        time.sleep(self.seconds)
+        Path(self.name).unlink()
 
 
 class Rank:

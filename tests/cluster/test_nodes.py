@@ -69,6 +69,7 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
         with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
             members = [Member(seat=seat) for seat in placement.ranks]
             group = WorkerGroup("training rank", Clerk, members, spmd=True, start_timeout=60)
+            others = WorkerGroup("rollout engine", Clerk, members, start_timeout=600)
             index = [seat.node for seat in placement.ranks].index(lost.node_id)
             pids = group.call("pid")
             calls = group.submit("sleep", 600)
@@ -81,6 +82,15 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
             while any(os.path.exists(f"/proc/{pid}") for pid in pids):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
+            # No other machine has its devices: it is not waited for.
+            begin = time.monotonic()
+            with pytest.raises(
+                ClusterError, match=rf"rollout engine {index} cannot .*its machine 127\.0\.0\.1 has left"
+            ):
+                others.restart(index)
+            assert time.monotonic() - begin < 30
+            assert others.call_on(1 - index, "add", 1) == 1
+            others.close()
     assert not ray.is_initialized()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from crew import Clerk, Rank
+from crew import Clerk, Rank, Tidy
 
 from isotrain.cluster import watch
 from isotrain.cluster.connect import Cluster, join_cluster
@@ -147,18 +147,18 @@ def test_close_ends_workers_in_the_middle_of_a_call(cluster: Cluster) -> None:
         group.results([Call(0, "sleep", call.ref)], timeout=10)
 
 
-def test_a_last_method_runs_before_the_end_and_is_not_waited_for_long(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    with WorkerGroup("clerk", Clerk, [Member((str(tmp_path / "note"),))], start_timeout=60) as group:
-        group.dismiss("fail", 30)
-        group.dismiss("leave", 30)
-        assert (tmp_path / "note").exists()
-        group.submit("sleep", 600)
+def test_the_end_of_the_block_lets_workers_close_but_not_for_long(cluster: Cluster, tmp_path: Path) -> None:
+    quick, slow, dead = (tmp_path / name for name in ("quick", "slow", "dead"))
+    members = [Member((str(quick), 0.0)), Member((str(slow), 600.0)), Member((str(dead), 0.0))]
+    with WorkerGroup("clerk", Tidy, members, start_timeout=60, closing=1.0) as group:
+        pids = group.call("pid")
+        os.kill(pids[2], signal.SIGKILL)
         begin = time.monotonic()
-        group.dismiss("leave", 0.5)
-        assert time.monotonic() - begin < 10
-    group.dismiss("leave", 30)
+    assert time.monotonic() - begin < 10
+    assert group.closed
+    assert not quick.exists() and slow.exists() and dead.exists()
+    for pid in pids:
+        wait_for_end(pid, 10)
 
 
 def test_one_error_ends_an_spmd_group(cluster: Cluster) -> None:

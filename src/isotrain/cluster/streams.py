@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +30,8 @@ def next_item(group: WorkerGroup, stream: Stream) -> Any:
     return group.value(stream.index, stream.method, next(stream.items))
 
 
-def wait_any(watch: Watch, works: Sequence[Call | Stream], timeout: float | None = None) -> list[int]:
-    """Numbers of those that have something to give, or have ended or failed: at least one in time."""
+def wait_any(watch: Watch, works: Sequence[Call | Stream], deadline: float | None = None) -> list[int]:
+    """Numbers of those that have something to give, or have ended or failed: one unless the time is over."""
     refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
-    deadline = None if timeout is None else time.monotonic() + timeout
     found = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}
     return [number for number, ref in enumerate(refs) if id(ref) in found]

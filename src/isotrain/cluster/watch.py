@@ -31,11 +31,11 @@ class Watch:
         deadline: float | None = None,
         *,
         fetch_local: bool = True,
-        look: Callable[[], None] | None = None,
+        but: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Those that are there, at least one unless the time is over; `look` is one more for this wait."""
+        """Those that are there, at least one unless the time is over; `but` is a look that is left out."""
         while True:
-            self._look(look)
+            self._look(but)
             left = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))
             first, _ = ray.wait(list(refs), num_returns=1, timeout=left, fetch_local=fetch_local)
             if first:
@@ -46,9 +46,10 @@ class Watch:
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=fetch_local)
         return list(ready or first)
 
-    def _look(self, own: Callable[[], None] | None) -> None:
+    def _look(self, but: Callable[[], None] | None) -> None:
         if time.monotonic() - self._last < LOOK_EVERY:
             return
-        for look in [*self._looks, *([own] if own else [])]:
-            look()
+        for look in self._looks:
+            if look != but:
+                look()
         self._last = time.monotonic()

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from isotrain.cluster.failures import Overdue, WorkerDied, explain
 from isotrain.cluster.host import Host, Whereabouts
-from isotrain.cluster.nodes import ended_actors
+from isotrain.cluster.nodes import ended_actors, living_nodes
 from isotrain.cluster.placement import Seat
 from isotrain.cluster.watch import Watch
 from isotrain.errors import ClusterError, IsotrainError
@@ -60,14 +60,17 @@ class WorkerGroup:
         spmd: bool = False,
         concurrency: int = 1,
         start_timeout: float = 600.0,
+        closing: float = 5.0,
         watch: Watch | None = None,
     ) -> None:
         """`name` is for people, as in "training rank" 3; a worker runs `concurrency` calls at a time.
 
+        At the end of its block those that have a `close` get `closing` seconds for it before they are ended.
         Groups of one `watch` notice, whomever they wait for, when a member of an SPMD group among them ends.
         """
         self._name, self._worker, self._members = name, worker, tuple(members)
         self._spmd, self._concurrency, self._start_timeout = spmd, concurrency, start_timeout
+        self._closing = closing
         # Its name is what `ps` and `ray list actors` show.
         self._actor: Any = ray.remote(type(worker.__name__, (Host,), {}))
         self._hosts: list[Any] = [None] * len(members)
@@ -75,14 +78,15 @@ class WorkerGroup:
         self._closed = ""
         self.before_end: Callable[[IsotrainError], None] | None = None
         """Called before the members of an SPMD group are ended because one has failed."""
+        self._starting: set[int] = set()
         self.watch = watch or Watch()
+        self.watch.add(self._look_at_ranks)
+        self.watch.add(self._look_at_machines)
         try:
             self._start(range(len(members)))
         except BaseException:
             self.close()
             raise
-        if spmd:
-            self.watch.add(self.check)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -93,7 +97,15 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self._close_in_order()
+        finally:
+            self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether its workers were ended, or are about to be."""
+        return bool(self._closed)
 
     @property
     def whereabouts(self) -> list[Whereabouts]:
@@ -150,7 +162,8 @@ class WorkerGroup:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Any], Any]()
         while pending:
-            ready = self.watch.wait(list(pending), deadline)
+            # Calls tell of their own workers' ends, and more: also what they were doing.
+            ready = self.watch.wait(list(pending), deadline, but=self._look_at_ranks)
             if not ready:
                 raise self._overdue(list(pending.values()), timeout)
             ended = [pending.pop(ref) for ref in ready]
@@ -168,12 +181,12 @@ class WorkerGroup:
                 raise self._failed(call, error, [*ended[number + 1 :], *pending]) from None
         raise AssertionError("one of them has failed")
 
-    def check(self) -> None:
-        """Raise where a member's process has ended, although nobody waits for that one.
+    def _look_at_ranks(self) -> None:
+        """Raise where a member of an SPMD group has ended, although nobody waits for it.
 
         Not as WorkerDied, which whoever waits for another worker would take for the end of that one.
         """
-        hosts = [(index, host) for index, host in enumerate(self._hosts) if host is not None]
+        hosts = [(index, host) for index, host in enumerate(self._hosts) if self._spmd and host is not None]
         ended = ended_actors() if hosts else set()
         for index, host in hosts:
             if host._actor_id.hex() in ended:
@@ -191,21 +204,34 @@ class WorkerGroup:
         self._kill(index)
         self._start([index])
 
-    def dismiss(self, method: str, timeout: float) -> None:
-        """Run a last method on all workers that are left, before `close`; how it ends does not matter."""
-        left = [index for index, host in enumerate(self._hosts) if host is not None]
-        if left and not self._closed and ray.is_initialized():
-            with suppress(ray.exceptions.RayError, ValueError):
-                refs = [self.submit_to(index, method).ref for index in left]
-                ray.wait(refs, num_returns=len(refs), timeout=timeout)
-
     def close(self) -> None:
         """End all workers at once."""
         self._closed = self._closed or "it is closed"
         for index in range(len(self)):
             self._kill(index)
 
+    def _close_in_order(self) -> None:
+        """Workers are killed in the end: what they share with others, only they themselves can remove."""
+        if self._closed or not hasattr(self._worker, "close") or not ray.is_initialized():
+            return
+        here = [index for index, host in enumerate(self._hosts) if host is not None]
+        calls = [self.submit_to(index, "close") for index in here]
+        self._closed = "it is closed"
+        if self._spmd:  # one that fails lets the others wait in vain
+            with suppress(IsotrainError):
+                self.results(calls, self._closing)
+        elif calls:
+            ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=self._closing)
+
     def _start(self, indices: Sequence[int]) -> None:
+        self._starting |= set(indices)
+        try:
+            self._look_at_machines()
+            self._start_watched(indices)
+        finally:
+            self._starting -= set(indices)
+
+    def _start_watched(self, indices: Sequence[int]) -> None:
         for index in indices:
             self._hosts[index] = self._create(self._members[index])
         starts = [
@@ -218,6 +244,24 @@ class WorkerGroup:
         ]
         for call, where in zip(starts, self.results(starts, self._start_timeout), strict=True):
             self._where[call.index] = where
+            seat = self._members[call.index].seat
+            # Ray moves what it reserved on a machine that is lost to another one, with other devices.
+            if seat is not None and where.node != seat.node:
+                raise self._lost_machine(call.index, seat)
+
+    def _look_at_machines(self) -> None:
+        """Raise where a worker is being started that has no machine to run on any more."""
+        seats = [(index, self._members[index].seat) for index in self._starting]
+        alive = {node.id for node in living_nodes()} if seats else set()
+        for index, seat in seats:
+            if seat is not None and seat.node not in alive:
+                raise self._lost_machine(index, seat)
+
+    def _lost_machine(self, index: int, seat: Seat) -> ClusterError:
+        return ClusterError(
+            f"{self._name} {index} cannot be started: its machine {seat.host} has left the cluster; "
+            "start the run again, with that machine or on the others: it goes on from its newest checkpoint"
+        )
 
     def _create(self, member: Member) -> Any:
         seat = member.seat

@@ -50,7 +50,7 @@ def test_a_rank_that_is_killed_while_answers_are_scored_ends_the_run(
 ) -> None:
     """Nobody waits for the rank then, and would not for minutes."""
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\n\n\ndef score(*_, **__):\n    time.sleep(300)\n    return 1.0\n")
+    slow.write_text("import time\n\n\ndef score(response):\n    time.sleep(300)\n    return 1.0\n")
     recipe = online_recipe(
         tiny,
         tmp_path / "run",

@@ -107,8 +107,8 @@ class _Round:
             self._send_backlog()
             tasks = [*self.streams, *self.scoring]
             self.watch.look(self.request, [task.index for task in self.streams])
-            works = [task.work for task in tasks]
-            for number in wait_any(self.engines.group.watch, works, LOOK_SECONDS):
+            works, deadline = [task.work for task in tasks], time.monotonic() + LOOK_SECONDS
+            for number in wait_any(self.engines.group.watch, works, deadline):
                 if isinstance(tasks[number].work, Stream):
                     self._take_answers(tasks[number])
                     answered = time.perf_counter()

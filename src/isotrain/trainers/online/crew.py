@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,10 +28,12 @@ from isotrain.trainers.online.collector import CALLS_AT_ONCE
 from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_of_engines
+from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
-CLOSE_TIMEOUT = 10.0
+# A checkpoint that is being written when the run ends is finished first.
+CLOSING_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Crew:
 
 
 @contextmanager
-def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterator[Crew]:
+def assemble(
+    recipe: Recipe, cluster: ClusterSection, device: Device, tell: Callable[[str], None]
+) -> Iterator[Crew]:
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
     rollout, values = recipe.rollout, resolved(recipe)
@@ -80,7 +84,7 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
         # At the same time: each process takes seconds to import what it needs.
         with ThreadPoolExecutor() as pool:
             wanted = [
-                pool.submit(group, "training rank", PolicyRank, learners, spmd=True),
+                pool.submit(group, "training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS),
                 pool.submit(group, "rollout engine", RolloutWorker, writers),
                 pool.submit(
                     group,
@@ -92,11 +96,9 @@ def assemble(recipe: Recipe, cluster: ClusterSection, device: Device) -> Iterato
                 pool.submit(group, "weight relay", Relay, away),
             ]
         ranks, engines, rewards, relay_group = (future.result() for future in wanted)
-        # Killed workers take their own children with them, but not what a user's function has started.
-        stack.callback(rewards.dismiss, "close", CLOSE_TIMEOUT)
         relays = Relays(
             ranks,
-            relay_group if away else None,
+            Replaceable(relay_group, cluster.start_timeout, tell),
             relay_of_engines(placement),
             placement.ranks[0].host,
             rollout.update_timeout,

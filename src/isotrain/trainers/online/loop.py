@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.dapo import overlong_penalty
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
-from isotrain.cluster.failures import WorkerDied
+from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.data.record import Marks
 from isotrain.engine.checkpoint.pending import wait_for_pending
 from isotrain.engine.schedule import Schedule
-from isotrain.errors import ClusterError, NonFiniteError, RewardError
+from isotrain.errors import NonFiniteError, RewardError, WeightUpdateError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Ahead, Batch, Maker, OnDemand
 from isotrain.trainers.online.collector import Collector
@@ -38,7 +38,6 @@ from isotrain.trainers.online.scores import Numbers, Scored, total_scores
 from isotrain.trainers.online.settings import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
 
-CLOSING_SECONDS = 120.0
 # For a checkpoint that is being written when the run ends with an error. A rank that died may have left its
 # part unwritten, for which the others would wait in vain.
 WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH = 300.0, 5.0
@@ -113,8 +112,6 @@ class OnlineTrainer:
             raise
         finally:
             self.batches.close()
-            with suppress(ClusterError):
-                self.ranks.call("close", timeout=CLOSING_SECONDS)
 
     def _finish_writing(self, error: BaseException) -> None:
         """An error does not cost the checkpoint that is being written; its writers use no collective."""
@@ -165,8 +162,9 @@ class OnlineTrainer:
             groups, plan = self._load(batch.groups, self.settings.mini_batch_size, self.maker.again)
         self.engines.post("release", batch.taken)
         if self.settings.takes_turns:
-            self.engines.on_all("sleep")
-            self.ranks.call("come_back")
+            with self._in_time("before training"):
+                self.engines.on_all("sleep", timeout=self.engines.timeout)
+                self.ranks.call("come_back", timeout=self.engines.timeout)
         return replace(batch, groups=groups), plan
 
     def _load(
@@ -276,13 +274,14 @@ class OnlineTrainer:
         """The policy's weights to all engines. On-policy, nothing goes on before they have them."""
         if not self.settings.generates:
             return {"rollout/version": float(version)}
-        with self._timed("update_weights"):
+        limit = self.engines.timeout
+        with self._timed("update_weights"), self._in_time(f"weight update {version}"):
             difference = self.engines.settle()  # the files of the last update but one are about to be reused
-            update = self.ranks.call("publish", version)[0]
-            expected = self.ranks.call("probe", self.engines.probe_T)[0]
+            update = self.ranks.call("publish", version, timeout=limit)[0]
+            expected = self.ranks.call("probe", self.engines.probe_T, timeout=limit)[0]
             if self.settings.takes_turns:
-                self.ranks.call("make_room")
-                self.engines.on_all("wake")
+                self.ranks.call("make_room", timeout=limit)
+                self.engines.on_all("wake", timeout=limit)
             self.engines.send(Weights(version, self.relays.spread(update), expected))
             if isinstance(self.batches, OnDemand):
                 difference = self.engines.settle()
@@ -351,6 +350,14 @@ class OnlineTrainer:
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.settings.steps or (every > 0 and step % every == 0)
+
+    @contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        """A worker that is late, which the error names, is one that the weights do not get to."""
+        try:
+            yield
+        except Overdue as error:
+            raise WeightUpdateError(f"{what}: {error} (rollout.update_timeout)") from error
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

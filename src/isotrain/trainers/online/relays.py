@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Placement, Seat
-from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.cluster.streams import wait_any
+from isotrain.cluster.workers import Call, Member, WorkerGroup
+from isotrain.errors import WeightUpdateError
 from isotrain.rollout.broadcast import receive_update
-from isotrain.rollout.transfer import write_update
+from isotrain.rollout.transfer import remove_private_directory, write_update
 from isotrain.rollout.update import WeightUpdate
+from isotrain.trainers.online.replaceable import Replaceable
+
+LEEWAY = 10.0
 
 
 class Relay:
@@ -18,8 +25,14 @@ class Relay:
     def __init__(self, name: str, timeout: float) -> None:
         self.name, self.timeout = name, timeout
 
+    def start(self) -> None:
+        """It has nothing to make ready, and so can be replaced at any time between two updates."""
+
     def take(self, announced: WeightUpdate) -> WeightUpdate:
         return write_update(receive_update(announced, self.name, self.timeout), announced.version)
+
+    def close(self) -> None:
+        remove_private_directory()
 
 
 @dataclass
@@ -27,7 +40,7 @@ class Relays:
     """From the update that rank 0 wrote to the one that each engine finds on its own machine."""
 
     ranks: WorkerGroup
-    group: WorkerGroup | None
+    group: Replaceable
     of_engine: Sequence[int | None]
     """Which relay's file an engine reads; None for that of rank 0."""
     host: str
@@ -35,15 +48,41 @@ class Relays:
 
     def spread(self, update: WeightUpdate) -> list[WeightUpdate]:
         """The update for each engine."""
-        files: list[WeightUpdate] = []
-        if self.group is not None:
-            announced = self.ranks.call_on(
-                0, "announce", update.version, self.host, len(self.group), self.timeout
-            )
-            taking = self.group.submit("take", announced)
-            self.ranks.call_on(0, "relay", update)
-            files = self.group.results(taking, self.timeout)
+        files = self._send(update) if len(self.group) else []
         return [update if relay is None else files[relay] for relay in self.of_engine]
+
+    def _send(self, update: WeightUpdate) -> list[WeightUpdate]:
+        self.group.on_all("start", timeout=self.timeout)  # one that has died since is replaced here
+        announced = self.ranks.call_on(
+            0, "announce", update.version, self.host, len(self.group), self.timeout, timeout=self.timeout
+        )
+        relays = self.group.group
+        pending = [(relays, call) for call in relays.submit("take", announced)]
+        pending.append((self.ranks, self.ranks.submit_to(0, "relay", update)))
+        files: dict[int, WeightUpdate] = {}
+        # They have this limit themselves; longer takes only one that does not run any more.
+        deadline = time.monotonic() + self.timeout + LEEWAY
+        # Together: both sides wait for each other, and the first that fails knows why.
+        while pending:
+            ready = wait_any(relays.watch, [call for _, call in pending], deadline)
+            if not ready:
+                raise WeightUpdateError(f"weight update {update.version} did not end{self._late(pending)}")
+            for group, call in [pending.pop(number) for number in reversed(ready)]:
+                try:
+                    (value,) = group.results([call])
+                except (WorkerDied, WeightUpdateError) as error:
+                    raise WeightUpdateError(
+                        f"weight update {update.version}: {error}{self._late(pending)}"
+                    ) from error
+                if group is relays:
+                    files[call.index] = value
+        return [files[index] for index in range(len(self.group))]
+
+    def _late(self, pending: Sequence[tuple[WorkerGroup, Call]]) -> str:
+        relays = self.group.group
+        places = dict(enumerate(relays.whereabouts))
+        late = [f"weight relay {c.index} on {places[c.index].host}" for g, c in pending if g is relays]
+        return f"; still to come: {', '.join(late)}" if late else ""
 
 
 def relay_members(placement: Placement, timeout: float) -> list[Member]:

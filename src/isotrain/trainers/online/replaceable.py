@@ -62,10 +62,10 @@ class Replaceable:
             self.replace(task, death)
             return DIED
 
-    def on_all(self, method: str, *args: Any) -> None:
+    def on_all(self, method: str, *args: Any, timeout: float | None = None) -> None:
         """Run a method on every worker, also on those that take the place of one that dies at it."""
         for task in [self.submit(index, method, *args) for index in range(len(self))]:
-            while self.result(task) is DIED:
+            while self.result(task, timeout) is DIED:
                 task = self.submit(task.index, method, *args)
 
     def post(self, method: str, *args: Any) -> None:
@@ -79,6 +79,8 @@ class Replaceable:
         with self._places[index]:
             if self.lives[index] != task.life:
                 return
+            if self.group.closed:  # the run is over: it was ended, and did not die
+                raise death
             while True:
                 self.lives[index] += 1
                 if self.lives[index] > MOST_DEATHS:

@@ -47,7 +47,7 @@ def train_online(recipe: Recipe, source: str) -> None:
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, steps)
         progress.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
-        with assemble(recipe, cluster, device) as crew:
+        with assemble(recipe, cluster, device, progress.message) as crew:
             described, settings = crew.start(cluster.start_timeout)
             facts = {
                 "type": described.device_type,

@@ -1,0 +1,53 @@
+"""A weight update that somebody is late for ends, and says who."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isotrain.cluster.failures import Overdue
+from isotrain.errors import WeightUpdateError
+from isotrain.trainers.online.batches import OnDemand
+from isotrain.trainers.online.loop import OnlineTrainer
+
+
+class Late:
+    """Ranks and engines of which one does not answer; calls without a limit would wait for ever."""
+
+    timeout, probe_T = 7.0, None
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def call(self, method: str, *_: Any, timeout: float | None = None) -> list[Any]:
+        if method == self.method:
+            assert timeout == 7.0
+            raise Overdue(f"no answer to `{method}` within 7 s from 1 on 10.0.0.2 (pid 5)")
+        assert timeout is not None
+        return [None]
+
+    on_all = call
+
+    def settle(self) -> float:
+        return 0.0
+
+    def send(self, weights: Any) -> None: ...
+
+    def spread(self, update: Any) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("method", ["publish", "probe", "make_room", "wake", None])
+def test_every_part_of_an_update_has_a_limit(method: str | None) -> None:
+    late: Any = Late(method or "nothing")
+    trainer: Any = object.__new__(OnlineTrainer)
+    trainer.settings = SimpleNamespace(generates=True, takes_turns=True)
+    trainer.ranks = trainer.engines = trainer.relays = late
+    trainer.batches, trainer.timing = OnDemand(lambda: None), {}  # type: ignore[arg-type, return-value]
+    if method is None:
+        assert trainer.send_weights(3)["rollout/version"] == 3.0
+        return
+    with pytest.raises(WeightUpdateError, match=rf"weight update 3: no answer to `{method}` .*10\.0\.0\.2"):
+        trainer.send_weights(3)
