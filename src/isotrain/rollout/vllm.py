@@ -114,6 +114,8 @@ class VllmEngine:
                 dtype=dtype,
                 seed=seed,
                 tensor_parallel_size=tensor_parallel,
+                # By itself it asks Ray for processes wherever there is a placement group, which has no room.
+                distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
                 max_model_len=max_length,
                 enforce_eager=eager,
                 use_tqdm_on_load=False,

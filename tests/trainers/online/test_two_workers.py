@@ -1,0 +1,42 @@
+"""An engine that vLLM splits over two processes, inside a placement group as in every run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHILD = Path(__file__).with_name("two_workers_child.py")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("NPU_SIM")}
+    paths = [str(CHILD.parent), str(CHILD.parents[2]), str(CHILD.parents[2] / "device")]
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(tmp_path_factory.mktemp("work"))],
+        env={**clean, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_weights_and_log_probs(found: dict[str, Any]) -> None:
+    weights = found["weights"]
+    assert weights["moved"] > 0.2
+    assert max(weights["probe"], weights["answers"]) <= 1e-4
