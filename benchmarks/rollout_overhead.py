@@ -1,11 +1,15 @@
 """Time of answers through isotrain's rollout layer over that of vLLM alone. Lower is better.
 
-SmolLM2-135M-Instruct in bfloat16. Two processes with the same engine take turns on the same prompts with the
-same seeds. One calls `vllm.LLM.generate` on token ids. The other is a controller with a rollout worker in a
-private Ray cluster: the worker turns outputs into trajectories and puts them into the object store group by
-group, and the controller collects the handles, as in training but without rewards. `ratio` is the median over
-the turns of the layer's time over that of vLLM alone. `answers_equal` says that both wrote the same tokens in
-all turns; `fetch_s` is the time it takes afterwards to fetch all trajectories from the store.
+SmolLM2-135M-Instruct in bfloat16. Three processes take turns on the same prompts with the same seeds. `vllm`
+calls `vllm.LLM.generate` on token ids, with the settings that we start vLLM with. `layer` is a controller
+with a rollout worker in a private Ray cluster: the worker turns outputs into trajectories and puts them into
+the object store group by group, and the controller collects the handles, as in training but without rewards.
+`defaults` is vLLM alone with nothing set but type, length and size of the cache (which by itself takes the
+machine's memory), and so shows what our settings cost.
+
+`ratio` is the median over the turns of the layer's time over that of `vllm`, `over_defaults` of both over
+that of `defaults`. `answers_equal` says that `layer` and `vllm` wrote the same tokens in all turns; `fetch_s`
+is the time it takes afterwards to fetch all trajectories from the store.
 
     python benchmarks/rollout_overhead.py [--turns 7] [--prompts 32] [--answers 4] [--tokens 64]
 """
@@ -28,7 +32,7 @@ import numpy.typing as npt
 from smollm2 import smollm2
 from turns import Turns, take_turns
 
-SIDES = ["vllm", "layer"]
+SIDES = ["vllm", "layer", "defaults"]
 GOAL = 1.05
 
 
@@ -73,29 +77,58 @@ def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
     )
 
 
-@contextmanager
-def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
-    from isotrain.data.trajectory import sample_seed
-    from isotrain.device.detect import choose_device
-    from isotrain.rollout.build import build_rollout
-    from isotrain.rollout.stopping import end_tokens
-    from isotrain.rollout.vllm import VllmEngine
+def longest_prompt(recipe: Any) -> int:
     from isotrain.trainers.online.prompts import TRAIN, open_prompts
 
+    return int(open_prompts(recipe)[TRAIN].lengths.max())
+
+
+@contextmanager
+def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
+    from isotrain.device.detect import choose_device
+    from isotrain.rollout.build import build_rollout
+    from isotrain.rollout.vllm import VllmEngine
+
     recipe = work.recipe
-    store = open_prompts(recipe)[TRAIN]
     engine = build_rollout(
         recipe.rollout,
         recipe.model.path,
         recipe.model.dtype,
         device=choose_device("cpu"),
-        max_prompt=int(store.lengths.max()),
+        max_prompt=longest_prompt(recipe),
         seed=recipe.seed,
         name="vllm",
     )
     assert isinstance(engine, VllmEngine)
-    llm = engine._llm  # a plain vllm.LLM, and certain to have the same settings
+    yield answers_of(engine._llm, work)  # a plain vllm.LLM, and certain to have the same settings
+    engine.close()
+
+
+@contextmanager
+def vllm_defaults(work: Work) -> Iterator[Callable[[int], Outcome]]:
+    import vllm
+
+    recipe = work.recipe
+    longest = longest_prompt(recipe) + recipe.rollout.max_tokens
+    llm: Any = vllm.LLM(
+        recipe.model.path,
+        dtype=recipe.model.dtype,
+        max_model_len=longest,
+        kv_cache_memory_bytes=int(recipe.rollout.cache_gb * 2**30),
+    )
+    yield answers_of(llm, work)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def answers_of(llm: Any, work: Work) -> Callable[[int], Outcome]:
     from vllm import SamplingParams
+
+    from isotrain.data.trajectory import sample_seed
+    from isotrain.rollout.stopping import end_tokens
+    from isotrain.trainers.online.prompts import TRAIN, open_prompts
+
+    recipe = work.recipe
+    store = open_prompts(recipe)[TRAIN]
 
     def answer(turn: int) -> Outcome:
         wanted = [(place, sample) for place, _ in work.tickets(turn) for sample in range(recipe.rollout.n)]
@@ -119,8 +152,7 @@ def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
         responses = [np.asarray(output.outputs[0].token_ids, np.int32) for output in outputs]
         return Outcome(seconds, dict(zip(wanted, responses, strict=True)))
 
-    yield answer
-    engine.close()
+    return answer
 
 
 @contextmanager
@@ -161,7 +193,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
         place(joined, device, Demand(ranks=1, engines=1), 600.0) as placement,
     ):
         member = Member(
-            (resolved(recipe), "rollout engine 0"), device.rank_environment(1, False), placement.engines[0]
+            (resolved(recipe), "rollout engine 0"), device.rank_environment(1), placement.engines[0]
         )
         with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
             group.call("start")
@@ -178,7 +210,8 @@ def checksum(responses: dict[tuple[int, int], npt.NDArray[np.int32]]) -> int:
 def run_side(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         work = Work(make_recipe(options, Path(directory)), options.prompts)
-        with (vllm_alone if options.side == "vllm" else through_ray)(work) as answer:
+        started = {"vllm": vllm_alone, "layer": through_ray, "defaults": vllm_defaults}[options.side]
+        with started(work) as answer:
             turns = Turns(1)
             for turn in range(options.turns + 1):
                 outcome = answer(turn)
@@ -210,9 +243,11 @@ def main() -> None:
     def column(side: str, name: str) -> Sequence[float]:
         return [row[name] for row in rows[side]]
 
-    ratio = bench.spread(
-        [a / b for a, b in zip(column("layer", "seconds"), column("vllm", "seconds"), strict=True)]
-    )
+    def over(side: str, other: str) -> dict[str, float]:
+        pairs = zip(column(side, "seconds"), column(other, "seconds"), strict=True)
+        return bench.spread([own / others for own, others in pairs])
+
+    ratio = over("layer", "vllm")
     equal = column("layer", "checksum") == column("vllm", "checksum")
     bench.report(
         "rollout_overhead",
@@ -220,6 +255,7 @@ def main() -> None:
         goal=GOAL,
         met=ratio["median"] <= GOAL and equal,
         ratios=ratio,
+        over_defaults={side: over(side, "defaults") for side in ("layer", "vllm")},
         answers_equal=equal,
         seconds={side: bench.spread(column(side, "seconds")) for side in SIDES},
         fetch_s=bench.spread(column("layer", "fetch_s")),
