@@ -225,7 +225,8 @@ class RolloutSection(Section):
     update_timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a weight update that has not ended ends the run."""
     probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest mean difference of engine's and trained model's log-probs after an update; by `model.dtype`."""
+    """Largest mean difference of engine's and trained model's log-probs after an update; by default judged
+    by `model.dtype` and the update before."""
     record: bool = False
     """Write all trajectories to Parquet in the run directory."""
     replay: str | None = None

@@ -16,7 +16,7 @@ from isotrain.cluster.failures import Overdue
 from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.collector import Collector, Seconds
-from isotrain.trainers.online.engines import Engines, Weights
+from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 
 PROBE_T = np.zeros(3, np.int32)
@@ -70,7 +70,8 @@ class StandInGroup:
 
 
 def stand_in_engines(group: StandInGroup, timeout: float = 10.0) -> Engines:
-    return Engines(group, 10.0, print, probe_T=PROBE_T, timeout=timeout, tolerance=1.0)  # type: ignore[arg-type]
+    exact = Tolerance(0.0, 0.0, 0.0)
+    return Engines(group, 10.0, print, probe_T=PROBE_T, timeout=timeout, tolerance=exact)  # type: ignore[arg-type]
 
 
 def weights(version: int) -> Weights:

@@ -23,7 +23,7 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 from isotrain.trainers.online.plan import plan_step
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
@@ -112,7 +112,14 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             scoring = pool.submit(started, RewardWorker, values)
             with writing.result() as engines, scoring.result() as rewards:
                 yield Collector(
-                    Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
+                    Engines(
+                        engines,
+                        60.0,
+                        print,
+                        probe_T=np.zeros(1, np.int32),
+                        timeout=60.0,
+                        tolerance=Tolerance(1.0, 1.0, 1.0),
+                    ),
                     Replaceable(rewards, 60.0, print),
                     Watch(SHOWN.append, print),
                 )

@@ -31,7 +31,8 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.transfer import write_update
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.engines import Engines, Weights
+from isotrain.trainers.online.build import PROBE_TOLERANCE
+from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 PROBE_T = np.arange(3, 35, dtype=np.int32)
@@ -65,6 +66,12 @@ def test_vllm_and_trainer_agree_after_every_update_of_adapters(tiny: Path, tmp_p
     assert abs(entropies[-1] - entropies[0]) > 0.05
 
 
+def test_what_is_allowed_follows_the_update_before() -> None:
+    usual, fixed = Tolerance(0.3, 0.05, 0.5), Tolerance(0.2, 0.2, 0.2)
+    assert [usual.after(before) for before in (None, 0.001, 0.02, 0.2)] == [0.3, 0.05, 0.08, 0.5]
+    assert {fixed.after(before) for before in (None, 0.001, 0.1)} == {0.2}
+
+
 class FaultyWorker(RolloutWorker):
     """The rollout worker, with one fault in how it takes weights."""
 
@@ -82,6 +89,8 @@ class FaultyWorker(RolloutWorker):
         os._exit(1)
 
     def update(self, update: WeightUpdate) -> int:
+        if update.version == 1 and self.fault != "dies":
+            return super().update(update)
         if self.fault == "skips":
             return self.engine.version
         if self.fault == "hangs":
@@ -115,30 +124,33 @@ def cluster() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(here)
 
 
-def further(tiny: Path, version: int) -> Weights:
+def further(tiny: Path, version: int, dtype: str = "float32") -> Weights:
     """An update for two engines: the tiny model, a good deal further."""
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=getattr(torch, dtype))
     torch.manual_seed(version)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         ids_T = torch.from_numpy(PROBE_T).long()
-        logp_TV = model(ids_T[None]).logits[0, :-1].log_softmax(-1)
+        logp_TV = model(ids_T[None]).logits[0, :-1].float().log_softmax(-1)
     update = write_update(model.named_parameters(), version)
     return Weights(version, [update, update], logp_TV.gather(1, ids_T[1:, None])[:, 0].numpy())
 
 
 @contextmanager
-def engines(tiny: Path, tmp_path: Path, fault: str, said: list[str]) -> Iterator[Engines]:
-    """Two real engines, the second with a fault."""
-    values = resolved(online_recipe(tiny, tmp_path / "run"))
+def engines(
+    tiny: Path, tmp_path: Path, fault: str, said: list[str], dtype: str = "float32"
+) -> Iterator[Engines]:
+    """Two real engines, the second with a fault, judged as in a run."""
+    values = resolved(online_recipe(tiny, tmp_path / "run", model={"dtype": dtype}))
     members = [
         Member((values, f"rollout engine {index}", own, str(tmp_path / "note")))
         for index, own in enumerate(["none", fault])
     ]
     with WorkerGroup("rollout engine", FaultyWorker, members, start_timeout=120) as group:
         group.call("start", timeout=120)
-        yield Engines(group, 120.0, said.append, probe_T=PROBE_T, timeout=TIMEOUT, tolerance=0.1)
+        tolerance = PROBE_TOLERANCE[dtype]
+        yield Engines(group, 120.0, said.append, probe_T=PROBE_T, timeout=TIMEOUT, tolerance=tolerance)
 
 
 @pytest.mark.slow
@@ -160,24 +172,38 @@ def test_a_good_update(tiny: Path, tmp_path: Path, fault: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", ["lies", "swaps"])
+def test_weights_that_are_not_in_force_are_found_out(
+    tiny: Path, tmp_path: Path, fault: str, dtype: str
+) -> None:
+    with engines(tiny, tmp_path, fault, [], dtype) as both:
+        both.send(further(tiny, 1, dtype))
+        print(f"difference by rounding: {both.settle():.1e}")
+        both.send(further(tiny, 2, dtype))
+        words = r"^rollout engine 1: after weight update 2 its log-probs differ .*rollout\.probe_tolerance"
+        with pytest.raises(WeightUpdateError, match=words) as raised:
+            both.settle()
+        print(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("skips", r"^rollout engine 1 has weights of version 0 after update 1$"),
-        ("lies", r"^rollout engine 1: after weight update 1 its log-probs differ .*rollout\.probe_tolerance"),
-        (
-            "swaps",
-            r"^rollout engine 1: after weight update 1 its log-probs differ .*rollout\.probe_tolerance",
-        ),
+        ("skips", r"^rollout engine 1 has weights of version 1 after update 2$"),
         (
             "hangs",
-            r"^rollout engine 1: weight update 1 has not ended within 20 s \(rollout\.update_timeout\)$",
+            r"^rollout engine 1: weight update 2 has not ended within 20 s \(rollout\.update_timeout\)$",
         ),
     ],
 )
 def test_a_bad_update_is_found_out(tiny: Path, tmp_path: Path, fault: str, words: str) -> None:
     with engines(tiny, tmp_path, fault, []) as both:
         both.send(further(tiny, 1))
+        both.settle()
+        both.send(further(tiny, 2))
         begin = time.monotonic()
         with pytest.raises(WeightUpdateError, match=words):
             both.settle()

@@ -26,7 +26,7 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Sampling
 from isotrain.rollout.transfer import write_update
-from isotrain.trainers.online.engines import Engines, Weights
+from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.messages import Ticket
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.rollout_worker import RolloutWorker
@@ -102,7 +102,8 @@ def main() -> None:
         with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
             group.call("start", timeout=300)
             said: list[str] = []
-            engines = Engines(group, 300.0, said.append, probe_T=PROBE_T, timeout=60.0, tolerance=1e-3)
+            exact = Tolerance(1e-3, 1e-3, 1e-3)
+            engines = Engines(group, 300.0, said.append, probe_T=PROBE_T, timeout=60.0, tolerance=exact)
             checks = Checks(work, engines)
             checks.weights()
             print(json.dumps(checks.results | {"said": said}))
