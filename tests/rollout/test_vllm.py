@@ -114,6 +114,14 @@ def test_weights_by_broadcast(found: dict[str, Any]) -> None:
     check_broadcast(found)
 
 
+def test_what_a_worker_reports_is_compared(found: dict[str, Any]) -> None:
+    reports = found["reports"]
+    assert reports["digest"].startswith(
+        "WeightUpdateError: engine 7: worker 0 reports digest of another file"
+    )
+    assert reports["tensors"].startswith("WeightUpdateError: engine 7: worker 0 reports tensors 3 after")
+
+
 def test_answers(found: dict[str, Any]) -> None:
     answers = found["answers"]
     assert answers["count"] == answers["distinct"] == 16

@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
 from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.broadcast import BroadcastSender
-from isotrain.rollout.transfer import write_update
+from isotrain.rollout.transfer import Contents, open_update, write_update
 from isotrain.rollout.update import WeightUpdate
 from isotrain.rollout.vllm import VllmEngine
 
@@ -211,6 +213,26 @@ class Checks:
         update = write_update(shapes, self.version + 1)
         self.try_bad("wrong shape", lambda: self.engine.update_weights(update))
 
+    def reports(self) -> None:
+        """A worker that has read or taken something else than was announced."""
+
+        @contextmanager
+        def other_file(update: WeightUpdate, engine: str) -> Iterator[Contents]:
+            with open_update(update, engine) as contents:
+                yield contents._replace(digest="of another file")
+
+        def other_count(*_: Any, **__: Any) -> list[dict[str, Any]]:
+            return [{"version": update.version, "tensors": 3, "digest": update.digest, "error": ""}]
+
+        update = write_update(self.tensors(), self.version + 1)
+        found = self.results["reports"] = {}
+        if self.workers == 1:  # in this process
+            with mock.patch("isotrain.rollout.vllm_worker.open_update", other_file):
+                found["digest"] = self.error(lambda: self.engine.update_weights(update))
+        with mock.patch.object(self.engine._llm, "collective_rpc", other_count):
+            found["tensors"] = self.error(lambda: self.engine.update_weights(update))
+        self.update()
+
     def try_bad(self, name: str, act: Callable[[], Any]) -> None:
         started = time.perf_counter()
         error = self.error(act)
@@ -280,6 +302,7 @@ def main() -> None:
         checks.ends,
         checks.abandoned,
         checks.bad_updates,
+        checks.reports,
         checks.broadcasts,
     ):
         started = time.perf_counter()

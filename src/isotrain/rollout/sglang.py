@@ -145,9 +145,9 @@ class SglangEngine:
             arriving = receive_update(update, self._name, self._timeout)
             update = write_update(arriving, update.version, self._directory)
         # Until the server has read the file, its lock keeps the next version out of it.
-        with open_update(update, self._name) as tensors:
-            self._check_complete(update, tensors)
-            tensors.clear()
+        with open_update(update, self._name) as contents:
+            self._check_complete(update, contents.tensors)
+            contents.tensors.clear()
             self._send(update)
         self._version, self._unusable = update.version, ""
 

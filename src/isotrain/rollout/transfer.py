@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,14 @@ FILES = ("weights-0.safetensors", "weights-1.safetensors")
 HEADER_ROOM = 1 << 20
 LENGTH = struct.Struct("<Q")
 PREFIX = "isotrain-weights-"
+
+
+class Contents(NamedTuple):
+    """What a file was found to hold, not what was announced."""
+
+    tensors: list[tuple[str, torch.Tensor]]
+    version: int
+    digest: str
 
 
 def write_update(
@@ -73,12 +81,12 @@ def write_update(
 
 def read_update(update: WeightUpdate, engine: str = "engine") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an update, which has been verified before the first one is given out."""
-    with open_update(update, engine) as tensors:
-        yield from tensors
+    with open_update(update, engine) as contents:
+        yield from contents.tensors
 
 
 @contextlib.contextmanager
-def open_update(update: WeightUpdate, engine: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def open_update(update: WeightUpdate, engine: str) -> Iterator[Contents]:
     """Verified tensors that lie in the file itself; they must not be used after the context is left."""
     try:
         descriptor = os.open(update.address, os.O_RDONLY | os.O_CLOEXEC)
@@ -94,7 +102,7 @@ def open_update(update: WeightUpdate, engine: str) -> Iterator[list[tuple[str, t
         os.close(descriptor)
 
 
-def _verified(descriptor: int, update: WeightUpdate, engine: str) -> list[tuple[str, torch.Tensor]]:
+def _verified(descriptor: int, update: WeightUpdate, engine: str) -> Contents:
     size = os.fstat(descriptor).st_size
     if size < LENGTH.size:
         raise _wrong(update, engine, f"has {size} bytes")
@@ -125,7 +133,7 @@ def _verified(descriptor: int, update: WeightUpdate, engine: str) -> list[tuple[
         digest.add(name, dtype, shape, end - start, crc)
         tensors.append((name, tensor))
     digest.check(update, engine)
-    return tensors
+    return Contents(tensors, version, digest.hex())
 
 
 def _entry(

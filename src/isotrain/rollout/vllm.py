@@ -191,11 +191,18 @@ class VllmEngine:
             raise WeightUpdateError(
                 f"{self._name}: weight update {update.version} failed: {error}"
             ) from error
-        wanted = (update.version, update.digest)
         for worker, outcome in enumerate(outcomes):
             problem = outcome["error"]
-            if not problem and (outcome["version"], outcome["digest"]) != wanted:
-                problem = f"{self._name}: worker {worker} has version {outcome['version']} of the weights"
+            for what, wanted in (
+                ("version", update.version),
+                ("tensors", update.tensors),
+                ("digest", update.digest),
+            ):
+                if not problem and outcome[what] != wanted:
+                    problem = (
+                        f"{self._name}: worker {worker} reports {what} {outcome[what]} after weight update "
+                        f"{update.version}, announced was {wanted}"
+                    )
             if problem:
                 self._unusable = problem
                 raise WeightUpdateError(problem)

@@ -29,7 +29,7 @@ from isotrain.rollout.update import WeightUpdate
 
 @dataclass
 class Outcome:
-    """What a worker did with an update; an empty error means that it is in the model."""
+    """What a worker read and gave to its model; with an empty error all of it is there."""
 
     version: int = -1
     tensors: int = 0
@@ -58,8 +58,10 @@ class WeightReceiver:
 def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str, timeout: float) -> Outcome:
     with contextlib.ExitStack() as mapped:
         tensors: Iterator[tuple[str, torch.Tensor]]
+        version, digest = update.version, update.digest
         if update.transport == "file":
-            tensors = iter(mapped.enter_context(open_update(update, engine)))
+            found, version, digest = mapped.enter_context(open_update(update, engine))
+            tensors = iter(found)
         else:
             tensors = receive_update(update, engine, timeout)
         # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
@@ -67,12 +69,12 @@ def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str, t
         # The model is opened for reloading only when a file has been found whole.
         initialize_layerwise_reload(model)
         try:
-            outcome = _load(model, parameters, tensors, update, engine)
+            count = _load(model, parameters, tensors, update, engine)
         finally:
             # Also after a failure: the layers are then unusable, but in a state that takes the next update.
             finalize_layerwise_processing(model, config)
         _pack_tied_layers(model)
-        return outcome
+        return Outcome(version, count, digest)
 
 
 def _load(
@@ -81,7 +83,8 @@ def _load(
     tensors: Iterator[tuple[str, torch.Tensor]],
     update: WeightUpdate,
     engine: str,
-) -> Outcome:
+) -> int:
+    """Returns how many tensors the model took."""
     counted = _Counted(tensors)
     loaded: set[str] | None = model.load_weights(counted)
     # Asking for one more also runs the checks after the last tensor of a broadcast.
@@ -94,7 +97,7 @@ def _load(
             f"{engine}: weight update {update.version} lacks weights of {len(incomplete)} of "
             f"{len(parameters)} parameters: {', '.join(sorted(incomplete)[:5])}"
         )
-    return Outcome(update.version, counted.count, update.digest)
+    return counted.count
 
 
 class _Counted:
