@@ -10,6 +10,7 @@ import typer
 
 from isotrain.cli.arguments import RecipeName
 from isotrain.doctor.preflight import preflight
+from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import parse_recipe, read_source, resolved
@@ -57,9 +58,14 @@ def start(recipe: Recipe, source: str) -> None:
     """Train a checked recipe; `source` is its text as the user wrote it."""
     for warning in preflight(recipe):
         typer.echo(f"warning: {warning}", err=True)
+    from isotrain.trainers.interrupted import how_to_go_on
     from isotrain.trainers.launch import launch
 
-    launch(recipe, source)
+    try:
+        launch(recipe, source)
+    except KeyboardInterrupt:
+        typer.echo(how_to_go_on(RunDirectory(recipe.output).checkpoints), err=True)
+        raise
 
 
 def show(recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from isotrain.observe.metrics import MetricsLog, read_metrics
 from isotrain.observe.plots import plot_run
@@ -12,6 +13,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.observe.sinks import Sink, open_sinks
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.interrupted import FINISHING, is_writing
 
 
 class Recorder:
@@ -20,6 +22,7 @@ class Recorder:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.log: MetricsLog | None = None
+        self.checkpoints: Path | None = None
         self.sinks: Sequence[Sink] = ()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -33,6 +36,11 @@ class Recorder:
         """A checkpoint of a step must never be newer than the step's metrics on disk."""
         if self.log is not None:
             self.log.sync()
+
+    def interrupted(self) -> None:
+        """Say why the run does not end at once, where it does not."""
+        if self.checkpoints is not None and is_writing(self.checkpoints):
+            self.progress.message(FINISHING)
 
     def close(self) -> None:
         if self.log is not None:
@@ -49,6 +57,7 @@ def recording(
     if leads:
         observe = recipe.observe
         recorder.log = MetricsLog.resume(run.metrics, done)
+        recorder.checkpoints = run.checkpoints
         recorder.sinks = open_sinks(
             observe.sinks,
             run_directory=run.path,

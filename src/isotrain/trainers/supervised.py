@@ -73,6 +73,15 @@ class SupervisedTrainer:
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
+        try:
+            self._train(done)
+        except KeyboardInterrupt:
+            if self.engine.world.size == 1:  # otherwise the launcher, which has heard it too, ends all ranks
+                self.recorder.interrupted()
+                self.writer.wait()
+            raise
+
+    def _train(self, done: int) -> None:
         if done == 0 and self.validate_first and self.validation is not None:
             self.recorder.write(0, self._validate(self.validation))
         for step in range(done + 1, self.steps + 1):
