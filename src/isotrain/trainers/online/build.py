@@ -155,8 +155,6 @@ def _settings(
         rows = len(stores[VALIDATION])
         validation_rows = min(rows, data.validation_rows or rows)
     colocated = cluster.placement == "colocated"
-    apart = rollout.generates and not colocated
-    engine_devices = rollout.engines * rollout.tensor_parallel if apart else 0
     return LoopSettings(
         steps=total_steps(recipe, len(stores[TRAIN])),
         validate_every=trainer.validate_every,
@@ -165,7 +163,7 @@ def _settings(
         mini_batch_size=mini_batch_size,
         budget=data.tokens_per_micro_batch,
         share_prompts=described.shares_prompts,
-        devices=recipe.device.ranks + engine_devices,
+        devices=devices_of(recipe, cluster),
         estimation=advantage_settings(algorithm),
         several_updates=updates > 1,
         uses_reference=algorithm.kl.place != "off",
@@ -187,6 +185,13 @@ def _settings(
         record=trajectories(recipe.output) if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
     )
+
+
+def devices_of(recipe: Recipe, cluster: ClusterSection) -> int:
+    """What throughput is divided by: devices of ranks, and those that engines have to themselves."""
+    assert recipe.rollout is not None
+    apart = recipe.rollout.generates and cluster.placement != "colocated"
+    return recipe.device.ranks + (recipe.rollout.engines * recipe.rollout.tensor_parallel if apart else 0)
 
 
 def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:

@@ -11,7 +11,7 @@ from isotrain.device.determinism import profile
 from isotrain.observe.progress import open_progress
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.build import build_trainer
+from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.crew import assemble
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.precheck import check_online
@@ -30,7 +30,7 @@ def train_online(recipe: Recipe, source: str) -> None:
     silent = "console" not in recipe.observe.sinks
     with (
         run_lock(Path(recipe.output), leads=True),
-        open_progress(silent=silent, devices=recipe.device.ranks) as progress,
+        open_progress(silent=silent, devices=devices_of(recipe, cluster)) as progress,
     ):
         check_run(recipe)
         for warning in check_online(recipe):

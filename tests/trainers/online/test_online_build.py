@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from online_runs import online_recipe
+
+from isotrain.trainers.online.build import devices_of
+
+
+@pytest.mark.parametrize(
+    ("placement", "rollout", "devices"),
+    [
+        ("separate", {"engines": 3, "tensor_parallel": 2}, 2 + 3 * 2),
+        ("colocated", {"engines": 2, "tensor_parallel": 1}, 2),
+        ("separate", {"replay": "runs/another"}, 2),
+    ],
+)
+def test_throughput_counts_devices_that_engines_have_to_themselves(
+    tiny: Path, tmp_path: Path, placement: str, rollout: dict[str, Any], devices: int
+) -> None:
+    recipe = online_recipe(
+        tiny,
+        tmp_path,
+        device={"ranks": 2},
+        rollout={"engine": "vllm", "n": 4, "max_tokens": 6, **rollout},
+        cluster={"placement": placement},
+    )
+    assert recipe.cluster is not None
+    assert devices_of(recipe, recipe.cluster) == devices
