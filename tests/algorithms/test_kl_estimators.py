@@ -119,6 +119,12 @@ def test_adaptive_controller_by_hand(kl: float, factor: float) -> None:
     assert controller.coefficient == 0.5
 
 
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_adaptive_controller_passes_over_what_is_no_number(kl: float) -> None:
+    controller = AdaptiveKl(coefficient=0.5, target=0.1, horizon=10_000)
+    assert controller.updated(kl, 1000) == controller
+
+
 def test_fixed_controller_stays() -> None:
     assert FixedKl(0.3).updated(5.0, 1000) == FixedKl(0.3)
 

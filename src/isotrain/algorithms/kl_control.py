@@ -5,6 +5,7 @@ A controller is its own state: `dataclasses.asdict` writes it as JSON, the const
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -25,7 +26,12 @@ class AdaptiveKl:
     horizon: int = 10_000
 
     def updated(self, kl: float, sequences: int) -> AdaptiveKl:
-        """The controller after a step with mean divergence `kl` over so many trajectories."""
+        """The controller after a step with mean divergence `kl` over so many trajectories.
+
+        One that is not finite belongs to a step that is not learnt from, and would stay for good.
+        """
+        if not math.isfinite(kl):
+            return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coefficient=self.coefficient * (1 + error * sequences / self.horizon))
 
