@@ -289,6 +289,17 @@ def test_with_lr_0_nothing_moves_at_all(tiny: Path, tmp_path: Path, device_type:
         assert result.metrics["actor/ppo_kl"] == 0.0 and result.metrics["actor/pg_clipfrac"] == 0.0
 
 
+def test_the_mismatch_is_told_while_the_critic_warms_up(tiny: Path, tmp_path: Path) -> None:
+    def told(warmup: int) -> dict[str, float]:
+        own = {"name": "ppo", "critic": {"warmup_steps": warmup}}
+        data = {"tokens_per_micro_batch": 42}
+        step = take_step(step_recipe(tiny, tmp_path, "cpu", algorithm=own, data=data))
+        assert bool(step.policy) == (warmup == 0) and len(step.critic) == 1
+        return {name: value for name, value in step.metrics.items() if name.startswith("training/")}
+
+    assert len(told(1)) == 5 and told(1) == told(0)
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_micro_batches_do_not_matter(tiny: Path, tmp_path: Path, device_type: str, algorithm: str) -> None:
     def taken(budget: int) -> Step:

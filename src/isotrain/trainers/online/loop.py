@@ -193,7 +193,8 @@ class OnlineTrainer:
         scores_R, failures, judged = self._scores(batch.groups)
         failures = failures.plus(batch.others)
         self._tell_failures(step, failures)
-        if settings.several_updates or settings.kl_in_reward:
+        warming = step <= settings.critic_warmup
+        if settings.several_updates or settings.kl_in_reward or warming:
             with self._timed("old_log_prob"):
                 ranks.call("old_log_probs")
         kl_R = np.zeros_like(scores_R)
@@ -213,7 +214,9 @@ class OnlineTrainer:
         if self.critic_schedule is not None:
             with self._timed("update_critic"):
                 values |= ranks.call("update_critic", self.critic_schedule(step))[0]
-        if step > settings.critic_warmup:
+        if warming:
+            values |= mismatches.combine(ranks.call("mismatch")).metrics()
+        else:
             with self._timed("update_actor"):
                 told = ranks.call("update_policy", self.schedule(step), self.kl.coefficient)
             values |= told[0][0] | mismatches.combine([seen for _, seen in told]).metrics()

@@ -54,6 +54,7 @@ from isotrain.trainers.online.step import (
     estimate,
     join_spans,
     penalties,
+    policy_mismatch,
     policy_objective,
     span,
     whiten_all,
@@ -254,6 +255,10 @@ class PolicyRank:
         self.device.synchronize()
         seen = mismatches.combine([m.mismatch for m in self.micros if m.mismatch is not None])
         return _means(results, "actor") | {"actor/lr": lr}, seen
+
+    def mismatch(self) -> Mismatch:
+        """What `update_policy` tells besides, for a step that does not update the policy."""
+        return mismatches.combine([policy_mismatch(micro, micro.old_logp_N) for micro in self.micros])
 
     def _update_policy(self, work: list[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
         around, self.around_first_update = self.around_first_update, nullcontext

@@ -150,6 +150,12 @@ def estimate(
         )
 
 
+def policy_mismatch(micro: Micro, old_logp_N: torch.Tensor | None) -> Mismatch:
+    """How far the engine's log-probs are from those of the policy at the start of the step."""
+    assert old_logp_N is not None
+    return mismatch(old_logp_N, micro.batch.rollout_logp_N, micro.batch.mask_N)
+
+
 def whiten_all(
     micros: Sequence[Micro], settings: AdvantageSettings, total: Callable[[Sequence[float]], list[float]]
 ) -> None:
@@ -183,7 +189,7 @@ def policy_objective(
         share = micro.share(totals, settings.horizon)
         old_logp_N = logp_N.detach() if micro.old_logp_N is None else micro.old_logp_N
         if micro.mismatch is None:
-            micro.mismatch = mismatch(old_logp_N, micro.batch.rollout_logp_N, micro.batch.mask_N)
+            micro.mismatch = policy_mismatch(micro, old_logp_N)
         metrics: dict[str, torch.Tensor] = {}
         weights_N = None
         if settings.correction is not None:
