@@ -123,31 +123,41 @@ def estimate(
 
     Estimators per trajectory were run where all groups are together; here they are only spread over tokens.
     """
+    if trajectory_advantages is not None:
+        for micro in micros:
+            whole_N = spread(micro.per_trajectory(trajectory_advantages), micro.batch.lengths)
+            micro.advantages_N = micro.returns_N = torch.where(micro.batch.mask_N, whole_N, 0.0)
+        return
+    columns: dict[str, list[torch.Tensor]] = {"rewards_N": [], "mask_N": [], "values_N": [], "greedy_R": []}
     for micro in micros:
-        batch = micro.batch
-        if trajectory_advantages is not None:
-            whole_N = spread(micro.per_trajectory(trajectory_advantages), batch.lengths)
-            micro.advantages_N = micro.returns_N = torch.where(batch.mask_N, whole_N, 0.0)
-            continue
         kl_N = None
         if kl_coefficient and micro.ref_logp_N is not None:
             assert micro.old_logp_N is not None
             kl_N = divergence(micro, micro.old_logp_N, kl_estimator)
-        rewards_N = token_rewards(
-            micro.per_trajectory(scores),
-            batch.mask_N,
-            batch.lengths,
-            kl_N=kl_N,
-            kl_coefficient=kl_coefficient,
+        scores_R, mask_N, lengths = micro.per_trajectory(scores), micro.batch.mask_N, micro.batch.lengths
+        columns["rewards_N"].append(
+            token_rewards(scores_R, mask_N, lengths, kl_N=kl_N, kl_coefficient=kl_coefficient)
         )
-        needs = {
-            "values_N": micro.values_N,
-            "greedy_R": None if greedy is None else micro.per_trajectory(greedy),
-        }
-        extra = [needs[name] for name in settings.estimator.needs]
-        micro.advantages_N, micro.returns_N = settings.estimator.function(
-            rewards_N, batch.mask_N, batch.lengths, *extra, **settings.options
-        )
+        columns["mask_N"].append(mask_N)
+        if micro.values_N is not None:
+            columns["values_N"].append(micro.values_N)
+        if greedy is not None:
+            columns["greedy_R"].append(micro.per_trajectory(greedy))
+    _estimate_tokens(micros, settings, columns)
+
+
+def _estimate_tokens(
+    micros: Sequence[Micro], settings: AdvantageSettings, columns: Mapping[str, Sequence[torch.Tensor]]
+) -> None:
+    """One call for all micro-batches: recursions go back token by token, in all trajectories at once."""
+    needed = ("rewards_N", "mask_N", *settings.estimator.needs)
+    rewards_N, mask_N, *extra = (torch.cat(list(columns[name])) for name in needed)
+    lengths = [length for micro in micros for length in micro.batch.lengths]
+    sizes = [len(micro.batch.mask_N) for micro in micros]
+    found = settings.estimator.function(rewards_N, mask_N, lengths, *extra, **settings.options)
+    advantages, returns = (whole_N.split(sizes) for whole_N in found)
+    for micro, advantages_N, returns_N in zip(micros, advantages, returns, strict=True):
+        micro.advantages_N, micro.returns_N = advantages_N, returns_N
 
 
 def policy_mismatch(micro: Micro, old_logp_N: torch.Tensor | None) -> Mismatch:
