@@ -8,7 +8,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, numbers, whole
 
-from isotrain.algorithms import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, POLICY_LOSSES
+from isotrain.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from isotrain.algorithms.flat import spread
 from isotrain.algorithms.whitening import whiten
 
@@ -23,7 +23,6 @@ def test_names() -> None:
         "seq-mean-token-sum-norm",
     }
     assert set(KL_ESTIMATORS) == {"k1", "abs", "k2", "k3"}
-    assert set(KL_CONTROLLERS) == {"fixed", "adaptive"}
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)

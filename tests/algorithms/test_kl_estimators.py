@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 
 import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms import KL_CONTROLLERS, KL_ESTIMATORS
+from isotrain.algorithms import KL_ESTIMATORS
 from isotrain.algorithms.entropy import entropy_bonus
 from isotrain.algorithms.kl import kl_loss
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
@@ -127,10 +125,3 @@ def test_adaptive_controller_passes_over_what_is_no_number(kl: float) -> None:
 
 def test_fixed_controller_stays() -> None:
     assert FixedKl(0.3).updated(5.0, 1000) == FixedKl(0.3)
-
-
-@pytest.mark.parametrize("name", KL_CONTROLLERS)
-def test_controllers_go_through_json(name: str) -> None:
-    controller = KL_CONTROLLERS[name]().updated(1 / 3, 7)
-    state = json.loads(json.dumps(dataclasses.asdict(controller)))
-    assert KL_CONTROLLERS[name](**state) == controller

@@ -256,6 +256,34 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
             ],
         ),
         (
+            GRPO + "  correction: {level: token, outside: mask, high: 0.5}\n" + PARTS,
+            [
+                "r.yaml:7: algorithm.correction: high (0.5) leaves nothing inside with outside: mask, where "
+                "low is 1 / high: raise it above 1, or set low"
+            ],
+        ),
+        (
+            GRPO + "  correction:\n    level: token\n    low: 3.0\n" + PARTS,
+            [
+                "r.yaml:9: algorithm.correction: low (3) is not below high (2): lower it, or raise high",
+            ],
+        ),
+        (
+            GRPO + "  correction: {level: sequence}\n" + PARTS.replace("n: 4", "n: 4\n  top_p: 0.9"),
+            [
+                "r.yaml:7: algorithm.correction.level (sequence) does not go with rollout.top_p (0.9): the "
+                "engine's probabilities are among the tokens that are left, the trained model's among all, "
+                "so the weights of long answers vanish: write level: token, or sample from all tokens"
+            ],
+        ),
+        (
+            GRPO + "  kl: {place: reward, controller: adaptive, horizon: 204}\n" + PARTS,
+            [
+                "r.yaml:7: algorithm.kl.horizon (204) is so short that one step of 1024 answers could take "
+                "the coefficient to 0 or below: set more than 204"
+            ],
+        ),
+        (
             GRPO + "  kl:\n    controller: adaptive\n" + PARTS,
             [
                 "r.yaml:8: algorithm.kl: controller adaptive needs place: reward, "
@@ -328,11 +356,15 @@ def test_a_convention_is_that_of_a_framework_which_has_the_algorithm(name: str) 
         ["cluster.placement=separate", "rollout.engines=2"],
         ["device.ranks=4", "rollout.engines=2", "rollout.tensor_parallel=2"],
         ["rollout.engines=2", "rollout.replay=runs/recorded"],
+        ["algorithm.correction={level: sequence}", "rollout.top_k=0"],
+        ["algorithm.correction={level: token, high: 0.5}", "rollout.top_k=20"],
+        ["algorithm.correction={level: token, outside: mask, high: 1.0, low: 0.5}"],
+        ["algorithm.kl={place: reward, controller: adaptive, horizon: 205}"],
         ["cluster.address=local"],
         ["cluster.address=head.example:6379"],
     ],
 )
-def test_places_that_a_run_can_have(overrides: list[str]) -> None:
+def test_what_a_run_can_have(overrides: list[str]) -> None:
     parse_recipe(GRPO + PARTS, "r.yaml", overrides)
 
 

@@ -3,7 +3,6 @@
 from isotrain.algorithms.advantages import ADVANTAGES
 from isotrain.algorithms.aggregate import AGGREGATIONS
 from isotrain.algorithms.kl import KL_ESTIMATORS
-from isotrain.algorithms.kl_control import KL_CONTROLLERS
 from isotrain.algorithms.policy import POLICY_LOSSES
 from isotrain.algorithms.sft import sft_loss
 
@@ -13,7 +12,6 @@ SUPERVISED_LOSSES = {"sft": sft_loss}
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
-    "KL_CONTROLLERS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
     "SUPERVISED_LOSSES",

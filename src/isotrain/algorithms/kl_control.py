@@ -1,7 +1,4 @@
-"""How strong the divergence penalty is from step to step (arXiv:1909.08593).
-
-A controller is its own state: `dataclasses.asdict` writes it as JSON, the constructor reads it back.
-"""
+"""How strong the divergence penalty is from step to step (arXiv:1909.08593)."""
 
 from __future__ import annotations
 
@@ -34,6 +31,3 @@ class AdaptiveKl:
             return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coefficient=self.coefficient * (1 + error * sequences / self.horizon))
-
-
-KL_CONTROLLERS: dict[str, type[FixedKl] | type[AdaptiveKl]] = {"fixed": FixedKl, "adaptive": AdaptiveKl}

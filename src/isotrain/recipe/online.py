@@ -60,6 +60,17 @@ class CorrectionSection(Section):
     low: float | None = Field(default=None, ge=0)
     """Lower bound; by default none for `truncate`, `1 / high` for `mask`."""
 
+    @model_validator(mode="after")
+    def _some_weights_are_inside(self) -> CorrectionSection:
+        if self.low is not None and self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) is not below high ({self.high:g}): lower it, or raise high")
+        if self.outside == "mask" and self.low is None and self.high <= 1:
+            raise ValueError(
+                f"high ({self.high:g}) leaves nothing inside with outside: mask, where low is 1 / high: "
+                "raise it above 1, or set low"
+            )
+        return self
+
 
 class DynamicSection(Section):
     attempts: int = Field(default=0, ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from isotrain.recipe.online import ClusterSection, OnlineSection, RewardSection, RolloutSection
+from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, RewardSection, RolloutSection
 
 if TYPE_CHECKING:
     from isotrain.recipe.schema import Recipe
@@ -17,6 +17,7 @@ def broken_rules(recipe: Recipe) -> Iterator[str]:
     if not isinstance(algorithm, OnlineSection) or rollout is None or reward is None:
         return
     yield from _sampling(recipe, algorithm, rollout)
+    yield from _controller(algorithm.kl, recipe.data.batch_size * rollout.n)
     yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
     yield from _rewards(algorithm, rollout, reward)
 
@@ -34,6 +35,14 @@ def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
         yield (
             f"rollout.validation.n ({rollout.validation.n}) greedy answers would all be the same: set "
             "rollout.validation.temperature, or n: 1"
+        )
+    cut = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
+    if algorithm.correction.level == "sequence" and cut:
+        yield (
+            f"algorithm.correction.level (sequence) does not go with rollout.{cut} "
+            f"({getattr(rollout, cut):g}): the engine's probabilities are among the tokens that are left, "
+            "the trained model's among all, so the weights of long answers vanish: write level: token, or "
+            "sample from all tokens"
         )
     longest = data.max_length + rollout.max_tokens
     if data.tokens_per_micro_batch < longest:
@@ -60,6 +69,15 @@ def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> It
             f"device.ranks ({ranks}) is below {wanted}, the devices on which rollout.engines "
             f"({rollout.engines}) with rollout.tensor_parallel ({rollout.tensor_parallel}) take turns with "
             "training: raise it, lower one of the others, or set cluster.placement: separate"
+        )
+
+
+def _controller(kl: KlSection, answers: int) -> Iterator[str]:
+    """Each step changes the coefficient by the factor `1 - 0.2 answers / horizon` at the least."""
+    if kl.controller == "adaptive" and answers >= 5 * kl.horizon:
+        yield (
+            f"algorithm.kl.horizon ({kl.horizon}) is so short that one step of {answers} answers could take "
+            f"the coefficient to 0 or below: set more than {answers // 5}"
         )
 
 
