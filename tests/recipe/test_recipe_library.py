@@ -18,6 +18,7 @@ def test_every_shipped_recipe_loads_and_describes_itself() -> None:
         recipe = load_recipe(info.path)
         assert recipe.name == info.name and recipe.algorithm.name == info.algorithm
         assert len(info.description) > 20, f"{info.path}: the first line is no comment that describes it"
+        assert info.description.endswith("."), f"{info.path}: {info.description!r} is cut short"
 
 
 def test_read_gives_the_text() -> None:
@@ -53,7 +54,9 @@ def test_locate_prefers_a_file_and_leaves_paths_alone(
 def test_an_installed_package_has_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_PACKAGE", tmp_path)
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "only.yaml").write_text("# The only one.\nalgorithm: {name: sft}\n")
+    (tmp_path / "recipes" / "only.yaml").write_text(
+        "# The only\n# one.\n#\n# More of it.\nalgorithm: {name: sft}\n"
+    )
     assert [(info.name, info.description, info.algorithm) for info in library.available()] == [
         ("only", "The only one.", "sft")
     ]

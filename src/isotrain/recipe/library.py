@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 from isotrain.errors import RecipeError
@@ -61,9 +62,13 @@ def locate(given: str) -> Path:
 
 def _info(path: Path) -> RecipeInfo:
     text = read_source(path)
-    first = text.partition("\n")[0]
     values = document.parse(text, str(path)).values
     algorithm = values.get("algorithm") if isinstance(values, dict) else None
     name = algorithm.get("name") if isinstance(algorithm, dict) else None
-    description = first.lstrip("# ").strip() if first.startswith("#") else ""
-    return RecipeInfo(path.stem, description, str(name or ""), path)
+    return RecipeInfo(path.stem, _first_paragraph(text), str(name or ""), path)
+
+
+def _first_paragraph(text: str) -> str:
+    """The comment that a recipe begins with, up to a line that says nothing."""
+    lines = takewhile(lambda line: line.startswith("#") and line.strip("# "), text.splitlines())
+    return " ".join(line.strip("# ") for line in lines)
