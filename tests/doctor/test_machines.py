@@ -101,6 +101,22 @@ def test_what_a_recipe_needs(machine: str, recipe: str) -> None:
     assert errors == set(FOUND_FOR[machine, recipe])
 
 
+@pytest.mark.parametrize(
+    ("address", "level", "remedy"),
+    [
+        ("local", "error", "write device.ranks=8, fewer rollout.engines"),
+        ("auto", "warning", "the Ray cluster's other machines must have 8, or write device.ranks=8, fewer"),
+        ("10.0.0.1:6379", "note", "the Ray cluster's other machines must have 8, or write device.ranks=8,"),
+    ],
+)
+def test_devices_of_other_machines(address: str, level: str, remedy: str) -> None:
+    recipe = load_recipe(locate("gsm8k-grpo-8x"), ["device.ranks=16", f"cluster.address={address}"])
+    report = examine(RecordedMachine(MACHINES / "good-cuda"), recipe=recipe)
+    (found,) = [finding for finding in report.findings if finding.id == "too-few-devices"]
+    assert found.level == level and found.remedy.startswith(remedy)
+    assert found.problem.startswith("the recipe needs 16 devices, 8 are visible")
+
+
 def test_little_shared_memory() -> None:
     found = {finding.id: finding for finding in examined("small-shared-memory", "gsm8k-grpo-8x").findings}
     assert found["little-shared-memory"].remedy == "start the container with --shm-size=16g"

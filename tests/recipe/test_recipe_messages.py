@@ -157,6 +157,19 @@ def test_nearest(wanted: str, near: str | None) -> None:
     assert nearest(wanted, Recipe) == near
 
 
+def test_notes_are_said_after_the_suggestion() -> None:
+    head = "name: a\noutput: b\nmodel: {path: c}\ndata: {train: d}\nalgorithm: {name: grpo}\n"
+    head += "rollout: {n: 2}\nreward: {math: {}}\n"
+    assert lines(head + "trainer: {n_gpus_per_node: 8, nnodes: 2}\n", "algorithm.loss.horizon=10") == [
+        "r.yaml:8: unknown key 'trainer.n_gpus_per_node'; did you mean 'device.ranks'? "
+        "For online algorithms it counts the devices of all machines.",
+        "r.yaml:8: unknown key 'trainer.nnodes'; did you mean 'device.ranks'? "
+        "It counts devices: for online algorithms write those of all machines together.",
+        "override 'algorithm.loss.horizon=10': unknown key 'algorithm.loss.horizon'; "
+        "did you mean 'rollout.max_tokens'? 'aggregation: seq-mean-token-sum-norm' divides by it.",
+    ]
+
+
 def test_thousands_of_problems_are_quick_and_cut_short() -> None:
     found = lines("\n".join(f"lr{number}: 1" for number in range(5_000)))
     assert len(found) == 51 and found[-1] == "... and 4955 more problems"

@@ -19,7 +19,8 @@ class DeviceSection(Section):
     type: str = "auto"
     """Device to train on: a name from `isotrain.device`, or `auto` for the best one that is present."""
     ranks: int = Field(default=1, ge=1)
-    """Training processes on this machine, one device each. Under `torchrun` its world size counts."""
+    """Training processes, one device each: on this machine, or for online algorithms on all machines of the
+    Ray cluster together. Under `torchrun` its world size counts."""
     determinism: Literal["off", "on", "strict"] = "off"
     """Run-to-run identical results, at some cost in speed: `on` sets what the device has for that, `strict`
     also ends the run at an operator that has no repeatable kernel."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from isotrain.doctor.checks.devices import visible
 from isotrain.doctor.facts import SHARED_MEMORY
-from isotrain.doctor.findings import Finding
+from isotrain.doctor.findings import Finding, Level
 from isotrain.doctor.npu_smi import is_number
 from isotrain.doctor.scene import Scene
 from isotrain.recipe.online import ClusterSection
@@ -29,7 +29,7 @@ def check(scene: Scene) -> Iterator[Finding]:
 
 
 def devices_needed(recipe: Recipe) -> int:
-    """On one machine."""
+    """On all machines together."""
     ranks, rollout = recipe.device.ranks, recipe.rollout
     if rollout is None or rollout.engine == "hf":
         return ranks
@@ -49,14 +49,19 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         )
     if scene.target == "cpu" or present is None or present >= needed:
         return
+    address = (recipe.cluster or ClusterSection()).address if recipe.rollout else "local"
+    levels: dict[str, Level] = {"local": "error", "auto": "warning"}
+    remedy = f"write device.ranks={present}"
+    if recipe.rollout:
+        remedy += ", fewer rollout.engines or a smaller rollout.tensor_parallel"
     # A Ray cluster may have more machines than this one; `auto` joins one that is there.
-    elsewhere = recipe.rollout is not None and (recipe.cluster or ClusterSection()).address != "local"
+    if address != "local":
+        remedy = f"the Ray cluster's other machines must have {needed - present}, or {remedy}"
     yield Finding(
         "too-few-devices",
-        "warning" if elsewhere else "error",
-        f"the recipe needs {needed} devices, {present} are visible",
-        f"write device.ranks={present}"
-        + (", fewer rollout.engines or a smaller rollout.tensor_parallel" if recipe.rollout else ""),
+        levels.get(address, "note"),
+        f"the recipe needs {needed} devices, {present} are visible" + (" here" if address != "local" else ""),
+        remedy,
     )
 
 
