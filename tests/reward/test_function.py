@@ -13,12 +13,12 @@ import torch
 from children import write_functions
 
 from isotrain.reward.base import Answer
-from isotrain.reward.function import read_result
+from isotrain.reward.function import function_setup, read_result, read_source
 from isotrain.reward.pool import Pool
 
 
 def run(path: str, answers: list[Answer]) -> list[tuple[float, dict[str, float], str]]:
-    pool = Pool({"kind": "function", "path": path}, name="reward.function", timeout=20.0)
+    pool = Pool(function_setup(path, read_source(path)), name="reward.function", timeout=20.0)
     try:
         results = [future.result(60) for future in pool.submit(answers)]
     finally:

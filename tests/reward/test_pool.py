@@ -17,10 +17,15 @@ from children import alive, group_of, wait_for, write_functions
 
 from isotrain.errors import RewardError
 from isotrain.reward.base import Answer, Scored
+from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.pool import Pool
 
 MakePool = Callable[..., Pool]
 ENDLESS = 1000.0
+
+
+def setup_of(path: str) -> dict[str, Any]:
+    return function_setup(path, read_source(path))
 
 
 @pytest.fixture
@@ -29,8 +34,7 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
     path = write_functions(tmp_path)
 
     def make(function: str = "score", timeout: float = ENDLESS, **options: int) -> Pool:
-        setup = {"kind": "function", "path": f"{path}:{function}"}
-        pools.append(Pool(setup, name="reward.function", timeout=timeout, **options))
+        pools.append(Pool(setup_of(f"{path}:{function}"), name="reward.function", timeout=timeout, **options))
         return pools[-1]
 
     yield make
@@ -235,7 +239,7 @@ def test_a_replacement_that_cannot_be_loaded_is_tried_again(
         f"import os\nif os.path.exists({str(note)!r}):\n    os.remove({str(note)!r})\n    1 / 0\n"
         "def f(response):\n    return os.getpid()\n"
     )
-    pool = Pool({"kind": "function", "path": f"{path}:f"}, name="reward.function", timeout=5.0, lifetime=1)
+    pool = Pool(setup_of(f"{path}:f"), name="reward.function", timeout=5.0, lifetime=1)
     try:
         pool.start()
         note.touch()
@@ -288,9 +292,11 @@ def test_a_pool_that_was_never_used_closes(make_pool: MakePool) -> None:
 PARENT = """
 import sys, time
 from isotrain.reward.base import Answer
+from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.pool import Pool
 
-pool = Pool({"kind": "function", "path": sys.argv[1]}, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
+setup = function_setup(sys.argv[1], read_source(sys.argv[1]))
+pool = Pool(setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
 pool.submit([Answer(text, "", {}) for text in sys.argv[2:]])
 while len(pool.pids()) < len(sys.argv) - 2:
     time.sleep(0.05)
@@ -336,8 +342,12 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, message: str) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(source, encoding="utf-8")
-    setup = {"kind": "function", "path": f"{path}:{function}"}
-    pool = Pool(setup, name="reward.function", timeout=5.0, start_timeout=1.0 if "sleep" in source else 60.0)
+    pool = Pool(
+        setup_of(f"{path}:{function}"),
+        name="reward.function",
+        timeout=5.0,
+        start_timeout=1.0 if "sleep" in source else 60.0,
+    )
     try:
         with pytest.raises(RewardError, match=message):
             pool.start()
@@ -349,8 +359,17 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, 
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    pool = Pool({"kind": "function", "path": f"{tmp_path}/x.py:f"}, name="reward.function", timeout=1.0)
-    future = pool.submit([Answer("", "", {})])[0]
     with pytest.raises(RewardError, match=r"reward\.function\.path: there is no file .*/x\.py"):
-        future.result(30)
-    pool.close()
+        read_source(f"{tmp_path}/x.py:f")
+
+
+def test_a_file_that_changes_changes_nothing_in_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_bytes(b"# coding: latin-1\ndef f(response):\n    return len('\xe9') / 2\n" + b"#" * 300_000)
+    pool = Pool(setup_of(f"{path}:f"), name="reward.function", timeout=5.0, lifetime=1)
+    try:
+        pool.start()
+        path.write_text("def f(response):\n    return (")
+        assert [result.score for result in run(pool, ["", "", ""])] == [0.5] * 3
+    finally:
+        pool.close()

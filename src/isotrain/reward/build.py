@@ -9,6 +9,7 @@ from typing import Literal
 
 from isotrain.recipe.online import Gsm8kSection, RewardSection
 from isotrain.reward.base import LARGEST_SCORE, Answer, Scored, Scorer, one_line
+from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
 
@@ -94,8 +95,13 @@ class WeightedSum:
             part.close()
 
 
-def build_scorer(reward: RewardSection) -> Scorer:
-    """All rewards but those of models."""
+def reward_source(reward: RewardSection) -> str | None:
+    """The text of the user's file, read once, so that all processes of a run have the same function."""
+    return read_source(reward.function.path) if reward.function else None
+
+
+def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
+    """All rewards but those of models; `source` is what `reward_source` gave."""
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     parts: dict[str, tuple[Gsm8kRule | Pool, float]] = {}
     if gsm8k := reward.gsm8k:
@@ -111,8 +117,9 @@ def build_scorer(reward: RewardSection) -> Scorer:
         )
         parts["math"] = pool, math.weight
     if function := reward.function:
+        assert source is not None
         pool = Pool(
-            {"kind": "function", "path": function.path},
+            function_setup(function.path, source),
             name="reward.function",
             timeout=reward.timeout,
             processes=function.concurrency or cores,

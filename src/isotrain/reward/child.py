@@ -1,7 +1,8 @@
 """The child process that computes rewards: requests in, replies out, as lines of JSON on two pipes.
 
-A request is `{id, response, answer, row}`. For each there is `{begun: id}` and then a reply, either
-`{id, score, parts}` or `{id, failure, detail}`. The first line of all is `{ready: true}` or `{refused: why}`.
+The first request is the setup, every other is `{id, response, answer, row}`. The first reply is
+`{ready: true}` or `{refused: why}`. Then for each request there is `{begun: id}` and later either
+`{id, score, parts}` or `{id, failure, detail}`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ class Replies:
 
 def main(arguments: list[str]) -> None:
     requests, replies = int(arguments[0]), Replies(int(arguments[1]))
-    setup = json.loads(arguments[2])
     # A process that the user's function starts must not hold the pipes open when this one is gone.
     for descriptor in map(int, arguments[:2]):
         os.set_inheritable(descriptor, False)
     _die_with_parent()
+    with os.fdopen(requests, "rb") as lines:
+        _run(lines, replies)
+
+
+def _run(lines: BinaryIO, replies: Replies) -> None:
+    setup = json.loads(lines.readline())
     if setup["memory"]:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory"], setup["memory"]))
@@ -57,16 +63,15 @@ def main(arguments: list[str]) -> None:
             score = load_math()
             function = RewardFunction(score, ("response", "answer"), asynchronous=False)
         else:
-            function = load_function(setup["path"])
+            function = load_function(setup["path"], setup["source"])
     except RewardError as error:
         replies.send({"refused": str(error)[:4000]})
         return
     replies.send({"ready": True, "asynchronous": function.asynchronous})
-    with os.fdopen(requests, "rb") as lines:
-        if function.asynchronous:
-            asyncio.run(_serve_async(function, lines, replies, setup["timeout"], setup["concurrency"]))
-        else:
-            _serve(function, lines, replies)
+    if function.asynchronous:
+        asyncio.run(_serve_async(function, lines, replies, setup["timeout"], setup["concurrency"]))
+    else:
+        _serve(function, lines, replies)
 
 
 def _die_with_parent() -> None:

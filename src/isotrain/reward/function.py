@@ -11,9 +11,10 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from symtable import symtable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from isotrain.errors import RewardError
@@ -45,10 +46,16 @@ class RewardFunction:
         return self.function(**{name: ARGUMENTS[name](response, answer, row) for name in self.names})
 
 
-def load_function(path: str) -> RewardFunction:
+def function_setup(path: str, source: str) -> dict[str, Any]:
+    """What a child process needs to know of a function; `source` is the text of its file."""
+    return {"kind": "function", "path": path, "source": source}
+
+
+def load_function(path: str, source: str) -> RewardFunction:
     """The function that `file.py:function` names; a `RewardError` tells file and line of what is wrong."""
-    file, name = function_file(path)
-    module = _import(file)
+    file_name, _, name = path.rpartition(":")
+    file = Path(file_name)
+    module = _import(file, source)
     function = getattr(module, name, None)
     if not callable(function):
         known = sorted(
@@ -78,12 +85,12 @@ def function_file(path: str) -> tuple[Path, str]:
 def check_function(path: str) -> None:
     """Raise what `load_function` would, as far as the text of the file tells it: nothing in it is run."""
     file, name = function_file(path)
+    source = read_source(path)
     try:
-        source = file.read_bytes()
         tree, symbols = ast.parse(source), symtable(source, str(file), "exec").get_symbols()
     except SyntaxError as error:
         raise RewardError(f"{file}:{error.lineno}: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RewardError(f"reward.function.path: {file} cannot be read: {error}") from None
     if any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(tree)):
         return  # it may come from there
@@ -97,11 +104,32 @@ def _no_function(file: Path, name: str, known: list[str]) -> RewardError:
     return RewardError(f"reward.function.path: {file} has no function {name}{has}")
 
 
-def _import(file: Path) -> ModuleType:
+def read_source(path: str) -> str:
+    """The text of the file that `file.py:function` names."""
+    file, _ = function_file(path)
+    try:
+        return importlib.util.decode_source(file.read_bytes())
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise RewardError(f"reward.function.path: {file} cannot be read: {error}") from None
+
+
+class _Given(SourceFileLoader):
+    """Imports a text in place of its file, which may have changed since it was read."""
+
+    def __init__(self, file: Path, source: str) -> None:
+        super().__init__(MODULE, str(file))
+        self.source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.source, self.path)
+        return code
+
+
+def _import(file: Path, source: str) -> ModuleType:
     # As for a script: files beside it can be imported, and what is in the working directory, too.
     sys.path.insert(0, str(file.parent.resolve()))
     sys.path.append(os.getcwd())
-    spec = importlib.util.spec_from_file_location(MODULE, file)
+    spec = importlib.util.spec_from_file_location(MODULE, file, loader=_Given(file, source))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module

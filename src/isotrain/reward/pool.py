@@ -75,7 +75,7 @@ class Pool:
         child of an async function; `lifetime`: calls after which a child is replaced; `memory`: bytes of
         address space of a child."""
         limits = {"timeout": timeout, "concurrency": concurrency, "memory": memory}
-        self._setup = json.dumps({**setup, **limits})
+        self._setup = json.dumps({**setup, **limits}).encode() + b"\n"
         self._name = name
         self._timeout, self._processes, self._concurrency = timeout, processes, concurrency
         self._start_timeout, self._lifetime = start_timeout, lifetime
@@ -255,8 +255,7 @@ class Pool:
         worker.served += 1
         worker.retiring = worker.served == self._lifetime
         worker.child.send(call.line)
-        if worker.child.wants_to_write:
-            self._watch(worker.child.requests, selectors.EVENT_WRITE, worker)
+        self._watch_writing(worker)
 
     def _add(self) -> None:
         child = Child(self._setup)
@@ -266,6 +265,11 @@ class Pool:
         self._watch(child.replies, selectors.EVENT_READ, worker)
         if child.ending is not None:
             self._watch(child.ending, selectors.EVENT_READ, worker)
+        self._watch_writing(worker)
+
+    def _watch_writing(self, worker: _Worker) -> None:
+        if worker.child.wants_to_write:
+            self._watch(worker.child.requests, selectors.EVENT_WRITE, worker)
 
     def _watch(self, descriptor: int, events: int, worker: _Worker) -> None:
         if descriptor not in self._selector.get_map():

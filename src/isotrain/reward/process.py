@@ -26,7 +26,7 @@ class BrokenChild(Exception):
 class Child:
     """A running `isotrain.reward.child` in its own session, and so in its own process group."""
 
-    def __init__(self, setup: str) -> None:
+    def __init__(self, setup: bytes) -> None:
         """Raises OSError where the system has no process or descriptor to give."""
         self._mark = uuid.uuid4().hex
         # Never the working directory first: a file json.py there is not meant for this process.
@@ -40,7 +40,7 @@ class Child:
             ours.callback(os.close, self.replies)
             module = ["-m", "isotrain.reward.child"]
             self._process = subprocess.Popen(
-                [sys.executable, *safe_path, *module, str(request_end), str(reply_end), setup],
+                [sys.executable, *safe_path, *module, str(request_end), str(reply_end)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a function prints goes where errors go
                 pass_fds=(request_end, reply_end),
@@ -53,6 +53,7 @@ class Child:
         self.ending = _pidfd(self._process.pid)
         self._out = bytearray()
         self._in = bytearray()
+        self.send(setup)
 
     @property
     def pid(self) -> int:

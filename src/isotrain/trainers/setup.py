@@ -95,19 +95,22 @@ def describe_model(model: PackedModel | ScalarModel) -> dict[str, Any]:
 
 def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
     """Refuse to go on with other data, or another reference model, than the run was started with."""
-    starts = RunDirectory(recipe.output).starts()
-    before = starts[-1].get("data", {}) if starts else {}
-    changed = [name for name, digest in data.items() if before.get(name, digest) != digest]
-    if changed:
-        fields = ", ".join(map(digest_field, changed))
+    if changed := changed_since_start(recipe, data):
         raise RecipeError(
-            f"{fields}: has changed since the run in {recipe.output} was started; bring the old content "
-            "back, or choose another output"
+            f"{', '.join(changed)}: has changed since the run in {recipe.output} was started; bring the old "
+            "content back, or choose another output"
         )
 
 
+def changed_since_start(recipe: Recipe, digests: Mapping[str, str]) -> list[str]:
+    """The fields of those digests that were others when the run was last started."""
+    starts = RunDirectory(recipe.output).starts()
+    before = starts[-1].get("data", {}) if starts else {}
+    return [digest_field(name) for name, digest in digests.items() if before.get(name, digest) != digest]
+
+
 def digest_field(name: str) -> str:
-    """The recipe's field that a digest is about; those of models are named after their sections."""
+    """The recipe's field that a digest is about; others are named after their sections."""
     return f"data.{name}" if name in ("train", "validation") else f"{name}.path"
 
 

@@ -21,6 +21,7 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
+from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Tolerance
@@ -109,7 +110,8 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         ):
             # At the same time: each takes seconds to import what it needs.
             writing = pool.submit(started, LongWindedWorker, values, "engine 0")
-            scoring = pool.submit(started, RewardWorker, values)
+            source = read_source(f"{tiny / 'reward.py'}:score")
+            scoring = pool.submit(started, RewardWorker, values, source)
             with writing.result() as engines, scoring.result() as rewards:
                 yield Collector(
                     Engines(

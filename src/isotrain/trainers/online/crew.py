@@ -58,7 +58,11 @@ class Crew:
 
 @contextmanager
 def assemble(
-    recipe: Recipe, cluster: ClusterSection, device: Device, tell: Callable[[str], None]
+    recipe: Recipe,
+    cluster: ClusterSection,
+    device: Device,
+    reward_source: str | None,
+    tell: Callable[[str], None],
 ) -> Iterator[Crew]:
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
@@ -79,7 +83,7 @@ def assemble(
         at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
         learners = _ranks(recipe, values, placement, device, at_once)
         writers = _engines(recipe, values, placement, device, at_once)
-        scorer = Member((values,), helper_environment(device))
+        scorer = Member((values, reward_source), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
         # At the same time: each process takes seconds to import what it needs.
         with ThreadPoolExecutor() as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,14 @@ def model_digests(recipe: Recipe) -> dict[str, str]:
     return {
         name: model_digest(model_directory(path, digest_field(name))) for name, path in paths.items() if path
     }
+
+
+def function_digests(recipe: Recipe, source: str | None) -> dict[str, str]:
+    """Of the user's reward function, where there is one; `source` is the text of its file."""
+    if source is None or recipe.reward is None or recipe.reward.function is None:
+        return {}
+    name = recipe.reward.function.path.rpartition(":")[2]
+    return {"reward.function": hashlib.sha256(f"{name}\n{source}".encode()).hexdigest()}
 
 
 def write_description(recipe: Recipe, digests: Mapping[str, str], steps: int) -> None:

@@ -18,15 +18,16 @@ from isotrain.trainers.online.prompts import open_prompts
 
 
 class RewardWorker:
-    def __init__(self, recipe: dict[str, Any]) -> None:
-        self.recipe = Recipe.model_validate(recipe)
+    def __init__(self, recipe: dict[str, Any], source: str | None) -> None:
+        """`source`: the text of the user's reward file."""
+        self.recipe, self.source = Recipe.model_validate(recipe), source
         self.scorer: Scorer | None = None
 
     def start(self) -> None:
         assert self.recipe.reward is not None
         self.stores = open_prompts(self.recipe)
         self.tokenizer = load_tokenizer(model_directory(self.recipe.model.path))
-        self.scorer = build_scorer(self.recipe.reward)
+        self.scorer = build_scorer(self.recipe.reward, self.source)
         self.scorer.start()
         self.answer_key = self.recipe.reward.answer_key
 

@@ -11,19 +11,32 @@ from isotrain.device.determinism import profile
 from isotrain.observe.progress import open_progress
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
+from isotrain.reward.build import reward_source
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.crew import assemble
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.precheck import check_online
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
-from isotrain.trainers.online.recording import check_recording, model_digests, write_description
+from isotrain.trainers.online.recording import (
+    check_recording,
+    function_digests,
+    model_digests,
+    write_description,
+)
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import check_run, check_same_data, run_lock, total_steps, write_start
+from isotrain.trainers.setup import (
+    changed_since_start,
+    check_run,
+    check_same_data,
+    run_lock,
+    total_steps,
+    write_start,
+)
 
 
 def train_online(recipe: Recipe, source: str) -> None:
     """Train as the recipe says; `source` is its text as the user wrote it."""
-    assert recipe.rollout is not None
+    assert recipe.rollout is not None and recipe.reward is not None
     rollout = recipe.rollout
     cluster = recipe.cluster or ClusterSection()
     device = choose_device(recipe.device.type)
@@ -44,10 +57,17 @@ def train_online(recipe: Recipe, source: str) -> None:
         if rollout.record or rollout.replay:
             digests |= model_digests(recipe)
         check_same_data(recipe, digests)
+        function = reward_source(recipe.reward) if rollout.generates else None
+        functions = function_digests(recipe, function)
+        for field in changed_since_start(recipe, functions):
+            progress.message(
+                f"warning: {field}: the file has changed since the run in {recipe.output} was last started; "
+                "scores from now on are those of the new one"
+            )
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, steps)
         progress.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
-        with assemble(recipe, cluster, device, progress.message) as crew:
+        with assemble(recipe, cluster, device, function, progress.message) as crew:
             described, settings = crew.start(cluster.start_timeout)
             facts = {
                 "type": described.device_type,
@@ -56,7 +76,7 @@ def train_online(recipe: Recipe, source: str) -> None:
                 "determinism": determinism.as_json(),
                 "rollout": settings,
             }
-            run = write_start(recipe, source, facts, described.numerics_variables, digests)
+            run = write_start(recipe, source, facts, described.numerics_variables, digests | functions)
             run.add_to_start({"model": described.model})
             if rollout.record:
                 write_description(recipe, digests, steps)
