@@ -56,6 +56,8 @@ def run(pool: Pool, responses: list[str]) -> list[Scored]:
         ("kill", "crash", "SIGKILL"),
         ("close", "crash", "the reward process"),
         ("noise", "crash", "not a reply"),
+        ("huge", "crash", "not a reply"),
+        ("deep", "crash", "not a reply"),
     ],
 )
 def test_a_hang_or_crash_costs_one_answer(
@@ -248,6 +250,18 @@ def test_a_replacement_that_cannot_be_loaded_is_tried_again(
         pool.close()
     assert first.failure is second.failure is None and first.score != second.score
     assert not note.exists()
+
+
+def test_a_child_that_cannot_be_killed_is_left(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isotrain.reward.process.PATIENCE_AFTER_KILL", 0.01)
+    monkeypatch.setattr("isotrain.reward.process.os.killpg", lambda pid, number: None)
+    monkeypatch.setattr("isotrain.reward.process._kill_marked", lambda variable: None)
+    pool = make_pool(timeout=1.0)
+    pid = run(pool, ["pid"])[0].score
+    assert [result.failure for result in run(pool, ["sleep", ""])] == ["timeout", None]
+    pool.close()
+    # It ends by itself, because its pipe is closed.
+    assert wait_for(lambda: not alive(int(pid)))
 
 
 def test_a_hang_ends_what_the_function_started(make_pool: MakePool, tmp_path: Path) -> None:

@@ -391,11 +391,16 @@ def _read(message: dict[str, Any]) -> Scored | None:
     score, parts = message.get("score"), message.get("parts")
     if not isinstance(parts, dict):
         return None
-    if not all(
-        isinstance(value, (int, float)) and math.isfinite(value) for value in (score, *parts.values())
-    ):
+    if not all(_is_finite(value) for value in (score, *parts.values())):
         return None
     return Scored(float(cast(float, score)), {str(key): float(value) for key, value in parts.items()})
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _plain(value: Any) -> Any:

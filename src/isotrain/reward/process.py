@@ -15,6 +15,7 @@ from typing import Any
 LONGEST_REPLY = 1 << 20
 _CHUNK = 1 << 16
 PATIENCE = 0.5
+PATIENCE_AFTER_KILL = 5.0
 # In the environment of a child, and so of all that it starts, in whatever session that is.
 MARK = "ISOTRAIN_REWARD_PROCESS"
 
@@ -97,7 +98,7 @@ class Child:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
                 return messages, BrokenChild("the reward process sent something that is not a reply")
@@ -113,10 +114,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         _kill_marked(f"{MARK}={self._mark}".encode())
-        code = self._process.wait()
+        try:
+            code = self._process.wait(PATIENCE_AFTER_KILL)
+        except subprocess.TimeoutExpired:
+            code = None  # it hangs in the kernel, such as on a network disk; it ends when that lets go
         for descriptor in (self.requests, self.replies, self.ending):
             if descriptor is not None:
                 os.close(descriptor)
+        if code is None:
+            return "the reward process could not be killed"
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"the reward process ended by {signal.Signals(-code).name}"
