@@ -35,16 +35,18 @@ from isotrain.recipe.load import difference, load_resolved, resolved
 from isotrain.recipe.preference import DpoSection, JudgedSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
 
-# A run may be resumed with these changed: they leave the samples, the loss and the updates as they were.
+# A run may be resumed with these changed: they leave the samples, the loss and the updates as they were, at
+# most in another order of sums. Who ran out of memory must be able to change what takes it.
 _FREE_TO_CHANGE = (
     "output",
     "observe.",
     "device.",
     "trainer.",
     "cluster",
-    "model.head_chunk",
+    *(f"model.{name}" for name in ("head_chunk", "gradient_checkpointing")),
+    *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
-    *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance")),
+    *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance", "validation.")),
     *(f"reward.{name}" for name in ("timeout", "workers", "math.processes", "function.concurrency")),
 )
 
