@@ -9,7 +9,6 @@ from rich.console import Console
 from isotrain.observe.progress import (
     BarProgress,
     LineProgress,
-    Progress,
     StepTimer,
     describe,
     format_seconds,
@@ -230,11 +229,11 @@ def test_lines_where_there_is_no_terminal() -> None:
     assert stream.getvalue() == "x" * 200 + "\n", "lines in a log file are not wrapped"
 
 
-def test_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_told_where_no_console_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
     with open_progress(silent=True) as progress:
-        assert type(progress) is Progress
-        progress.start(2, 1)
+        progress.start(3, 1)
         progress.update(1, VALUES)
-        progress.message("x")
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err == ""
+        progress.message("done: 3 steps")
+        progress.message("warning: step 1: 3 of 8 answers got no score")
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "warning: step 1: 3 of 8 answers got no score\n")

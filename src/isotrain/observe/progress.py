@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import IO
 
@@ -63,6 +64,15 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class WarningProgress(Progress):
+    """Where nobody wants lines, only warnings are told, on the stream for what goes wrong."""
+
+    def message(self, text: str) -> None:
+        if text.startswith("warning:"):
+            with suppress(OSError, ValueError):  # the terminal or pipe is gone
+                print(text, file=sys.stderr, flush=True)
 
 
 class LineProgress(Progress):
@@ -199,12 +209,12 @@ class StepTimer:
 
 
 def open_progress(*, silent: bool = False, console: Console | None = None, devices: int = 1) -> Progress:
-    """A bar on a terminal, lines anywhere else, nothing for `silent`.
+    """A bar on a terminal, lines anywhere else, for `silent` nothing but warnings.
 
     `perf/throughput` counts tokens for each device; with more than one of them the console says so.
     """
     if silent:
-        return Progress()
+        return WarningProgress()
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return BarProgress(console, devices=devices)

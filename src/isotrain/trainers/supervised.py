@@ -174,10 +174,10 @@ def train_supervised(recipe: Recipe, source: str) -> None:
         make_deterministic(recipe.device.determinism)
         # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
         device.seed(recipe.seed + world.rank)
-        silent = not world.leads or "console" not in recipe.observe.sinks
+        silent = "console" not in recipe.observe.sinks
         with (
             run_lock(Path(recipe.output), world.leads),
-            open_progress(silent=silent, devices=world.size) as progress,
+            open_progress(silent=silent, devices=world.size) if world.leads else Progress() as progress,
         ):
             check_run(recipe)
             feed, validation = open_feeds(recipe, device, world, progress)
