@@ -35,11 +35,9 @@ class Failures:
         return Failures(self.answers + other.answers, causes, self.first or other.first)
 
     def metrics(self) -> dict[str, float]:
-        plural = {"timeout": "timeouts", "crash": "crashes", "error": "errors"}
-        return {
-            "reward/failures": float(self.count),
-            **{f"reward/{plural[cause]}": float(self.causes.get(cause, 0)) for cause in FAILURES},
-        }
+        names = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
+        by_cause = {names[cause]: float(self.causes.get(cause, 0)) for cause in FAILURES}
+        return {"reward/failures": float(self.count), **by_cause}
 
     def as_counts(self) -> dict[str, int]:
         """As a recording keeps them."""
