@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from probed_runs import layers_level
+from support import how_computed
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -287,6 +288,32 @@ def test_with_lr_0_nothing_moves_at_all(tiny: Path, tmp_path: Path, device_type:
     assert len(step.policy) == 4 and len(step.minis[1]) > 1
     for _, result in step.policy:
         assert result.metrics["actor/ppo_kl"] == 0.0 and result.metrics["actor/pg_clipfrac"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, LORA_RANK], ids=["full", "lora"])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_first_update_begins_at_the_reference(
+    tiny: Path, tmp_path: Path, device_type: str, place: str, rank: int, dtype: str
+) -> None:
+    """Policy and reference go through the same kernels in the same micro-batches, bit for bit."""
+    model = {"path": str(tiny / "model"), "dtype": dtype, **how_computed(device_type)}
+    if rank:
+        model["lora"] = {"rank": rank, "alpha": LORA_ALPHA}
+    step = take_step(
+        step_recipe(
+            tiny,
+            tmp_path,
+            device_type,
+            model=model,
+            algorithm={"name": "grpo", "kl": {"place": place, "coefficient": 0.2}},
+            data={"tokens_per_micro_batch": 42},
+        ),
+        shaken=0.0,
+    )
+    assert len(step.policy) == 1 and len(step.minis[0]) > 1
+    assert step.metrics["actor/kl_loss" if place == "loss" else "actor/reward_kl_penalty"] == 0.0
+    assert step.metrics["actor/ppo_kl"] == 0.0 and step.metrics["actor/grad_norm"] > 0.0
 
 
 def test_the_mismatch_is_told_while_the_critic_warms_up(tiny: Path, tmp_path: Path) -> None:
