@@ -41,7 +41,12 @@ from isotrain.trainers.online.messages import Group, Score, describe
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.policy_rank import Progress as Beginning
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
-from isotrain.trainers.online.recording import check_recording, model_digests, write_description
+from isotrain.trainers.online.recording import (
+    check_recording,
+    frozen_models,
+    model_digests,
+    write_description,
+)
 from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.recorder import Recorder
 from support import stable_metrics
@@ -237,6 +242,25 @@ def test_models_that_judge_are_asked_anew(tiny: Path, tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
     with pytest.raises(DataError, match=r"reward\.model\.path: not what .*recorded\.json was recorded with"):
         train(replay_of(recipe, tmp_path / "another"))
+
+
+def test_models_that_no_checkpoint_holds(tiny: Path, tmp_path: Path) -> None:
+    """They are read again when a run goes on, so they must be the same ones."""
+    judged = {"gsm8k": {}, "model": {"path": str(tiny / "model")}}
+    cases: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
+        ({}, []),
+        ({"algorithm": {"name": "ppo", "critic": {"path": str(tiny / "model")}}}, []),
+        ({"algorithm": {"name": "grpo", "kl": {"place": "loss"}}}, ["model"]),
+        ({"model": {"lora": {"rank": 2}}}, ["model"]),
+        ({"reward": judged}, ["reward.model"]),
+    ]
+    for sections, wanted in cases:
+        if "model" in sections:
+            sections["model"] = {"path": str(tiny / "model"), **sections["model"]}
+        recipe = small(tiny, tmp_path / "run", "cpu", **sections)
+        found = frozen_models(recipe)
+        assert found == wanted and list(model_digests(recipe, found)) == wanted
+        assert "model" in model_digests(recipe)
 
 
 def test_another_device_rounds_alone(tiny: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from isotrain.errors import DataError
 from isotrain.models.load import model_directory
 from isotrain.observe.run_directory import write_atomically
 from isotrain.recipe.load import resolved
-from isotrain.recipe.online import PpoSection
+from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.setup import digest_field
 
@@ -36,8 +36,15 @@ def trajectories(run: str | Path) -> Path:
     return Path(run) / "trajectories"
 
 
-def model_digests(recipe: Recipe) -> dict[str, str]:
-    """Of all models that a step is computed with, by their sections."""
+def frozen_models(recipe: Recipe) -> list[str]:
+    """Sections of models whose weights a checkpoint does not hold: a run that goes on reads them again."""
+    assert recipe.reward is not None and isinstance(recipe.algorithm, OnlineSection)
+    read_again = recipe.model.lora.rank > 0 or recipe.algorithm.kl.place != "off"
+    return (["model"] if read_again else []) + [f"reward.{name}" for name in recipe.reward.judges]
+
+
+def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, str]:
+    """Of all models that a step is computed with, by their sections; only of these `sections`, if given."""
     assert recipe.reward is not None
     model, process = recipe.reward.model, recipe.reward.process
     critic = recipe.algorithm.critic.path if isinstance(recipe.algorithm, PpoSection) else None
@@ -48,7 +55,9 @@ def model_digests(recipe: Recipe) -> dict[str, str]:
         "reward.process": process.path if process else None,
     }
     return {
-        name: model_digest(model_directory(path, digest_field(name))) for name, path in paths.items() if path
+        name: model_digest(model_directory(path, digest_field(name)))
+        for name, path in paths.items()
+        if path and (sections is None or name in sections)
     }
 
 

@@ -19,6 +19,7 @@ from isotrain.trainers.online.precheck import check_online
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.recording import (
     check_recording,
+    frozen_models,
     function_digests,
     model_digests,
     write_description,
@@ -54,8 +55,9 @@ def train_online(recipe: Recipe, source: str) -> None:
         stores = open_prompts(recipe, progress.message)
         digests = {name: store.digest for name, store in stores.items()}
         steps = total_steps(recipe, len(stores[TRAIN]))
-        if rollout.record or rollout.replay:
-            digests |= model_digests(recipe)
+        # Every file is read for it, at about a second for each GB and thread: only where it matters.
+        every = rollout.record or rollout.replay
+        digests |= model_digests(recipe, None if every else frozen_models(recipe))
         check_same_data(recipe, digests)
         function = reward_source(recipe.reward) if rollout.generates else None
         functions = function_digests(recipe, function)
