@@ -75,7 +75,7 @@ def test_all_receivers_have_the_same(
     sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
     for version in (4, 5):
         announced = sender.announce(version)
-        assert announced.address == sender.address and announced.transport == "broadcast"
+        assert announced.address == sender.address
         for receiver in receivers:
             receiver.order(announced)
         sent = sender.send(((n, t.to(device_type)) for n, t in weights()), version)
@@ -137,7 +137,7 @@ def test_a_sender_that_fails_says_so(receivers: list[Receiver]) -> None:
 def test_another_version_than_announced(receivers: list[Receiver]) -> None:
     sender = BroadcastSender("127.0.0.1", 1, TIMEOUT)
     sender.announce(3)
-    receivers[0].order(WeightUpdate(4, "broadcast", sender.address, 0, 0, ""))
+    receivers[0].order(WeightUpdate(4, sender.address, 0, 0, ""))
     assert "weight update 4 was announced" in receivers[0].read()["error"]
 
 

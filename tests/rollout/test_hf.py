@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
-from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.transfer import write_update
 from isotrain.rollout.update import WeightUpdate
@@ -146,19 +144,6 @@ def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path) -> None:
     engine.sleep()
     engine.wake()
     assert np.array_equal(next(engine.generate(requests(1), Sampling(max_tokens=8))).tokens_T, found.tokens_T)
-
-
-def test_weights_by_broadcast(engine: RolloutEngine, model: Any) -> None:
-    with torch.no_grad():
-        model.model.norm.weight *= 1.5
-    sender = BroadcastSender("127.0.0.1", 1, 10.0)
-    announced = sender.announce(3)
-    sending = threading.Thread(target=sender.send, args=(list(model.named_parameters()), 3))
-    sending.start()
-    engine.update_weights(announced)
-    sending.join()
-    assert engine.version == 3
-    np.testing.assert_allclose(engine.logps([PROMPTS[3]])[0], forward(model, PROMPTS[3]), atol=1e-5)
 
 
 def test_what_cannot_be_built(tiny: Path) -> None:

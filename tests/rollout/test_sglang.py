@@ -27,7 +27,6 @@ from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout import sglang
 from isotrain.rollout.base import Request, Sampling
-from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.sglang import SglangEngine
 from isotrain.rollout.transfer import private_directory, write_update
@@ -213,14 +212,6 @@ def test_updates(
     assert loaded["loaded"] == sorted(["__metadata__", *(name for name, _ in weights)])
     # The server has read the file: the next version can be written over it.
     assert write_update(weights, 6, tmp_path).address != write_update(weights, 7, tmp_path).address
-
-    sender = BroadcastSender("127.0.0.1", 1, 10.0)
-    announced = sender.announce(8)
-    sending = threading.Thread(target=sender.send, args=(weights, 8))
-    sending.start()
-    engine.update_weights(announced)
-    sending.join()
-    assert engine.version == 8
 
 
 def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) -> None:

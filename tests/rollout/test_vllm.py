@@ -29,7 +29,6 @@ BAD = (
     "without embed_tokens",
     "skipped",
     "wrong shape",
-    "nobody sends",
 )
 
 
@@ -77,12 +76,6 @@ def check_bad_update(found: dict[str, Any], name: str) -> None:
     assert bad["difference_after"] <= TOLERANCE
 
 
-def check_broadcast(found: dict[str, Any]) -> None:
-    broadcast = found["broadcast"]
-    assert broadcast["difference"] <= TOLERANCE
-    assert broadcast["versions"] == [broadcast["expected"]]
-
-
 def check_listening(found: dict[str, Any]) -> None:
     assert {address.rpartition(":")[0] for address in found["listening"]} <= {"127.0.0.1", "[::1]"}
 
@@ -105,13 +98,8 @@ def test_what_is_wrong_with_an_update_is_said(found: dict[str, Any]) -> None:
         "without mlp.up_proj": "model.layers.0.mlp.gate_up_proj.weight",
         "without model.norm": "lacks weights of 1 of 14 parameters: model.norm.weight",
         "skipped": "the file holds version",
-        "nobody sends": "did not arrive from 127.0.0.1",
     }.items():
         assert part in found["bad"][name]["error"]
-
-
-def test_weights_by_broadcast(found: dict[str, Any]) -> None:
-    check_broadcast(found)
 
 
 def test_what_a_worker_reports_is_compared(found: dict[str, Any]) -> None:
@@ -170,7 +158,6 @@ def test_two_workers(tmp_path: Path) -> None:
     """Tensor parallel 2, and a head that is not tied to the embedding."""
     found = run_child(tmp_path, 2, 500)
     check_same_weights(found)
-    check_broadcast(found)
     check_listening(found)
     for name in BAD:
         check_bad_update(found, name)
@@ -187,7 +174,6 @@ def test_another_version_of_vllm(tmp_path: Path) -> None:
         pytest.skip("set ISOTRAIN_OTHER_VLLM to the Python of an environment with another vLLM, such as 0.23")
     found = run_child(tmp_path, 1, 500, python)
     check_same_weights(found)
-    check_broadcast(found)
     for name in BAD:
         check_bad_update(found, name)
     assert found["answers"]["same_alone"] and found["answers"]["greedy_is_best"]

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
 from isotrain.rollout.base import Request, Sampling
-from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.transfer import Contents, open_update, write_update
 from isotrain.rollout.update import WeightUpdate
 from isotrain.rollout.vllm import VllmEngine
@@ -249,28 +247,6 @@ class Checks:
             "difference_after": max(self.difference(t, 1.0) for t in found),
         }
 
-    def broadcasts(self) -> None:
-        sender = BroadcastSender("127.0.0.1", self.workers, 20.0)
-        self.version += 1
-        self.perturb()
-        announced = sender.announce(self.version)
-        sent: list[WeightUpdate] = []
-        sending = threading.Thread(target=lambda: sent.append(sender.send(self.tensors(), self.version)))
-        sending.start()
-        self.engine.update_weights(announced)
-        sending.join()
-        found = list(self.engine.generate(requests(1), Sampling(max_tokens=8)))
-        self.results["broadcast"] = {
-            "difference": max(self.difference(t, 1.0) for t in found),
-            "versions": sorted({int(v) for t in found for v in t.version_N}),
-            "expected": self.version,
-            "tensors": sent[0].tensors,
-        }
-        self.engine._timeout = 2.0
-        nobody = sender.announce(self.version + 1)
-        self.try_bad("nobody sends", lambda: self.engine.update_weights(nobody))
-        self.engine._timeout = 20.0
-
     def other_device(self) -> None:
         self.results["other_device"] = self.error(
             lambda: VllmEngine(self.work, name="e", dtype="float32", device_type="other", max_length=9)
@@ -303,7 +279,6 @@ def main() -> None:
         checks.abandoned,
         checks.bad_updates,
         checks.reports,
-        checks.broadcasts,
     ):
         started = time.perf_counter()
         check()

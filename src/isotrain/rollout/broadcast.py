@@ -51,7 +51,7 @@ class BroadcastSender:
         self._attempts += 1
         plan = {"version": version, "attempt": self._attempts, "receivers": self.receivers}
         self._store.set("plan", json.dumps(plan))
-        return WeightUpdate(version, "broadcast", self.address, 0, 0, "")
+        return WeightUpdate(version, self.address, 0, 0, "")
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Send to all receivers, which are told of the announcement meanwhile, and hear that they have it."""
@@ -77,7 +77,7 @@ class BroadcastSender:
             if isinstance(error, WeightUpdateError):
                 raise
             raise WeightUpdateError(f"weight update {version} was not sent: {error}") from error
-        return WeightUpdate(version, "broadcast", self.address, digest.tensors, digest.bytes, digest.hex())
+        return WeightUpdate(version, self.address, digest.tensors, digest.bytes, digest.hex())
 
     def _hear(self, store: Any, version: int, deadline: _Deadline) -> None:
         for rank in range(1, self.receivers + 1):
@@ -142,7 +142,7 @@ def _receive(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tupl
         for name, dtype, shape, start, size in metadata["entries"]:
             digest.add(name, dtype, tuple(shape), size, checksum(view[start : start + size]))
             yield name, tensor_over(view, dtype, tuple(shape), start)
-    end = WeightUpdate(update.version, update.transport, update.address, **metadata["end"])
+    end = WeightUpdate(update.version, update.address, **metadata["end"])
     try:
         digest.check(end, engine)
         if update.digest:

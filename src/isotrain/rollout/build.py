@@ -101,7 +101,6 @@ def _hf(plan: Plan) -> RolloutEngine:
         name=plan.name,
         dtype=plan.dtype,
         device=plan.device.activate(0),
-        update_timeout=plan.rollout.update_timeout,
     )
 
 

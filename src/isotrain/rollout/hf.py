@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.rollout.base import Request, Sampling, answered
-from isotrain.rollout.broadcast import receive_update
 from isotrain.rollout.sampling import draw
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.transfer import read_update
@@ -45,10 +44,9 @@ class HfEngine:
         dtype: str,
         device: torch.device,
         batch: int = 64,
-        update_timeout: float = 300.0,
     ) -> None:
         self._name, self._version, self._unusable = name, 0, ""
-        self._device, self._batch, self._timeout = device, batch, update_timeout
+        self._device, self._batch = device, batch
         self._ends = set(end_tokens(directory))
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
@@ -87,13 +85,9 @@ class HfEngine:
     @torch.no_grad()
     def update_weights(self, update: WeightUpdate) -> None:
         self._unusable = f"weight update {update.version} was not finished"
-        if update.transport == "file":
-            tensors = read_update(update, self._name)
-        else:
-            tensors = receive_update(update, self._name, self._timeout)
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         missing = {name for name, _ in self._model.named_parameters()}
-        for name, tensor in tensors:
+        for name, tensor in read_update(update, self._name):
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
                 shape = "no such parameter" if parameter is None else f"{tuple(parameter.shape)}"

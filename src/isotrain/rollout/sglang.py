@@ -26,12 +26,11 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.models.load import build_causal_lm
 from isotrain.rollout.base import Request, Sampling
-from isotrain.rollout.broadcast import receive_update
 from isotrain.rollout.exchange import HOST, Exchange, NoAnswer
 from isotrain.rollout.local_server import LocalServer, free_port
 from isotrain.rollout.sglang_messages import ask_answer, ask_logps, read_answer, read_logps
 from isotrain.rollout.stopping import end_tokens
-from isotrain.rollout.transfer import open_update, private_directory, write_update
+from isotrain.rollout.transfer import open_update, private_directory
 from isotrain.rollout.update import WeightUpdate
 
 DEVICES = ("cuda", "npu")
@@ -141,9 +140,6 @@ class SglangEngine:
     def update_weights(self, update: WeightUpdate) -> None:
         self._check_idle(WeightUpdateError)
         self._unusable = f"weight update {update.version} was not finished"
-        if update.transport != "file":
-            arriving = receive_update(update, self._name, self._timeout)
-            update = write_update(arriving, update.version, self._directory)
         # Until the server has read the file, its lock keeps the next version out of it.
         with open_update(update, self._name) as contents:
             self._check_complete(update, contents.tensors)

@@ -76,7 +76,7 @@ def write_update(
         # The file system's own clock can be too coarse to tell which file is the older one.
         os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
         os.close(descriptor)  # and with it the lock
-    return WeightUpdate(version, "file", str(path), digest.tensors, digest.bytes, digest.hex())
+    return WeightUpdate(version, str(path), digest.tensors, digest.bytes, digest.hex())
 
 
 def read_update(update: WeightUpdate, engine: str = "engine") -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,10 +11,8 @@ class WeightUpdate:
 
     version: int
     """Counts the optimizer steps that the weights have seen."""
-    transport: str
-    """`file` (in shared memory, on one host) or `broadcast` (a collective across hosts)."""
     address: str
-    """The file, or `host:port` of the collective's store."""
+    """The file in shared memory; between machines, `host:port` of the collective's store."""
     tensors: int
     bytes: int
     digest: str

@@ -37,8 +37,6 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share a host would all take the same cores
 }
 
-GRACE = 15.0
-
 
 def cannot_import(error: ImportError, device_type: str) -> RolloutError:
     """vLLM, or a package that it needs, is not there: what to install; both ways where the device is open."""
@@ -179,12 +177,11 @@ class VllmEngine:
         if self._lost:
             raise WeightUpdateError(f"{self._name}: its workers stopped answering; it must be started again")
         self._unusable = f"weight update {update.version} was not finished"
-        # Workers have the timeout themselves; those that answer late can be used again, silent ones cannot.
         try:
             outcomes = self._llm.collective_rpc(
                 "isotrain_update",
-                timeout=self._timeout + GRACE,
-                args=(self._name, self._timeout, asdict(update)),
+                timeout=self._timeout,
+                args=(self._name, asdict(update)),
             )
         except Exception as error:
             self._lost = isinstance(error, TimeoutError)

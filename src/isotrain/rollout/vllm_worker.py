@@ -5,7 +5,6 @@ vLLM's layer-wise reload is called directly: its transfer engines on top of it c
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.broadcast import receive_update
 from isotrain.rollout.transfer import open_update
 from isotrain.rollout.update import WeightUpdate
 
@@ -44,51 +42,43 @@ class WeightReceiver:
     model_runner: Any
     device: torch.device
 
-    def isotrain_update(self, engine: str, timeout: float, update: dict[str, Any]) -> dict[str, Any]:
+    def isotrain_update(self, engine: str, update: dict[str, Any]) -> dict[str, Any]:
         """Errors are told, not raised: one worker's would leave the answers of the others unread."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:
-                outcome = _receive(model, config, WeightUpdate(**update), engine, timeout)
+                outcome = _receive(model, config, WeightUpdate(**update), engine)
             except Exception as error:
                 outcome = Outcome(error=_text(error, engine))
         return asdict(outcome)
 
 
-def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str, timeout: float) -> Outcome:
-    with contextlib.ExitStack() as mapped:
-        tensors: Iterator[tuple[str, torch.Tensor]]
-        version, digest = update.version, update.digest
-        if update.transport == "file":
-            found, version, digest = mapped.enter_context(open_update(update, engine))
-            tensors = iter(found)
-        else:
-            tensors = receive_update(update, engine, timeout)
+def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str) -> Outcome:
+    # The model is opened for reloading only when the file has been found whole.
+    with open_update(update, engine) as contents:
         # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
         parameters = {name for name, _ in model.named_parameters()}
-        # The model is opened for reloading only when a file has been found whole.
         initialize_layerwise_reload(model)
         try:
-            count = _load(model, parameters, tensors, update, engine)
+            count = _load(model, parameters, contents.tensors, update, engine)
         finally:
             # Also after a failure: the layers are then unusable, but in a state that takes the next update.
             finalize_layerwise_processing(model, config)
         _pack_tied_layers(model)
-        return Outcome(version, count, digest)
+        return Outcome(contents.version, count, contents.digest)
 
 
 def _load(
     model: Any,
     parameters: set[str],
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    tensors: list[tuple[str, torch.Tensor]],
     update: WeightUpdate,
     engine: str,
 ) -> int:
     """Returns how many tensors the model took."""
-    counted = _Counted(tensors)
+    counted = _Counted(iter(tensors))
     loaded: set[str] | None = model.load_weights(counted)
-    # Asking for one more also runs the checks after the last tensor of a broadcast.
-    if next(counted, None) is not None:
+    if counted.count < update.tensors:
         raise WeightUpdateError(f"{engine}: the model took {counted.count} tensors of {update.tensors}")
     incomplete = parameters - loaded if loaded is not None else set()
     incomplete |= set(_incomplete(model)) & parameters
