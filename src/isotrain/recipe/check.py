@@ -210,7 +210,8 @@ def _locate(document: Document, model: SectionType, details: ErrorDetails) -> tu
     Pydantic also puts the member of a union into its locations (`('data', 'train', 'list[str]', 0)`); those
     parts are no keys of the schema and are left out.
     """
-    loc, path, models, values = details["loc"], (), [model], document.values
+    path: Path = ()
+    loc, models, values = details["loc"], [model], document.values
     for position, part in enumerate(loc):
         info = merged(models).get(str(part))
         if info is None:
