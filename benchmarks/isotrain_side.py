@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from smollm2 import smollm2
 from trl_side import optimizer
@@ -47,11 +48,11 @@ def train_in_turns(recipe: Recipe, steps: int, figures: Figures) -> None:
     if isinstance(recipe.algorithm, OnlineSection):
         from isotrain.trainers.online import run
 
-        run.Recorder = recorder_in_turns(steps, figures)  # type: ignore[misc]
-        run.train_online(recipe, source)
+        with patch.object(run, "Recorder", recorder_in_turns(steps, figures)):
+            run.train_online(recipe, source)
     else:
-        supervised.Recorder = recorder_in_turns(steps, figures)  # type: ignore[misc]
-        supervised.train_supervised(recipe, source)
+        with patch.object(supervised, "Recorder", recorder_in_turns(steps, figures)):
+            supervised.train_supervised(recipe, source)
 
 
 def recorder_in_turns(steps: int, figures: Figures) -> type[Recorder]:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import bench
 
@@ -27,6 +28,7 @@ from isotrain.recipe.library import locate
 from isotrain.recipe.load import load_recipe
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online import run
+from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.loop import OnlineTrainer
 
 GOAL = 1.05
@@ -86,8 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
         recipe = make_recipe(Path(directory), options.pairs, options.engine)
-        run.build_trainer = alternating(run.build_trainer)
-        run.train_online(recipe, recipe.model_dump_json())
+        with patch.object(run, "build_trainer", alternating(build_trainer)):
+            run.train_online(recipe, recipe.model_dump_json())
         rows = read_metrics(Path(recipe.output) / "metrics.jsonl")[WARM_UP:]
         files = list((Path(recipe.output) / "trajectories").glob("*.parquet"))
         size = sum(file.stat().st_size for file in files) / len(files)

@@ -76,6 +76,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
     from isotrain.algorithms import sft_loss
     from isotrain.data.feed import Feed
+    from isotrain.data.rows import Row
     from isotrain.data.sample import Sample
     from isotrain.data.sampler import Sampler
     from isotrain.data.store import build_store
@@ -97,7 +98,10 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     mask = np.ones(LENGTH, dtype=np.bool_)
     device = choose_device("cpu")
     with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
-        store = build_store(rows, lambda row: Sample(row, mask), Path(directory) / "tokens", "rows")
+        named = [Row({"tokens": tokens_T}, "rows") for tokens_T in rows]
+        store = build_store(
+            named, lambda row: Sample(row.values["tokens"], mask), Path(directory) / "tokens", "rows"
+        )
         engine = build_engine(model, optimizer, device=device, world=world, seed=0)
         recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Progress())
         recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")

@@ -66,7 +66,8 @@ def in_turns(steps: int, figures: Callable[[Mapping[str, float]], dict[str, floa
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.turns = Turns(steps)
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        def on_log(self, *_: Any, **given: Any) -> None:
+            logs: Mapping[str, float] = given["logs"]
             if "loss" in logs:
                 self.turns.after_step(**figures(logs))
 

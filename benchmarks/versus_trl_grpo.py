@@ -89,7 +89,7 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
         [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in rows]
     )
 
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
         return [
             score(messages[0]["content"], right) for messages, right in zip(completions, answer, strict=True)
         ]

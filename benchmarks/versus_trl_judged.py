@@ -55,7 +55,9 @@ def trl(algorithm: str, rows: Path, steps: int, directory: Path, dtype: str) -> 
     counted: list[float] = []
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     kind = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
-    model = kind.from_pretrained(smollm2(), dtype=dtype, **({"num_labels": 1} if algorithm == "rm" else {}))
+    model: Any = kind.from_pretrained(
+        smollm2(), dtype=dtype, **({"num_labels": 1} if algorithm == "rm" else {})
+    )
     if algorithm == "rm":
         # TRL draws the new head at random; isotrain begins at 0, and both must take the same steps.
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -76,7 +78,7 @@ def trl(algorithm: str, rows: Path, steps: int, directory: Path, dtype: str) -> 
 
     def padding(_: Any, batch: Any) -> float:
         masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
-        return 1 - sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks)
+        return 1.0 - sum(int(m.sum()) for m in masks) / sum(int(m.numel()) for m in masks)
 
     count_batches(made, counted, padding)
     made.train()
