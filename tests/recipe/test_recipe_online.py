@@ -180,7 +180,7 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
             GRPO + "rollout:\nreward:\n  function: f.py:score\n  model:\n",
             [
                 "r.yaml:9: 'reward.function' is the text 'f.py:score'; expected a section with keys such as "
-                "path, concurrency, weight; write 'function: {path: f.py:score}'",
+                "path, concurrency, start_timeout, memory_gb; write 'function: {path: f.py:score}'",
                 "r.yaml:10: 'reward.model.path' is missing; it takes text: "
                 "write 'path: models/my-reward-model' in section 'reward.model'",
             ],

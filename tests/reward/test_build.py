@@ -98,6 +98,20 @@ def test_concurrency_is_the_recipes(tmp_path: Path) -> None:
         assert max(result.score for result in rewards.score([Answer("", "")] * 10)) == 3.0
 
 
+def test_memory_and_start_of_a_function_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def f(response):\n    return len(bytearray(int(response)))\n")
+    with scorer(function={"path": f"{path}:f", "memory_gb": 1.0}) as rewards:
+        small, large = rewards.score([Answer("10", ""), Answer(str(2 << 30), "")])
+    assert (small.score, large.failure) == (10.0, "error") and "MemoryError" in large.detail
+    path.write_text("import time\ntime.sleep(1000)\n")
+    with (
+        scorer(function={"path": f"{path}:f", "start_timeout": 0.5}) as rewards,
+        pytest.raises(RewardError, match=r"it was not ready after 0\.5 s"),
+    ):
+        rewards.start()
+
+
 def test_a_wrong_path_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with (

@@ -274,6 +274,10 @@ class FunctionSection(Section):
     concurrency: int | None = Field(default=None, ge=1)
     """Calls at the same time in one worker: of an async function in one process, by default 16; of another in
     a process each, by default one for each core, 8 at most."""
+    start_timeout: float = Field(default=120.0, gt=0)
+    """Seconds within which the file must be imported."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """Most GiB of address space of one process; by default there is no limit."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 

@@ -124,6 +124,8 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
             timeout=reward.timeout,
             processes=function.concurrency or cores,
             concurrency=function.concurrency or CALLS_AT_ONCE,
+            start_timeout=function.start_timeout,
+            memory=int(function.memory_gb * 2**30) if function.memory_gb else None,
         )
         parts["function"] = pool, function.weight
     return WeightedSum(parts, reward.failed_score)

@@ -47,7 +47,8 @@ _FREE_TO_CHANGE = (
     *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
     *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance", "validation.")),
-    *(f"reward.{name}" for name in ("timeout", "workers", "math.processes", "function.concurrency")),
+    *(f"reward.{name}" for name in ("timeout", "workers", "math.processes")),
+    *(f"reward.function.{name}" for name in ("concurrency", "start_timeout", "memory_gb")),
 )
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
