@@ -37,6 +37,10 @@ class RolloutError(IsotrainError, RuntimeError):
     """A generation engine that failed, with its name."""
 
 
+class EngineLost(RolloutError):
+    """A generation engine whose own processes have ended or stopped answering: only a new one helps."""
+
+
 class WeightUpdateError(RolloutError):
     """A weight update that an engine did not take whole, or not in time."""
 

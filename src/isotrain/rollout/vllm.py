@@ -6,7 +6,9 @@ P: prompt tokens, N: response tokens, T: both.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
-from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.rollout.base import Request, Sampling, answered
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.update import WeightUpdate
@@ -28,6 +30,8 @@ FIXED = {
 }
 # Prompt tokens that are read in one step.
 PREFILL_TOKENS = 8192
+# The end of a worker's process is seen a moment after what it was doing has failed.
+NOTICE = 2.0
 # What a user who sets them means to have.
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -87,7 +91,7 @@ class VllmEngine:
             )
         self._name, self._version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost = "", False
-        self._serial = 0
+        self._serial, self._workers = 0, tensor_parallel
         self._running: dict[str, int] = {}
         self._ends = end_tokens(directory)
         self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
@@ -175,19 +179,21 @@ class VllmEngine:
         if self._running:
             raise WeightUpdateError(f"{self._name} is generating; finish or close that iterator first")
         if self._lost:
-            raise WeightUpdateError(f"{self._name}: its workers stopped answering; it must be started again")
+            raise EngineLost(f"{self._name}: its workers stopped answering; it must be started again")
         self._unusable = f"weight update {update.version} was not finished"
         try:
-            outcomes = self._llm.collective_rpc(
-                "isotrain_update",
-                timeout=self._timeout,
-                args=(self._name, asdict(update)),
-            )
+            with self._workers_watched():
+                outcomes = self._llm.collective_rpc(
+                    "isotrain_update",
+                    timeout=self._timeout,
+                    args=(self._name, asdict(update)),
+                )
+        except EngineLost:
+            raise
         except Exception as error:
             self._lost = isinstance(error, TimeoutError)
-            raise WeightUpdateError(
-                f"{self._name}: weight update {update.version} failed: {error}"
-            ) from error
+            kind = EngineLost if self._lost else WeightUpdateError
+            raise kind(f"{self._name}: weight update {update.version} failed: {error!r}") from error
         for worker, outcome in enumerate(outcomes):
             problem = outcome["error"]
             for what, wanted in (
@@ -210,11 +216,13 @@ class VllmEngine:
     def sleep(self) -> None:
         if self._sleeps:
             self._unusable = "it slept, and has no weights until the next update"
-            self._llm.sleep(level=2)
+            with self._workers_watched():
+                self._llm.sleep(level=2)
 
     def wake(self) -> None:
         if self._sleeps:
-            self._llm.wake_up()
+            with self._workers_watched():
+                self._llm.wake_up()
 
     def close(self) -> None:
         self._unusable = "it was closed"
@@ -222,6 +230,25 @@ class VllmEngine:
         if engine is not None:
             engine.engine_core.shutdown()
             del self._engine, self._llm
+
+    @contextmanager
+    def _workers_watched(self) -> Iterator[None]:
+        """Errors that follow from the end of a worker's process are told as such."""
+        try:
+            yield
+        except Exception as error:
+            if self._workers > 1 and self._has_lost_workers():
+                self._lost = True
+                raise EngineLost(
+                    f"{self._name}: a worker process of vLLM has ended ({error!r}); it must be started again"
+                ) from error
+            raise
+
+    def _has_lost_workers(self) -> bool:
+        executor, deadline = self._engine.engine_core.engine_core.model_executor, time.monotonic() + NOTICE
+        while not executor.is_failed and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return bool(executor.is_failed)
 
     def _plain(self) -> dict[str, Any]:
         from vllm.sampling_params import RequestOutputKind
@@ -244,8 +271,12 @@ class VllmEngine:
                 running[request_id] = index
                 self._engine.add_request(request_id, tokens_input(tokens.tolist()), parameters)
             while running:
-                for output in self._engine.step():
+                with self._workers_watched():
+                    outputs = self._engine.step()
+                for output in outputs:
                     yield running.pop(output.request_id), output
+        except EngineLost:
+            raise
         except (ValueError, RuntimeError) as error:
             raise RolloutError(f"{self._name}: {error}") from error
         finally:

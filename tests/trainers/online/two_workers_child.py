@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from online_runs import online_recipe
 from transformers import AutoModelForCausalLM
 
 from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.objects import fetch
 from isotrain.cluster.placement import Demand, engine_environments, place
 from isotrain.cluster.streams import next_item
@@ -82,6 +87,41 @@ class Checks:
             "answers": self.answers(),
         }
 
+    def kill(self, number: int) -> None:
+        """One of the processes that vLLM has started."""
+        (engine,) = self.engines.group.whereabouts
+        children = psutil.Process(engine.pid).children(recursive=True)
+        workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
+        assert len(workers) == 2, [child.cmdline() for child in children]
+        os.kill(workers[number].pid, signal.SIGKILL)
+
+    def killed_idle(self) -> None:
+        self.kill(1)
+        self.update()
+        self.results["idle"] = {
+            "probe": self.update(),
+            "answers": self.answers(),
+            "lives": list(self.engines.lives),
+        }
+
+    def killed_generating(self) -> None:
+        tickets = [Ticket(place, place) for place in range(16)]
+        task = self.engines.stream(0, "answer", TRAIN, tickets, 4, Sampling(400))
+        time.sleep(1.0)
+        self.kill(0)
+        try:
+            while True:
+                next_item(self.engines.group, task.work)
+        except WorkerDied as death:
+            self.engines.replace(task, death)
+            told = str(death)
+        self.results["generating"] = {
+            "told": told,
+            "probe": self.update(),
+            "answers": self.answers(),
+            "lives": list(self.engines.lives),
+        }
+
 
 def main() -> None:
     work = Path(sys.argv[1])
@@ -106,6 +146,8 @@ def main() -> None:
             engines = Engines(group, 300.0, said.append, probe_T=PROBE_T, timeout=60.0, tolerance=exact)
             checks = Checks(work, engines)
             checks.weights()
+            checks.killed_idle()
+            checks.killed_generating()
             print(json.dumps(checks.results | {"said": said}))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import numpy.typing as npt
 from isotrain.cluster.objects import Handle, put
 from isotrain.data.trajectory import Trajectory, sample_seed
 from isotrain.device.detect import choose_device
+from isotrain.errors import EngineLost
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
@@ -50,15 +54,16 @@ class RolloutWorker:
         items of a stream, and would free what the controller still means to use.
         """
         open_groups: dict[int, list[Trajectory]] = {ticket.place: [] for ticket in tickets}
-        for trajectory in self.engine.generate(self._requests(store, tickets, n), sampling):
-            group = open_groups[trajectory.place]
-            group.append(trajectory)
-            if len(group) == n:
-                del open_groups[trajectory.place]
-                group.sort(key=lambda t: t.sample)
-                handle = put(tuple(group))
-                self.held.append((trajectory.place, handle))
-                yield describe(group), handle
+        with _dying_with_its_engine():
+            for trajectory in self.engine.generate(self._requests(store, tickets, n), sampling):
+                group = open_groups[trajectory.place]
+                group.append(trajectory)
+                if len(group) == n:
+                    del open_groups[trajectory.place]
+                    group.sort(key=lambda t: t.sample)
+                    handle = put(tuple(group))
+                    self.held.append((trajectory.place, handle))
+                    yield describe(group), handle
 
     def release(self, done: int) -> None:
         """Forget the answers to draws before `done`; those of validation are before all of them."""
@@ -77,18 +82,34 @@ class RolloutWorker:
 
     def update(self, update: WeightUpdate) -> int:
         """Take new weights; returns the version that the engine now has."""
-        self.engine.update_weights(update)
+        with _dying_with_its_engine():
+            self.engine.update_weights(update)
         return self.engine.version
 
     def probe(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        (logps,) = self.engine.logps([sequence_T])
+        with _dying_with_its_engine():
+            (logps,) = self.engine.logps([sequence_T])
         return logps
 
     def sleep(self) -> None:
-        self.engine.sleep()
+        with _dying_with_its_engine():
+            self.engine.sleep()
 
     def wake(self) -> None:
-        self.engine.wake()
+        with _dying_with_its_engine():
+            self.engine.wake()
 
     def close(self) -> None:
-        self.engine.close()
+        """At any time, also before `start` and again."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+
+@contextmanager
+def _dying_with_its_engine() -> Iterator[None]:
+    """An engine that is lost needs a new process: this one ends, and the controller starts another."""
+    try:
+        yield
+    except EngineLost as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
