@@ -229,8 +229,9 @@ class RolloutSection(Section):
     """Share of an accelerator's memory for the engine's weights and cache."""
     cache_gb: float = Field(default=2.0, gt=0)
     """Size of the engine's cache in GiB where it lives in host memory."""
-    eager: bool = True
-    """Run the engine without compiling its model: slower steps, but it starts in seconds."""
+    eager: bool | None = None
+    """Run the engine without compiling its model or capturing graphs: slower steps, but it starts in seconds;
+    by default on the CPU only."""
     server_python: str | None = None
     """With `sglang`: the Python of the environment it is installed in; by default the one that trains."""
     update_timeout: float = Field(default=300.0, gt=0)

@@ -28,6 +28,11 @@ class Plan:
     seed: int
     name: str
 
+    @property
+    def eager(self) -> bool:
+        """Where compiling takes minutes and saves little, unless the recipe says otherwise."""
+        return self.device.type == "cpu" if self.rollout.eager is None else self.rollout.eager
+
     def room(self, spare: int) -> int:
         """Positions that an engine needs, and `spare` ones where the model has them."""
         return self.longest + spare if self.limit is None else min(self.longest + spare, self.limit)
@@ -70,7 +75,7 @@ def _vllm(plan: Plan) -> RolloutEngine:
         tensor_parallel=plan.rollout.tensor_parallel,
         memory=plan.rollout.memory,
         cache_bytes=int(plan.rollout.cache_gb * 2**30),
-        eager=plan.rollout.eager,
+        eager=plan.eager,
         update_timeout=plan.rollout.update_timeout,
     )
 
@@ -88,7 +93,7 @@ def _sglang(plan: Plan) -> RolloutEngine:
         seed=plan.seed,
         tensor_parallel=plan.rollout.tensor_parallel,
         memory=plan.rollout.memory,
-        eager=plan.rollout.eager,
+        eager=plan.eager,
         update_timeout=plan.rollout.update_timeout,
     )
 
