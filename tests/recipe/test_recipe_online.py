@@ -421,3 +421,12 @@ def test_difference_names_sections_that_came_or_went_once() -> None:
         'reward.gsm8k: {"method": "strict", "format_score": 0.0, "weight": 1.0} -> null',
         'reward.math: null -> {"processes": null, "weight": 1.0}',
     ]
+
+
+def test_temperatures_that_an_engine_would_raise() -> None:
+    (said,) = lines(GRPO + PARTS, "rollout.temperature=0.005")
+    assert said.endswith("'rollout.temperature' is 0.005; expected a number, at least 0.01")
+    (said,) = lines(GRPO + PARTS, "rollout.validation.temperature=0.005")
+    assert "between 0 and 0.01" in said and "write 0 for greedy answers" in said
+    for temperature in ("0", "0.01"):
+        parse_recipe(GRPO + PARTS, "r.yaml", [f"rollout.validation.temperature={temperature}"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from isotrain.recipe.section import DefaultFor, Section
+
+# vLLM raises lower temperatures to this one without a word, and the ranks would compute with another.
+COLDEST = 0.01
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -202,7 +205,16 @@ class ValidationSection(Section):
     n: int = Field(default=1, ge=1)
     """Answers to each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of validation; 0 is greedy."""
+    """Sampling temperature of validation; 0 is greedy, otherwise at least 0.01."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_sampled(cls, value: float) -> float:
+        if 0 < value < COLDEST:
+            raise ValueError(
+                f"between 0 and {COLDEST}, which engines would raise; write 0 for greedy answers"
+            )
+        return value
 
 
 class RolloutSection(Section):
@@ -213,7 +225,7 @@ class RolloutSection(Section):
     """Answers to each prompt."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer in tokens."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=COLDEST)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most likely tokens that together have this probability."""
