@@ -31,7 +31,7 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.transfer import write_update
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.build import PROBE_TOLERANCE
+from isotrain.trainers.online.build import PROBE_TOLERANCE, _probe
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
@@ -70,6 +70,18 @@ def test_what_is_allowed_follows_the_update_before() -> None:
     usual, fixed = Tolerance(0.3, 0.05, 0.5), Tolerance(0.2, 0.2, 0.2)
     assert [usual.after(before) for before in (None, 0.001, 0.02, 0.2)] == [0.3, 0.05, 0.08, 0.5]
     assert {fixed.after(before) for before in (None, 0.001, 0.1)} == {0.2}
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 5, 3], [1, 90]])
+def test_a_probe_has_at_least_two_tokens(lengths: list[int]) -> None:
+    class Prompts(list[np.ndarray]):
+        def prompt(self, number: int) -> np.ndarray:
+            return self[number]
+
+    store: Any = Prompts(np.arange(7, 7 + length, dtype=np.int32) for length in lengths)
+    probe_T = _probe(store)
+    assert probe_T.dtype == np.int32 and len(probe_T) == max(2, min(max(lengths), 32))
+    assert probe_T[0] == 7
 
 
 class FaultyWorker(RolloutWorker):

@@ -128,9 +128,10 @@ def _tolerance(dtype: str, wanted: float | None) -> Tolerance:
 
 
 def _probe(store: PromptStore) -> npt.NDArray[np.int32]:
-    """The longest of the first prompts, cut: log-probs need a second token."""
+    """The longest of the first prompts, cut; a single token is repeated, because log-probs need a second."""
     prompts = [store.prompt(number) for number in range(min(len(store), 16))]
-    return max(prompts, key=len)[:PROBE_TOKENS]
+    longest_P = max(prompts, key=len)[:PROBE_TOKENS]
+    return np.resize(longest_P, max(2, len(longest_P)))
 
 
 def _judges(reward: RewardSection) -> dict[str, float]:
