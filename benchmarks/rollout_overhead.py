@@ -100,8 +100,10 @@ def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
         name="vllm",
     )
     assert isinstance(engine, VllmEngine)
-    yield answers_of(engine._llm, work)  # a plain vllm.LLM, and certain to have the same settings
-    engine.close()
+    try:
+        yield answers_of(engine._llm, work)  # a plain vllm.LLM, and certain to have the same settings
+    finally:
+        engine.close()
 
 
 @contextmanager
@@ -116,8 +118,10 @@ def vllm_defaults(work: Work) -> Iterator[Callable[[int], Outcome]]:
         max_model_len=longest,
         kv_cache_memory_bytes=int(recipe.rollout.cache_gb * 2**30),
     )
-    yield answers_of(llm, work)
-    llm.llm_engine.engine_core.shutdown()
+    try:
+        yield answers_of(llm, work)
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # its processes outlive this one otherwise
 
 
 def answers_of(llm: Any, work: Work) -> Callable[[int], Outcome]:
