@@ -1,4 +1,4 @@
-"""All workers start at the same time, and mistakes in a reward file are told first."""
+"""In which order the workers of a run load their models, and whose mistakes are told first."""
 
 from __future__ import annotations
 
@@ -11,38 +11,63 @@ from isotrain.trainers.online.crew import Crew
 
 
 class Group:
-    """A worker group that writes down what is asked of it."""
+    """A worker group that writes down what is asked of it, in one list for all groups."""
 
     def __init__(self, name: str, seen: list[str], error: Exception | None = None) -> None:
         self.name, self.seen, self.error = name, seen, error
 
-    def submit(self, method: str, *args: Any) -> str:
+    def submit(self, method: str, *_: Any) -> list[str]:
         self.seen.append(f"{self.name} {method}")
-        return method
+        return [self.name]
 
-    def call_on(self, index: int, method: str, *args: Any) -> str:
-        return "store"
-
-    def results(self, calls: str, timeout: float) -> list[Any]:
+    def results(self, submitted: list[str], timeout: float) -> list[str]:
         self.seen.append(f"{self.name} awaited")
         if self.error:
             raise self.error
-        return [{"of": self.name}]
+        return submitted
+
+    def call(self, method: str, *_: Any, timeout: float = 0.0) -> list[str]:
+        return self.submit(method)
+
+    def call_on(self, index: int, method: str, *_: Any) -> str:
+        return "store"
+
+
+def crew(seen: list[str], takes_turns: bool, reward_error: Exception | None = None) -> Crew:
+    groups: dict[str, Any] = {name: Group(name, seen) for name in ("ranks", "engines")}
+    rewards: Any = Group("rewards", seen, reward_error)
+    return Crew(
+        store=("127.0.0.1", None),
+        relays=cast(Any, None),
+        rewards=rewards,
+        takes_turns=takes_turns,
+        **groups,
+    )
 
 
 def test_the_rewards_are_awaited_first_while_all_start() -> None:
     seen: list[str] = []
-    groups: dict[str, Any] = {name: Group(name, seen) for name in ("ranks", "engines", "rewards")}
-    crew = Crew(store=("127.0.0.1", None), relays=cast(Any, None), **groups)
-    assert crew.start(60.0) == ({"of": "ranks"}, {"of": "engines"})
+    assert crew(seen, takes_turns=False).start(60.0) == ("ranks", "engines")
     assert sorted(seen[:3]) == ["engines start", "ranks start", "rewards start"]
     assert seen[3:] == ["rewards awaited", "ranks awaited", "engines awaited"]
 
 
+def test_engines_that_take_turns_start_while_the_ranks_are_away() -> None:
+    seen: list[str] = []
+    assert crew(seen, takes_turns=True).start(60.0) == ("ranks", "engines")
+    own = [call for call in seen if not call.startswith("rewards")]
+    assert own == [
+        "ranks start",
+        "ranks awaited",
+        "ranks make_room",
+        "engines start",
+        "engines sleep",
+        "ranks come_back",
+    ]
+
+
 def test_a_mistake_in_a_reward_file_waits_for_no_model() -> None:
     seen: list[str] = []
-    groups: dict[str, Any] = {name: Group(name, seen) for name in ("ranks", "engines")}
-    rewards: Any = Group("rewards", seen, RewardError("reward.py:2: NameError"))
     with pytest.raises(RewardError, match="NameError"):
-        Crew(store=("127.0.0.1", None), relays=cast(Any, None), rewards=rewards, **groups).start(60.0)
+        crew(seen, takes_turns=False, reward_error=RewardError("reward.py:2: NameError")).start(60.0)
     assert "ranks awaited" not in seen and "engines awaited" not in seen

@@ -50,7 +50,7 @@ def build_trainer(
     """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     assert isinstance(algorithm, OnlineSection) and rollout is not None
-    settings = _settings(recipe, cluster, stores, described)
+    settings = _settings(recipe, cluster, stores, described, crew.takes_turns)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
     common: dict[str, Any] = {
         "start_timeout": cluster.start_timeout,
@@ -144,7 +144,11 @@ def _judges(reward: RewardSection) -> dict[str, float]:
 
 
 def _settings(
-    recipe: Recipe, cluster: ClusterSection, stores: Mapping[str, PromptStore], described: Description
+    recipe: Recipe,
+    cluster: ClusterSection,
+    stores: Mapping[str, PromptStore],
+    described: Description,
+    takes_turns: bool,
 ) -> LoopSettings:
     algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
     assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
@@ -155,7 +159,6 @@ def _settings(
     if VALIDATION in stores and rollout.generates:
         rows = len(stores[VALIDATION])
         validation_rows = min(rows, data.validation_rows or rows)
-    colocated = cluster.placement == "colocated"
     return LoopSettings(
         steps=total_steps(recipe, len(stores[TRAIN])),
         validate_every=trainer.validate_every,
@@ -181,7 +184,7 @@ def _settings(
         validation_n=rollout.validation.n,
         validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
         generates=rollout.generates,
-        takes_turns=rollout.generates and colocated and cluster.offload and described.device_type != "cpu",
+        takes_turns=takes_turns,
         checkpoints=Path(recipe.output) / "checkpoints",
         record=trajectories(recipe.output) if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,

@@ -44,16 +44,28 @@ class Crew:
     engines: WorkerGroup
     relays: Relays
     rewards: WorkerGroup
+    takes_turns: bool
+    """Whether ranks and engines use the same device memory one after the other."""
 
     def start(self, timeout: float) -> tuple[Description, dict[str, str]]:
-        """Load all models at the same time; returns what rank 0 says of itself, and the engines' settings."""
-        generating, scoring = self.engines.submit("start"), self.rewards.submit("start")
+        """Load all models; returns what rank 0 says of itself, and the engines' settings.
+
+        At the same time, unless they take turns: an engine measures how much memory is free for it.
+        """
+        scoring = self.rewards.submit("start")
+        generating = [] if self.takes_turns else self.engines.submit("start")
         store = self.ranks.call_on(0, "open_store", *self.store)
         learning = self.ranks.submit("start", store)
         # First those that are ready first: a mistake in a reward file is told before any model has loaded.
         self.rewards.results(scoring, timeout)
         described: Description = self.ranks.results(learning, timeout)[0]
-        return described, next(iter(self.engines.results(generating, timeout)), {})
+        if not self.takes_turns:
+            return described, next(iter(self.engines.results(generating, timeout)), {})
+        self.ranks.call("make_room")
+        settings = self.engines.call("start", timeout=timeout)[0]
+        self.engines.call("sleep")
+        self.ranks.call("come_back")
+        return described, settings
 
 
 @contextmanager
@@ -109,7 +121,8 @@ def assemble(
         )
         # The directory of a private cluster is removed with it.
         directory = str(joined.logs.parent) if joined.private else None
-        yield Crew(ranks, (placement.store_host, directory), engines, relays, rewards)
+        takes_turns = rollout.generates and colocated and cluster.offload and device.type != "cpu"
+        yield Crew(ranks, (placement.store_host, directory), engines, relays, rewards, takes_turns)
 
 
 def _ranks(
