@@ -109,7 +109,7 @@ def spent(act: Callable[[], Any]) -> tuple[Any, Spent]:
 
 
 def size(value: Any) -> int:
-    return len(cloudpickle.dumps(value))
+    return len(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
 
 
 class Controller:
@@ -211,7 +211,8 @@ def main() -> None:
     options = parser.parse_args()
     large = Step(options.prompts, options.answers, options.ranks)
     small = Step(options.prompts // SMALLER, options.answers, max(1, options.ranks // SMALLER))
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not know this file
+    # Workers do not know this file.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
         stack.enter_context(join_cluster(ClusterSection(address="local"), choose_device("cpu")))
         engines = stack.enter_context(WorkerGroup("engine", Engine, [Member()] * ENGINES))

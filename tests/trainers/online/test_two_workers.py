@@ -16,6 +16,7 @@ CHILD = Path(__file__).with_name("two_workers_child.py")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1100),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -29,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**clean, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
