@@ -185,7 +185,10 @@ def test_an_interrupt_is_a_short_line_and_130(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "recipe", ["gsm8k-sft-lora-8x", "gsm8k-grpo-8x", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x"]
+    "recipe",
+    [
+        *("gsm8k-sft-lora-8x", "gsm8k-grpo-8x", "gsm8k-grpo-2x8", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x"),
+    ],
 )
 def test_recipes_of_accelerator_size_are_valid_on_each_kind(recipe: str) -> None:
     """The commands that were published for Ascend, as recipes; nothing of a device is imported."""
