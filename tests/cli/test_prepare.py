@@ -41,6 +41,8 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"wrote {tmp_path / 'out' / 'test.parquet'} (1 rows)" in result.output
     assert "data.prompt_key=extra_info.question" in result.output
+    online = f"isotrain train gsm8k-grpo-8x \\\n        data.train={tmp_path / 'out' / 'train.parquet'}"
+    assert online in result.output
 
 
 def test_judged(tmp_path: Path) -> None:

@@ -33,11 +33,14 @@ def gsm8k(
 
     for name, rows in prepare_gsm8k(source, out).items():
         typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    online = {"data.train": "train.parquet", "data.validation": "test.parquet"}
     typer.echo(
         "\nNext, with any supervised recipe:\n"
         f"    isotrain preview RECIPE data.train={_quoted(out / 'train.parquet')} \\\n"
         f"        data.validation={_quoted(out / 'test.parquet')} \\\n"
         "        data.prompt_key=extra_info.question data.completion_key=extra_info.answer"
+        "\nor, learning from rewards on 8 accelerators:\n"
+        f"    isotrain train gsm8k-grpo-8x{_overrides(out, online, Path('work/gsm8k'))}"
     )
 
 
