@@ -3,14 +3,16 @@
 The tiny model learns to answer with digits, as `isotrain train` runs it, with a reward that takes a second,
 as a call over a network does, and answers of very unequal lengths. With `rollout.staleness: 1` the next
 step's answers are generated and scored while the model learns from this step's, and importance weights of
-tokens correct for their age. `ratio` is the time of all steps on-policy over that with staleness 1, in the
-median over turns with different seeds; what is learnt must be the same: `rewards` are means of the last
-steps.
+tokens correct for their age. What is learnt must be the same: `rewards` are means of the last steps.
+
+Three sides, each in turns with different seeds. `staleness 1` and `on-policy` differ in nothing else: engine
+and rank are placed separately, with a core each, and `ratio` is the median of their times of all steps, that
+on-policy over that with staleness 1. `on-policy, colocated` is what a user without staleness would run:
+engine and rank take turns on all cores; `ratio_colocated` compares with that one.
 
 Lengths: a random model hardly ever ends an answer. So it is first taught, with SFT, to answer with random
 digits and capitals, most of the answers short and some long (a log-normal distribution), and learns from
-rewards to leave the capitals out; where an answer ends is nothing to the reward. Engine and rank have a core
-each in both runs.
+rewards to leave the capitals out; where an answer ends is nothing to the reward.
 
     python benchmarks/asynchrony.py [--turns 2] [--steps 24]
 """
@@ -26,9 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import bench
 
@@ -46,7 +49,23 @@ async def score(response: str) -> float:
     await asyncio.sleep(1.0)
     return sum(c in string.digits for c in response) / len(response) if response else 0.0
 """
-OVERRIDES = {0: ["rollout.staleness=0"], 1: ["rollout.staleness=1", "algorithm.correction.level=token"]}
+# A core each: with the default of as many threads as cores, engine and rank would wait for each other.
+A_CORE_EACH = {"OMP_NUM_THREADS": "1"}
+
+
+class Side(NamedTuple):
+    overrides: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+STALE, ON_POLICY, COLOCATED = "staleness 1", "on-policy", "on-policy, colocated"
+SIDES = {
+    ON_POLICY: Side(("cluster.placement=separate",), A_CORE_EACH),
+    STALE: Side(
+        ("cluster.placement=separate", "rollout.staleness=1", "algorithm.correction.level=token"), A_CORE_EACH
+    ),
+    COLOCATED: Side(("cluster.placement=colocated",), {}),
+}
 SHOWN = (
     "timing_s/wait_for_batch",
     "timing_s/gen",
@@ -56,9 +75,9 @@ SHOWN = (
 )
 
 
-def isotrain(*arguments: str) -> None:
-    # A core each: with the default of as many threads as cores, engine and rank would wait for each other.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def isotrain(*arguments: str, variables: Mapping[str, str] = A_CORE_EACH) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {**inherited, "HF_HUB_OFFLINE": "1", **variables}
     command = [sys.executable, "-m", "isotrain.cli.main", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -122,14 +141,14 @@ def make_task(directory: Path) -> Path:
             "answer_key": "answer",
             "function": {"path": f"{directory / 'slow_reward.py'}:score", "concurrency": 256},
         },
-        cluster={"address": "local", "placement": "separate"},
+        cluster={"address": "local"},
         optimizer={"lr": 1e-3, "schedule": "constant", "warmup_ratio": 0},
     )
 
 
-def run(recipe: Path, staleness: int, seed: int, steps: int) -> dict[str, float]:
+def run(recipe: Path, side: str, seed: int, steps: int) -> dict[str, float]:
     """Figures of one run, by name; times are seconds of a step."""
-    output = recipe.with_name(f"run-{staleness}-{seed}")
+    output = recipe.with_name(f"run-{list(SIDES).index(side)}-{seed}")
     started = time.perf_counter()
     isotrain(
         "train",
@@ -137,7 +156,8 @@ def run(recipe: Path, staleness: int, seed: int, steps: int) -> dict[str, float]
         f"output={output}",
         f"seed={seed}",
         f"trainer.steps={steps}",
-        *OVERRIDES[staleness],
+        *SIDES[side].overrides,
+        variables=SIDES[side].variables,
     )
     rows = read_metrics(output / "metrics.jsonl")
     figures = {
@@ -151,7 +171,7 @@ def run(recipe: Path, staleness: int, seed: int, steps: int) -> dict[str, float]
         **{name.removeprefix("timing_s/"): mean(row[name] for row in rows) for name in SHOWN},
     }
     print(
-        f"seed {seed}, staleness {staleness}: {figures['steps_s']:.1f} s, reward from "
+        f"seed {seed}, {side}: {figures['steps_s']:.1f} s, reward from "
         f"{figures['first_reward']:.3f} to {figures['last_reward']:.3f}, "
         f"lengths {figures['length']:.0f} of up to {figures['longest']:.0f}",
         file=sys.stderr,
@@ -167,30 +187,35 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
-    told: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+    told: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as directory:
         os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
         recipe = make_task(Path(directory))
         print("the model answers with digits and capitals of skewed lengths now", file=sys.stderr, flush=True)
         for turn in range(options.turns):
-            for staleness in (0, 1) if turn % 2 == 0 else (1, 0):
-                told[staleness].append(run(recipe, staleness, 42 + turn, options.steps))
-    names = {0: "on-policy", 1: "staleness 1"}
-    ratio = bench.spread([a["steps_s"] / b["steps_s"] for a, b in zip(told[0], told[1], strict=True)])
-    rewards = {staleness: mean(row["last_reward"] for row in rows) for staleness, rows in told.items()}
-    agree = abs(rewards[0] - rewards[1]) <= REWARD_TOLERANCE
+            for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+                told[side].append(run(recipe, side, 42 + turn, options.steps))
+
+    def over_stale(side: str) -> dict[str, float]:
+        pairs = zip(told[side], told[STALE], strict=True)
+        return bench.spread([a["steps_s"] / b["steps_s"] for a, b in pairs])
+
+    ratio = over_stale(ON_POLICY)
+    rewards = {side: mean(row["last_reward"] for row in rows) for side, rows in told.items()}
+    agree = max(rewards.values()) - min(rewards.values()) <= REWARD_TOLERANCE
     bench.report(
         "asynchrony",
         ratio["median"],
         goal=GOAL,
         met=ratio["median"] >= GOAL and agree,
         ratios=ratio,
-        rewards={names[staleness]: round(value, 4) for staleness, value in rewards.items()},
+        ratio_colocated=over_stale(COLOCATED),
+        rewards={side: round(value, 4) for side, value in rewards.items()},
         rewards_agree=agree,
         steps=options.steps,
         **{
-            names[staleness]: {name: bench.spread([row[name] for row in rows]) for name in rows[0]}
-            for staleness, rows in told.items()
+            side: {name: bench.spread([row[name] for row in rows]) for name in rows[0]}
+            for side, rows in told.items()
         },
     )
 
