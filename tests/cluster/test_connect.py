@@ -16,12 +16,20 @@ import pytest
 import ray
 from crew import Clerk
 
-from isotrain.cluster.connect import check_authentication, join_cluster, several_machines
+from isotrain.cluster import connect
+from isotrain.cluster.connect import (
+    check_authentication,
+    find_cluster,
+    join_cluster,
+    own_cluster,
+    several_machines,
+)
 from isotrain.cluster.nodes import Node
 from isotrain.cluster.probe import Answer, knock
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
-from isotrain.errors import ClusterError
+from isotrain.device.detect import DEVICES
+from isotrain.errors import ClusterError, DeviceError
 from isotrain.recipe.online import ClusterSection
 
 TOKEN = "5e" * 32
@@ -220,6 +228,39 @@ def test_addresses_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, address:
         join_cluster(ClusterSection(), Cpu()),
     ):
         pass
+
+
+def test_only_our_own_file_says_which_cluster_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, link = tmp_path / "ray_current_cluster", tmp_path / "link"
+    assert own_cluster(file) is None
+    file.write_text("10.0.0.1:6379\n")
+    link.symlink_to(file)
+    assert own_cluster(file) == "10.0.0.1:6379"
+    assert own_cluster(link) is None, "anybody can make one to a file of ours"
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    assert own_cluster(file) is None
+    # And so a private one is started; nobody is asked, with our token or without.
+    monkeypatch.setattr(connect, "get_ray_address_file", lambda _: str(file))
+    monkeypatch.setattr(connect, "knock", pytest.fail)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert find_cluster("auto", 1) is None
+
+
+def test_a_private_cluster_needs_the_device_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(DEVICES["cuda"]), "available", lambda self: False)
+    with (
+        pytest.raises(DeviceError, match="no 'cuda' device is usable here"),
+        join_cluster(ClusterSection(address="local"), DEVICES["cuda"]),
+    ):
+        pass
+
+
+def test_ray_starts_no_cluster_by_itself() -> None:
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.put(1)
 
 
 def test_machines_are_counted_by_their_addresses() -> None:

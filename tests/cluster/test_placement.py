@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
+from isotrain.cluster import connect
+from isotrain.cluster import placement as placing
+from isotrain.cluster.connect import Cluster
+from isotrain.cluster.nodes import Node
 from isotrain.cluster.placement import (
     Demand,
     Seat,
     assign,
+    device_of,
     engine_environments,
     helper_environment,
+    place,
     rank_environments,
 )
+from isotrain.cluster.probe import Answer
 from isotrain.device.cpu import Cpu
-from isotrain.device.detect import DEVICES
+from isotrain.device.detect import DEVICES, find_device
 from isotrain.device.npu import NPU
+from isotrain.errors import ClusterError
 
 
 def seat(bundle: int, host: str, *devices: str) -> Seat:
@@ -109,6 +118,56 @@ def test_the_names_that_ray_knows() -> None:
                 patch.setenv(name, value)
             manager.set_current_process_visible_accelerator_ids(["5"])
             assert os.environ[variable] == "before"
+
+
+class Reserved:
+    """In the place of Ray's group: its devices are there at the second time of asking."""
+
+    def __init__(self) -> None:
+        self.answers = iter([False, True])
+
+    def wait(self, timeout: float) -> bool:
+        return next(self.answers)
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster of eight devices on two machines, of which the second came after it was joined."""
+    monkeypatch.setattr(placing, "placement_group", lambda bundles, strategy: Reserved())
+    monkeypatch.setattr(placing, "remove_placement_group", lambda group: None)
+    seats = [seat(0, "10.0.0.1", "0"), seat(1, "10.0.0.2", "0")]
+    monkeypatch.setattr(placing, "_seats", lambda *_: seats)
+    counts = {"NPU": (8.0, 6.0), "CPU": (64.0, 64.0)}
+    monkeypatch.setattr(placing, "resource_counts", lambda name: counts.get(name, (0.0, 0.0)))
+    nodes = [Node("a", "10.0.0.1"), Node("b", "10.0.0.2")]
+    monkeypatch.setattr(connect, "living_nodes", lambda: nodes)
+    monkeypatch.setattr(connect, "knock", lambda *_, **__: Answer.OPEN)
+
+
+def test_a_machine_that_came_later_is_no_way_around_the_token(grown: None) -> None:
+    joined = Cluster("10.0.0.1:6379", private=False, logs=Path(), trusted=False)
+    with pytest.raises(ClusterError, match="several machines"), place(joined, NPU, Demand(ranks=2), 60):
+        pass
+
+
+def test_waiting_and_idle_devices_are_told(grown: None) -> None:
+    joined = Cluster("10.0.0.1:6379", private=False, logs=Path(), trusted=True)
+    told: list[str] = []
+    with place(joined, NPU, Demand(ranks=2), 60, told.append):
+        pass
+    assert told == [
+        "waiting for 2 NPU (6 free), at most 60 s",
+        "6 NPU of the cluster stay idle; device.ranks counts those of all machines",
+    ]
+
+
+def test_the_cluster_and_not_the_driver_says_what_auto_is(grown: None) -> None:
+    joined = Cluster("10.0.0.1:6379", private=False, logs=Path())
+    assert device_of(joined, "auto") is NPU
+    assert device_of(joined, "cpu").type == "cpu"
+    assert device_of(joined, "cuda").type == "cuda", "it need not be here"
+    here = Cluster("127.0.0.1:1", private=True, logs=Path())
+    assert device_of(here, "auto") is find_device("auto")
 
 
 def test_cores_are_shared_with_those_who_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

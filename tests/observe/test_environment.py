@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from isotrain.observe.environment import _commit, _cpu, describe_environment
+from isotrain.observe.environment import _commit, _cpu, describe_environment, differences, numerics
 
 
 def test_it_says_what_the_numbers_depend_on() -> None:
@@ -113,3 +113,26 @@ def test_commit_of_a_checkout(tmp_path: Path) -> None:
     assert _commit(tmp_path) == git("rev-parse", "HEAD") + "-dirty"
     (tmp_path / "inner").mkdir()
     assert _commit(tmp_path / "inner") is None
+
+
+def test_what_is_passed_on_to_workers_changes_numbers_and_is_no_secret() -> None:
+    set_here = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "TORCH_TOKEN": "s",
+        "TORCH_HOME": "/a",
+        "HOME": "/b",
+        "OWN": "/c",
+    }
+    assert numerics(set_here, ["OWN"]) == {"ONEDNN_MAX_CPU_ISA": "AVX2", "OWN": "/c"}
+
+
+def test_ranks_that_differ_are_told_once_for_each_difference() -> None:
+    base = {"commit": "a", "python": "3.11", "machine": "x86_64", "cpu": {"model": "A", "usable": 2}}
+    first = {**base, "packages": {"torch": "2.13"}, "variables": {"OMP_NUM_THREADS": "4", "HIDES": "0,1"}}
+    same = {**first, "cpu": {"model": "A", "usable": 1}, "variables": {"OMP_NUM_THREADS": "4", "HIDES": "2"}}
+    other = {**first, "packages": {"torch": "2.14"}, "variables": {"HIDES": "0"}}
+    assert differences([first, same], {"HIDES"}) == []
+    assert differences([first, same, other, other], {"HIDES"}) == [
+        "packages.torch: rank 0 has 2.13, rank 2 has 2.14",
+        "variables.OMP_NUM_THREADS: rank 0 has 4, rank 2 has None",
+    ]

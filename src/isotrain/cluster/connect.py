@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.services import find_bootstrap_address
+from ray._common.utils import get_ray_address_file
+from ray._private import auto_init_hook
 
 from isotrain.cluster.nodes import Node, living_nodes
 from isotrain.cluster.private import (
@@ -26,8 +27,12 @@ from isotrain.cluster.private import (
 )
 from isotrain.cluster.probe import Answer, knock
 from isotrain.device.base import Device
+from isotrain.device.detect import choose_device
 from isotrain.errors import ClusterError
 from isotrain.recipe.online import ClusterSection
+
+# A thread that calls Ray when the run is over would start a cluster of Ray's own making, open to anyone.
+auto_init_hook.enable_auto_connect = False
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOW_TO_AUTHENTICATE = (
@@ -43,6 +48,15 @@ class Cluster:
     """Whether it was started here and ends with the run; then it never grows."""
     logs: Path
     """Where Ray's workers on this machine write their output."""
+    trusted: bool = True
+    """Whether nobody else reaches it, as far as its user says."""
+
+    @property
+    def introduction(self) -> str:
+        """One line for the user."""
+        return (
+            "started a private Ray cluster" if self.private else f"joined the Ray cluster at {self.address}"
+        )
 
 
 @contextmanager
@@ -73,6 +87,7 @@ def join_cluster(
             # sent only when the user says so.
             stack.enter_context(variables(RAY_AUTH_MODE="token"))
         if address is None:
+            choose_device(device.type)  # it must be here: there is no other machine
             resource = device.ray_resource
             counted: dict[str, float] = {} if resource == "CPU" else {resource: device.count()}
             logs = stack.enter_context(private_cluster(counted, cpus, keep_logs))
@@ -88,9 +103,8 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
     if address == "auto":
         named = os.environ.get("RAY_ADDRESS")
         if not named:
-            # What `ray start` left behind on this machine, perhaps long ago.
-            found: str | None = find_bootstrap_address(None)
-            return None if found is None or knock(found, answer_timeout) is Answer.NONE else found
+            found = own_cluster(Path(get_ray_address_file(None)))
+            return None if not found or knock(found, answer_timeout) is Answer.NONE else found
         address = named
     if address in ("local", "auto"):
         return None
@@ -100,6 +114,20 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
             "`local` or `auto`, and run isotrain on a machine of the cluster (ray:// clients do not work)"
         )
     return address
+
+
+def own_cluster(file: Path) -> str | None:
+    """The address that `ray start` of this user left behind on this machine, perhaps long ago.
+
+    The file is in a directory that every user can write to: that of another one could name any address, which
+    would then be sent our token and our code.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor) as opened:
+        return opened.read(1000).strip() if os.fstat(descriptor).st_uid == os.getuid() else None
 
 
 @contextmanager
@@ -124,9 +152,10 @@ def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Itera
         # Another version of Ray or Python, no Ray on this machine, ...: Ray's own words say it best.
         raise ClusterError(f"cluster.address: cannot join the Ray cluster at {address}: {error}") from error
     try:
-        if several_machines(living_nodes()) and not cluster.allow_unauthenticated:
-            check_authentication(address, answer_timeout)
-        yield Cluster(address, private=False, logs=Path(context["session_dir"]) / "logs")
+        logs = Path(context["session_dir"]) / "logs"
+        joined = Cluster(address, private=False, logs=logs, trusted=cluster.allow_unauthenticated)
+        check_machines(joined, answer_timeout)
+        yield joined
     finally:
         ray.shutdown()
 
@@ -134,6 +163,12 @@ def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Itera
 def several_machines(nodes: Sequence[Node]) -> bool:
     """Whether the nodes reach each other over a network."""
     return len({node.host for node in nodes}) > 1
+
+
+def check_machines(cluster: Cluster, answer_timeout: float = 30.0) -> None:
+    """Refuse a cluster that has become one of several machines, if it takes requests from anyone."""
+    if not cluster.trusted and several_machines(living_nodes()):
+        check_authentication(cluster.address, answer_timeout)
 
 
 def check_authentication(address: str, answer_timeout: float) -> None:

@@ -27,6 +27,12 @@ def resource_counts(name: str) -> tuple[float, float]:
     return float(total), float(free)
 
 
+def largest_node(name: str) -> float:
+    """The most of a resource that one living node has."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return max((float(node["Resources"].get(name, 0.0)) for node in nodes if node["Alive"]), default=0.0)
+
+
 def ended_actors() -> set[str]:
     """Ids of the workers of this run that have ended, for whatever reason."""
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())

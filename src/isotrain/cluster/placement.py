@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,15 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from isotrain.cluster.connect import Cluster
-from isotrain.cluster.nodes import living_nodes, resource_counts
+from isotrain.cluster.connect import Cluster, check_machines
+from isotrain.cluster.nodes import largest_node, living_nodes, resource_counts
 from isotrain.device.base import Device
+from isotrain.device.detect import DEVICES, find_device
 from isotrain.device.determinism import profile
 from isotrain.errors import ClusterError
+
+# Seconds to wait for devices before the user is told.
+QUIET = 5.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,22 @@ class Demand:
         return [1] * self.ranks + engines
 
 
+def device_of(cluster: Cluster, name: str) -> Device:
+    """The device that a recipe means there: for `auto`, the best that a machine of the cluster has."""
+    if cluster.private or name != "auto":
+        return find_device(name)
+    found = [device for device in DEVICES.values() if resource_counts(device.ray_resource)[0]]
+    return found[0] if found else DEVICES["cpu"]
+
+
 @contextmanager
-def place(cluster: Cluster, device: Device, demand: Demand, start_timeout: float) -> Iterator[Placement]:
+def place(
+    cluster: Cluster,
+    device: Device,
+    demand: Demand,
+    start_timeout: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[Placement]:
     """Reserve devices until the end of the block.
 
     A private cluster that has too few says so at once; others may be waiting for machines to join, or for
@@ -79,9 +97,15 @@ def place(cluster: Cluster, device: Device, demand: Demand, start_timeout: float
         raise ClusterError(_shortage(demand, resource))
     group = placement_group([{resource: size} for size in sizes], strategy="PACK")
     try:
-        if not group.wait(start_timeout):
-            raise ClusterError(f"{_shortage(demand, resource)} (waited {start_timeout:g} s)")
+        if not group.wait(min(QUIET, start_timeout)):
+            free = resource_counts(resource)[1]
+            tell(f"waiting for {sum(sizes)} {resource} ({free:g} free), at most {start_timeout:g} s")
+            if not group.wait(max(0.0, start_timeout - QUIET)):
+                raise ClusterError(f"{_shortage(demand, resource)} (waited {start_timeout:g} s)")
         seats = _seats(group, sizes, device, start_timeout)
+        check_machines(cluster)  # some may have come since it was joined
+        if not cluster.private and (idle := resource_counts(resource)[1]) >= 1 and resource != "CPU":
+            tell(f"{idle:g} {resource} of the cluster stay idle; device.ranks counts those of all machines")
         yield assign(seats, demand)
     finally:
         if ray.is_initialized():
@@ -167,7 +191,16 @@ def _seats(group: PlacementGroup, sizes: Sequence[int], device: Device, timeout:
     devices: list[tuple[str, ...]] = [()] * len(sizes)
     if device.visible_devices_variable is not None:
         asked = [_ask_devices(group, bundle, device.ray_resource, size) for bundle, size in enumerate(sizes)]
-        devices = [_ascending(found) for found in ray.get(asked, timeout=timeout)]
+        try:
+            devices = [_ascending(found) for found in ray.get(asked, timeout=timeout)]
+        except ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"Ray reserved {device.ray_resource} but did not tell which within {timeout:g} s: {error}"
+            ) from error
+    if gone := {nodes[bundle] for bundle in range(len(sizes))} - set(hosts):
+        raise ClusterError(
+            f"{len(gone)} machine(s) left the cluster while devices were reserved; start again"
+        )
     return [
         Seat(group, bundle, nodes[bundle], hosts[nodes[bundle]], devices[bundle])
         for bundle in range(len(sizes))
@@ -197,6 +230,12 @@ def _numeric(words: Sequence[str]) -> list[tuple[int, str]]:
 
 def _shortage(demand: Demand, resource: str) -> str:
     need = sum(demand.bundles)
+    largest = largest_node(resource)
+    if demand.engines and demand.tensor_parallel > largest:
+        return (
+            f"rollout.tensor_parallel={demand.tensor_parallel}: an engine's devices are on one machine, but "
+            f"the largest of the Ray cluster has {largest:g} {resource}; lower rollout.tensor_parallel"
+        )
     total, free = resource_counts(resource)
     nodes = len(living_nodes())
     if demand.colocated or not demand.engines:

@@ -228,6 +228,9 @@ class WorkerGroup:
         try:
             self._look_at_machines()
             self._start_watched(indices)
+        except WorkerDied:
+            self._look_at_machines()  # perhaps it died with its machine
+            raise
         finally:
             self._starting -= set(indices)
 

@@ -16,13 +16,7 @@ DEVICES: dict[str, Device] = {"cuda": CUDA, "npu": NPU, "cpu": Cpu()}
 
 def choose_device(name: str) -> Device:
     """The device of that name, or the best one present for `auto`."""
-    if name == "auto":
-        return next(device for device in DEVICES.values() if device.available())
-    if name not in DEVICES:
-        near = difflib.get_close_matches(name, DEVICES, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(["auto", *DEVICES])
-        raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
-    device = DEVICES[name]
+    device = find_device(name)
     if not device.available():
         present = [other for other, candidate in DEVICES.items() if candidate.available()]
         raise DeviceError(
@@ -30,3 +24,14 @@ def choose_device(name: str) -> Device:
             "check the driver and the PyTorch build, or set device.type=auto"
         )
     return device
+
+
+def find_device(name: str) -> Device:
+    """The same for a process that may not see the devices which others work with."""
+    if name == "auto":
+        return next(device for device in DEVICES.values() if device.available())
+    if name not in DEVICES:
+        near = difflib.get_close_matches(name, DEVICES, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(["auto", *DEVICES])
+        raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
+    return DEVICES[name]

@@ -10,8 +10,9 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # Families, so that a device's own builds and plug-ins (`torch-*`, `vllm-*`) are seen without being named.
 PACKAGES = (
@@ -78,7 +79,7 @@ def describe_environment(
     """
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": _without_secrets(sys.argv if command is None else command),
+        "command": without_secrets(sys.argv if command is None else command),
         "commit": _commit(Path(__file__).resolve().parents[3]),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -101,20 +102,48 @@ def _packages() -> dict[str, str]:
 
 
 def _variables(asked: Iterable[str]) -> dict[str, str]:
-    names = set(asked)
     home = os.path.expanduser("~")
+    return {
+        name: URL_CREDENTIALS.sub("***@", value.replace(home, "~") if len(home) > 1 else value)
+        for name, value in numerics(os.environ, asked).items()
+    }
+
+
+def numerics(environment: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
+    """The variables of an environment that change numbers; `asked` are names that matter to the device."""
+    names = set(asked)
     found: dict[str, str] = {}
-    for name, value in sorted(os.environ.items()):
+    for name, value in sorted(environment.items()):
         if SECRET.search(name):
             continue
         # A path in a variable that only matched a pattern is somebody's cache, not a numerical setting.
         general = "/" not in value and any(fnmatch.fnmatchcase(name, pattern) for pattern in VARIABLES)
         if name in names or general:
-            found[name] = URL_CREDENTIALS.sub("***@", value.replace(home, "~") if len(home) > 1 else value)
+            found[name] = value
     return found
 
 
-def _without_secrets(command: Sequence[str]) -> list[str]:
+def differences(environments: Sequence[Mapping[str, Any]], but: Collection[str]) -> list[str]:
+    """How ranks differ from the first in what changes numbers; `but` are variables that are to differ."""
+    told: dict[str, str] = {}
+    first = _flat(environments[0], but)
+    for rank, environment in enumerate(environments[1:], start=1):
+        other = _flat(environment, but)
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                words = f"{name}: rank 0 has {first.get(name)}, rank {rank} has {other.get(name)}"
+                told.setdefault(name, words)
+    return list(told.values())
+
+
+def _flat(environment: Mapping[str, Any], but: Collection[str]) -> dict[str, object]:
+    sections = ("packages", "variables", "cpu")
+    flat = {f"{name}.{key}": value for name in sections for key, value in environment[name].items()}
+    flat |= {name: environment[name] for name in ("commit", "python", "machine")}
+    return {name: value for name, value in flat.items() if name.partition(".")[2] not in {*but, "usable"}}
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
     shown: list[str] = []
     hide_next = False
     for argument in command:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -74,20 +74,15 @@ def record_start(
             "ranks": world.size,
             "determinism": determinism.as_json(),
         }
-        write_start(recipe, source, described, device.numerics_variables, data)
+        write_start(recipe, source, describe_environment(described, device.numerics_variables), data)
     world.barrier()
     return RunDirectory(recipe.output)
 
 
 def write_start(
-    recipe: Recipe,
-    source: str,
-    described: dict[str, Any],
-    numerics_variables: Sequence[str],
-    data: dict[str, str],
+    recipe: Recipe, source: str, environment: Mapping[str, object], data: dict[str, str]
 ) -> RunDirectory:
     """The run directory with this start in it: on which device, with which versions, on which data."""
-    environment = describe_environment(described, numerics_variables)
     return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
 
 

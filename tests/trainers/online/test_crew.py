@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from isotrain.device.cpu import Cpu
 from isotrain.errors import RewardError
 from isotrain.trainers.online.crew import Crew
 
@@ -37,6 +38,7 @@ def crew(seen: list[str], takes_turns: bool, reward_error: Exception | None = No
     groups: dict[str, Any] = {name: Group(name, seen) for name in ("ranks", "engines")}
     rewards: Any = Group("rewards", seen, reward_error)
     return Crew(
+        device=Cpu(),
         store=("127.0.0.1", None),
         relays=cast(Any, None),
         rewards=rewards,

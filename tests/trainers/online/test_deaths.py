@@ -56,6 +56,7 @@ def test_a_rank_that_is_killed_while_answers_are_scored_ends_the_run(
         tmp_path / "run",
         reward={"function": {"path": f"{slow}:score"}, "timeout": 400},
         rollout={"staleness": staleness},
+        cluster={"placement": "separate" if staleness else "colocated"},
     )
     run = OnlineRun(recipe, tmp_path)
     try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.placement import (
     Demand,
     Placement,
+    device_of,
     engine_environments,
     helper_environment,
     place,
@@ -21,6 +25,8 @@ from isotrain.cluster.placement import (
 from isotrain.cluster.watch import Watch
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.base import Device
+from isotrain.device.detect import find_device
+from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
@@ -38,6 +44,7 @@ CLOSING_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Crew:
+    device: Device
     ranks: WorkerGroup
     store: tuple[str | None, str | None]
     """Where the ranks meet: a host to listen on, or none and a directory for a file."""
@@ -47,8 +54,8 @@ class Crew:
     takes_turns: bool
     """Whether ranks and engines use the same device memory one after the other."""
 
-    def start(self, timeout: float) -> tuple[Description, dict[str, str]]:
-        """Load all models; returns what rank 0 says of itself, and the engines' settings.
+    def start(self, timeout: float) -> tuple[Sequence[Description], dict[str, str]]:
+        """Load all models; returns what all ranks say of themselves, and the engines' settings.
 
         At the same time, unless they take turns: an engine measures how much memory is free for it.
         """
@@ -58,7 +65,7 @@ class Crew:
         learning = self.ranks.submit("start", store)
         # First those that are ready first: a mistake in a reward file is told before any model has loaded.
         self.rewards.results(scoring, timeout)
-        described: Description = self.ranks.results(learning, timeout)[0]
+        described: list[Description] = self.ranks.results(learning, timeout)
         if not self.takes_turns:
             return described, next(iter(self.engines.results(generating, timeout)), {})
         self.ranks.call("make_room")
@@ -70,11 +77,7 @@ class Crew:
 
 @contextmanager
 def assemble(
-    recipe: Recipe,
-    cluster: ClusterSection,
-    device: Device,
-    reward_source: str | None,
-    tell: Callable[[str], None],
+    recipe: Recipe, cluster: ClusterSection, reward_source: str | None, tell: Callable[[str], None]
 ) -> Iterator[Crew]:
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
@@ -88,30 +91,26 @@ def assemble(
         def group(name: str, worker: type, members: list[Member], **own: Any) -> WorkerGroup:
             return stack.enter_context(WorkerGroup(name, worker, members, **options, **own))
 
+        here = find_device(recipe.device.type)
         joined = stack.enter_context(
-            join_cluster(cluster, device, keep_logs=Path(recipe.output).absolute() / "logs")
+            join_cluster(cluster, here, keep_logs=Path(recipe.output).absolute() / "logs")
         )
-        placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout))
+        tell(joined.introduction)
+        device = device_of(joined, recipe.device.type)
+        # Decided once: workers elsewhere may see other devices than this process.
+        values["device"]["type"] = device.type
+        placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
         at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
         learners = _ranks(recipe, values, placement, device, at_once)
         writers = _engines(recipe, values, placement, device, at_once)
         scorer = Member((values, reward_source), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
-        # At the same time: each process takes seconds to import what it needs.
-        with ThreadPoolExecutor() as pool:
-            wanted = [
-                pool.submit(group, "training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS),
-                pool.submit(group, "rollout engine", RolloutWorker, writers),
-                pool.submit(
-                    group,
-                    "reward worker",
-                    RewardWorker,
-                    [scorer] * scorer_count,
-                    concurrency=CALLS_AT_ONCE,
-                ),
-                pool.submit(group, "weight relay", Relay, away),
-            ]
-        ranks, engines, rewards, relay_group = (future.result() for future in wanted)
+        ranks, engines, rewards, relay_group = _at_once(
+            partial(group, "training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS),
+            partial(group, "rollout engine", RolloutWorker, writers),
+            partial(group, "reward worker", RewardWorker, [scorer] * scorer_count, concurrency=CALLS_AT_ONCE),
+            partial(group, "weight relay", Relay, away),
+        )
         relays = Relays(
             ranks,
             Replaceable(relay_group, cluster.start_timeout, tell),
@@ -122,7 +121,28 @@ def assemble(
         # The directory of a private cluster is removed with it.
         directory = str(joined.logs.parent) if joined.private else None
         takes_turns = rollout.generates and colocated and cluster.offload and device.type != "cpu"
-        yield Crew(ranks, (placement.store_host, directory), engines, relays, rewards, takes_turns)
+        meeting = (placement.store_host, directory)
+        yield Crew(device, ranks, meeting, engines, relays, rewards, takes_turns)
+
+
+def _at_once(*starts: Callable[[], WorkerGroup]) -> list[WorkerGroup]:
+    """Groups that are started at the same time: each process takes seconds to import what it needs.
+
+    Not in an executor, which would wait for the slowest when one has failed or the user has had enough.
+    """
+
+    def fulfil(future: Future[WorkerGroup], start: Callable[[], WorkerGroup]) -> None:
+        try:
+            future.set_result(start())
+        except BaseException as error:
+            future.set_exception(error)
+
+    futures: list[Future[WorkerGroup]] = [Future() for _ in starts]
+    for work in zip(futures, starts, strict=True):
+        threading.Thread(target=fulfil, args=work, daemon=True).start()
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+    return [future.result() for future in futures]
 
 
 def _ranks(
@@ -131,7 +151,7 @@ def _ranks(
     beside = placement.engines if at_once else []
     environments = rank_environments(placement.ranks, device, recipe.device.determinism, beside)
     return [
-        Member((values,), environment, seat)
+        Member((values,), _passed_on(device) | environment, seat)
         for environment, seat in zip(environments, placement.ranks, strict=True)
     ]
 
@@ -142,6 +162,13 @@ def _engines(
     beside = placement.ranks if at_once else []
     environments = engine_environments(placement.engines, device, recipe.device.determinism, beside)
     return [
-        Member((values, engine_name(index)), environment, seat)
+        Member((values, engine_name(index)), _passed_on(device) | environment, seat)
         for index, (environment, seat) in enumerate(zip(environments, placement.engines, strict=True))
     ]
+
+
+def _passed_on(device: Device) -> dict[str, str]:
+    """What the user has set that changes numbers: a joined cluster has the variables of `ray start`."""
+    hides = device.visible_devices_variable
+    found = numerics(os.environ, device.numerics_variables)
+    return {name: value for name, value in found.items() if name != hides}

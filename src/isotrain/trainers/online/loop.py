@@ -140,7 +140,7 @@ class OnlineTrainer:
             self.recorder.write(step, values)
             if self._is_due(step, self.settings.save_every):
                 self._save(step, batch.taken)
-            if failure := self.ranks.call_on(0, "save_failure"):
+            if failure := next(filter(None, self.ranks.call("save_failure")), None):
                 self.recorder.progress.message(f"warning: {failure}; training goes on without it")
         self.engines.settle()
         self.ranks.call("finish")

@@ -37,6 +37,7 @@ from isotrain.engine.world import open_store
 from isotrain.errors import CheckpointError
 from isotrain.models.backbone import shares_prompts
 from isotrain.models.lora import adapters_off
+from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
@@ -67,7 +68,8 @@ class Description(NamedTuple):
 
     device_type: str
     device_name: str
-    numerics_variables: tuple[str, ...]
+    environment: dict[str, object]
+    """Of the rank's own process, which need not be on the controller's machine."""
     parameters: int
     trained: int
     model: dict[str, Any]
@@ -124,13 +126,17 @@ class PolicyRank:
         return Description(
             self.device.type,
             self.device.name(),
-            self.device.numerics_variables,
+            describe_environment({}, self.device.numerics_variables),
             everything,
             trained,
             describe_model(self.policy.model),
             str(self.policy.model.fused),
             all(shares_prompts(engine.model.attention) for engine in self.models.all()),
         )
+
+    def finds(self, file: str) -> bool:
+        """Whether a file that the controller has written is on this machine too."""
+        return Path(file).is_file()
 
     def resume(self) -> Progress:
         """Go on from the newest valid checkpoint, if there is one."""

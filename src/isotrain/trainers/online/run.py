@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from isotrain.device.detect import choose_device
+from isotrain.cluster.workers import WorkerGroup
+from isotrain.device.base import Device
 from isotrain.device.determinism import profile
+from isotrain.errors import ClusterError
+from isotrain.observe.environment import differences, without_secrets
 from isotrain.observe.progress import open_progress
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
@@ -40,7 +45,6 @@ def train_online(recipe: Recipe, source: str) -> None:
     assert recipe.rollout is not None and recipe.reward is not None
     rollout = recipe.rollout
     cluster = recipe.cluster or ClusterSection()
-    device = choose_device(recipe.device.type)
     silent = "console" not in recipe.observe.sinks
     with (
         run_lock(Path(recipe.output), leads=True),
@@ -49,9 +53,6 @@ def train_online(recipe: Recipe, source: str) -> None:
         check_run(recipe)
         for warning in check_online(recipe):
             progress.message(f"warning: {warning}")
-        determinism = profile(device, recipe.device.determinism, os.environ, starts=True)
-        for complaint in determinism.complaints:
-            progress.message(f"warning: device.determinism: {complaint}")
         stores = open_prompts(recipe, progress.message)
         digests = {name: store.digest for name, store in stores.items()}
         steps = total_steps(recipe, len(stores[TRAIN]))
@@ -69,8 +70,15 @@ def train_online(recipe: Recipe, source: str) -> None:
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, steps)
         progress.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
-        with assemble(recipe, cluster, device, function, progress.message) as crew:
-            described, settings = crew.start(cluster.start_timeout)
+        with assemble(recipe, cluster, function, progress.message) as crew:
+            determinism = profile(crew.device, recipe.device.determinism, os.environ, starts=True)
+            for complaint in determinism.complaints:
+                progress.message(f"warning: device.determinism: {complaint}")
+            ranks, settings = crew.start(cluster.start_timeout)
+            described = ranks[0]
+            _check_shared(crew.ranks, Path(recipe.output))
+            for difference in _differences(crew.device, ranks):
+                progress.message(f"warning: ranks differ in {difference}")
             facts = {
                 "type": described.device_type,
                 "name": described.device_name,
@@ -78,7 +86,9 @@ def train_online(recipe: Recipe, source: str) -> None:
                 "determinism": determinism.as_json(),
                 "rollout": settings,
             }
-            run = write_start(recipe, source, facts, described.numerics_variables, digests | functions)
+            command = without_secrets(sys.argv)
+            environment = {**described.environment, "command": command, "device": facts}
+            run = write_start(recipe, source, environment, digests | functions)
             run.add_to_start({"model": described.model})
             if rollout.record:
                 write_description(recipe, digests, steps)
@@ -98,6 +108,26 @@ def train_online(recipe: Recipe, source: str) -> None:
         draw_plots(run, recipe.name, progress)
         progress.message(f"done: {steps} steps in {run.path}; curves in {run.plots}")
         progress.message(f"next: isotrain export {run.path} --out DIR")
+
+
+def _check_shared(ranks: WorkerGroup, output: Path) -> None:
+    """All ranks write their parts of a checkpoint to one directory, and wait for each other's."""
+    descriptor, file = tempfile.mkstemp(prefix=".shared-", dir=output.absolute())
+    os.close(descriptor)
+    try:
+        found = ranks.call("finds", file)
+    finally:
+        os.unlink(file)
+    if lacking := [where.host for where, there in zip(ranks.whereabouts, found, strict=True) if not there]:
+        raise ClusterError(
+            f"output: {output} is not the same directory on {', '.join(sorted(set(lacking)))}; put it on a "
+            "file system that all machines of the cluster share"
+        )
+
+
+def _differences(device: Device, ranks: Sequence[Description]) -> list[str]:
+    hides = device.visible_devices_variable
+    return differences([rank.environment for rank in ranks], {hides} if hides else set())
 
 
 def _workers(rollout: RolloutSection, ranks: int) -> str:
