@@ -101,12 +101,14 @@ class Rank:
         from isotrain.device.detect import choose_device
         from isotrain.engine.world import join_world
 
-        self.world = self.stack.enter_context(join_world(choose_device(self.device_type), store))
+        device = choose_device(self.device_type)
+        self.world = self.stack.enter_context(join_world(device, store))
         return {
             "rank": self.world.rank,
             "local_rank": self.world.local_rank,
             "device": str(self.world.device),
             "interface": os.environ["GLOO_SOCKET_IFNAME"],
+            "own interface": os.environ.get(device.interface_variable or ""),
             "pid": os.getpid(),
         }
 

@@ -19,6 +19,7 @@ from isotrain.device.fused import FusedOperators
 class Accelerator:
     type: str
     collectives: str
+    interface_variable: str
     visible_devices_variable: str
     ray_resource: str
     numerics_variables: tuple[str, ...]

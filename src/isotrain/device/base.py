@@ -32,6 +32,10 @@ class Device(Protocol):
         """Backends for `init_process_group`; host tensors can always be exchanged as well."""
 
     @property
+    def interface_variable(self) -> str | None:
+        """The environment variable that names the network interface of the device's own collectives."""
+
+    @property
     def visible_devices_variable(self) -> str | None:
         """The environment variable that hides devices from a process."""
 

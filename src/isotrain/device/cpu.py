@@ -16,6 +16,7 @@ from isotrain.device.base import Memory
 class Cpu:
     type = "cpu"
     collectives = "gloo"
+    interface_variable = None
     visible_devices_variable = None
     ray_resource = "CPU"
     numerics_variables = (

@@ -27,6 +27,7 @@ def _deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
 NPU = Accelerator(
     type="npu",
     collectives="cpu:gloo,npu:hccl",
+    interface_variable="HCCL_SOCKET_IFNAME",
     visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
     ray_resource="NPU",
     numerics_variables=(

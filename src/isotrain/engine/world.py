@@ -139,6 +139,8 @@ def join_world(device: Device, store: str | None = None) -> Iterator[World]:
     place: dict[str, Any] = {}
     if store is not None:
         place = {"store": _meet(store, size), "rank": rank, "world_size": size}
+        if device.interface_variable and store.startswith("tcp://"):
+            os.environ.setdefault(device.interface_variable, os.environ["GLOO_SOCKET_IFNAME"])
     elif "RANK" not in os.environ:
         place = {"store": HashStore(), "rank": 0, "world_size": 1}
     torch_device = device.activate(local_rank)
