@@ -85,7 +85,7 @@ def assemble(
     colocated = cluster.placement == "colocated"
     engine_count, scorer_count = (rollout.engines, recipe.reward.workers) if rollout.generates else (0, 0)
     demand = Demand(recipe.device.ranks, engine_count, rollout.tensor_parallel, colocated)
-    options = {"start_timeout": cluster.start_timeout, "watch": Watch()}
+    options: dict[str, Any] = {"start_timeout": cluster.start_timeout, "watch": Watch()}
     with ExitStack() as stack:
 
         def group(name: str, worker: type, members: list[Member], **own: Any) -> WorkerGroup:
