@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from online_runs import OnlineRun, online_recipe, run_online
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from isotrain.data.prepare.tiny_reward import score
 from isotrain.data.record import read_trajectories
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
@@ -57,6 +61,50 @@ def test_the_first_update_is_on_policy(whole: Path) -> None:
         assert row["rollout/staleness/max"] == 0.0
         assert row["reward/failures"] == 0.0
         assert row["critic/advantages/mean"] == pytest.approx(0.0, abs=0.2)
+
+
+def test_nothing_moves_without_a_learning_rate(tiny: Path, work: Path) -> None:
+    """Several updates a step are compared with log-probs from before the first: here these are the same."""
+    recipe = online_recipe(
+        tiny,
+        work / "still",
+        algorithm={"name": "grpo", "mini_batch_size": 2, "passes": 2, "kl": {"place": "loss"}},
+        optimizer={"lr": 0.0, "schedule": "constant", "warmup_ratio": 0.0},
+        trainer={"steps": 2, "validate_first": True},
+        data={
+            "train": str(tiny / "prompts.jsonl"),
+            "validation": str(tiny / "prompts-validation.jsonl"),
+            "validation_rows": 3,
+            "batch_size": 4,
+            "max_length": 64,
+            "tokens_per_micro_batch": 96,
+        },
+        rollout={"engine": "hf", "n": 4, "max_tokens": 6},
+    )
+    before, *rows = read_metrics(run_online(recipe, work, "still") / "metrics.jsonl")
+    for row in rows:
+        assert row["timing_s/old_log_prob"] > 0
+        assert row["actor/ppo_kl"] == 0.0 and row["actor/pg_clipfrac"] == 0.0 and row["actor/kl_loss"] == 0.0
+        # The engine has the same kernels, but pads, and its batches have other sizes.
+        assert row["training/rollout_logp_diff_mean"] < 1e-5
+    for row in (before, rows[-1]):
+        assert row["val-core/data/reward/mean@1"] == pytest.approx(greedy_score(tiny, rows=3))
+
+
+def greedy_score(tiny: Path, rows: int) -> float:
+    """The mean reward of the untrained model's greedy answers, as transformers alone gives them."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    lines = (tiny / "prompts-validation.jsonl").read_text().splitlines()[:rows]
+    scores = []
+    for row in map(json.loads, lines):
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        whole = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0]
+        answer = tokenizer.decode(whole[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        scores.append(score(answer, row["answer"]))
+    return sum(scores) / len(scores)
 
 
 def test_a_killed_run_goes_on_exactly(tiny: Path, work: Path, whole: Path) -> None:
