@@ -9,11 +9,43 @@ from pathlib import Path
 
 import psutil
 import pytest
-from online_runs import OnlineRun, online_recipe, run_online
+from online_runs import OnlineRun, drawn, online_recipe, run_online
 
-from isotrain.engine.checkpoint.layout import steps_in
+from isotrain.engine.checkpoint.layout import step_directory, steps_in
+from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.observe.metrics import read_metrics
+from isotrain.recipe.schema import Recipe
 from support import stable_metrics
+
+# An async reward that tells when it sleeps, and sleeps long enough to be killed in it.
+SLEEPING = """
+import asyncio, pathlib
+
+async def score(response, answer):
+    mark = pathlib.Path(__file__).with_name("asleep")
+    mark.touch()
+    await asyncio.sleep(0.3)
+    mark.unlink(missing_ok=True)
+    return sum(c.isdigit() == (answer == "digits") for c in response) / max(len(response), 1)
+"""
+
+
+def kill(run: OnlineRun, kind: str, *, busy: bool, timeout: float = 120) -> None:
+    """Ray names a worker's process after the method that it is running, and after its class alone if none."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for pid in run.workers(kind):
+            if ("." in psutil.Process(pid).cmdline()[0].split("::")[1]) == busy:
+                os.kill(pid, signal.SIGKILL)
+                return
+        time.sleep(0.001)
+    raise AssertionError(f"no {kind} was {'busy' if busy else 'idle'}:\n{run.text}")
+
+
+def assert_valid_checkpoint(run: Path) -> None:
+    root = run / "checkpoints"
+    readers = [CheckpointReader(step_directory(root, step)) for step in steps_in(root)]
+    assert readers and all(reader.problems() == [] for reader in readers)
 
 
 @pytest.mark.timeout(600)
@@ -37,9 +69,28 @@ def test_engine_and_reward_worker_are_replaced_and_a_rank_ends_the_run(tiny: Pat
         run.end()
     assert "error: training rank 0" in run.text, run.text
     # What a resumed run starts from, and every draw of every step exactly once up to there.
-    assert steps_in(tmp_path / "run" / "checkpoints")
+    assert_valid_checkpoint(tmp_path / "run")
     places = [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert places == list(range(1, len(places) + 1))
+
+
+def sleeping(tiny: Path, output: Path, function: Path) -> Recipe:
+    function.parent.mkdir(exist_ok=True)
+    function.write_text(SLEEPING)
+    return online_recipe(
+        tiny,
+        output,
+        trainer={"steps": 12, "save_every": 2},
+        rollout={"engine": "hf", "n": 4, "max_tokens": 24, "record": True},
+        reward={"function": {"path": f"{function}:score"}, "answer_key": "answer"},
+    )
+
+
+@pytest.fixture(scope="module")
+def calm(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which nobody dies."""
+    work = tmp_path_factory.mktemp("calm")
+    return OnlineRun(sleeping(tiny, work / "run", work / "reward" / "rewards.py"), work).finish(900)
 
 
 @pytest.mark.slow
@@ -76,18 +127,6 @@ def test_a_rank_that_is_killed_while_answers_are_scored_ends_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path) -> None:
-    """Draws that died with an engine are answered again, with the same seeds and weights."""
-    calm = OnlineRun(online_recipe(tiny, tmp_path / "calm", trainer={"steps": 12}), tmp_path, "calm").finish()
-    run = OnlineRun(online_recipe(tiny, tmp_path / "wild", trainer={"steps": 12}), tmp_path, "wild")
-    for step, kind in ((2, "RolloutWorker"), (5, "RewardWorker"), (8, "RolloutWorker")):
-        run.wait_for_steps(step)
-        os.kill(run.workers(kind)[0], signal.SIGKILL)
-    assert stable_metrics(run.finish()) == stable_metrics(calm)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_a_reward_file_has_started_ends_with_the_run(tiny: Path, tmp_path: Path) -> None:
     note, path = tmp_path / "pid", tmp_path / "reward.py"
@@ -100,3 +139,50 @@ def test_what_a_reward_file_has_started_ends_with_the_run(tiny: Path, tmp_path: 
     reward = {"function": {"path": f"{path}:score"}}
     run_online(online_recipe(tiny, tmp_path / "run", reward=reward, trainer={"steps": 1}), tmp_path)
     assert not psutil.pid_exists(int(note.read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path, calm: Path) -> None:
+    """Draws that died with an engine are answered again, with the same seeds and weights."""
+    function = tmp_path / "reward" / "rewards.py"
+    run = OnlineRun(sleeping(tiny, tmp_path / "run", function), tmp_path)
+    try:
+        for step, kind in (
+            (1, "RolloutWorker"),
+            (3, "RewardWorker"),
+            (5, "RolloutWorker"),
+            (8, "RewardWorker"),
+        ):
+            run.wait_for_steps(step)
+            if kind == "RolloutWorker":
+                kill(run, kind, busy=step == 1)
+                continue
+            if step == 3:
+                while not (function.parent / "asleep").exists():
+                    time.sleep(0.01)
+            os.kill(run.workers(kind)[0], signal.SIGKILL)
+        wild = run.finish(900)
+    finally:
+        run.end()
+    assert run.text.count("takes its place") == 3, run.text
+    assert stable_metrics(wild) == stable_metrics(calm) and drawn(wild) == drawn(calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_run_whose_rank_died_goes_on_exactly(tiny: Path, tmp_path: Path, calm: Path, busy: bool) -> None:
+    recipe = sleeping(tiny, tmp_path / "run", tmp_path / "reward" / "rewards.py")
+    first = OnlineRun(recipe, tmp_path, "first")
+    try:
+        first.wait_for_steps(5)
+        kill(first, "PolicyRank", busy=busy)
+        assert first.wait(120) == 1 and "error: training rank 0" in first.text
+    finally:
+        first.end()
+    assert_valid_checkpoint(tmp_path / "run")
+    second = OnlineRun(recipe, tmp_path, "second")
+    run = second.finish(900)
+    assert "resuming after step" in second.text
+    assert stable_metrics(run) == stable_metrics(calm) and drawn(run) == drawn(calm)
