@@ -43,15 +43,15 @@ from isotrain.recipe.online import ClusterSection, GrpoSection
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Batch, _informative
 from isotrain.trainers.online.collector import Collector, Seconds
-from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.figures import step_figures
+from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.settings import advantage_settings
-from isotrain.trainers.online.watch import Watch
 
 ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384
@@ -119,7 +119,7 @@ class Controller:
         self.step = step
         estimation = advantage_settings(GrpoSection(name="grpo"))
         self.trainer: Any = SimpleNamespace(
-            settings=SimpleNamespace(estimation=estimation, judges={}),
+            settings=SimpleNamespace(estimation=estimation, judges={}, failed_score=0.0),
             ranks=range(step.ranks),
             kl=SimpleNamespace(coefficient=0.0),
         )
@@ -131,11 +131,12 @@ class Controller:
         _, times["informative groups"] = spent(lambda: _informative(groups))
         plan: StepPlan
         plan, times["plan"] = spent(lambda: plan_step(groups, step.prompts, BUDGET, step.ranks, True))
-        scores_R, times["scores"] = spent(lambda: OnlineTrainer._scores(trainer, groups))
+        scored, times["scores"] = spent(lambda: OnlineTrainer._scores(trainer, groups))
+        scores_R, failures, _ = scored
         told, times["advantages"] = spent(
             lambda: OnlineTrainer._advantages(trainer, batch, plan, scores_R, scores_R)
         )
-        _, times["metrics"] = spent(lambda: step_figures(groups, scores_R, scores_R, 1))
+        _, times["metrics"] = spent(lambda: step_figures(groups, scores_R, scores_R, 1, failures))
         self.ranks_a_group = sum(len(part.groups) for part in plan.ranks) / len(groups)
         sizes = {
             "answers, in": sum(size((group.answers, group.handle)) for group in groups),
@@ -218,9 +219,16 @@ def main() -> None:
         engines = stack.enter_context(WorkerGroup("engine", Engine, [Member()] * ENGINES))
         scorers = stack.enter_context(WorkerGroup("scorer", Scorer, [Member((large.n,))] * SCORERS))
         collector = Collector(
-            Engines(engines, 60.0, print, probe_T=np.zeros(1, np.int32), timeout=60.0, tolerance=1.0),
+            Engines(
+                engines,
+                60.0,
+                print,
+                probe_T=np.zeros(1, np.int32),
+                timeout=60.0,
+                tolerance=Tolerance(1.0, 1.0, 1.0),
+            ),
             Replaceable(scorers, 60.0, print),
-            Watch(lambda text: None, print),
+            Headway(lambda text: None, print),
         )
         few, _ = measure(collector, Controller(small), options.turns)
         profile = cProfile.Profile()

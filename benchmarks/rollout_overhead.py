@@ -181,7 +181,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
         started = time.perf_counter()
         stream = open_stream(group, 0, "answer", TRAIN, tickets, recipe.rollout.n, sampling)
         while True:
-            wait_any([stream])
+            wait_any(group.watch, [stream])
             try:
                 handles.append(next_item(group, stream)[1])
             except StopIteration:

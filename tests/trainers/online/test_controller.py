@@ -25,13 +25,13 @@ from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Tolerance
+from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 from isotrain.trainers.online.plan import plan_step
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.trainers.online.watch import Watch
 
 PROMPTS, N, RANKS = 8, 4, 2
 SHORT, LONG = 128, 8192
@@ -123,7 +123,7 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                         tolerance=Tolerance(1.0, 1.0, 1.0),
                     ),
                     Replaceable(rewards, 60.0, print),
-                    Watch(SHOWN.append, print),
+                    Headway(SHOWN.append, print),
                 )
     cloudpickle.unregister_pickle_by_value(here)
 

@@ -21,6 +21,7 @@ from isotrain.trainers.online.batches import Ahead, BatchMaker, Maker, OnDemand
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.crew import Crew
 from isotrain.trainers.online.engines import Engines, Tolerance
+from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description, Progress
 from isotrain.trainers.online.prompts import TRAIN, VALIDATION
@@ -28,7 +29,6 @@ from isotrain.trainers.online.recording import trajectories
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.online.settings import advantage_settings
-from isotrain.trainers.online.watch import Watch
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps
 
@@ -63,8 +63,8 @@ def build_trainer(
         timeout=rollout.update_timeout,
         tolerance=_tolerance(recipe.model.dtype, rollout.probe_tolerance),
     )
-    watch = Watch(recorder.progress.waiting, recorder.progress.message)
-    collector = Collector(engines, Replaceable(crew.rewards, **common), watch)
+    headway = Headway(recorder.progress.waiting, recorder.progress.message)
+    collector = Collector(engines, Replaceable(crew.rewards, **common), headway)
     sampler = _sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
     trainer = OnlineTrainer(

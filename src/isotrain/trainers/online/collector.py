@@ -12,10 +12,10 @@ from isotrain.cluster.objects import Handle
 from isotrain.cluster.streams import Stream, next_item, wait_any
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.headway import Headway, Request
 from isotrain.trainers.online.messages import Answers, Group, Ticket
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
-from isotrain.trainers.online.watch import Request, Watch
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
 CALLS_AT_ONCE = 4
@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 class Collector:
     engines: Engines
     rewards: Replaceable
-    watch: Watch
+    headway: Headway
 
     def collect(
         self,
@@ -53,7 +53,7 @@ class Collector:
         done: dict[int, Group] = {}
         seconds = Seconds(0.0, 0.0)
         what = "answers" if store == TRAIN else f"{store} answers"
-        with self.watch.request(what, len(tickets) * n) as request:
+        with self.headway.request(what, len(tickets) * n) as request:
             while missing := [ticket for ticket in tickets if ticket.place not in done]:
                 request.answered = request.scored = len(done) * n
                 attempt = _Round(self, request, store, n, sampling, engine_is_free)
@@ -85,7 +85,7 @@ class _Round:
         engine_is_free: Callable[[], None],
     ) -> None:
         self.engines, self.rewards = collector.engines, collector.rewards
-        self.watch, self.request = collector.watch, request
+        self.headway, self.request = collector.headway, request
         self.store, self.n, self.sampling = store, n, sampling
         self.engine_is_free = engine_is_free
         self.streams: list[Task] = []
@@ -102,11 +102,11 @@ class _Round:
                 self.streams.append(
                     self.engines.stream(index, "answer", self.store, share, self.n, self.sampling)
                 )
-                self.watch.asked(index)
+                self.headway.asked(index)
         while self.streams or self.scoring or self.backlog:
             self._send_backlog()
             tasks = [*self.streams, *self.scoring]
-            self.watch.look(self.request, [task.index for task in self.streams])
+            self.headway.look(self.request, [task.index for task in self.streams])
             works, deadline = [task.work for task in tasks], time.monotonic() + LOOK_SECONDS
             for number in wait_any(self.engines.group.watch, works, deadline):
                 if isinstance(tasks[number].work, Stream):
@@ -121,7 +121,7 @@ class _Round:
         assert isinstance(task.work, Stream)
         try:
             self.backlog.append(next_item(self.engines.group, task.work))
-            self.watch.heard_from(task.index)
+            self.headway.heard_from(task.index)
             self.request.answered += self.n
         except StopIteration:
             self.streams.remove(task)

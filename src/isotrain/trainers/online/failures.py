@@ -55,7 +55,7 @@ def failures_of(groups: Iterable[Group]) -> Failures:
 
 
 def recorded_failures(counts: Mapping[str, int]) -> Failures:
-    causes = {cause: counts[cause] for cause in FAILURES if counts.get(cause)}
+    causes: dict[str, int] = {cause: counts[cause] for cause in FAILURES if counts.get(cause)}
     first = f"{next(iter(causes))}: in an answer that was not recorded" if causes else ""
     return Failures(counts.get("answers", 0), causes, first)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotrain.trainers.online.watch import PATIENCE_SECONDS, Watch
+from isotrain.trainers.online.headway import PATIENCE_SECONDS, Headway
 
 
 class Clock:
@@ -12,9 +12,9 @@ class Clock:
         return self.now
 
 
-def watch() -> tuple[Watch, Clock, list[str], list[str]]:
+def watch() -> tuple[Headway, Clock, list[str], list[str]]:
     shown, told, clock = list[str](), list[str](), Clock()
-    return Watch(shown.append, told.append, clock), clock, shown, told
+    return Headway(shown.append, told.append, clock), clock, shown, told
 
 
 def test_the_newest_of_requests_that_overlap_is_shown() -> None:

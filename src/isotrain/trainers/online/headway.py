@@ -23,7 +23,7 @@ class Request:
         return f"{self.what} {self.answered} of {self.total}, {self.scored} scored, {now - self.begun:.0f} s"
 
 
-class Watch:
+class Headway:
     def __init__(
         self,
         show: Callable[[str], None],
