@@ -71,12 +71,7 @@ class VllmEngine:
         eager: bool = True,
         update_timeout: float = 300.0,
     ) -> None:
-        special = npu_environment(os.environ) if device_type == "npu" else {}
-        os.environ.update(FIXED | special)
-        for variable in [name for name, value in special.items() if not value]:
-            del os.environ[variable]
-        for variable, value in DEFAULTS.items():
-            os.environ.setdefault(variable, value)
+        special = _set_environment(device_type)
         if eager:
             _compile_nothing()
         try:
@@ -288,6 +283,17 @@ class VllmEngine:
         starts = output.logprobs.start_indices
         logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
         return answered(request, response_N, logp_N, self._version, output.finish_reason == "stop")
+
+
+def _set_environment(device_type: str) -> dict[str, str]:
+    """Returns what is special to the device."""
+    special = npu_environment(os.environ) if device_type == "npu" else {}
+    os.environ.update(FIXED | special)
+    for variable in [name for name, value in special.items() if not value]:
+        del os.environ[variable]
+    for variable, value in DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    return special
 
 
 def _compile_nothing() -> None:
