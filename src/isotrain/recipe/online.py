@@ -250,7 +250,7 @@ class RolloutSection(Section):
     """Seconds after which a weight update that has not ended ends the run."""
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean difference of engine's and trained model's log-probs after an update; by default judged
-    by `model.dtype` and the update before."""
+    by `model.dtype` and the updates before."""
     record: bool = False
     """Write all trajectories to Parquet in the run directory."""
     replay: str | None = None

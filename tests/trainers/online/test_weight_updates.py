@@ -66,7 +66,7 @@ def test_vllm_and_trainer_agree_after_every_update_of_adapters(tiny: Path, tmp_p
     assert abs(entropies[-1] - entropies[0]) > 0.05
 
 
-def test_what_is_allowed_follows_the_update_before() -> None:
+def test_what_is_allowed_follows_the_updates_before() -> None:
     usual, fixed = Tolerance(0.3, 0.05, 0.5), Tolerance(0.2, 0.2, 0.2)
     assert [usual.after(before) for before in (None, 0.001, 0.02, 0.2)] == [0.3, 0.05, 0.08, 0.5]
     assert {fixed.after(before) for before in (None, 0.001, 0.1)} == {0.2}

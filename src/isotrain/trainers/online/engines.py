@@ -39,7 +39,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far log-probs of a probe may differ: at the first update, and later in terms of the one before.
+    """How far log-probs of a probe may differ: at the first update, and later in terms of those before.
 
     Rounding differs from model to model, and grows slowly as a model leaves the probe behind; weights that an
     engine did not take show at once.
@@ -50,8 +50,9 @@ class Tolerance:
     most: float
     factor: float = 4.0
 
-    def after(self, before: float | None) -> float:
-        return self.first if before is None else min(self.most, max(self.least, self.factor * before))
+    def after(self, largest: float | None) -> float:
+        """`largest`: of all updates so far."""
+        return self.first if largest is None else min(self.most, max(self.least, self.factor * largest))
 
 
 class Engines(Replaceable):
@@ -76,8 +77,10 @@ class Engines(Replaceable):
         self.probe_T, self.timeout, self.tolerance = probe_T, timeout, tolerance
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
-        self.difference: float | None = None
-        """The largest on the probe, of the update that was verified last."""
+        self.difference = 0.0
+        """On the probe, of the update that was verified last."""
+        self.largest: float | None = None
+        """On the probe, of all updates."""
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
@@ -94,9 +97,10 @@ class Engines(Replaceable):
         """Wait until all engines have what was sent last; returns the largest difference on the probe."""
         deliveries, self.under_way = self.under_way, []
         verified = [self._verified(delivery) for delivery in deliveries]
-        found = [difference for difference in verified if difference is not None]
-        self.difference = max(found, default=self.difference)
-        return self.difference or 0.0
+        if found := [difference for difference in verified if difference is not None]:
+            self.difference = max(found)
+            self.largest = max(self.difference, self.largest or 0.0)
+        return self.difference
 
     def _verified(self, delivery: Delivery) -> float | None:
         name, weights = engine_name(delivery.update.index), delivery.weights
@@ -117,7 +121,7 @@ class Engines(Replaceable):
         if version != weights.version:
             raise WeightUpdateError(f"{name} has weights of version {version} after update {weights.version}")
         difference = float(np.abs(logps - weights.logps).mean())
-        allowed = self.tolerance.after(self.difference)
+        allowed = self.tolerance.after(self.largest)
         if not difference <= allowed:
             raise WeightUpdateError(
                 f"{name}: after weight update {weights.version} its log-probs differ from the trained model "
