@@ -148,20 +148,14 @@ def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path, calm: P
     function = tmp_path / "reward" / "rewards.py"
     run = OnlineRun(sleeping(tiny, tmp_path / "run", function), tmp_path)
     try:
-        for step, kind in (
-            (1, "RolloutWorker"),
-            (3, "RewardWorker"),
-            (5, "RolloutWorker"),
-            (8, "RewardWorker"),
-        ):
-            run.wait_for_steps(step)
-            if kind == "RolloutWorker":
-                kill(run, kind, busy=step == 1)
-                continue
-            if step == 3:
-                while not (function.parent / "asleep").exists():
-                    time.sleep(0.01)
-            os.kill(run.workers(kind)[0], signal.SIGKILL)
+        run.wait_for_steps(1)
+        kill(run, "RolloutWorker", busy=True)
+        run.wait_for_steps(3)
+        while not (function.parent / "asleep").exists():
+            time.sleep(0.01)
+        os.kill(run.workers("RewardWorker")[0], signal.SIGKILL)
+        run.wait_for_steps(6)
+        kill(run, "RolloutWorker", busy=False)
         wild = run.finish(900)
     finally:
         run.end()
