@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -90,11 +91,10 @@ def open_store(host: str | None, directory: str | None = None) -> str:
     return address
 
 
-def _close_store(address: str) -> None:
-    """Forget what `open_store` made; a file's directory goes when the last rank has left it."""
-    if _opened.pop(address) is None:
-        with suppress(OSError):
-            os.rmdir(os.path.dirname(address))
+def _close_store(address: str, size: int) -> None:
+    """Forget what `open_store` made; the file of several ranks stays until the last has left it."""
+    if _opened.pop(address) is None and size == 1:
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
 
 
 def interface_of(address: str) -> str:
@@ -151,4 +151,4 @@ def join_world(device: Device, store: str | None = None) -> Iterator[World]:
     finally:
         dist.destroy_process_group()
         if store in _opened:
-            _close_store(store)
+            _close_store(store, size)

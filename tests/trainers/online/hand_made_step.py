@@ -178,7 +178,7 @@ def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     if rank.models.critic is not None:
         _watch(rank.models.critic, step.critic)
     relays = SimpleNamespace(spread=lambda update: [])
-    crew: Any = SimpleNamespace(ranks=here, engines=[], relays=relays, rewards=[])
+    crew: Any = SimpleNamespace(ranks=here, engines=[], relays=relays, rewards=[], takes_turns=False)
     recorder.sinks = [SimpleNamespace(write=lambda number, values: step.metrics.update(values))]
     trainer = build_trainer(
         recipe, ClusterSection(), open_prompts(recipe), crew, described, recorder, Beginning(0, {}, [])

@@ -49,14 +49,14 @@ def crew(seen: list[str], takes_turns: bool, reward_error: Exception | None = No
 
 def test_the_rewards_are_awaited_first_while_all_start() -> None:
     seen: list[str] = []
-    assert crew(seen, takes_turns=False).start(60.0) == ("ranks", "engines")
+    assert crew(seen, takes_turns=False).start(60.0) == (["ranks"], "engines")
     assert sorted(seen[:3]) == ["engines start", "ranks start", "rewards start"]
     assert seen[3:] == ["rewards awaited", "ranks awaited", "engines awaited"]
 
 
 def test_engines_that_take_turns_start_while_the_ranks_are_away() -> None:
     seen: list[str] = []
-    assert crew(seen, takes_turns=True).start(60.0) == ("ranks", "engines")
+    assert crew(seen, takes_turns=True).start(60.0) == (["ranks"], "engines")
     own = [call for call in seen if not call.startswith("rewards")]
     assert own == [
         "ranks start",

@@ -171,7 +171,9 @@ def train(recipe: Recipe) -> Rows:
         try:
             described = rank.start(open_store(None))
             relays = SimpleNamespace(spread=lambda update: [])
-            crew: Any = SimpleNamespace(ranks=Here(rank), engines=[], relays=relays, rewards=[])
+            crew: Any = SimpleNamespace(
+                ranks=Here(rank), engines=[], relays=relays, rewards=[], takes_turns=False
+            )
             recorder, stores = Recorder(Progress()), open_prompts(recipe)
             recorder.sinks = [SimpleNamespace(write=lambda step, values: rows.append(dict(values)))]
             trainer = build_trainer(
