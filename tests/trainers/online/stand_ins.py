@@ -70,8 +70,8 @@ class StandInGroup:
 
 
 def stand_in_engines(group: StandInGroup, timeout: float = 10.0) -> Engines:
-    exact = Tolerance(0.0, 0.0, 0.0)
-    return Engines(group, 10.0, print, probe_T=PROBE_T, timeout=timeout, tolerance=exact)  # type: ignore[arg-type]
+    wide = Tolerance(1.0, 1.0, 1.0)
+    return Engines(group, 10.0, print, probe_T=PROBE_T, timeout=timeout, tolerance=wide)  # type: ignore[arg-type]
 
 
 def weights(version: int) -> Weights:

@@ -64,6 +64,7 @@ def trainer(
         share_prompts=False,
         takes_turns=False,
         judges=judges or {},
+        failed_score=0.0,
         validation_rows=ROWS,
         validation_n=N,
         validation_sampling=Sampling(8, 0.0),
@@ -97,7 +98,7 @@ def test_lost_groups_of_a_batch_are_answered_until_all_are_there() -> None:
 
 def test_lost_groups_of_a_validation_are_answered_again() -> None:
     loop = trainer({0}, StandInGroup(), judges={"model": 1.0})
-    figures = loop.validate()
+    figures = loop.validate(1)
     assert loop.collector.asked == [(VALIDATION, [-1, -2, -3], N, 0.0), (VALIDATION, [-1], N, 0.0)]
     # Scores of the stand-in (0 and 1) and of the judge (0 to 5), each with its own answer.
     assert figures["val-core/data/reward/mean@2"] == pytest.approx(0.5 + 2.5)
@@ -109,7 +110,7 @@ def test_a_validation_does_not_begin_before_its_weights_are_verified() -> None:
     loop.engines.timeout = 0.3
     loop.engines.send(weights(1))
     with pytest.raises(WeightUpdateError, match="weight update 1 has not ended"):
-        loop.validate()
+        loop.validate(1)
     assert not loop.collector.asked
 
 
@@ -117,5 +118,5 @@ def test_what_a_validation_has_verified_is_told_with_the_next_weights() -> None:
     loop = trainer(set(), StandInGroup())
     sent = weights(1)
     loop.engines.send(sent._replace(logps=sent.logps + 0.25))
-    loop.validate()
+    loop.validate(1)
     assert loop.engines.settle() == pytest.approx(0.25)

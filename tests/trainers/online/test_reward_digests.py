@@ -20,7 +20,7 @@ def test_a_change_is_noticed_once(tiny: Path, tmp_path: Path) -> None:
         assert recipe.reward is not None
         digests = function_digests(recipe, reward_source(recipe.reward))
         changed = changed_since_start(recipe, digests)
-        write_start(recipe, "", {}, (), digests)
+        write_start(recipe, "", {}, digests)
         return changed
 
     assert start("def f(response):\n    return 1\n") == []
