@@ -5,11 +5,12 @@ calls `vllm.LLM.generate` on token ids, with the settings that we start vLLM wit
 with a rollout worker in a private Ray cluster: the worker turns outputs into trajectories and puts them into
 the object store group by group, and the controller collects the handles, as in training but without rewards.
 `defaults` is vLLM alone with nothing set but type, length and size of the cache (which by itself takes the
-machine's memory), and so shows what our settings cost.
+machine's memory), and so shows what our settings cost. It has no seeds: with them vLLM's own sampler ends
+there with "CPU Generator does not use offset".
 
-`ratio` is the median over the turns of the layer's time over that of `vllm`, `over_defaults` of both over
-that of `defaults`. `answers_equal` says that `layer` and `vllm` wrote the same tokens in all turns; `fetch_s`
-is the time it takes afterwards to fetch all trajectories from the store.
+`ratio` is the median over the turns of the layer's time over that of `vllm`, `over_defaults` of both sides'
+time for a token over that of `defaults`. `answers_equal` says that `layer` and `vllm` wrote the same tokens
+in all turns; `fetch_s` is the time it takes afterwards to fetch all trajectories from the store.
 
     python benchmarks/rollout_overhead.py [--turns 7] [--prompts 32] [--answers 4] [--tokens 64]
 """
@@ -119,12 +120,12 @@ def vllm_defaults(work: Work) -> Iterator[Callable[[int], Outcome]]:
         kv_cache_memory_bytes=int(recipe.rollout.cache_gb * 2**30),
     )
     try:
-        yield answers_of(llm, work)
+        yield answers_of(llm, work, seeded=False)
     finally:
         llm.llm_engine.engine_core.shutdown()  # its processes outlive this one otherwise
 
 
-def answers_of(llm: Any, work: Work) -> Callable[[int], Outcome]:
+def answers_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], Outcome]:
     from vllm import SamplingParams
 
     from isotrain.data.trajectory import sample_seed
@@ -142,7 +143,7 @@ def answers_of(llm: Any, work: Work) -> Callable[[int], Outcome]:
         parameters = [
             SamplingParams(
                 temperature=recipe.rollout.temperature,
-                seed=seed,
+                seed=seed if seeded else None,
                 max_tokens=recipe.rollout.max_tokens,
                 logprobs=0,
                 stop_token_ids=list(end_tokens(Path(recipe.model.path))),
@@ -247,11 +248,13 @@ def main() -> None:
     def column(side: str, name: str) -> Sequence[float]:
         return [row[name] for row in rows[side]]
 
-    def over(side: str, other: str) -> dict[str, float]:
-        pairs = zip(column(side, "seconds"), column(other, "seconds"), strict=True)
-        return bench.spread([own / others for own, others in pairs])
+    def over(own: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+        return bench.spread([a / b for a, b in zip(own, others, strict=True)])
 
-    ratio = over("layer", "vllm")
+    def seconds_a_token(side: str) -> list[float]:
+        return [a / b for a, b in zip(column(side, "seconds"), column(side, "tokens"), strict=True)]
+
+    ratio = over(column("layer", "seconds"), column("vllm", "seconds"))
     equal = column("layer", "checksum") == column("vllm", "checksum")
     bench.report(
         "rollout_overhead",
@@ -259,16 +262,15 @@ def main() -> None:
         goal=GOAL,
         met=ratio["median"] <= GOAL and equal,
         ratios=ratio,
-        over_defaults={side: over(side, "defaults") for side in ("layer", "vllm")},
+        over_defaults={
+            side: over(seconds_a_token(side), seconds_a_token("defaults")) for side in ("layer", "vllm")
+        },
         answers_equal=equal,
         seconds={side: bench.spread(column(side, "seconds")) for side in SIDES},
         fetch_s=bench.spread(column("layer", "fetch_s")),
         tokens=bench.spread(column("layer", "tokens")),
         tokens_per_s={
-            side: bench.spread(
-                [a / b for a, b in zip(column(side, "tokens"), column(side, "seconds"), strict=True)]
-            )
-            for side in SIDES
+            side: bench.spread([1 / seconds for seconds in seconds_a_token(side)]) for side in SIDES
         },
         processor_s={side: bench.spread([turn["processor_s"] for turn in answers[side]]) for side in SIDES},
         peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in answers.items()},
