@@ -199,6 +199,12 @@ def totals(all_times: Sequence[dict[str, Spent]], step: Step) -> list[float]:
     return [1e6 * sum(part.processor for part in times.values()) / trajectories for times in all_times]
 
 
+def engines_without_weights(group: WorkerGroup) -> Engines:
+    """That are only asked for answers: nothing is sent to them, and nothing compared."""
+    nothing_T, anything = np.zeros(1, np.int32), Tolerance(1.0, 1.0, 1.0)
+    return Engines(group, 60.0, print, probe_T=nothing_T, timeout=60.0, tolerance=anything)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -219,14 +225,7 @@ def main() -> None:
         engines = stack.enter_context(WorkerGroup("engine", Engine, [Member()] * ENGINES))
         scorers = stack.enter_context(WorkerGroup("scorer", Scorer, [Member((large.n,))] * SCORERS))
         collector = Collector(
-            Engines(
-                engines,
-                60.0,
-                print,
-                probe_T=np.zeros(1, np.int32),
-                timeout=60.0,
-                tolerance=Tolerance(1.0, 1.0, 1.0),
-            ),
+            engines_without_weights(engines),
             Replaceable(scorers, 60.0, print),
             Headway(lambda text: None, print),
         )

@@ -24,7 +24,6 @@ from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
 from isotrain.trainers.online.plan import plan_step
@@ -114,14 +113,7 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             scoring = pool.submit(started, RewardWorker, values, source)
             with writing.result() as engines, scoring.result() as rewards:
                 yield Collector(
-                    Engines(
-                        engines,
-                        60.0,
-                        print,
-                        probe_T=np.zeros(1, np.int32),
-                        timeout=60.0,
-                        tolerance=Tolerance(1.0, 1.0, 1.0),
-                    ),
+                    controller.engines_without_weights(engines),
                     Replaceable(rewards, 60.0, print),
                     Headway(SHOWN.append, print),
                 )

@@ -42,6 +42,16 @@ def kill(run: OnlineRun, kind: str, *, busy: bool, timeout: float = 120) -> None
     raise AssertionError(f"no {kind} was {'busy' if busy else 'idle'}:\n{run.text}")
 
 
+def kill_rank(run: OnlineRun) -> int:
+    """The end of the only rank ends the run in time; returns which process it was."""
+    (rank,) = run.workers("PolicyRank")
+    os.kill(rank, signal.SIGKILL)
+    killed = time.monotonic()
+    assert run.wait(60) == 1
+    assert time.monotonic() - killed < 60
+    return rank
+
+
 def assert_valid_checkpoint(run: Path) -> None:
     root = run / "checkpoints"
     readers = [CheckpointReader(step_directory(root, step)) for step in steps_in(root)]
@@ -60,11 +70,7 @@ def test_engine_and_reward_worker_are_replaced_and_a_rank_ends_the_run(tiny: Pat
             run.wait_for_steps(run.steps() + 3)
             assert f"warning: {words}" in run.text and "takes its place" in run.text
             assert run.workers(kind) != [victim]
-        (rank,) = run.workers("PolicyRank")
-        os.kill(rank, signal.SIGKILL)
-        killed = time.monotonic()
-        assert run.wait(60) == 1
-        assert time.monotonic() - killed < 60
+        kill_rank(run)
     finally:
         run.end()
     assert "error: training rank 0" in run.text, run.text
@@ -116,11 +122,7 @@ def test_a_rank_that_is_killed_while_answers_are_scored_ends_the_run(
             assert run.process.poll() is None and time.monotonic() < deadline, run.text
             time.sleep(0.1)
         time.sleep(5)
-        (rank,) = run.workers("PolicyRank")
-        os.kill(rank, signal.SIGKILL)
-        killed = time.monotonic()
-        assert run.wait(60) == 1
-        assert time.monotonic() - killed < 60
+        rank = kill_rank(run)
     finally:
         run.end()
     assert f"error: training rank 0 on 127.0.0.1 (pid {rank}) died: " in run.text, run.text

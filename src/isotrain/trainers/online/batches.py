@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ import torch
 from isotrain.algorithms.dapo import informative
 from isotrain.data.sampler import Sampler
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.failures import Failures, failures_of
 from isotrain.trainers.online.messages import Group, Ticket
@@ -164,12 +164,8 @@ class Ahead:
         if self._left <= 0:
             return
         self._left -= 1
-        made: Future[Batch] = Future()
-        self._begun.append(made)
         turn, self._turn = self._turn, Future()
-        # Not those of an executor: one that waits for a worker must not keep the program from ending.
-        arguments = (made, self._begin(), turn, self._turn)
-        threading.Thread(target=_fulfil, args=arguments, name="batch", daemon=True).start()
+        self._begun.append(in_background(partial(_made_in_turn, self._begin(), turn, self._turn)))
 
     def next(self) -> Batch:
         return self._begun.popleft().result()
@@ -183,7 +179,7 @@ class Ahead:
         self._left = 0
 
 
-def _fulfil(made: Future[Batch], make: Make, turn: Future[None], next_turn: Future[None]) -> None:
+def _made_in_turn(make: Make, turn: Future[None], next_turn: Future[None]) -> Batch:
     def next_may_begin() -> None:
         if not next_turn.done():
             next_turn.set_result(None)
@@ -191,9 +187,9 @@ def _fulfil(made: Future[Batch], make: Make, turn: Future[None], next_turn: Futu
     try:
         turn.result()
         batch = make(next_may_begin)
-        next_may_begin()
-        made.set_result(batch)
-    except BaseException as error:  # raised where the batch is asked for
-        made.set_exception(error)
+    except BaseException as error:
         if not next_turn.done():
             next_turn.set_exception(error)
+        raise
+    next_may_begin()
+    return batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,13 @@ from isotrain.data.prompts import PromptStore
 from isotrain.data.sampler import Sampler
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.models.load import model_directory, read_config
+from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Ahead, BatchMaker, Maker, OnDemand
 from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.crew import Crew
+from isotrain.trainers.online.crew import Crew, demand_of
 from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
@@ -186,7 +186,7 @@ def _settings(
         validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
         generates=rollout.generates,
         takes_turns=takes_turns,
-        checkpoints=Path(recipe.output) / "checkpoints",
+        checkpoints=RunDirectory(recipe.output).checkpoints,
         record=trajectories(recipe.output) if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
     )
@@ -194,9 +194,7 @@ def _settings(
 
 def devices_of(recipe: Recipe, cluster: ClusterSection) -> int:
     """What throughput is divided by: devices of ranks, and those that engines have to themselves."""
-    assert recipe.rollout is not None
-    apart = recipe.rollout.generates and cluster.placement != "colocated"
-    return recipe.device.ranks + (recipe.rollout.engines * recipe.rollout.tensor_parallel if apart else 0)
+    return sum(demand_of(recipe, cluster).bundles)
 
 
 def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:

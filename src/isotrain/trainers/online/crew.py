@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import CALLS_AT_ONCE
 from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
@@ -75,6 +75,15 @@ class Crew:
         return described, settings
 
 
+def demand_of(recipe: Recipe, cluster: ClusterSection) -> Demand:
+    """Which devices ranks and engines take."""
+    rollout = recipe.rollout
+    assert rollout is not None
+    engines = rollout.engines if rollout.generates else 0
+    colocated = cluster.placement == "colocated"
+    return Demand(recipe.device.ranks, engines, rollout.tensor_parallel, colocated)
+
+
 @contextmanager
 def assemble(
     recipe: Recipe, cluster: ClusterSection, reward_source: str | None, tell: Callable[[str], None]
@@ -82,9 +91,8 @@ def assemble(
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
     rollout, values = recipe.rollout, resolved(recipe)
-    colocated = cluster.placement == "colocated"
-    engine_count, scorer_count = (rollout.engines, recipe.reward.workers) if rollout.generates else (0, 0)
-    demand = Demand(recipe.device.ranks, engine_count, rollout.tensor_parallel, colocated)
+    demand = demand_of(recipe, cluster)
+    scorer_count = recipe.reward.workers if rollout.generates else 0
     options: dict[str, Any] = {"start_timeout": cluster.start_timeout, "watch": Watch()}
     with ExitStack() as stack:
 
@@ -120,7 +128,7 @@ def assemble(
         )
         # The directory of a private cluster is removed with it.
         directory = str(joined.logs.parent) if joined.private else None
-        takes_turns = rollout.generates and colocated and cluster.offload and device.type != "cpu"
+        takes_turns = rollout.generates and demand.colocated and cluster.offload and device.type != "cpu"
         meeting = (placement.store_host, directory)
         yield Crew(device, ranks, meeting, engines, relays, rewards, takes_turns)
 
@@ -128,18 +136,9 @@ def assemble(
 def _at_once(*starts: Callable[[], WorkerGroup]) -> list[WorkerGroup]:
     """Groups that are started at the same time: each process takes seconds to import what it needs.
 
-    Not in an executor, which would wait for the slowest when one has failed or the user has had enough.
+    When one has failed, or the user has had enough, the slowest is not waited for.
     """
-
-    def fulfil(future: Future[WorkerGroup], start: Callable[[], WorkerGroup]) -> None:
-        try:
-            future.set_result(start())
-        except BaseException as error:
-            future.set_exception(error)
-
-    futures: list[Future[WorkerGroup]] = [Future() for _ in starts]
-    for work in zip(futures, starts, strict=True):
-        threading.Thread(target=fulfil, args=work, daemon=True).start()
+    futures = [in_background(start) for start in starts]
     for future in wait(futures, return_when=FIRST_EXCEPTION).done:
         future.result()
     return [future.result() for future in futures]
