@@ -36,6 +36,14 @@ class _Layout:
         return np.arange(self.stored - len(tokens_T), self.stored)
 
 
+def same_prompt(samples: Sequence[Sample], prompts: Sequence[int]) -> list[list[int]]:
+    """Numbers of the samples whose first `prompts[i]` tokens are equal, group by group."""
+    groups: dict[bytes, list[int]] = {}
+    for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+        groups.setdefault(sample.tokens_T[:prompt].tobytes(), []).append(number)
+    return list(groups.values())
+
+
 def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatch:
     """As `pack` does, but equal prompts (the first `prompts[i]` tokens of sample i) are computed once.
 
@@ -43,14 +51,12 @@ def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatc
     """
     if not samples:
         return pack(samples)
-    families: dict[bytes, list[int]] = {}
-    for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-        families.setdefault(sample.tokens_T[:prompt].tobytes(), []).append(number)
     layout = _Layout()
     places: list[Places] = [np.zeros(0, np.int64)] * len(samples)
-    for members in families.values():
-        if len(members) == 1:
-            places[members[0]] = layout.add(samples[members[0]].tokens_T)
+    for members in same_prompt(samples, prompts):
+        if len(members) == 1 or not prompts[members[0]]:
+            for number in members:
+                places[number] = layout.add(samples[number].tokens_T)
             continue
         prompt = prompts[members[0]]
         trunk, trunk_places = len(layout.tokens), layout.add(samples[members[0]].tokens_T[:prompt])

@@ -8,6 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from isotrain.data.packing import computing_cost, plan_micro_batches
+from isotrain.data.sample import Sample
+from isotrain.data.shared_prompts import same_prompt
 
 # Pieces of groups are what is spread over ranks. Fewer for each rank, and ranks would wait for each other.
 PIECES_PER_RANK = 4
@@ -52,6 +54,23 @@ def plan_mini_batches(
         own = plan_micro_batches([p.tokens for p in pieces], budget, ranks, [p.cost for p in pieces])
         plan.append([[sorted(i for p in micro for i in pieces[p].numbers) for micro in rank] for rank in own])
     return plan
+
+
+def plan_samples(
+    samples: Sequence[Sample], prompts: Sequence[int], budget: int, share_prompts: bool
+) -> list[list[int]]:
+    """One rank's micro-batches of samples that begin with `prompts[i]` tokens of a prompt.
+
+    A sample beyond the budget has a micro-batch of its own.
+    """
+    groups = same_prompt(samples, prompts)
+    order = [number for members in groups for number in members]
+    lengths = [
+        (prompts[members[0]], [min(len(samples[i]), budget) - prompts[i] for i in members])
+        for members in groups
+    ]
+    plan = plan_mini_batches(lengths, max(1, len(groups)), budget, 1, share_prompts)
+    return [[order[i] for i in micro] for mini in plan for micro in mini[0]]
 
 
 def _cut(

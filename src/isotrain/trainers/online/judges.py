@@ -16,22 +16,37 @@ from transformers import PreTrainedTokenizerBase
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
 from isotrain.data.shared_prompts import pack_shared
+from isotrain.data.split import plan_samples
 from isotrain.data.steps import join_steps, split_steps
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.frozen import Frozen
 from isotrain.engine.scores import score_samples
 from isotrain.engine.verdicts import Verdicts, judge_steps
 from isotrain.models.backbone import shares_prompts
-from isotrain.trainers.online.step import Micro
 
 
 class Judge(Protocol):
     @property
     def model(self) -> Frozen: ...
 
-    def scores(self, micros: Sequence[Micro], trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
-        """A score for each trajectory of this rank; all ranks bring equally many micro-batches."""
+    def scores(self, trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
+        """A score for each trajectory of this rank; all ranks call it together."""
         ...
+
+
+def _micro_batches(
+    model: Frozen, samples: Sequence[Sample], prompts: Sequence[int], budget: int
+) -> tuple[list[list[int]], list[PackedBatch]]:
+    """Which samples are in which micro-batch, and these, equally many on all ranks.
+
+    What a reward model reads is not as long as what the policy wrote: the policy's plan does not hold.
+    """
+    share, world = shares_prompts(model.model.attention), model.world
+    plan = plan_samples(samples, prompts, budget, share)
+    counts = world.sum([len(plan) if rank == world.rank else 0 for rank in range(world.size)])
+    plan += [[]] * (int(max(counts)) - len(plan))
+    chosen = [([samples[i] for i in micro], [prompts[i] for i in micro]) for micro in plan]
+    return plan, [pack_shared(*own) if share else pack(own[0]) for own in chosen]
 
 
 @dataclass(frozen=True)
@@ -39,29 +54,26 @@ class WholeAnswers:
     """One score at the last token of the conversation, written to its end as in the judge's training."""
 
     model: Frozen
+    budget: int
     closing: Sequence[int]
     """What comes after an answer."""
     ends: Sequence[int]
     """Tokens with which a policy ends an answer."""
 
-    def scores(self, micros: Sequence[Micro], trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
-        found = score_samples(self.model, [self._packed(micro, trajectories) for micro in micros])
+    def scores(self, trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
+        numbers, told = list(trajectories), list(trajectories.values())
+        plan, batches = _micro_batches(
+            self.model, [self._sample(t) for t in told], [t.prompt_length for t in told], self.budget
+        )
         return {
-            i: score
-            for micro, scores_R in zip(micros, found, strict=True)
-            for i, score in zip(micro.batch.index, scores_R.tolist(), strict=False)
+            numbers[i]: score
+            for micro, scores_R in zip(plan, score_samples(self.model, batches), strict=True)
+            for i, score in zip(micro, scores_R.tolist(), strict=False)
         }
-
-    def _packed(self, micro: Micro, trajectories: Mapping[int, Trajectory]) -> PackedBatch:
-        told = [trajectories[i] for i in micro.batch.index]
-        samples = [self._sample(trajectory) for trajectory in told]
-        shared = shares_prompts(self.model.model.attention)
-        packed = pack_shared(samples, [t.prompt_length for t in told]) if shared else pack(samples)
-        return packed.to(self.model.world.device)
 
     def _sample(self, trajectory: Trajectory) -> Sample:
         tokens_T = trajectory.tokens_T
-        if trajectory.finished and tokens_T[-1] in self.ends:
+        if trajectory.finished and len(trajectory.mask_N) and tokens_T[-1] in self.ends:
             tokens_T = tokens_T[:-1]
         tokens_T = np.append(tokens_T, np.array(self.closing, np.int32))
         return Sample(tokens_T, np.arange(len(tokens_T)) >= trajectory.prompt_length)
@@ -81,23 +93,24 @@ class Steps:
     """Each step is judged where it ends, in the tokens that the judge was trained on."""
 
     model: Frozen
+    budget: int
     verdicts: Verdicts
     tokenizer: PreTrainedTokenizerBase
     separator: str
     separator_tokens: Sequence[int]
     aggregate: Callable[[torch.Tensor], torch.Tensor]
 
-    def scores(self, micros: Sequence[Micro], trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
-        told = [[self._sample(trajectories[i]) for i in micro.batch.index] for micro in micros]
-        device = self.model.world.device
-        batches = [pack([sample for sample, _ in samples]).to(device) for samples in told]
+    def scores(self, trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
+        numbers, told = list(trajectories), [self._sample(t) for t in trajectories.values()]
+        # The prompt's last token stays with each response: a step may end right after it, and the token
+        # before an end must be the one that is stored before it.
+        shared = [t.prompt_length - 1 for t in trajectories.values()]
+        plan, batches = _micro_batches(self.model, [sample for sample, _ in told], shared, self.budget)
         found = {}
-        for micro, samples, good_N in zip(
-            micros, told, judge_steps(self.model, batches, self.verdicts), strict=True
-        ):
-            own = good_N.float().cpu().split([int(sample.mask_T.sum()) for sample, _ in samples])
-            for i, (_, steps), good_S in zip(micro.batch.index, samples, own, strict=True):
-                found[i] = self.aggregate(good_S).item() if steps else 0.0
+        for micro, good_N in zip(plan, judge_steps(self.model, batches, self.verdicts), strict=True):
+            own = good_N.float().cpu().split([int(told[i][0].mask_T.sum()) for i in micro])
+            for i, good_S in zip(micro, own, strict=True):
+                found[numbers[i]] = self.aggregate(good_S).item() if told[i][1] else 0.0
         return found
 
     def _sample(self, trajectory: Trajectory) -> tuple[Sample, int]:

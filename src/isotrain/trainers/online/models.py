@@ -73,23 +73,28 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
         reference=build_reference(model, **common) if needs_copy else None,
         critic=critic,
         value_clip=value_clip,
-        judges=_judges(recipe.reward, model, **common),
+        judges=build_reward_models(recipe.reward, model, recipe.data.tokens_per_micro_batch, **common),
         rollout_dtype=getattr(torch, model.dtype),
     )
 
 
-def _judges(reward: RewardSection, model: ModelSection, *, device: Device, world: World) -> dict[str, Judge]:
+def build_reward_models(
+    reward: RewardSection, model: ModelSection, budget: int, *, device: Device, world: World
+) -> dict[str, Judge]:
     judges: dict[str, Judge] = {}
     if reward.model is not None:
         scorer = build_reward_model(reward.model.path, model, device=device, world=world)
         policy = model_directory(model.path)
-        judges["model"] = WholeAnswers(scorer, closing_tokens(load_tokenizer(policy)), end_tokens(policy))
+        closing = closing_tokens(load_tokenizer(policy))
+        judges["model"] = WholeAnswers(scorer, budget, closing, end_tokens(policy))
     if reward.process is not None:
-        judges["process"] = _steps(reward.process, model, device, world)
+        judges["process"] = _steps(reward.process, model, budget, device, world)
     return judges
 
 
-def _steps(process: ProcessRewardSection, model: ModelSection, device: Device, world: World) -> Steps:
+def _steps(
+    process: ProcessRewardSection, model: ModelSection, budget: int, device: Device, world: World
+) -> Steps:
     tokenizer = load_tokenizer(model_directory(process.path, "reward.process.path"))
     judge = build_process_reward_model(process.path, model, device=device, world=world)
     verdicts: Verdicts = of_classes
@@ -99,6 +104,7 @@ def _steps(process: ProcessRewardSection, model: ModelSection, device: Device, w
         verdicts = of_tokens(bad, good)
     return Steps(
         judge,
+        budget,
         verdicts,
         tokenizer,
         process.step_separator,

@@ -211,7 +211,8 @@ class PolicyRank:
 
     def judge(self, name: str) -> dict[int, float]:
         """A judge's scores of this rank's trajectories."""
-        return self.models.judges[name].scores(self.micros, self.trajectories)
+        own = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
+        return self.models.judges[name].scores(own)
 
     def advantages(
         self,
