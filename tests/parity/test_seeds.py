@@ -10,7 +10,7 @@ from known_curves import falling, run_of
 
 from isotrain.errors import RecipeError
 from isotrain.parity.budget import plan, seconds_of
-from isotrain.parity.equivalence import equivalence_level, tost
+from isotrain.parity.equivalence import equivalence_level, quantile, tost
 from isotrain.parity.outcome import interquartile_mean, outcome_level
 from isotrain.parity.run import Run, Series
 
@@ -45,10 +45,16 @@ def test_tost_by_hand() -> None:
     """Differences 1, 2, 3: mean 2, standard error 1/sqrt(3), t(2) = 2.920."""
     found = tost(np.array([1.0, 2.0, 3.0]), spread=10.0)
     assert found.mean == 2.0
-    assert found.half == pytest.approx(2.920 / np.sqrt(3))
+    assert found.half == pytest.approx(2.919986 / np.sqrt(3))
     assert found.margin == 5.0 and found.state == "same"
     assert tost(np.array([1.0, 2.0, 3.0]), spread=2.0).state == "cannot tell"
     assert tost(np.array([11.0, 12.0, 13.0]), spread=2.0).state == "different"
+
+
+def test_quantiles_as_in_print() -> None:
+    """Student's t, one-sided 95 %, of printed tables for seeds - 1 degrees of freedom; 1.645 is the limit."""
+    printed = {3: 2.920, 11: 1.812, 21: 1.725, 22: 1.721, 26: 1.708, 31: 1.697, 61: 1.671, 121: 1.658}
+    assert {seeds: round(quantile(seeds), 3) for seeds in printed} == printed
 
 
 def with_scores(a: list[float], b: list[float]) -> list[tuple[Run, Run]]:
