@@ -26,7 +26,22 @@ def test_a_run_of_another_device_is_not_taken_for_this_one(tmp_path: Path) -> No
         children(tmp_path).train("reference", Side("cpu-avx2", (), {"A": "1"}), why="test")
 
 
+def test_a_run_that_was_stopped_is_not_finished_on_another_device(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="failed"):
+        children(tmp_path).train("reference", Side("cpu-avx2", (), {}), why="test")
+    (tmp_path / "reference").mkdir()  # it had come to its first checkpoint
+    with pytest.raises(LaunchError, match="another way"):
+        children(tmp_path).train("reference", Side("cpu", (), {}), why="test")
+    with pytest.raises(LaunchError, match="reference on cpu-avx2 failed"):
+        children(tmp_path).train("reference", Side("cpu-avx2", (), {}), why="test")
+
+
+def test_a_run_of_unknown_origin_is_not_finished(tmp_path: Path) -> None:
+    (tmp_path / "reference").mkdir()
+    with pytest.raises(LaunchError, match="another way"):
+        children(tmp_path).train("reference", Side("cpu", (), {}), why="test")
+
+
 def test_a_failure_says_what_the_run_said(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"reference on cpu failed(.|\n)*no-such-recipe"):
         children(tmp_path).train("reference", Side("cpu", (), {}), why="test")
-    assert not (tmp_path / "reference.json").exists()

@@ -56,9 +56,11 @@ class Children:
             "variables": {**side.variables},
         }
         before = _read(note) if output.exists() else {}
-        if before and {key: before.get(key) for key in how} != how:
-            # A finished run would otherwise be taken for one of another device.
+        if output.exists() and {key: before.get(key) for key in how} != how:
+            # It would be finished here, and its curves taken for those of this device.
             raise LaunchError(f"{output} was run in another way (see {note}); choose another --work")
+        # Before the run: one that is stopped on the way must not be finished on another device.
+        write_atomically(note, json.dumps({"seconds": 0.0, **before, **how}, indent=1) + "\n")
         self.tell(f"{why}: {Path(self.recipe).stem} on {side.label}")
         begun = time.monotonic()
         self._run(name, side, [*changes, path_override("output", output)], log)
@@ -86,7 +88,7 @@ class Children:
 
 
 def _read(note: Path) -> dict[str, Any]:
-    """How an earlier run of that name was made; nothing is known of one without a note."""
+    """How an earlier run of that name was made."""
     try:
         content = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):

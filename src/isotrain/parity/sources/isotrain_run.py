@@ -14,8 +14,13 @@ from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped, inside
 from isotrain.parity.sources.columns import Columns
 from isotrain.parity.sources.json_lines import objects, value_of
+from isotrain.recipe.load import changes
 
 _MAX_FACTS = 64 << 20
+# What makes it another device; `rollout` is beside them in online runs.
+_OF_DEVICE = ("type", "name", "ranks", "determinism")
+# They hold a processor below its best instructions, which makes it another device to `parity certify`.
+INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 def is_isotrain_run(path: Path) -> bool:
@@ -63,11 +68,29 @@ def _last_start(
         raise Source(path / name).error('no list "starts" of objects in it')
     if not starts:
         return None, {}
+    for number, start in enumerate(starts[1:], start=2):
+        if differ := changes(_device(starts[0]), _device(start)):
+            raise Source(path / name).error(
+                f"start {number} of this run was on another device than the first "
+                f"({clipped('; '.join(differ), 300)}), so its curves are of neither: train again in a new "
+                "directory"
+            )
     environment = dict(starts[-1])
     data = environment.pop("data", {})
     if not isinstance(data, dict) or not all(isinstance(digest, str) for digest in data.values()):
         raise Source(path / name).error('"data" of the last start are not digests')
     return environment, data
+
+
+def _device(start: dict[str, Any]) -> dict[str, Any]:
+    """What a start tells of the device that it computed on."""
+    device, variables, host = (
+        found if isinstance(found := start.get(name), dict) else {} for name in ("device", "variables", "cpu")
+    )
+    own = {name: device.get(name) for name in _OF_DEVICE}
+    if device.get("type") == "cpu":
+        own |= {name: variables.get(name) for name in INSTRUCTIONS} | {"features": host.get("features")}
+    return own
 
 
 def _facts(path: Path, name: str, digests: dict[str, str]) -> dict[str, Any] | None:
