@@ -216,15 +216,16 @@ class _Reader:
                 self.document.problems.append(Problem(place, "a key is a list or a section; expected a name"))
                 continue
             key = key_node.value
+            here = (*path, key)
             if key in first:
                 line = first[key].start_mark.line + 1
                 before = "" if self.override is not None else f", first on line {line}"
-                text = f"key {dotted((*path, key))!r} is given twice{before}; keep one"
+                text = f"key {dotted(here)!r} is given twice{before}; keep one"
                 self.document.problems.append(Problem(place, text))
                 continue
             first[key] = key_node
-            self.document.places[(*path, key)] = place
-            values[key] = self.value(value_node, (*path, key))
+            self.document.places[here] = place
+            values[key] = self.value(value_node, here)
         return values
 
     def scalar(self, node: yaml.ScalarNode, path: Path) -> str | int | float | bool | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+_Section = TypeVar("_Section", bound="Section")  # `typing.Self` is of Python 3.11
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Section(BaseModel):
     refuses: ClassVar[Mapping[str, str]] = {}
     """Top-level sections that must not be there with this one, and why."""
 
-    def for_case(self, case: str) -> Self:
+    def for_case(self: _Section, case: str) -> _Section:
         """This section with the defaults that it has in that case."""
         others = {
             name: item.value
