@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from isotrain.errors import RecipeError
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.setup import check_run
+from isotrain.trainers.setup import _FREE_TO_CHANGE, check_run
 from support import tiny_recipe
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -58,3 +59,13 @@ def test_what_may_change_between_two_starts(tiny: Path, tmp_path: Path, field: s
     else:
         with pytest.raises(RecipeError, match=rf"cannot be resumed with this one:\n  {field}"):
             check_run(changed)
+
+
+def test_the_page_lists_what_may_change() -> None:
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    table = page.split("These may be different from the first start")[1].split("\n\n")[1]
+    listed = {name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    free = {
+        f"{name.removesuffix('.')}.*" if name.endswith((".", "cluster")) else name for name in _FREE_TO_CHANGE
+    }
+    assert listed == free | {"trainer.steps", "trainer.epochs"}  # of which there is more to say

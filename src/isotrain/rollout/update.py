@@ -10,7 +10,7 @@ class WeightUpdate:
     """Plain values only: it goes to engines in other processes as JSON."""
 
     version: int
-    """Counts the optimizer steps that the weights have seen."""
+    """The step of the run after which these weights were taken; a step may have several updates."""
     address: str
     """The file in shared memory; between machines, `host:port` of the collective's store."""
     tensors: int

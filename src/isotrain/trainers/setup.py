@@ -35,8 +35,8 @@ from isotrain.recipe.load import difference, load_resolved, resolved
 from isotrain.recipe.preference import DpoSection, JudgedSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
 
-# A run may be resumed with these changed: they leave the samples, the loss and the updates as they were, at
-# most in another order of sums. Who ran out of memory must be able to change what takes it.
+# A run may be resumed with these changed; docs/checkpoints.md says what each changes. None is another model,
+# data, loss or optimizer. Who ran out of memory, time or steps must be able to change what takes them.
 _FREE_TO_CHANGE = (
     "output",
     "observe.",
