@@ -72,7 +72,8 @@ def _places(start: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tens
 
 def _mixed(index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64: whole numbers that wrap around, the same on every machine."""
-    x: npt.NDArray[np.uint64] = index * np.uint64(0x9E3779B97F4A7C15)
+    x = index * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    final: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return final
