@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from isotrain.data.chat import ChatTemplate, closing_tokens, encode_conversation, encode_text
+from isotrain.data.chat import ChatTemplate, closing_tokens, encode_text
 from isotrain.data.formats import Conversation, Message, Text
 from isotrain.errors import DataError
 
 QUESTIONS = ["What is the capital of France?", "And 12 plus 30?", "Thanks! ☀️ One more?"]
 ANSWERS = ["Paris, of course.", "I think\n\n- 42", "Ünïcode 🙂 and\ttabs"]
+
+
+def encode_conversation(tokenizer: Any, conversation: Conversation) -> Any:
+    return ChatTemplate(tokenizer).encode(conversation)
 
 
 def dialogue(turns: int = 3, system: str | None = None, answers: list[str] = ANSWERS) -> list[Message]:

@@ -21,8 +21,8 @@ def test_three_samples_by_hand() -> None:
     assert batch.lengths == (3, 1, 3)
     # The masks of 10, 20 and 30 count for nothing: they are first in their samples.
     assert batch.predict_N.tolist() == [1, 4] and batch.targets_N.tolist() == [12, 31]
-    assert batch.sample_N.tolist() == [0, 2] and batch.loss_tokens == 2
-    tensors = (batch.tokens_T, batch.positions_T, batch.predict_N, batch.targets_N, batch.sample_N)
+    assert batch.loss_tokens == 2
+    tensors = (batch.tokens_T, batch.positions_T, batch.predict_N, batch.targets_N)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
 
 
@@ -32,22 +32,21 @@ def test_targets_stay_inside_their_samples() -> None:
     batch = pack(samples)
     segment_T = torch.repeat_interleave(torch.arange(29), torch.tensor(batch.lengths))
     assert torch.equal(batch.tokens_T[batch.predict_N + 1], batch.targets_N)
-    assert torch.equal(segment_T[batch.predict_N], batch.sample_N)
-    assert torch.equal(segment_T[batch.predict_N + 1], batch.sample_N)
+    assert torch.equal(segment_T[batch.predict_N], segment_T[batch.predict_N + 1])
     assert batch.loss_tokens == sum(int(s.mask_T[1:].sum()) for s in samples)
 
 
 def test_no_samples_are_one_token_without_loss() -> None:
     batch = pack([])
     assert batch.tokens_T.tolist() == [0] and batch.positions_T.tolist() == [0] and batch.lengths == (1,)
-    assert batch.loss_tokens == 0 and batch.targets_N.shape == batch.sample_N.shape == (0,)
+    assert batch.loss_tokens == 0 and batch.targets_N.shape == (0,)
     assert batch.targets_N.dtype == torch.int64
 
 
 def test_to_a_device(device_type: str) -> None:
     batch = pack([sample([1, 2, 3], [0, 1, 1])])
     moved = batch.to(torch.device(device_type))
-    for name in ("tokens_T", "positions_T", "predict_N", "targets_N", "sample_N"):
+    for name in ("tokens_T", "positions_T", "predict_N", "targets_N", "last_S"):
         tensor = getattr(moved, name)
         assert tensor.device.type == device_type and torch.equal(tensor.cpu(), getattr(batch, name))
     assert moved.lengths == (3,) and moved.loss_tokens == 2

@@ -36,7 +36,6 @@ def test_three_trajectories_by_hand() -> None:
     assert packed.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] and packed.lengths == (6, 2, 2)
     # Also the token that the policy did not write is there, so that values and log-probs stay aligned.
     assert packed.predict_N.tolist() == [2, 3, 4, 8] and packed.targets_N.tolist() == [4, 5, 6, 10]
-    assert packed.sample_N.tolist() == [0, 0, 0, 2]
     assert batch.lengths == (3, 0, 1) and batch.index == (5, 0, 3)
     assert batch.mask_N.tolist() == [True, False, True, True] and batch.mask_N.dtype == torch.bool
     assert batch.rollout_logp_N.tolist() == [-0.5, 0, -1.5, -2.5]

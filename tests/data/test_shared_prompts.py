@@ -39,7 +39,7 @@ def test_by_hand() -> None:
     assert batch.lengths == (2, 1, 2, 2) and batch.continues == (-1, 0, 0, -1)
     # In the order of the samples: the first tokens of two answers are predicted by the same place.
     assert batch.predict_N.tolist() == [1, 3, 5, 1] and batch.targets_N.tolist() == [3, 4, 6, 7]
-    assert batch.sample_N.tolist() == [0, 0, 1, 2] and batch.last_S.tolist() == [4, 6, 2, 1]
+    assert batch.last_S.tolist() == [4, 6, 2, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -50,7 +50,7 @@ def test_all_samples_are_there(seed: int) -> None:
     samples = [sample(prompt, draw.integers(0, 9, draw.integers(1, 7)).tolist()) for prompt in chosen]
     shared, plain = pack_shared(samples, [len(prompt) for prompt in chosen]), pack(samples)
     assert sorted(samples_of(shared)) == sorted(samples_of(plain))
-    assert torch.equal(shared.targets_N, plain.targets_N) and torch.equal(shared.sample_N, plain.sample_N)
+    assert torch.equal(shared.targets_N, plain.targets_N)
     for name in ("tokens_T", "positions_T"):
         of_shared, of_plain = getattr(shared, name), getattr(plain, name)
         assert torch.equal(of_shared[shared.predict_N], of_plain[plain.predict_N])
@@ -63,5 +63,5 @@ def test_nothing_to_share_is_a_plain_pack() -> None:
     for given, prompts in ((samples, [2, 1]), ([], [])):
         shared, plain = pack_shared(given, prompts), pack(given)
         assert shared.continues == () and shared.lengths == plain.lengths
-        for name in ("tokens_T", "positions_T", "predict_N", "targets_N", "sample_N", "last_S"):
+        for name in ("tokens_T", "positions_T", "predict_N", "targets_N", "last_S"):
             assert torch.equal(getattr(shared, name), getattr(plain, name))

@@ -21,14 +21,12 @@ def test_create_writes_the_three_files(tmp_path: Path) -> None:
 
 def test_opening_touches_nothing(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    assert run.previous_resolved() is None
     assert run.starts() == []
     assert not run.path.exists()
 
 
 def test_a_second_start_is_appended(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path, "a", {"seed": 1}, {"n": 1})
-    assert RunDirectory(tmp_path).previous_resolved() == {"seed": 1}
     RunDirectory.create(tmp_path, "a", {"seed": 1}, {"n": 2})
     assert RunDirectory(tmp_path).starts() == [{"n": 1}, {"n": 2}]
 

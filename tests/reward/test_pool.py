@@ -24,6 +24,11 @@ MakePool = Callable[..., Pool]
 ENDLESS = 1000.0
 
 
+def running(pool: Pool) -> list[int]:
+    """Its processes."""
+    return [worker.child.pid for worker in list(pool._workers)]
+
+
 def setup_of(path: str) -> dict[str, Any]:
     return function_setup(path, read_source(path))
 
@@ -119,7 +124,7 @@ def test_a_child_that_retires_finishes_its_calls(make_pool: MakePool) -> None:
     assert hung.result(10).failure == "timeout"
     assert run(pool, ["pid"])[0].score != old
     assert good.result(10).failure is None
-    assert wait_for(lambda: old not in pool.pids())
+    assert wait_for(lambda: old not in running(pool))
 
 
 def test_async_calls_run_side_by_side(make_pool: MakePool) -> None:
@@ -149,7 +154,7 @@ def test_all_children_are_busy(make_pool: MakePool) -> None:
     results = run(pool, ["nap 0.5"] * 12)
     assert time.monotonic() - start < 6.0
     assert [result.failure for result in results] == [None] * 12
-    assert len(pool.pids()) == 3
+    assert len(running(pool)) == 3
 
 
 def test_a_quick_function_has_one_process(make_pool: MakePool) -> None:
@@ -283,9 +288,9 @@ def test_a_session_of_its_own_does_not_save_a_process(
 def test_close_leaves_no_process(make_pool: MakePool) -> None:
     pool = make_pool(processes=2)
     futures = pool.submit([Answer(text, "", {}) for text in ("sleep", "busy", "")])
-    assert wait_for(lambda: len(pool.pids()) == 2)
+    assert wait_for(lambda: len(running(pool)) == 2)
     time.sleep(0.3)
-    pids = pool.pids()
+    pids = running(pool)
     pool.close()
     pool.close()
     assert not any(group_of(pid) for pid in pids)
@@ -312,10 +317,10 @@ from isotrain.reward.pool import Pool
 setup = function_setup(sys.argv[1], read_source(sys.argv[1]))
 pool = Pool(setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
 pool.submit([Answer(text, "", {}) for text in sys.argv[2:]])
-while len(pool.pids()) < len(sys.argv) - 2:
+while len(pool._workers) < len(sys.argv) - 2:
     time.sleep(0.05)
 time.sleep(0.5)
-print(*pool.pids(), flush=True)
+print(*(worker.child.pid for worker in list(pool._workers)), flush=True)
 time.sleep(1000)
 """
 
@@ -369,7 +374,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, 
             pool.submit([Answer("", "", {})])
     finally:
         pool.close()
-    assert pool.pids() == []
+    assert running(pool) == []
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:

@@ -32,11 +32,6 @@ _REMEDY = (
 )
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Sample:
-    """One conversation; for many, keep a `ChatTemplate`, which prepares the tokenizer once."""
-    return ChatTemplate(tokenizer).encode(conversation)
-
-
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: Text) -> Sample:
     """The prompt without loss, then the completion and the end-of-text token with loss.
 

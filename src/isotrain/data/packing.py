@@ -31,8 +31,6 @@ class PackedBatch:
     """Tokens of each segment, on the host: kernels that need bounds get them without a device sync."""
     predict_N: torch.Tensor
     targets_N: torch.Tensor
-    sample_N: torch.Tensor
-    """Which sample of the micro-batch a loss-bearing token belongs to."""
     last_S: torch.Tensor
     """Where each sample's last token is."""
     continues: tuple[int, ...] = ()
@@ -49,7 +47,6 @@ class PackedBatch:
             positions_T=self.positions_T.to(device, non_blocking=True),
             predict_N=self.predict_N.to(device, non_blocking=True),
             targets_N=self.targets_N.to(device, non_blocking=True),
-            sample_N=self.sample_N.to(device, non_blocking=True),
             last_S=self.last_S.to(device, non_blocking=True),
         )
 
@@ -73,7 +70,6 @@ def pack(samples: Sequence[Sample]) -> PackedBatch:
         lengths=lengths,
         predict_N=torch.from_numpy(target_at_N - 1),
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
-        sample_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)[target_at_N]),
         last_S=torch.tensor(lengths).cumsum(0) - 1,
     )
 

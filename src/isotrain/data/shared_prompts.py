@@ -76,7 +76,6 @@ def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatc
         lengths=tuple(len(tokens) for tokens in layout.tokens),
         predict_N=torch.from_numpy(predict_N),
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
-        sample_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [len(at) for at in targets])),
         last_S=torch.tensor([int(place[-1]) for place in places]),
         continues=tuple(layout.continues) if max(layout.continues) >= 0 else (),
     )

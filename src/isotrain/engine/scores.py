@@ -26,5 +26,4 @@ def score_samples(model: Frozen, batches: Sequence[PackedBatch]) -> list[torch.T
 def at_last_tokens(batch: PackedBatch) -> PackedBatch:
     """The batch with each sample's last token as the only one that is asked for."""
     last_S = batch.last_S
-    sample_S = torch.arange(len(last_S), device=last_S.device)
-    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S], sample_N=sample_S)
+    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S])

@@ -58,7 +58,7 @@ class RunDirectory:
         resolved: Mapping[str, Any],
         environment: Mapping[str, Any],
     ) -> RunDirectory:
-        """Starts a run in `path`, or again: the caller has looked at `previous_resolved()`."""
+        """Starts a run in `path`, or again: the caller has looked at `resolved`."""
         run = cls(path)
         starts = run.starts()
         try:
@@ -78,10 +78,6 @@ class RunDirectory:
         """What is known of the newest start only once its model is built."""
         *before, newest = self.starts()
         write_atomically(self.environment, _to_json({"starts": [*before, {**newest, **facts}]}))
-
-    def previous_resolved(self) -> dict[str, Any] | None:
-        """The resolved recipe of the run that was started here, or None where none was."""
-        return _read_object(self.resolved)
 
     def starts(self) -> list[dict[str, Any]]:
         """The environment of every start of this run, newest last."""

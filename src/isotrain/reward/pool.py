@@ -135,10 +135,6 @@ class Pool:
             self._wake()
         return calls
 
-    def pids(self) -> list[int]:
-        """Processes that run now."""
-        return [worker.child.pid for worker in list(self._workers)]
-
     def close(self) -> None:
         with self._lock:
             self._closing = True
