@@ -1,8 +1,8 @@
-"""Answers that may be one version of the weights old against strictly on-policy ones. Higher is better.
+"""Responses that may be one version of the weights old against strictly on-policy ones. Higher is better.
 
 The tiny model learns to answer with digits, as `isotrain train` runs it, with a reward that takes a second,
-as a call over a network does, and answers of very unequal lengths. With `rollout.staleness: 1` the next
-step's answers are generated and scored while the model learns from this step's, and importance weights of
+as a call over a network does, and responses of very unequal lengths. With `rollout.staleness: 1` the next
+step's responses are generated and scored while the model learns from this step's, and importance weights of
 tokens correct for their age. What is learnt must be the same: `rewards` are means of the last steps.
 
 Three sides, each in turns with different seeds. `staleness 1` and `on-policy` differ in nothing else: engine
@@ -10,9 +10,9 @@ and rank are placed separately, with a core each, and `ratio` is the median of t
 on-policy over that with staleness 1. `on-policy, colocated` is what a user without staleness would run:
 engine and rank take turns on all cores; `ratio_colocated` compares with that one.
 
-Lengths: a random model hardly ever ends an answer. So it is first taught, with SFT, to answer with random
-digits and capitals, most of the answers short and some long (a log-normal distribution), and learns from
-rewards to leave the capitals out; where an answer ends is nothing to the reward.
+Lengths: a random model hardly ever ends a response. So it is first taught, with SFT, to answer with random
+digits and capitals, most of the responses short and some long (a log-normal distribution), and learns from
+rewards to leave the capitals out; where a response ends is nothing to the reward.
 
     python benchmarks/asynchrony.py [--turns 2] [--steps 24]
 """
@@ -100,13 +100,13 @@ def make_task(directory: Path) -> Path:
     draw = random.Random(0)
     kinds = (string.digits, string.ascii_uppercase)
 
-    def answer() -> str:
+    def response() -> str:
         length = min(LONGEST, 1 + int(draw.lognormvariate(2.1, 1.0)))
         return "".join(draw.choice(draw.choice(kinds)) for _ in range(length))
 
     prompts = [row for row in toy_prompts(4000, seed=5) if row["answer"] == "digits"]
     taught = [
-        {"messages": [*row["prompt"], {"role": "assistant", "content": answer()}]}
+        {"messages": [*row["prompt"], {"role": "assistant", "content": response()}]}
         for row in prompts
         for _ in "ab"
     ]
@@ -147,7 +147,7 @@ def make_task(directory: Path) -> Path:
 
 
 def run(recipe: Path, side: str, seed: int, steps: int) -> dict[str, float]:
-    """Figures of one run, by name; times are seconds of a step."""
+    """Metrics of one run, by name; times are seconds of a step."""
     output = recipe.with_name(f"run-{list(SIDES).index(side)}-{seed}")
     started = time.perf_counter()
     isotrain(
@@ -160,7 +160,7 @@ def run(recipe: Path, side: str, seed: int, steps: int) -> dict[str, float]:
         variables=SIDES[side].variables,
     )
     rows = read_metrics(output / "metrics.jsonl")
-    figures = {
+    metrics = {
         "steps_s": sum(row["timing_s/step"] for row in rows),
         "whole_run_s": time.perf_counter() - started,
         "first_reward": rows[0]["critic/score/mean"],
@@ -171,13 +171,13 @@ def run(recipe: Path, side: str, seed: int, steps: int) -> dict[str, float]:
         **{name.removeprefix("timing_s/"): mean(row[name] for row in rows) for name in SHOWN},
     }
     print(
-        f"seed {seed}, {side}: {figures['steps_s']:.1f} s, reward from "
-        f"{figures['first_reward']:.3f} to {figures['last_reward']:.3f}, "
-        f"lengths {figures['length']:.0f} of up to {figures['longest']:.0f}",
+        f"seed {seed}, {side}: {metrics['steps_s']:.1f} s, reward from "
+        f"{metrics['first_reward']:.3f} to {metrics['last_reward']:.3f}, "
+        f"lengths {metrics['length']:.0f} of up to {metrics['longest']:.0f}",
         file=sys.stderr,
         flush=True,
     )
-    return figures
+    return metrics
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
 """What a step costs the controller: 16,384 trajectories against 2,048, by part. Lower is better.
 
-A step of GRPO with 1,024 prompts x 16 answers for 64 ranks, and an eighth of both. Groups come through the
+A step of GRPO with 1,024 prompts x 16 responses for 64 ranks, and an eighth of both. Groups come through the
 real collector from workers that make up lengths and scores and do nothing else; then the controller's own
 work on them is measured part by part, and the size of all messages. `ratio` is the processor time of a
 trajectory in the large step over that in the small one: 1 means that the controller's work grows with nothing
 but the number of trajectories. `seconds` is the controller's work in the large step, all of its threads
-together. `ranks_a_group` says how many ranks fetch the answers to one prompt, on average.
+together. `ranks_a_group` says how many ranks fetch the responses to one prompt, on average.
 
 `calls` is what a call to all ranks costs besides what the ranks do: measured with 2 and with `--actors`
 workers that do nothing, and from that, by a straight line, what it would be with 1,024.
 
-    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--answers 16] [--ranks 64] [--actors 8]
+    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--responses 16] [--ranks 64] [--actors 8]
                                     [--profile]
 """
 
@@ -44,13 +44,13 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Batch, _informative
 from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.engines import Engines, Tolerance
-from isotrain.trainers.online.figures import step_figures
-from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.loop import OnlineTrainer
-from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
+from isotrain.trainers.online.metrics import step_metrics
 from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.rollout_progress import RolloutProgress
 from isotrain.trainers.online.settings import advantage_settings
 
 ENGINES, SCORERS = 4, 2
@@ -62,16 +62,19 @@ CALLS = 200
 
 
 class Engine:
-    """Makes lengths up: most answers short, a few as long as is allowed."""
+    """Makes lengths up: most responses short, a few as long as is allowed."""
 
-    def answer(
-        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Answers, Handle]]:
-        for place, row in tickets:
-            draw = random.Random(place)
+    def generate(
+        self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Responses, Handle]]:
+        for prompt_index, row in prompt_requests:
+            draw = random.Random(prompt_index)
             lengths = tuple(min(LONGEST, int(draw.lognormvariate(6.5, 0.8)) + 1) for _ in range(n))
             finished = tuple(length < LONGEST for length in lengths)
-            yield Answers(place, row, draw.randint(50, 300), lengths, lengths, finished, 0), put(place)
+            yield (
+                Responses(prompt_index, row, draw.randint(50, 300), lengths, lengths, finished, 0),
+                put(prompt_index),
+            )
 
 
 class Scorer:
@@ -113,13 +116,13 @@ def size(value: Any) -> int:
 
 
 class Controller:
-    """The parts of a step that need no worker's answer, as the loop does them."""
+    """The parts of a step that need no worker's response, as the loop does them."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         estimation = advantage_settings(GrpoSection(name="grpo"))
         self.trainer: Any = SimpleNamespace(
-            settings=SimpleNamespace(estimation=estimation, judges={}, failed_score=0.0),
+            settings=SimpleNamespace(estimation=estimation, reward_models={}, failed_score=0.0),
             ranks=range(step.ranks),
             kl=SimpleNamespace(coefficient=0.0),
         )
@@ -136,10 +139,10 @@ class Controller:
         told, times["advantages"] = spent(
             lambda: OnlineTrainer._advantages(trainer, batch, plan, scores_R, scores_R)
         )
-        _, times["metrics"] = spent(lambda: step_figures(groups, scores_R, scores_R, 1, failures))
+        _, times["metrics"] = spent(lambda: step_metrics(groups, scores_R, scores_R, 1, failures))
         self.ranks_a_group = sum(len(part.groups) for part in plan.ranks) / len(groups)
         sizes = {
-            "answers, in": sum(size((group.answers, group.handle)) for group in groups),
+            "responses, in": sum(size((group.responses, group.handle)) for group in groups),
             "scores, in": sum(size((group.source, group.scores)) for group in groups),
         }
         sizes["plans, out"], times["plans to bytes"] = spent(lambda: sum(size(part) for part in plan.ranks))
@@ -154,9 +157,11 @@ def measure(
 ) -> tuple[list[dict[str, Spent]], dict[str, int]]:
     step, all_times = controller.step, []
     sizes: dict[str, int] = {}
-    tickets = [Ticket(place, place) for place in range(step.prompts)]
+    prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(step.prompts)]
     for turn in range(turns + 1):  # the first is left out
-        (groups, _), collected = spent(lambda: collector.collect(TRAIN, tickets, step.n, Sampling(LONGEST)))
+        (groups, _), collected = spent(
+            lambda: collector.collect(TRAIN, prompt_requests, step.n, Sampling(LONGEST))
+        )
         times, sizes = controller.work(groups)
         times = {"collect": collected, **times}
         if turn:
@@ -200,9 +205,9 @@ def totals(all_times: Sequence[dict[str, Spent]], step: Step) -> list[float]:
 
 
 def engines_without_weights(group: WorkerGroup) -> Engines:
-    """That are only asked for answers: nothing is sent to them, and nothing compared."""
+    """That are only asked for responses: nothing is sent to them, and nothing compared."""
     nothing_T, anything = np.zeros(1, np.int32), Tolerance(1.0, 1.0, 1.0)
-    return Engines(group, 60.0, print, probe_T=nothing_T, timeout=60.0, tolerance=anything)
+    return Engines(group, 60.0, print, check_T=nothing_T, timeout=60.0, tolerance=anything)
 
 
 def main() -> None:
@@ -211,13 +216,13 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1024)
-    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--actors", type=int, default=8, help="workers in place of ranks, more than 2")
     parser.add_argument("--profile", action="store_true", help="show the functions that take most time")
     options = parser.parse_args()
-    large = Step(options.prompts, options.answers, options.ranks)
-    small = Step(options.prompts // SMALLER, options.answers, max(1, options.ranks // SMALLER))
+    large = Step(options.prompts, options.responses, options.ranks)
+    small = Step(options.prompts // SMALLER, options.responses, max(1, options.ranks // SMALLER))
     # Workers do not know this file.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
@@ -227,7 +232,7 @@ def main() -> None:
         collector = Collector(
             engines_without_weights(engines),
             Replaceable(scorers, 60.0, print),
-            Headway(lambda text: None, print),
+            RolloutProgress(lambda text: None, print),
         )
         few, _ = measure(collector, Controller(small), options.turns)
         profile = cProfile.Profile()

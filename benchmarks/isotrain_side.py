@@ -11,13 +11,13 @@ from smollm2 import smollm2
 from trl_side import optimizer
 from turns import Turns
 
-from isotrain.observe.progress import Progress
+from isotrain.observe.console import Console
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers import supervised
 from isotrain.trainers.recorder import Recorder
 
-Figures = Callable[[Mapping[str, float]], dict[str, float]]
+Metrics = Callable[[Mapping[str, float]], dict[str, float]]
 
 
 BUDGET = 4096
@@ -37,34 +37,34 @@ def supervised_recipe(
             "algorithm": algorithm,
             "optimizer": optimizer(lr),
             "trainer": {"epochs": 1},
-            "observe": {"sinks": []},
+            "observe": {"loggers": []},
         }
     )
 
 
-def train_in_turns(recipe: Recipe, steps: int, figures: Figures) -> None:
-    """Train with `figures` of each step for the parent, until the parent ends the process."""
+def train_in_turns(recipe: Recipe, steps: int, metrics: Metrics) -> None:
+    """Train with `metrics` of each step for the parent, until the parent ends the process."""
     source = recipe.model_dump_json()
     if isinstance(recipe.algorithm, OnlineSection):
         from isotrain.trainers.online import run
 
-        with patch.object(run, "Recorder", recorder_in_turns(steps, figures)):
+        with patch.object(run, "Recorder", recorder_in_turns(steps, metrics)):
             run.train_online(recipe, source)
     else:
-        with patch.object(supervised, "Recorder", recorder_in_turns(steps, figures)):
+        with patch.object(supervised, "Recorder", recorder_in_turns(steps, metrics)):
             supervised.train_supervised(recipe, source)
 
 
-def recorder_in_turns(steps: int, figures: Figures) -> type[Recorder]:
+def recorder_in_turns(steps: int, metrics: Metrics) -> type[Recorder]:
     class RecorderInTurns(Recorder):
         """Writes metrics as always, then lets the other side work."""
 
-        def __init__(self, progress: Progress) -> None:
-            super().__init__(progress)
+        def __init__(self, console: Console) -> None:
+            super().__init__(console)
             self.turns = Turns(steps)
 
         def write(self, step: int, values: Mapping[str, float]) -> None:
             super().write(step, values)
-            self.turns.after_step(**figures(values))
+            self.turns.after_step(**metrics(values))
 
     return RecorderInTurns

@@ -35,7 +35,7 @@ from isotrain.parity.verdict import Verdict  # noqa: E402
 MEMBERS = 6
 PROTOCOL = (
     "Levels P0 to P3 on a model of two layers, 60 to 80 steps, float32 unless the run says bf16; an envelope "
-    "of 6 runs; online runs replayed from recorded answers, but for grpo-free"
+    "of 6 runs; online runs replayed from recorded responses, but for grpo-free"
 )
 TIME_LIMIT = 600.0
 # A run of a tiny model is mostly the start of its process: two at a time, with one thread each.
@@ -49,7 +49,7 @@ class Kind:
     recipe: str
     settings: tuple[str, ...]
     replays: bool = False
-    """Whether others train on the answers that it recorded."""
+    """Whether others train on the responses that it recorded."""
 
 
 _SFT = (
@@ -61,7 +61,7 @@ _SFT = (
 _ONLINE = (
     *("trainer.steps=60", "data.validation=null", "rollout.engine=hf", "data.batch_size=8", "rollout.n=8"),
     *("algorithm.kl.place=loss", "algorithm.kl.coefficient=0.02", "algorithm.mini_batch_size=4"),
-    *("rollout.probe_tolerance=100", "optimizer.lr=2e-3"),
+    *("rollout.weight_check_tolerance=100", "optimizer.lr=2e-3"),
 )
 _DPO = ("trainer.steps=80", "data.validation=null", "trainer.validate_first=false")
 KINDS = {
@@ -159,7 +159,13 @@ class Runs:
         moved = [text.replace("work/tiny", str(tiny)) for text in self._paths(kind.recipe)]
         command = [
             *(sys.executable, "-m", "isotrain", "train", kind.recipe, *moved, "device.type=cpu"),
-            *(*kind.settings, *settings, "observe.probe=3", "observe.operators=true", f"output={output}"),
+            *(
+                *kind.settings,
+                *settings,
+                "observe.layer_trace=3",
+                "observe.operators=true",
+                f"output={output}",
+            ),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         begin = time.monotonic()
@@ -197,7 +203,7 @@ def reference(runs: Runs, name: str) -> tuple[Future[Path], list[Future[Path]]]:
         first.result()
     forced = replayed(runs, name)
     members = [
-        runs.run(f"{name}-member-{n}", kind, (*forced, f"model.jitter={n}"), {})
+        runs.run(f"{name}-member-{n}", kind, (*forced, f"model.perturbation={n}"), {})
         for n in range(1, MEMBERS + 1)
     ]
     return first, members
@@ -207,7 +213,7 @@ def replayed(runs: Runs, name: str) -> tuple[str, ...]:
     return (f"rollout.replay={runs.work / f'{name}-reference'}",) if KINDS[name].replays else ()
 
 
-def judged(runs: Runs, kind: str, candidate: Path) -> Verdict | None:
+def decided(runs: Runs, kind: str, candidate: Path) -> Verdict | None:
     """The verdict on a candidate; None where its run ended with an error."""
     if not (candidate / "done").exists():
         return None
@@ -232,7 +238,7 @@ Todo = list[tuple[str, str, str, str | None, "Future[Path]"]]
 
 
 def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
-    """Every pair judged and printed as a row; of mutations that live somewhere, whether P1 said where."""
+    """Every pair decided and printed as a row; of mutations that live somewhere, whether P1 said where."""
     rows, named = list[PowerRow](), dict[str, bool]()
     print(
         "| | run | what | published rule | curves alone | verdict | found by | named |\n|" + "---|" * 8,
@@ -240,7 +246,7 @@ def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
     )
     for name, kind, what, where, run in todo:
         try:
-            found = judged(runs, kind, run.result())
+            found = decided(runs, kind, run.result())
         except IsotrainError as error:
             print(f"{what}: {error}", file=sys.stderr)
             found = None

@@ -1,9 +1,9 @@
 """Steps that record their trajectories against steps that do not. Lower is better.
 
-One run of the recipe `tiny-grpo` (128 answers a step) as `isotrain train` runs it, without validation; within
-it, recording is on in one step of every pair and off in the other, and the next pair has them the other way
-round. `ratio` is the median over pairs of the time of the step that records over that of the one that does
-not. `record_s` is what recording itself takes, `share` that as a part of its step.
+One run of the recipe `tiny-grpo` (128 responses a step) as `isotrain train` runs it, without validation;
+within it, recording is on in one step of every pair and off in the other, and the next pair has them the
+other way round. `ratio` is the median over pairs of the time of the step that records over that of the one
+that does not. `record_s` is what recording itself takes, `share` that as a part of its step.
 
     python benchmarks/record_overhead.py [--pairs 30] [--engine vllm|hf]
 """
@@ -50,7 +50,7 @@ def make_recipe(directory: Path, pairs: int, engine: str) -> Recipe:
             "rollout.record=true",
             f"trainer.steps={WARM_UP + 2 * pairs}",
             "cluster.address=local",
-            "observe.sinks=[]",
+            "observe.loggers=[]",
         ],
     )
 
@@ -107,7 +107,7 @@ def main() -> None:
         recording_step_s=bench.spread([on["timing_s/step"] for _, on in pairs]),
         record_s=bench.spread([on["timing_s/record"] for _, on in pairs]),
         share=round(median(on["timing_s/record"] / on["timing_s/step"] for _, on in pairs), 4),
-        answers_per_step=int(recipe.data.batch_size * (recipe.rollout.n if recipe.rollout else 0)),
+        responses_per_step=int(recipe.data.batch_size * (recipe.rollout.n if recipe.rollout else 0)),
         bytes_per_step=round(size),
     )
 

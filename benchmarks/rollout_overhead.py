@@ -1,4 +1,4 @@
-"""Time of answers through isotrain's rollout layer over that of vLLM alone. Lower is better.
+"""Time of responses through isotrain's rollout layer over that of vLLM alone. Lower is better.
 
 SmolLM2-135M-Instruct in bfloat16. Three processes take turns on the same prompts with the same seeds. `vllm`
 calls `vllm.LLM.generate` on token ids, with the settings that we start vLLM with. `layer` is a controller
@@ -9,10 +9,10 @@ machine's memory), and so shows what our settings cost. It has no seeds: with th
 there with "CPU Generator does not use offset".
 
 `ratio` is the median over the turns of the layer's time over that of `vllm`, `over_defaults` of both sides'
-time for a token over that of `defaults`. `answers_equal` says that `layer` and `vllm` wrote the same tokens
+time for a token over that of `defaults`. `responses_equal` says that `layer` and `vllm` wrote the same tokens
 in all turns; `fetch_s` is the time it takes afterwards to fetch all trajectories from the store.
 
-    python benchmarks/rollout_overhead.py [--turns 7] [--prompts 32] [--answers 4] [--tokens 64]
+    python benchmarks/rollout_overhead.py [--turns 7] [--prompts 32] [--responses 4] [--tokens 64]
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ class Work(NamedTuple):
     recipe: Any
     prompts: int
 
-    def tickets(self, turn: int) -> list[Any]:
-        from isotrain.trainers.online.messages import Ticket
+    def prompt_requests(self, turn: int) -> list[Any]:
+        from isotrain.trainers.online.messages import PromptRequest
 
-        return [Ticket(place, place) for place in range(turn * self.prompts, (turn + 1) * self.prompts)]
+        return [
+            PromptRequest(prompt_index, prompt_index)
+            for prompt_index in range(turn * self.prompts, (turn + 1) * self.prompts)
+        ]
 
 
 class Outcome(NamedTuple):
@@ -72,7 +75,7 @@ def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
                 "tokens_per_micro_batch": 96 + options.tokens,
             },
             "algorithm": {"name": "grpo"},
-            "rollout": {"n": options.answers, "max_tokens": options.tokens, "cache_gb": 0.5},
+            "rollout": {"n": options.responses, "max_tokens": options.tokens, "cache_gb": 0.5},
             "reward": {"gsm8k": {}},
         }
     )
@@ -102,7 +105,7 @@ def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
     )
     assert isinstance(engine, VllmEngine)
     try:
-        yield answers_of(engine._llm, work)  # a plain vllm.LLM, and certain to have the same settings
+        yield responses_of(engine._llm, work)  # a plain vllm.LLM, and certain to have the same settings
     finally:
         engine.close()
 
@@ -120,12 +123,12 @@ def vllm_defaults(work: Work) -> Iterator[Callable[[int], Outcome]]:
         kv_cache_memory_bytes=int(recipe.rollout.cache_gb * 2**30),
     )
     try:
-        yield answers_of(llm, work, seeded=False)
+        yield responses_of(llm, work, seeded=False)
     finally:
         llm.llm_engine.engine_core.shutdown()  # its processes outlive this one otherwise
 
 
-def answers_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], Outcome]:
+def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], Outcome]:
     from vllm import SamplingParams
 
     from isotrain.data.trajectory import sample_seed
@@ -135,10 +138,14 @@ def answers_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], Out
     recipe = work.recipe
     store = open_prompts(recipe)[TRAIN]
 
-    def answer(turn: int) -> Outcome:
-        wanted = [(place, sample) for place, _ in work.tickets(turn) for sample in range(recipe.rollout.n)]
-        prompts = [{"prompt_token_ids": store.prompt(place).tolist()} for place, _ in wanted]
-        seeds = [sample_seed(recipe.seed, place, sample) for place, sample in wanted]
+    def response(turn: int) -> Outcome:
+        wanted = [
+            (prompt_index, sample)
+            for prompt_index, _ in work.prompt_requests(turn)
+            for sample in range(recipe.rollout.n)
+        ]
+        prompts = [{"prompt_token_ids": store.prompt(prompt_index).tolist()} for prompt_index, _ in wanted]
+        seeds = [sample_seed(recipe.seed, prompt_index, sample) for prompt_index, sample in wanted]
         started = time.perf_counter()
         parameters = [
             SamplingParams(
@@ -157,7 +164,7 @@ def answers_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], Out
         responses = [np.asarray(output.outputs[0].token_ids, np.int32) for output in outputs]
         return Outcome(seconds, dict(zip(wanted, responses, strict=True)))
 
-    return answer
+    return response
 
 
 @contextmanager
@@ -177,10 +184,10 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
     recipe, device = work.recipe, choose_device("cpu")
     sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)
 
-    def answer(turn: int) -> Outcome:
-        tickets, handles = work.tickets(turn), []
+    def response(turn: int) -> Outcome:
+        prompt_requests, handles = work.prompt_requests(turn), []
         started = time.perf_counter()
-        stream = open_stream(group, 0, "answer", TRAIN, tickets, recipe.rollout.n, sampling)
+        stream = open_stream(group, 0, "generate", TRAIN, prompt_requests, recipe.rollout.n, sampling)
         while True:
             wait_any(group.watch, [stream])
             try:
@@ -188,9 +195,9 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
             except StopIteration:
                 break
         collected = time.perf_counter()
-        trajectories = [trajectory for answers in fetch(handles) for trajectory in answers]
+        trajectories = [trajectory for responses in fetch(handles) for trajectory in responses]
         fetched = time.perf_counter()
-        responses = {(t.place, t.sample): t.response_N for t in trajectories}
+        responses = {(t.prompt_index, t.sample): t.response_N for t in trajectories}
         return Outcome(collected - started, responses, fetched - collected)
 
     with (
@@ -202,7 +209,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
         )
         with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
             group.call("start")
-            yield answer
+            yield response
 
 
 def checksum(responses: dict[tuple[int, int], npt.NDArray[np.int32]]) -> int:
@@ -216,10 +223,10 @@ def run_side(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         work = Work(make_recipe(options, Path(directory)), options.prompts)
         started = {"vllm": vllm_alone, "layer": through_ray, "defaults": vllm_defaults}[options.side]
-        with started(work) as answer:
+        with started(work) as response:
             turns = Turns(1)
             for turn in range(options.turns + 1):
-                outcome = answer(turn)
+                outcome = response(turn)
                 turns.after_step(
                     seconds=outcome.seconds,
                     fetch_s=outcome.fetch,
@@ -234,7 +241,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--model", type=Path, help="another model than SmolLM2-135M-Instruct")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -242,8 +249,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when torch is imported
     if options.side:
         return run_side(options)
-    answers = take_turns(SIDES, options.turns)
-    rows = {side: [turn["rows"][0] for turn in told] for side, told in answers.items()}
+    results = take_turns(SIDES, options.turns)
+    rows = {side: [turn["rows"][0] for turn in told] for side, told in results.items()}
 
     def column(side: str, name: str) -> Sequence[float]:
         return [row[name] for row in rows[side]]
@@ -265,15 +272,15 @@ def main() -> None:
         over_defaults={
             side: over(seconds_a_token(side), seconds_a_token("defaults")) for side in ("layer", "vllm")
         },
-        answers_equal=equal,
+        responses_equal=equal,
         seconds={side: bench.spread(column(side, "seconds")) for side in SIDES},
         fetch_s=bench.spread(column("layer", "fetch_s")),
         tokens=bench.spread(column("layer", "tokens")),
         tokens_per_s={
             side: bench.spread([1 / seconds for seconds in seconds_a_token(side)]) for side in SIDES
         },
-        processor_s={side: bench.spread([turn["processor_s"] for turn in answers[side]]) for side in SIDES},
-        peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in answers.items()},
+        processor_s={side: bench.spread([turn["processor_s"] for turn in results[side]]) for side in SIDES},
+        peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in results.items()},
     )
 
 

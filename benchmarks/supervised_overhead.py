@@ -84,8 +84,8 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from isotrain.engine.build import build_engine
     from isotrain.engine.checkpoint.writer import CheckpointWriter
     from isotrain.engine.world import join_world
+    from isotrain.observe.console import Console
     from isotrain.observe.metrics import MetricsLog
-    from isotrain.observe.progress import Progress
     from isotrain.recipe.schema import ModelSection, OptimizerSection
     from isotrain.trainers.supervised import SupervisedTrainer
     from isotrain.trainers.tasks.sft import SftTask
@@ -103,7 +103,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
             named, lambda row: Sample(row.values["tokens"], mask), Path(directory) / "tokens", "rows"
         )
         engine = build_engine(model, optimizer, device=device, world=world, seed=0)
-        recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Progress())
+        recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Console())
         recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")
         SupervisedTrainer(
             engine=engine,
@@ -137,10 +137,10 @@ def main() -> None:
         rows = full_rows((options.turns + 2) * options.steps * BATCH)
         {"bare": bare, "isotrain": isotrain}[options.side](rows, options.dtype, options.steps)
         return
-    answers = take_turns(["bare", "isotrain"], options.turns)
-    seconds = {side: [turn["seconds"] / options.steps for turn in turns] for side, turns in answers.items()}
+    results = take_turns(["bare", "isotrain"], options.turns)
+    seconds = {side: [turn["seconds"] / options.steps for turn in turns] for side, turns in results.items()}
     losses = {
-        side: [row["loss"] for turn in turns for row in turn["rows"]] for side, turns in answers.items()
+        side: [row["loss"] for turn in turns for row in turn["rows"]] for side, turns in results.items()
     }
     ratios = bench.spread([a / b for a, b in zip(seconds["isotrain"], seconds["bare"], strict=True)])
     equal = losses["bare"] == losses["isotrain"]

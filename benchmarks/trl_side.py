@@ -56,8 +56,8 @@ def count_batches(trainer: Any, counted: list[Any], count: Callable[[list[Any], 
     trainer.data_collator = counting
 
 
-def in_turns(steps: int, figures: Callable[[Mapping[str, float]], dict[str, float]]) -> Any:
-    """A callback that answers the parent with `figures` of what TRL logs of each step."""
+def in_turns(steps: int, metrics: Callable[[Mapping[str, float]], dict[str, float]]) -> Any:
+    """A callback that answers the parent with `metrics` of what TRL logs of each step."""
     from transformers import TrainerCallback
 
     class InTurns(TrainerCallback):
@@ -69,6 +69,6 @@ def in_turns(steps: int, figures: Callable[[Mapping[str, float]], dict[str, floa
         def on_log(self, *_: Any, **given: Any) -> None:
             logs: Mapping[str, float] = given["logs"]
             if "loss" in logs:
-                self.turns.after_step(**figures(logs))
+                self.turns.after_step(**metrics(logs))
 
     return InTurns()

@@ -22,9 +22,9 @@ class Turns:
         self.rows: list[dict[str, float]] = []
         self._answer(ready=True)
 
-    def after_step(self, **figures: float) -> None:
+    def after_step(self, **metrics: float) -> None:
         """To be called after every step; answers, and waits for the next turn, after each `steps` of them."""
-        self.rows.append(figures)
+        self.rows.append(metrics)
         if len(self.rows) == self.steps:
             seconds = time.perf_counter() - self._started
             processor = _processor_seconds() - self._used
@@ -53,7 +53,7 @@ def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any
         )
         for side in sides
     }
-    answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     try:
         for process in processes.values():
             assert _read(process)["ready"]
@@ -63,13 +63,13 @@ def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any
                 assert stdin is not None
                 stdin.write("go\n")
                 stdin.flush()
-                answers[side].append(_read(processes[side]))
-            line = ", ".join(f"{side} {answers[side][-1]['seconds']:.2f} s" for side in sides)
+                results[side].append(_read(processes[side]))
+            line = ", ".join(f"{side} {results[side][-1]['seconds']:.2f} s" for side in sides)
             print(f"turn {turn}: {line}", file=sys.stderr, flush=True)
     finally:
         for process in processes.values():
             _end(process)
-    return {side: answers[side][1:] for side in sides}
+    return {side: results[side][1:] for side in sides}
 
 
 def _read(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """TRL 1.16 against isotrain on the same rows, model, batch size and optimizer. Higher is better.
 
-What each algorithm's figures mean is told in `versus_trl_sft.py`, `versus_trl_judged.py` and
+What each algorithm's metrics mean is told in `versus_trl_sft.py`, `versus_trl_preference.py` and
 `versus_trl_grpo.py`.
 
     python benchmarks/versus_trl.py --algorithm sft [--turns 5] [--steps 3]
@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 import versus_trl_grpo as grpo
-import versus_trl_judged as judged
+import versus_trl_preference as preference
 import versus_trl_sft as sft
 from smollm2 import smollm2
 
@@ -23,18 +23,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithm", required=True, choices=["sft", *judged.ALGORITHMS, "grpo"])
+    parser.add_argument("--algorithm", required=True, choices=["sft", *preference.ALGORITHMS, "grpo"])
     parser.add_argument("--turns", type=int, help="turns of each side that count (5, grpo: 4)")
     parser.add_argument("--steps", type=int, help="steps of a turn (1, sft: 3)")
     parser.add_argument(
-        "--lengths", choices=["equal", "natural"], default="equal", help="of answers, in grpo"
+        "--lengths", choices=["equal", "natural"], default="equal", help="of responses, in grpo"
     )
     parser.add_argument(
         "--prompts", choices=["questions", "sums"], default="questions", help="out of GSM8K, in grpo"
     )
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing, in grpo")
     parser.add_argument("--model", type=Path, help="another model for grpo (SmolLM2-135M-Instruct)")
-    parser.add_argument("--side", choices=[*sft.SIDES, *judged.SIDES, *grpo.SIDES], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--side", choices=[*sft.SIDES, *preference.SIDES, *grpo.SIDES], help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.algorithm == "sft":
         turns, steps = options.turns or 5, options.steps or 3
@@ -43,12 +45,12 @@ def main() -> None:
         else:
             sft.compare(turns)
         return
-    if options.algorithm in judged.ALGORITHMS:
+    if options.algorithm in preference.ALGORITHMS:
         turns, steps = options.turns or 5, options.steps or 1
         if options.side:
-            judged.run_side(options.algorithm, options.side, turns, steps)
+            preference.run_side(options.algorithm, options.side, turns, steps)
         else:
-            judged.compare(options.algorithm, turns, steps)
+            preference.compare(options.algorithm, turns, steps)
         return
     turns, steps = options.turns or 4, options.steps or 1
     model = grpo.prepared_model(options.model or smollm2(), options.lengths)

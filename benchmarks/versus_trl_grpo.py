@@ -94,7 +94,7 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
             score(messages[0]["content"], right) for messages, right in zip(completions, answer, strict=True)
         ]
 
-    def figures(logs: Mapping[str, float]) -> dict[str, float]:
+    def metrics(logs: Mapping[str, float]) -> dict[str, float]:
         return {
             "length": logs["completions/mean_length"],
             "reward": logs["reward"],
@@ -115,7 +115,7 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
         shuffle_dataset=False,
         gradient_checkpointing=checkpointing,
     )
-    callback = in_turns(steps, figures)
+    callback = in_turns(steps, metrics)
     GRPOTrainer(
         str(model), reward_funcs=reward, args=config, train_dataset=data, callbacks=[callback]
     ).train()
@@ -150,11 +150,11 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
             "cluster": {"address": "local"},
             "optimizer": optimizer(LR),
             "trainer": {"steps": STEPS},
-            "observe": {"sinks": []},
+            "observe": {"loggers": []},
         }
     )
 
-    def figures(values: Mapping[str, float]) -> dict[str, float]:
+    def metrics(values: Mapping[str, float]) -> dict[str, float]:
         parts = {name: value for name, value in values.items() if name.startswith("timing_s/")}
         return {
             "length": values["response_length/mean"],
@@ -163,7 +163,7 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
             **parts,
         }
 
-    train_in_turns(recipe, steps, figures)
+    train_in_turns(recipe, steps, metrics)
 
 
 def run_side(side: str, model: Path, steps: int, prompts: str, checkpointing: bool) -> None:
@@ -175,15 +175,15 @@ def compare(turns: int, lengths: str, prompts: str, checkpointing: bool) -> None
     # The default of every side, but written down: all of them use the same cores, one side at a time.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    answers = take_turns(SIDES, turns)
-    rows = {side: [row for turn in told for row in turn["rows"]] for side, told in answers.items()}
-    seconds = {side: [turn["seconds"] / len(turn["rows"]) for turn in told] for side, told in answers.items()}
+    results = take_turns(SIDES, turns)
+    rows = {side: [row for turn in told for row in turn["rows"]] for side, told in results.items()}
+    seconds = {side: [turn["seconds"] / len(turn["rows"]) for turn in told] for side, told in results.items()}
     tokens = {
         side: [
             PROMPTS * COMPLETIONS * sum(row["length"] for row in turn["rows"]) / turn["seconds"]
             for turn in told
         ]
-        for side, told in answers.items()
+        for side, told in results.items()
     }
     steps = bench.spread([a / b for a, b in zip(seconds["trl"], seconds["isotrain"], strict=True)])
     rates = bench.spread([a / b for a, b in zip(tokens["isotrain"], tokens["trl"], strict=True)])
@@ -204,7 +204,7 @@ def compare(turns: int, lengths: str, prompts: str, checkpointing: bool) -> None
         mean_length={side: round(mean(row["length"] for row in told), 2) for side, told in rows.items()},
         mean_reward={side: round(mean(row["reward"] for row in told), 4) for side, told in rows.items()},
         grad_norm={side: bench.spread([row["grad_norm"] for row in told]) for side, told in rows.items()},
-        peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in answers.items()},
+        peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in results.items()},
         isotrain_s={
             name.removeprefix("timing_s/"): bench.spread([row[name] for row in rows["isotrain"]])
             for name in parts

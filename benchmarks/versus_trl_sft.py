@@ -104,16 +104,16 @@ def run_side(side: str, turns: int, steps: int) -> None:
 
 
 def compare(turns: int) -> None:
-    answers = take_turns(SIDES, turns)
+    results = take_turns(SIDES, turns)
     rate = {
         side: [sum(row["loss_tokens"] for row in turn["rows"]) / turn["seconds"] for turn in turns]
-        for side, turns in answers.items()
+        for side, turns in results.items()
     }
     total = {
         side: [sum(row["tokens"] for row in turn["rows"]) / turn["seconds"] for turn in turns]
-        for side, turns in answers.items()
+        for side, turns in results.items()
     }
-    final = {side: mean(row["loss"] for row in turns[-1]["rows"]) for side, turns in answers.items()}
+    final = {side: mean(row["loss"] for row in turns[-1]["rows"]) for side, turns in results.items()}
     over_default = bench.spread([a / b for a, b in zip(rate["isotrain"], rate["trl"], strict=True)])
     over_packing = bench.spread([a / b for a, b in zip(rate["isotrain"], rate["trl-packing"], strict=True)])
     equal = abs(final["isotrain"] - final["trl"]) <= LOSS_TOLERANCE * final["trl"]
@@ -129,5 +129,5 @@ def compare(turns: int) -> None:
         ratios_packing=over_packing,
         loss_tokens_per_s={side: bench.spread(values) for side, values in rate.items()},
         tokens_per_s={side: bench.spread(values) for side, values in total.items()},
-        peak_gib={side: round(turns[-1]["peak_bytes"] / 2**30, 2) for side, turns in answers.items()},
+        peak_gib={side: round(turns[-1]["peak_bytes"] / 2**30, 2) for side, turns in results.items()},
     )

@@ -8,7 +8,7 @@ update's time over the mean of both copies. The phases are measured one by one i
 All of it with one thread and then, in a process of its own, with two: a colocated engine has as many as its
 machine has cores. `ratio` is that of one thread, which is what the goal was set for. A run's
 `timing_s/update_weights` is longer: it also has the gathering of shards, the cast to the engine's type, the
-calls through Ray and the probe.
+calls through Ray and the weight check.
 
     python benchmarks/weight_sync.py [--turns 9] [--threads 1 2]
 """
@@ -98,8 +98,8 @@ def measured_with(threads: int, turns: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--turns", str(turns), "--alone"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    metrics: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return metrics
 
 
 def main() -> None:
@@ -113,9 +113,9 @@ def main() -> None:
     if options.alone:
         print(json.dumps(measure(options.turns)))
         return
-    figures = {threads: measured_with(threads, options.turns) for threads in options.threads}
-    ratio = figures[options.threads[0]]["ratios"]["median"]
-    named = {f"threads_{threads}": told for threads, told in figures.items()}
+    metrics = {threads: measured_with(threads, options.turns) for threads in options.threads}
+    ratio = metrics[options.threads[0]]["ratios"]["median"]
+    named = {f"threads_{threads}": told for threads, told in metrics.items()}
     bench.report("weight_sync", ratio, goal=GOAL, met=ratio <= GOAL, **named)
 
 

@@ -81,7 +81,7 @@ def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate
         ),
         "labels": ("cpu-amx", "cpu-avx512"),
         "envelope": {role: runs[role] for role in MEMBERS},
-        "inputs": {"probe/steps.safetensors": "01" * 32},
+        "inputs": {"layer_trace/steps.safetensors": "01" * 32},
         "power": Power(caught=16, mutations=16, accepted=5, reruns=6, table_sha256="23" * 32),
         "date": datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
     }

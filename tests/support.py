@@ -47,7 +47,7 @@ def tiny_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str
         "algorithm": {"name": "sft"},
         "optimizer": {"lr": 3e-3},
         "trainer": {"steps": 6},
-        "observe": {"sinks": []},
+        "observe": {"loggers": []},
     }
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values}

@@ -44,7 +44,7 @@ def test_five_minutes_and_learning_from_rewards(tmp_path: Path) -> None:
     first = typed_in("Five minutes, offline")
     assert "isotrain train" in first
     told = run_as_a_new_user(first, clone, 1500)
-    # The form of an answer is learned in a minute; the sums themselves are not.
+    # The form of a response is learned in a minute; the sums themselves are not.
     assert re.search(r"^\d+ \S \d+ = \d+$", told.strip().splitlines()[-1]), told[-500:]
 
     second = typed_in("Learning from rewards")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from isotrain.algorithms.aggregate import StepShare
-from isotrain.algorithms.flat import sums
+from isotrain.algorithms.aggregate import LossNormalizer
+from isotrain.algorithms.segments import sums
 
 
 def whole(
@@ -16,14 +16,14 @@ def whole(
     *,
     horizon: int | None = None,
     device: str = "cpu",
-) -> StepShare:
+) -> LossNormalizer:
     """A step that is one micro-batch."""
     mask_N = torch.tensor([1] * sum(lengths) if mask is None else mask, device=device).bool()
     counts = sums(mask_N.long(), lengths)
-    return StepShare(mask_N, lengths, int(counts.sum()), int((counts > 0).sum()), horizon)
+    return LossNormalizer(mask_N, lengths, int(counts.sum()), int((counts > 0).sum()), horizon)
 
 
-def cut(share: StepShare, order: Sequence[Sequence[int]]) -> list[tuple[StepShare, torch.Tensor]]:
+def cut(share: LossNormalizer, order: Sequence[Sequence[int]]) -> list[tuple[LossNormalizer, torch.Tensor]]:
     """The same step as several micro-batches: `order[k]` lists the trajectories of the k-th.
 
     With each comes where its tokens were before.
@@ -35,7 +35,7 @@ def cut(share: StepShare, order: Sequence[Sequence[int]]) -> list[tuple[StepShar
         at_N = at_N.to(share.mask_N.device)
         lengths = [share.lengths[r] for r in trajectories]
         parts.append(
-            (StepShare(share.mask_N[at_N], lengths, share.tokens, share.sequences, share.horizon), at_N)
+            (LossNormalizer(share.mask_N[at_N], lengths, share.tokens, share.sequences, share.horizon), at_N)
         )
     return parts
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, StepShare
+from isotrain.algorithms.aggregate import AGGREGATIONS, LossNormalizer
 
 # Losses 1, 2 and 9 (a tool's) of one trajectory, 6 of another, 9 (a tool's) of a third.
 LOSS_N = (1.0, 2.0, 9.0, 6.0, 9.0)
@@ -51,7 +51,7 @@ def test_no_token_counts(device_type: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_half_precision_is_promoted(name: str) -> None:
-    share = StepShare(torch.ones(4096, dtype=torch.bool), [4096], 4096, 1, 4096)
+    share = LossNormalizer(torch.ones(4096, dtype=torch.bool), [4096], 4096, 1, 4096)
     loss = AGGREGATIONS[name](torch.full((4096,), 0.1, dtype=torch.bfloat16), share)
     assert loss.dtype == torch.float32
     # A sum in bfloat16 would stop growing at 32: the rounded 0.1 is 0.10009765625.

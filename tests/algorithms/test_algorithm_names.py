@@ -9,7 +9,7 @@ import torch
 from steps import LENGTHS, MASK, numbers, whole
 
 from isotrain.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
-from isotrain.algorithms.flat import spread
+from isotrain.algorithms.segments import spread
 from isotrain.algorithms.whitening import whiten
 
 

@@ -8,7 +8,7 @@ from isotrain.algorithms.dapo import informative, overlong_penalty
 
 
 def test_groups_of_equal_rewards_teach_nothing(device_type: str) -> None:
-    # Prompt 5 has equal rewards, prompt 2 has different ones, prompt 9 has a single answer.
+    # Prompt 5 has equal rewards, prompt 2 has different ones, prompt 9 has a single response.
     rewards_R = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 3.0], device=device_type)
     group_R = torch.tensor([5, 2, 5, 2, 5, 9], device=device_type)
     keep_R = informative(rewards_R, group_R)

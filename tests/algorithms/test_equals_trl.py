@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from isotrain.algorithms.advantages.grpo import grpo
 from isotrain.algorithms.advantages.rloo import rloo
-from isotrain.algorithms.aggregate import StepShare
+from isotrain.algorithms.aggregate import LossNormalizer
 from isotrain.algorithms.correction import rollout_correction
-from isotrain.algorithms.flat import spread, sums
 from isotrain.algorithms.kl import kl_loss
 from isotrain.algorithms.policy.cispo import cispo
 from isotrain.algorithms.policy.clip import clip
 from isotrain.algorithms.policy.gspo import gspo
+from isotrain.algorithms.segments import spread, sums
 
 pytest.importorskip("trl")
 GRPOTrainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
@@ -100,7 +100,7 @@ def trainer(kind: type, **settings: Any) -> Any:
 def trl_loss(
     logp_N: torch.Tensor,
     old_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     ref_N: torch.Tensor | None = None,
     weights_N: torch.Tensor | None = None,
@@ -133,7 +133,7 @@ def trl_loss(
 
 
 @pytest.fixture
-def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, StepShare]:
+def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LossNormalizer]:
     """Log-probs on both sides of every clip, those of the old policy, advantages, the packing."""
     old_N = numbers(0) - 2
     logp_N = (old_N + 0.4 * numbers(5)).requires_grad_()
@@ -214,14 +214,14 @@ def test_weights_of_the_rollout_correction(step: Any) -> None:
 def generated(
     kind: type, rewards_R: torch.Tensor, lengths: list[int], **settings: Any
 ) -> dict[str, torch.Tensor]:
-    """What TRL makes of answers of these lengths with these rewards."""
+    """What TRL makes of responses of these lengths with these rewards."""
     ids = [[1] * length for length in lengths]
-    answers = ([[1]] * len(ids), ids)
+    responses = ([[1]] * len(ids), ids)
     logp_N = settings.pop("logp_N", torch.zeros(sum(lengths)))
     rollout_N = settings.pop("rollout_N", None)
     tools = settings.pop("mask_N", torch.ones(sum(lengths))).long().split(lengths)
     full = (
-        *answers,
+        *responses,
         [part.tolist() for part in tools],
         ["text"] * len(ids),
         None if rollout_N is None else [part.tolist() for part in rollout_N.split(lengths)],
@@ -232,7 +232,7 @@ def generated(
     logp = pad_sequence(logp_N.split(lengths), batch_first=True)
     subject = trainer(
         kind,
-        _generate=lambda prompts: full if kind is GRPOTrainer else (*answers, ["text"] * len(ids)),
+        _generate=lambda prompts: full if kind is GRPOTrainer else (*responses, ["text"] * len(ids)),
         _calculate_rewards=lambda *a: rewards_R[:, None],
         _get_per_token_logps_and_entropies=lambda *a, **k: (logp, None, None),
         **settings,
@@ -256,7 +256,7 @@ def test_grpo_advantages(scale: bool) -> None:
         assert not torch.allclose(grpo(REWARDS_R, GROUPS_R), theirs, atol=0.1)
 
 
-def test_grpo_advantage_of_a_single_answer() -> None:
+def test_grpo_advantage_of_a_single_response() -> None:
     theirs = generated(GRPOTrainer, REWARDS_R, [1] * 12, num_generations=1)["advantages"]
     assert torch.equal(grpo(REWARDS_R, torch.arange(12), convention="trl"), theirs)
 

@@ -12,7 +12,7 @@ from isotrain.algorithms.advantages.reinforce_pp import reinforce_pp_baseline
 from isotrain.algorithms.advantages.rloo import rloo
 from isotrain.algorithms.whitening import Convention
 
-# Two prompts with three answers each, not in order, and one with a single answer.
+# Two prompts with three responses each, not in order, and one with a single response.
 REWARDS_R = torch.tensor([1.0, 0.0, 4.0, 0.0, 1.0, 2.0, 5.0])
 GROUP_R = torch.tensor([7, 3, 7, 3, 3, 7, 9])
 

@@ -1,6 +1,6 @@
 """The same numbers as TRL's preference trainers, whose own methods are run here on fixed log-probs.
 
-P: pairs, S: answers, T: tokens.
+P: pairs, S: responses, T: tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ DPOTrainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
 KTOTrainer = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
 RewardTrainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
 
-LENGTHS = (3, 6, 1, 4, 2, 5)  # of the answers: three chosen, three rejected
+LENGTHS = (3, 6, 1, 4, 2, 5)  # of the responses: three chosen, three rejected
 REF = torch.tensor([-4.0, -9.5, -2.0, -5.5, -3.0, -8.0])
 PROMPT = 2
 
 
-def answers() -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and mask of the answers' tokens, padded; the prompt's are not 0 but masked."""
+def responses() -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and mask of the responses' tokens, padded; the prompt's are not 0 but masked."""
     draw = torch.Generator().manual_seed(0)
     mask_ST = torch.zeros(6, PROMPT + max(LENGTHS), dtype=torch.long)
     for row, length in enumerate(LENGTHS):
@@ -87,7 +87,7 @@ def gradient(loss: torch.Tensor, logp_ST: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_dpo_and_ipo(theirs: str, loss: Any, options: dict[str, Any], beta: float) -> None:
-    logp_ST, mask_ST = answers()
+    logp_ST, mask_ST = responses()
     settings = {
         "beta": beta,
         "loss_types": [theirs],
@@ -105,18 +105,18 @@ def test_dpo_and_ipo(theirs: str, loss: Any, options: dict[str, Any], beta: floa
     }
     dpo_trainer = trainer(DPOTrainer, **settings)
     expected = dpo_trainer._compute_loss(lambda **_: outputs(logp_ST), inputs, False)
-    judged = loss(*sides(logp_ST), beta=beta, **options)
-    torch.testing.assert_close(judged.loss_P.mean(), expected)
-    torch.testing.assert_close(gradient(judged.loss_P.mean(), logp_ST), gradient(expected, logp_ST))
+    preference = loss(*sides(logp_ST), beta=beta, **options)
+    torch.testing.assert_close(preference.loss_P.mean(), expected)
+    torch.testing.assert_close(gradient(preference.loss_P.mean(), logp_ST), gradient(expected, logp_ST))
     if not options:
         (margin,) = dpo_trainer._metrics["train"]["rewards/margins"]
-        assert (judged.chosen_P - judged.rejected_P).mean().item() == pytest.approx(margin, rel=1e-5)
+        assert (preference.chosen_P - preference.rejected_P).mean().item() == pytest.approx(margin, rel=1e-5)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_simpo(label_smoothing: float) -> None:
     cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
-    logp_ST, _ = answers()
+    logp_ST, _ = responses()
     chosen, rejected = sides(logp_ST)
     settings = {
         "beta": 2.0,
@@ -126,25 +126,25 @@ def test_simpo(label_smoothing: float) -> None:
         "label_smoothing": label_smoothing,
     }
     expected, *_ = trainer(cpo, **settings).cpo_loss(chosen.mean_logp_P(), rejected.mean_logp_P())
-    judged = simpo(chosen, rejected, beta=2.0, margin=0.5, label_smoothing=label_smoothing)
-    torch.testing.assert_close(judged.loss_P, expected)
+    preference = simpo(chosen, rejected, beta=2.0, margin=0.5, label_smoothing=label_smoothing)
+    torch.testing.assert_close(preference.loss_P, expected)
 
 
 def test_orpo() -> None:
     orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer").ORPOTrainer
-    logp_ST, _ = answers()
+    logp_ST, _ = responses()
     chosen, rejected = sides(logp_ST)
     mean_c, mean_r = chosen.mean_logp_P(), rejected.mean_logp_P()
     bonus, *_ = trainer(orpo_trainer, beta=0.3).odds_ratio_loss(mean_c, mean_r)
-    judged = orpo(chosen, rejected, beta=0.3)
-    # TRL's negative log-likelihood is a mean over the tokens of the batch; ours is one of each answer.
-    torch.testing.assert_close(judged.loss_P, -mean_c - bonus)
+    preference = orpo(chosen, rejected, beta=0.3)
+    # TRL's negative log-likelihood is a mean over the tokens of the batch; ours is one of each response.
+    torch.testing.assert_close(preference.loss_P, -mean_c - bonus)
 
 
 @pytest.mark.parametrize("shift", [0.0, -30.0])
 def test_kto(shift: float) -> None:
     """With a reference point above 0, and with one that would be below."""
-    logp_ST, mask_ST = answers()
+    logp_ST, mask_ST = responses()
     label_S = torch.tensor([True, False, True, True, False, False])
     mismatched_S, ref_mismatched_S = REF + 1.5 + shift, REF
     settings = {
@@ -166,7 +166,7 @@ def test_kto(shift: float) -> None:
     expected = kto_trainer._compute_loss(lambda **_: outputs(logp_ST), inputs, False)
     kl = reference_point((mismatched_S - ref_mismatched_S).sum().item(), 6)
     loss, metrics = kto(
-        logp_ST.sum(1), REF, label_S, kl=kl, answers=6, desirable_weight=1.2, undesirable_weight=0.8
+        logp_ST.sum(1), REF, label_S, kl=kl, responses=6, desirable_weight=1.2, undesirable_weight=0.8
     )
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient(loss, logp_ST), gradient(expected, logp_ST))
@@ -185,5 +185,5 @@ def test_rm(with_margin: bool, centre: float) -> None:
     expected = trainer(RewardTrainer, args=arguments).compute_loss(
         lambda **_: SimpleNamespace(logits=scores_S[:, None]), inputs
     )
-    judged = rm(scores_S[:3], scores_S[3:], margin_P=margin_P, centre=centre)
-    torch.testing.assert_close(judged.loss_P.mean(), expected)
+    preference = rm(scores_S[:3], scores_S[3:], margin_P=margin_P, centre=centre)
+    torch.testing.assert_close(preference.loss_P.mean(), expected)

@@ -1,6 +1,6 @@
 """Losses over preferences: analytic anchors, values worked by hand, and sums that do not depend on the cut.
 
-P: pairs, S: answers, N: ends of steps.
+P: pairs, S: responses, N: ends of steps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
 from isotrain.algorithms.preference.dpo import dpo
-from isotrain.algorithms.preference.figures import pair_figures
 from isotrain.algorithms.preference.ipo import ipo
 from isotrain.algorithms.preference.kto import kto, reference_point
+from isotrain.algorithms.preference.metrics import pair_metrics
 from isotrain.algorithms.preference.orpo import orpo
 from isotrain.algorithms.preference.pairs import Side, shares
 from isotrain.algorithms.preference.process_reward import prm, two_classes
@@ -42,12 +42,12 @@ def test_dpo_is_ln_2_where_policy_and_reference_are_the_same(
 ) -> None:
     chosen = side([-5.0, -40.0], [-5.0, -40.0], [3, 9], device_type)
     rejected = side([-7.0, -1.0], [-7.0, -1.0], [2, 1], device_type)
-    judged = dpo(chosen, rejected, **options)
-    assert judged.loss_P.tolist() == pytest.approx([LN2, LN2], rel=1e-7)
-    assert judged.chosen_P.tolist() == judged.rejected_P.tolist() == [0.0, 0.0]
-    loss, metrics = shares(judged, 2)
+    preference = dpo(chosen, rejected, **options)
+    assert preference.loss_P.tolist() == pytest.approx([LN2, LN2], rel=1e-7)
+    assert preference.chosen_P.tolist() == preference.rejected_P.tolist() == [0.0, 0.0]
+    loss, metrics = shares(preference, 2)
     assert loss.item() == pytest.approx(LN2, rel=1e-7)
-    assert pair_figures({name: value.item() for name, value in metrics.items()}) == {
+    assert pair_metrics({name: value.item() for name, value in metrics.items()}) == {
         "accuracy": 0.0,
         "margin": 0.0,
         "chosen_reward": 0.0,
@@ -61,14 +61,14 @@ def test_dpo_is_ln_2_where_policy_and_reference_are_the_same(
 def test_dpo_by_hand(device_type: str) -> None:
     chosen = side([-5.0], [-6.0], [2], device_type)
     rejected = side([-9.0], [-7.0], [4], device_type)
-    judged = dpo(chosen, rejected, beta=0.5)
-    assert judged.loss_P.item() == pytest.approx(-math.log(sigmoid(1.5)))
-    assert (judged.chosen_P.item(), judged.rejected_P.item()) == (0.5, -1.0)
+    preference = dpo(chosen, rejected, beta=0.5)
+    assert preference.loss_P.item() == pytest.approx(-math.log(sigmoid(1.5)))
+    assert (preference.chosen_P.item(), preference.rejected_P.item()) == (0.5, -1.0)
     smooth = dpo(chosen, rejected, beta=0.5, label_smoothing=0.1).loss_P.item()
     assert smooth == pytest.approx(-0.9 * math.log(sigmoid(1.5)) - 0.1 * math.log(sigmoid(-1.5)))
     averaged = dpo(chosen, rejected, beta=0.5, length_averaged=True).loss_P.item()
     assert averaged == pytest.approx(-math.log(sigmoid(0.5 * (1 / 2 + 2 / 4))))
-    judged.loss_P.sum().backward()
+    preference.loss_P.sum().backward()
     assert chosen.logp_P.grad is not None and rejected.logp_P.grad is not None
     assert chosen.logp_P.grad.item() == pytest.approx(-0.5 * sigmoid(-1.5))
     assert rejected.logp_P.grad.item() == pytest.approx(0.5 * sigmoid(-1.5))
@@ -89,25 +89,25 @@ def test_ipo(beta: float, device_type: str) -> None:
 
 def test_simpo_by_hand(device_type: str) -> None:
     chosen, rejected = side([-4.0], None, [2], device_type), side([-9.0], None, [3], device_type)
-    judged = simpo(chosen, rejected, beta=2.0, margin=0.5)
-    assert judged.loss_P.item() == pytest.approx(-math.log(sigmoid(2.0 * (-2 + 3) - 0.5)))
+    preference = simpo(chosen, rejected, beta=2.0, margin=0.5)
+    assert preference.loss_P.item() == pytest.approx(-math.log(sigmoid(2.0 * (-2 + 3) - 0.5)))
 
 
 @pytest.mark.parametrize("likely", [-1e-3, -0.1, -2.0, -30.0])
 def test_orpo_by_hand(likely: float, device_type: str) -> None:
     chosen, rejected = side([2 * likely], None, [2], device_type), side([-9.0], None, [3], device_type)
-    judged = orpo(chosen, rejected, beta=0.3)
+    preference = orpo(chosen, rejected, beta=0.3)
     odds = (likely - math.log(-math.expm1(likely))) - (-3 - math.log(-math.expm1(-3)))
-    assert judged.loss_P.item() == pytest.approx(-likely - 0.3 * math.log(sigmoid(odds)), rel=1e-5)
-    judged.loss_P.sum().backward()
+    assert preference.loss_P.item() == pytest.approx(-likely - 0.3 * math.log(sigmoid(odds)), rel=1e-5)
+    preference.loss_P.sum().backward()
     assert chosen.logp_P.grad is not None and chosen.logp_P.grad.isfinite().all()
 
 
-def test_a_certain_answer_has_finite_odds() -> None:
+def test_a_certain_response_has_finite_odds() -> None:
     chosen = side([0.0], None, [2])
-    judged = orpo(chosen, side([-9.0], None, [3]))
-    judged.loss_P.sum().backward()
-    assert judged.loss_P.isfinite().all()
+    preference = orpo(chosen, side([-9.0], None, [3]))
+    preference.loss_P.sum().backward()
+    assert preference.loss_P.isfinite().all()
     assert chosen.logp_P.grad is not None and chosen.logp_P.grad.isfinite().all()
 
 
@@ -146,7 +146,7 @@ def test_kto_is_half_its_weight_where_nothing_was_learnt(
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     for desirable, weight in ((True, desirable_weight), (False, undesirable_weight)):
         desirable_S = torch.full((2,), desirable, device=device_type)
-        loss, _ = kto(logp_S, logp_S, desirable_S, kl=0.0, answers=2, **weights)
+        loss, _ = kto(logp_S, logp_S, desirable_S, kl=0.0, responses=2, **weights)
         assert loss.item() == pytest.approx(weight / 2, rel=1e-7)
     assert reference_point(0.0, 8) == 0.0
 
@@ -156,7 +156,14 @@ def test_kto_by_hand(device_type: str) -> None:
     ref_S = torch.tensor([-4.0, -4.0], device=device_type)
     desirable_S = torch.tensor([True, False], device=device_type)
     loss, metrics = kto(
-        logp_S, ref_S, desirable_S, kl=0.25, answers=2, beta=0.5, desirable_weight=1.5, undesirable_weight=0.5
+        logp_S,
+        ref_S,
+        desirable_S,
+        kl=0.25,
+        responses=2,
+        beta=0.5,
+        desirable_weight=1.5,
+        undesirable_weight=0.5,
     )
     expected = 1.5 * (1 - sigmoid(0.5 * (1 - 0.25))) + 0.5 * (1 - sigmoid(0.5 * (0.25 + 1)))
     assert loss.item() == pytest.approx(expected / 2)
@@ -172,7 +179,7 @@ def test_kto_by_hand(device_type: str) -> None:
     assert logp_S.grad is not None and logp_S.grad[0] < 0 < logp_S.grad[1]
 
 
-def test_the_reference_point_is_never_negative_and_needs_no_answers() -> None:
+def test_the_reference_point_is_never_negative_and_needs_no_responses() -> None:
     assert reference_point(3.0, 4) == 0.75
     assert reference_point(-3.0, 4) == 0.0 and reference_point(0.0, 0) == 0.0
 
@@ -180,14 +187,14 @@ def test_the_reference_point_is_never_negative_and_needs_no_answers() -> None:
 def test_rm(device_type: str) -> None:
     chosen_P = torch.tensor([1.0, 0.0], device=device_type)
     rejected_P = torch.tensor([-0.5, 0.0], device=device_type)
-    judged = rm(chosen_P, rejected_P)
-    assert judged.loss_P.tolist() == pytest.approx([-math.log(sigmoid(1.5)), LN2])
-    torch.testing.assert_close(rm(chosen_P, rejected_P, loss="logexp").loss_P, judged.loss_P)
+    preference = rm(chosen_P, rejected_P)
+    assert preference.loss_P.tolist() == pytest.approx([-math.log(sigmoid(1.5)), LN2])
+    torch.testing.assert_close(rm(chosen_P, rejected_P, loss="logexp").loss_P, preference.loss_P)
     margin_P = torch.tensor([0.5, 2.0], device=device_type)
     assert rm(chosen_P, rejected_P, margin_P=margin_P).loss_P.tolist() == pytest.approx(
         [-math.log(sigmoid(1.0)), -math.log(sigmoid(-2.0))]
     )
-    centred = rm(chosen_P, rejected_P, centre=0.1).loss_P - judged.loss_P
+    centred = rm(chosen_P, rejected_P, centre=0.1).loss_P - preference.loss_P
     assert centred.tolist() == pytest.approx([0.1 * 0.25, 0.0], abs=1e-7)
 
 

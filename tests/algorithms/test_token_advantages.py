@@ -90,7 +90,7 @@ def test_reinforce_pp_with_tool_tokens() -> None:
 
 
 def test_remax_by_hand(device_type: str) -> None:
-    # Returns (1 + 4, 4) and (2); greedy answers earned 3 and 2.
+    # Returns (1 + 4, 4) and (2); greedy responses earned 3 and 2.
     rewards_N = torch.tensor([1.0, 9.0, 4.0, 2.0], device=device_type)
     mask_N, greedy_R = bools(1, 0, 1, 1).to(device_type), torch.tensor([3.0, 2.0], device=device_type)
     advantages_N, returns_N = remax(rewards_N, mask_N, [3, 1], greedy_R)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, numbers
 
-from isotrain.algorithms.flat import sums
 from isotrain.algorithms.rewards import token_rewards
+from isotrain.algorithms.segments import sums
 
 MASK_N = torch.tensor(MASK).bool()
 

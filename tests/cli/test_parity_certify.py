@@ -55,12 +55,16 @@ def test_it_stops_at_the_first_level_that_fails(tiny: Path, tmp_path: Path) -> N
     path = write_recipe(recipe, tmp_path / "recipe.yaml")
     reference = tmp_path / "work" / "reference"
     plain = tiny_recipe(
-        tiny, reference, "cpu", trainer={"steps": 6}, observe={"sinks": [], "probe": 3, "operators": True}
+        tiny,
+        reference,
+        "cpu",
+        trainer={"steps": 6},
+        observe={"loggers": [], "layer_trace": 3, "operators": True},
     )
     run_cli("train", str(write_recipe(plain, tmp_path / "plain.yaml")))
     wrong = {**npusim.environment(), **mutations.environment("attention-scale")}
     given = ("--devices", "cpu,cpu", "--work", str(tmp_path / "work"))
-    done = run_cli("parity", "certify", str(path), "observe.sinks=[]", *given, check=False, **wrong)
+    done = run_cli("parity", "certify", str(path), "observe.loggers=[]", *given, check=False, **wrong)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "model.layers.1.self_attn" in done.stdout
     assert not (tmp_path / "work" / "member-1").exists()

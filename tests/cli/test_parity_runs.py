@@ -20,7 +20,7 @@ def parity(*arguments: str | Path) -> Result:
 
 def without_engines(run: Path) -> list[dict[str, float]]:
     """Metrics that a replay has as well."""
-    engines = ("rollout/probe_diff", "val-core/")
+    engines = ("rollout/weight_check_diff", "val-core/")
     rows = [
         {name: value for name, value in row.items() if not name.startswith(engines)}
         for row in stable_metrics(run)
@@ -46,12 +46,12 @@ def online(tiny: Path, output: Path) -> Recipe:
         reward={"function": {"path": f"{tiny / 'reward.py'}:score"}, "answer_key": "answer"},
         cluster={"address": "local"},
         trainer={"steps": 2, "validate_first": True},
-        observe={"sinks": ["console"]},
+        observe={"loggers": ["console"]},
     )
 
 
 def test_an_online_run_is_replayed_bit_for_bit(tiny: Path, tmp_path: Path) -> None:
-    """On a real Ray, with real answers, in processes of their own; no engine takes part in the replay."""
+    """On a real Ray, with real responses, in processes of their own; no engine takes part in the replay."""
     recipe = write_recipe(online(tiny, tmp_path / "elsewhere"), tmp_path / "recipe.yaml")
     here, there = tmp_path / "here", tmp_path / "there: 1"
     told = run_cli("parity", "record", str(recipe), f"output={here}").stdout

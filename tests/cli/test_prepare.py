@@ -45,11 +45,13 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert online in result.output
 
 
-def test_judged(tmp_path: Path) -> None:
+def test_preferences(tmp_path: Path) -> None:
     source = tmp_path / "prefs.jsonl"
     source.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
     out = tmp_path / "pairs.jsonl"
-    result = CliRunner().invoke(app, ["judged", "ultrafeedback", "--source", str(source), "--out", str(out)])
+    result = CliRunner().invoke(
+        app, ["preference", "ultrafeedback", "--source", str(source), "--out", str(out)]
+    )
     assert result.exit_code == 0, result.output
     assert f"wrote {out} (1 rows from 1)" in result.output and out.is_file()
 

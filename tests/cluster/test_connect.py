@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from crew import Clerk
+from plain_workers import Clerk
 
 from isotrain.cluster import connect
 from isotrain.cluster.connect import (
@@ -25,7 +25,7 @@ from isotrain.cluster.connect import (
     several_machines,
 )
 from isotrain.cluster.nodes import Node
-from isotrain.cluster.probe import Answer, knock
+from isotrain.cluster.reachability import Answer, knock
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES
@@ -38,7 +38,7 @@ TOKEN = "5e" * 32
 DRIVER = """
 import os, sys, time
 import ray
-from crew import Clerk
+from plain_workers import Clerk
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu

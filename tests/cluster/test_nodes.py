@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-from crew import Clerk, Rank
+from plain_workers import Clerk, Rank
 from ray.cluster_utils import Cluster as Machines
 
 from isotrain.cluster.connect import join_cluster

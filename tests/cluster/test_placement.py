@@ -23,7 +23,7 @@ from isotrain.cluster.placement import (
     place,
     rank_environments,
 )
-from isotrain.cluster.probe import Answer
+from isotrain.cluster.reachability import Answer
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES, find_device
 from isotrain.device.npu import NPU

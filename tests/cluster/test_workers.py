@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from crew import Clerk, Rank, Tidy
+from plain_workers import Clerk, Rank, Tidy
 
 from isotrain.cluster import watch
 from isotrain.cluster.connect import Cluster, join_cluster

@@ -13,7 +13,7 @@ from isotrain.data.trajectory import Trajectory, sample_seed
 def trajectory(prompt: list[int], response: list[int], mask: list[int], logp: list[float]) -> Trajectory:
     return Trajectory(
         row=0,
-        place=0,
+        prompt_index=0,
         sample=0,
         seed=0,
         prompt_length=len(prompt),
@@ -85,7 +85,9 @@ def test_to_a_device(device_type: str) -> None:
 
 
 def test_seeds_of_samples() -> None:
-    seeds = {sample_seed(run, place, n) for run in range(8) for place in range(64) for n in range(16)}
+    seeds = {
+        sample_seed(run, prompt_index, n) for run in range(8) for prompt_index in range(64) for n in range(16)
+    }
     assert len(seeds) > 8190, "8,192 of 2^31 meet about once in 60 times"
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert max(seeds) > 2**30, "all 31 bits are used"

@@ -47,7 +47,7 @@ def row(**values: Any) -> Row:
 
 class TestEncoder:
     @pytest.mark.parametrize("template", [styles.CHATML, styles.LLAMA3, styles.GEMMA, styles.QWEN3])
-    def test_messages_end_where_the_answer_begins(self, make_encoder: MakeEncoder, template: str) -> None:
+    def test_messages_end_where_the_response_begins(self, make_encoder: MakeEncoder, template: str) -> None:
         encoder = make_encoder(template, bos="<s>")
         expected = encoder.tokenizer.apply_chat_template(
             QUESTION, add_generation_prompt=True, return_dict=False
@@ -75,9 +75,9 @@ class TestEncoder:
 
     def test_a_string_is_text_where_there_is_none(self, make_encoder: MakeEncoder) -> None:
         encoder = make_encoder(None, key="extra_info.question")
-        prompt_P = encoder(row(extra_info={"question": "The answer is"}))
+        prompt_P = encoder(row(extra_info={"question": "The response is"}))
         assert prompt_P is not None
-        assert encoder.tokenizer.decode(prompt_P) == "The answer is"
+        assert encoder.tokenizer.decode(prompt_P) == "The response is"
 
     @pytest.mark.parametrize(
         ("values", "message"),
@@ -86,7 +86,7 @@ class TestEncoder:
             ({"prompt": []}, "'prompt' must be a list of messages"),
             ({"prompt": 3}, "'prompt' must be a list of messages"),
             ({"prompt": [{"content": "x"}]}, r"prompt\[0\] must be"),
-            ({"prompt": [*QUESTION, {"role": "assistant", "content": "42"}]}, "nothing to answer"),
+            ({"prompt": [*QUESTION, {"role": "assistant", "content": "42"}]}, "nothing to generate"),
         ],
     )
     def test_prompts_that_do_not_fit(

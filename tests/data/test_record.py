@@ -32,7 +32,7 @@ def trajectory(number: int, prompt: int = 3, response: int = 4) -> Trajectory:
     logp_N[:4] = np.array([0.0, -0.0, -math.inf, math.nan], np.float32)[:response]
     return Trajectory(
         row=number,
-        place=2**40 + number,
+        prompt_index=2**40 + number,
         sample=number % 8,
         seed=2**31 - 1 - number,
         prompt_length=prompt,
@@ -57,7 +57,7 @@ def marks(number: int = 0, reward: float = 0.5) -> Marks:
 
 
 def assert_same(a: Trajectory, b: Trajectory) -> None:
-    for name in ("row", "place", "sample", "seed", "prompt_length", "finished"):
+    for name in ("row", "prompt_index", "sample", "seed", "prompt_length", "finished"):
         assert getattr(a, name) == getattr(b, name) and type(getattr(b, name)) is type(getattr(a, name))
     for name in ("tokens_T", "mask_N", "logp_N", "version_N"):
         assert getattr(a, name).dtype == getattr(b, name).dtype
@@ -100,7 +100,7 @@ def test_columns_are_plain(tmp_path: Path) -> None:
     table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
     kinds = {name: str(table.schema.field(name).type) for name in table.column_names}
     assert kinds == {
-        **dict.fromkeys(("row", "place", "sample", "seed"), "int64"),
+        **dict.fromkeys(("row", "prompt_index", "sample", "seed"), "int64"),
         "finished": "bool",
         **dict.fromkeys(("score", "greedy", "reward", "advantage"), "double"),
         **dict.fromkeys(("source", "failure", "detail"), "string"),
@@ -124,16 +124,16 @@ def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert read_others(tmp_path, 1) == {}
 
 
-def test_counts_of_other_answers(tmp_path: Path) -> None:
+def test_counts_of_other_responses(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
-    for others in ({}, {"answers": 12, "timeout": 3}):
+    for others in ({}, {"responses": 12, "timeout": 3}):
         write_trajectories(path, [Record(trajectory(1), marks(), None)], others=others)
         assert read_others(tmp_path, 1) == others
     table = pyarrow.parquet.read_table(path)
-    for damage in ("{", "[]", '{"answers": "3"}', '{"answers": -1}', '{"answers": true}'):
+    for damage in ("{", "[]", '{"responses": "3"}', '{"responses": -1}', '{"responses": true}'):
         metadata = {"ranks": "1", "others": damage}
         pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), path)
-        with pytest.raises(DataError, match="what became of other answers"):
+        with pytest.raises(DataError, match="what became of other responses"):
             read_others(tmp_path, 1)
 
 

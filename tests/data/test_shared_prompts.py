@@ -37,7 +37,7 @@ def test_by_hand() -> None:
     assert batch.tokens_T.tolist() == [1, 2, 7, 3, 4, 5, 6]
     assert batch.positions_T.tolist() == [0, 1, 2, 2, 3, 0, 1]
     assert batch.lengths == (2, 1, 2, 2) and batch.continues == (-1, 0, 0, -1)
-    # In the order of the samples: the first tokens of two answers are predicted by the same place.
+    # In the order of the samples: the first tokens of two responses are predicted by the same place.
     assert batch.predict_N.tolist() == [1, 3, 5, 1] and batch.targets_N.tolist() == [3, 4, 6, 7]
     assert batch.last_S.tolist() == [4, 6, 2, 1]
 

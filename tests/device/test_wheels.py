@@ -23,7 +23,7 @@ from contract.calls import Use, our_uses, their_uses
 from contract.operators import FUSED, NEWEST, shapes
 from contract.sources import Package
 
-from judged_runs import write_judged
+from preference_runs import write_preferences
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -206,7 +206,7 @@ def traced(real: dict[str, Any], tiny: Path, tmp_path_factory: pytest.TempPathFa
     registry = work / "registry.json"
     registry.write_text(json.dumps(real["resolution"]))
     rooms = [HERE.parents[1] / "src", HERE.parent, HERE, HERE.parent / "trainers" / "online"]
-    given = [str(tiny), str(write_judged(work, 100))]
+    given = [str(tiny), str(write_preferences(work, 100))]
     traced = Traced(Counter(), Counter(), Counter())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, rooms)))

@@ -19,7 +19,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_critic, build_engine, build_reference
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates
 from isotrain.engine.stream import full_weights
@@ -117,7 +117,7 @@ class Job:
         place: dict[str, Any] = {"device": self.device, "world": self.world}
         return build_critic(self.section(**model), OptimizerSection(), path=None, lr=LR, seed=0, **place)
 
-    def reference(self, **model: Any) -> Frozen:
+    def reference(self, **model: Any) -> InferenceModel:
         return build_reference(self.section(**model), device=self.device, world=self.world)
 
     @property

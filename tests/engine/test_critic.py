@@ -35,12 +35,12 @@ def job(tiny: Path, device_type: str) -> Iterator[Job]:
 
 
 @pytest.fixture(scope="module")
-def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sequence classifier with one label, as transformers saves it."""
-    return write_judge(tiny, tmp_path_factory.mktemp("judge"), labels=1)
+    return write_reward_model(tiny, tmp_path_factory.mktemp("judge"), labels=1)
 
 
-def write_judge(tiny: Path, path: Path, labels: int) -> Path:
+def write_reward_model(tiny: Path, path: Path, labels: int) -> Path:
     config = AutoConfig.from_pretrained(tiny / "model", num_labels=labels)
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
@@ -53,8 +53,8 @@ def classifier(path: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def expected_scores(judge: Path) -> torch.Tensor:
-    model = classifier(judge)
+def expected_scores(reward_model: Path) -> torch.Tensor:
+    model = classifier(reward_model)
     return torch.cat([model(torch.from_numpy(one.tokens_T).long()[None]).logits[0] for one in SAMPLES])
 
 
@@ -87,11 +87,11 @@ def test_a_critic_learns(job: Job) -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_a_critic_from_a_classifier_keeps_its_head(job: Job, judge: Path) -> None:
+def test_a_critic_from_a_classifier_keeps_its_head(job: Job, reward_model: Path) -> None:
     place: dict[str, Any] = {"device": job.device, "world": job.world, "seed": 0}
-    critic = build_critic(job.section(), OptimizerSection(), path=str(judge), lr=LR, **place)
+    critic = build_critic(job.section(), OptimizerSection(), path=str(reward_model), lr=LR, **place)
     (values_N,) = critic.infer([pack(SAMPLES)], ScalarHead.values)
-    model = classifier(judge)
+    model = classifier(reward_model)
     with torch.no_grad():
         states = [model.base_model(torch.from_numpy(s.tokens_T).long()[None])[0][0, 2:-1] for s in SAMPLES]
         expected_N = model.score(torch.cat(states))[:, 0]
@@ -99,13 +99,15 @@ def test_a_critic_from_a_classifier_keeps_its_head(job: Job, judge: Path) -> Non
     torch.testing.assert_close(values_N.cpu(), expected_N, rtol=0, atol=1e-5)
 
 
-def test_scores_equal_transformers(job: Job, judge: Path) -> None:
-    model = build_reward_model(str(judge), job.section(), device=job.device, world=job.world)
+def test_scores_equal_transformers(job: Job, reward_model: Path) -> None:
+    model = build_reward_model(str(reward_model), job.section(), device=job.device, world=job.world)
     scores = score_samples(model, [pack(SAMPLES[:4]).to(job.world.device), pack(SAMPLES[4:])])
     assert [len(scores_S) for scores_S in scores] == [4, 2] and scores[0].device.type == job.device.type
     found = torch.cat(scores).cpu()
-    torch.testing.assert_close(found, expected_scores(judge), rtol=0, atol=1e-5)
-    short = build_reward_model(str(judge), job.section(dtype="bfloat16"), device=job.device, world=job.world)
+    torch.testing.assert_close(found, expected_scores(reward_model), rtol=0, atol=1e-5)
+    short = build_reward_model(
+        str(reward_model), job.section(dtype="bfloat16"), device=job.device, world=job.world
+    )
     (rough,) = score_samples(short, [pack(SAMPLES)])
     assert rough.dtype == torch.float32
     torch.testing.assert_close(rough.cpu(), found, rtol=0, atol=0.02)
@@ -117,7 +119,7 @@ def test_a_reward_model_without_a_head(job: Job, tiny: Path) -> None:
 
 
 def test_a_reward_model_with_two_labels(job: Job, tiny: Path, tmp_path: Path) -> None:
-    write_judge(tiny, tmp_path, labels=2)
+    write_reward_model(tiny, tmp_path, labels=2)
     with pytest.raises(ModelError, match=r"reward\.model\.path: .* has 2 labels; give .* with one label"):
         build_reward_model(str(tmp_path), job.section(), device=job.device, world=job.world)
 

@@ -32,7 +32,7 @@ from isotrain.engine.build import (
     choose_attention,
 )
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
 from isotrain.models.fused import NONE_FUSED, Fused
@@ -130,7 +130,7 @@ def sample(length: int) -> Sample:
 
 def build(
     kind: str, model: ModelSection, classifier: Path, device: Device, world: World
-) -> TrainingEngine | Frozen:
+) -> TrainingEngine | InferenceModel:
     place: dict[str, Any] = {"device": device, "world": world}
     optimizer = OptimizerSection()
     if kind == "adapters":
@@ -170,7 +170,7 @@ def test_the_choice_is_told_and_recorded(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fused: str, operators: list[str]
 ) -> None:
     recipe = tiny_recipe(
-        tiny, tmp_path, "npu", model={"fused": fused}, trainer={"steps": 1}, observe={"sinks": ["console"]}
+        tiny, tmp_path, "npu", model={"fused": fused}, trainer={"steps": 1}, observe={"loggers": ["console"]}
     )
     launch(recipe, "")
     assert f"fused operators: {', '.join(operators) or 'none'}" in " ".join(capsys.readouterr().out.split())

@@ -37,7 +37,7 @@ def test_statistics_on_paper() -> None:
     assert seen.max_rel == pytest.approx(0.0025, rel=1e-4)
     assert (seen.within_thousandth, seen.within_five_thousandths) == (pytest.approx(2 / 3), 1.0)
     assert 0.999 < seen.cosine < 1 and seen.non_finite == 0
-    # A sum whose terms cancel is judged by what they are.
+    # A sum whose terms cancel is preference by what they are.
     left = torch.tensor([1e-9], dtype=torch.float64)
     cancelled = deviation(torch.tensor([5e-8]), left, least_norm=1.0)
     assert cancelled is not None and cancelled.error == pytest.approx(4.9e-8, rel=1e-3)
@@ -185,8 +185,8 @@ def test_a_run_records_its_first_step(tiny: Path, tmp_path: Path, device_type: s
 
     plain, watched = run("plain", operators=False), run("watched", operators=True)
     assert stable_metrics(plain) == stable_metrics(watched)
-    assert not (plain / "probe").exists()
-    record = watched / "probe" / "operators.json"
+    assert not (plain / "layer_trace").exists()
+    record = watched / "layer_trace" / "operators.json"
     content = json.loads(record.read_text())
     assert (content["dtype"], content["device"]) == (dtype, device_type)
     assert content["no_oracle"] == [] and content["skipped_large"] == 0

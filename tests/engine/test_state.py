@@ -34,7 +34,7 @@ from isotrain.engine.state import (
 from isotrain.engine.world import join_world
 from isotrain.errors import CheckpointError
 from isotrain.models.shards import Shard
-from isotrain.observe.progress import Progress
+from isotrain.observe.console import Console
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
 from isotrain.trainers.setup import open_feeds
@@ -80,7 +80,7 @@ def job(recipe: Recipe, seed: int = 0) -> Iterator[Job]:
         random.seed(seed)
         np.random.seed(seed)
         engine = build_engine(recipe.model, recipe.optimizer, device=device, world=world, seed=recipe.seed)
-        feed, _ = open_feeds(recipe, device, world, Progress())
+        feed, _ = open_feeds(recipe, device, world, Console())
         yield Job(device, engine, feed)
 
 
@@ -233,7 +233,7 @@ def cut_back(run: Path, last: int) -> None:
 def test_another_number_of_ranks_goes_on_with_the_same_run(tiny: Path, tmp_path: Path, on: str) -> None:
     """One rank, then two, then one: sums are taken in another order, so the metrics agree closely only."""
     trainer = {"steps": 12, "save_every": 4}
-    observe = {"sinks": ["console"]}
+    observe = {"loggers": ["console"]}
     recipe = tiny_recipe(tiny, tmp_path / "run", on, trainer=trainer, observe=observe)
     launch(recipe, "")
     whole = stable_metrics(tmp_path / "run")

@@ -25,7 +25,7 @@ def damageable(tiny: Path, output: Path, device_type: str, ranks: int = 1) -> Re
         device={"ranks": ranks},
         model={"lora": {"rank": 4, "dropout": 0.1}},
         trainer={"steps": STEPS[-1], "save_every": STEPS[0]},
-        observe={"sinks": ["console"]},
+        observe={"loggers": ["console"]},
     )
 
 

@@ -76,7 +76,7 @@ def saving(tiny: Path, output: Path, ranks: int = 1, **trainer: Any) -> Recipe:
         "cpu",
         device={"ranks": ranks},
         trainer={"steps": STEPS[-1], "save_every": STEPS[0], "keep_checkpoints": 3, **trainer},
-        observe={"sinks": ["console"]},
+        observe={"loggers": ["console"]},
     )
 
 

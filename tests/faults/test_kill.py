@@ -176,7 +176,7 @@ def killable(tiny: Path, output: Path, device_type: str, steps: int, ranks: int 
         model={"lora": {"rank": 4, "dropout": 0.1}},
         data={"validation": str(tiny / "validation.jsonl")},
         trainer={"steps": steps, "save_every": 2, "validate_every": 20},
-        observe={"sinks": ["console"]},
+        observe={"loggers": ["console"]},
     )
 
 

@@ -180,7 +180,11 @@ def test_ranks_over_fused_operators(tiny: Path, tmp_path: Path) -> None:
     assert_same(*runs)
 
 
-SUITE = ("invariant/test_invariants.py", "trainers/test_supervised.py", "trainers/test_judged_runs.py")
+SUITE = (
+    "invariant/test_invariants.py",
+    "trainers/test_supervised.py",
+    "trainers/test_preference_training.py",
+)
 
 
 @pytest.mark.slow

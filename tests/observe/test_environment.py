@@ -71,7 +71,7 @@ def test_secrets_are_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         "--token",
         "hunter2",
         "--api-key=hunter2",
-        "sink.password=hunter2",
+        "logger.password=hunter2",
         "data.train=https://me:hunter2@host/x",
     ]
     described = describe_environment({}, [*names, "HTTPS_PROXY"], command=command)

@@ -6,8 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from isotrain.observe.console import SHOWN
 from isotrain.observe.plots import POLICY, ROLLOUT, TIMING
-from isotrain.observe.progress import SHOWN
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "isotrain"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from isotrain.observe.figures import BLUE, GREEN, ORANGE, PURPLE, RED
 from isotrain.observe.plots import TIMING, plot_run
+from isotrain.observe.plotting import BLUE, GREEN, ORANGE, PURPLE, RED
 
 
 def rows(count: int) -> list[dict[str, float]]:
@@ -103,7 +103,7 @@ def test_the_parts_of_a_step_are_stacked_in_proportion(tmp_path: Path, count: in
     assert gen > 50_000 and 0.25 < other / gen < 0.45
 
 
-def test_answers_sampled_ahead_count_only_while_they_are_waited_for(tmp_path: Path) -> None:
+def test_responses_sampled_ahead_count_only_while_they_are_waited_for(tmp_path: Path) -> None:
     parts = {"timing_s/gen": 40.0, "timing_s/wait_for_batch": 5.0, "timing_s/update_actor": 5.0}
     (file,) = plot_run([{"step": step, "timing_s/step": 10.0, **parts} for step in range(1, 9)], tmp_path)
     image = imread(file)

@@ -15,8 +15,8 @@ from isotrain.parity.anchors import anchors
 from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.isotrain_run import read_isotrain_run
 from isotrain.trainers import supervised
-from judged_runs import judged_recipe, write_judged
-from probed_runs import layers_level
+from preference_runs import preference_recipe, write_preferences
+from traced_runs import layers_level
 
 
 def run_of(metrics: dict[str, float], algorithm: dict[str, Any], **recipe: Any) -> Run:
@@ -50,8 +50,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_first_steps_of_real_runs(
     tiny: Path, tmp_path: Path, device_type: str, algorithm: dict[str, Any], expected: float
 ) -> None:
-    rows = write_judged(tmp_path, count=16)
-    recipe = judged_recipe(
+    rows = write_preferences(tmp_path, count=16)
+    recipe = preference_recipe(
         algorithm["name"],
         tiny,
         rows,
@@ -59,7 +59,7 @@ def test_first_steps_of_real_runs(
         device_type,
         algorithm={**algorithm, "reference": "live"},
         trainer={"steps": 1},
-        observe={"probe": 1, "sinks": []},
+        observe={"layer_trace": 1, "loggers": []},
     )
     supervised.train_supervised(recipe, "")
     run = read_isotrain_run(tmp_path / "run")
@@ -95,7 +95,7 @@ def test_weights_of_kto() -> None:
     metrics = {"train/loss": 1.0, "train/kl": 0.0}
     equal = {"name": "kto", "beta": 0.1, "desirable_weight": 2.0, "undesirable_weight": 2.0}
     assert passed(run_of(metrics, equal)) == {"train/loss": True, "train/kl": True}
-    # Of unlike weights the loss depends on how many answers are desirable.
+    # Of unlike weights the loss depends on how many responses are desirable.
     assert passed(run_of(metrics, {**equal, "desirable_weight": 0.0})) == {"train/kl": True}
 
 
@@ -122,7 +122,7 @@ def test_advantages_of_a_group() -> None:
     assert passed(run_of({**metrics, "critic/advantages/mean": 1e-8}, ONLINE, **SAMPLED)) == {
         "critic/advantages/mean": True
     }
-    # Over tokens of answers of unlike lengths, and alone in a group, the mean is not 0.
+    # Over tokens of responses of unlike lengths, and alone in a group, the mean is not 0.
     assert not anchors(run_of({**metrics, "response_length/max": 7.0}, ONLINE, **SAMPLED))
     assert not anchors(run_of(metrics, ONLINE, data={}, rollout={"n": 1}))
     whitened = {**ONLINE, "name": "reinforce++"}

@@ -52,7 +52,7 @@ def test_what_is_in_it(tmp_path: Path) -> None:
             for role in ("reference", "candidate", *MEMBERS)
             for name in ("metrics.jsonl", "resolved.json", "environment.json")
         ),
-        "probe/steps.safetensors",
+        "layer_trace/steps.safetensors",
     }
 
 

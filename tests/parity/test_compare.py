@@ -101,7 +101,7 @@ def test_other_recipes_and_data() -> None:
 
 
 def test_a_replay_in_another_place() -> None:
-    """Where answers come from is free; so are paths, but only where what is there has the same digest."""
+    """Where responses come from is free; so are paths, but only where what is there has the same digest."""
     data, models = {"train": "x"}, {"model": "y"}
     recipe = {"model": {"path": "here"}, "data": {"train": "a.jsonl"}, "rollout": {"n": 4, "replay": None}}
     other = {"model": {"path": "there"}, "data": {"train": "b.jsonl"}, "rollout": {"n": 4, "replay": "here"}}

@@ -18,8 +18,8 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.errors import DataError
 from isotrain.parity.levels import Level
 from isotrain.trainers import supervised
-from probed_runs import layers_level
 from support import run_cli, tiny_recipe, write_recipe
+from traced_runs import layers_level
 
 Tamper = Callable[[TrainingEngine], None]
 FIRST = "step-000001-rank-00000.safetensors"
@@ -37,7 +37,7 @@ def quickly() -> Iterator[None]:
 
 
 def train(tiny: Path, output: Path, device_type: str = "cpu", steps: int = 2, **sections: Any) -> Path:
-    sections = {"trainer": {"steps": steps}, "observe": {"probe": 2, "sinks": []}, **sections}
+    sections = {"trainer": {"steps": steps}, "observe": {"layer_trace": 2, "loggers": []}, **sections}
     # Without clipping: a common factor of all gradients would be gone.
     sections["optimizer"] = {"lr": 1e-3, "clip_norm": 0.0, **sections.get("optimizer", {})}
     supervised.train_supervised(tiny_recipe(tiny, output, device_type, **sections), "")
@@ -232,9 +232,9 @@ def test_a_schedule_shows_in_the_second_step(
 
 def test_a_resumed_run_keeps_what_its_start_recorded(tiny: Path, tmp_path: Path) -> None:
     run = train(tiny, tmp_path / "run", steps=1)
-    before = {file.name: file.read_bytes() for file in (run / "probe").iterdir()}
+    before = {file.name: file.read_bytes() for file in (run / "layer_trace").iterdir()}
     train(tiny, run, steps=2)
-    assert {file.name: file.read_bytes() for file in (run / "probe").iterdir()} == before
+    assert {file.name: file.read_bytes() for file in (run / "layer_trace").iterdir()} == before
     assert list(before) == [FIRST]
 
 
@@ -250,22 +250,22 @@ def test_two_ranks_on_two_devices(tiny: Path, tmp_path: Path, dtype: str) -> Non
             device={"ranks": 2},
             data={"tokens_per_micro_batch": 128},
             trainer={"steps": 2},
-            observe={"probe": 2, "sinks": []},
+            observe={"layer_trace": 2, "loggers": []},
         )
         run_cli("train", str(write_recipe(recipe, tmp_path / f"{device_type}.yaml")))
     level = layers_level(tmp_path / "cpu", tmp_path / "npu", dtype=dtype)
     assert level.state == "same", level.words
-    assert len(list((tmp_path / "npu" / "probe").iterdir())) == 4
+    assert len(list((tmp_path / "npu" / "layer_trace").iterdir())) == 4
 
 
 @pytest.fixture
 def copied(reference: Path, tmp_path: Path) -> Path:
-    shutil.copytree(reference / "probe", tmp_path / "copy" / "probe")
+    shutil.copytree(reference / "layer_trace", tmp_path / "copy" / "layer_trace")
     return tmp_path / "copy"
 
 
 def rewrite(run: Path, change: Callable[[dict[str, Any], dict[str, str]], None]) -> None:
-    path = run / "probe" / FIRST
+    path = run / "layer_trace" / FIRST
     with safe_open(path, "np") as file:
         metadata = dict(file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -273,25 +273,27 @@ def rewrite(run: Path, change: Callable[[dict[str, Any], dict[str, str]], None])
     save_file(tensors, path, metadata)
 
 
-def test_probes_alone_are_enough(reference: Path, copied: Path) -> None:
+def test_layer_traces_alone_are_enough(reference: Path, copied: Path) -> None:
     assert layers_level(reference, copied, dtype="float32").state == "same"
 
 
-def test_without_probes_it_is_not_run(reference: Path, copied: Path, tmp_path: Path) -> None:
+def test_without_layer_traces_it_is_not_run(reference: Path, copied: Path, tmp_path: Path) -> None:
     level = layers_level(reference, tmp_path / "nothing", dtype="float32")
-    assert level.state == "not run" and "observe.probe=2" in level.words
-    (copied / "probe" / FIRST).unlink()
-    (copied / "probe" / "step-000002-rank-00000.safetensors").rename(copied / "probe" / FIRST)
+    assert level.state == "not run" and "observe.layer_trace=2" in level.words
+    (copied / "layer_trace" / FIRST).unlink()
+    (copied / "layer_trace" / "step-000002-rank-00000.safetensors").rename(copied / "layer_trace" / FIRST)
     rewrite(copied, lambda tensors, metadata: metadata.update(ranks="2"))
     assert layers_level(reference, copied, dtype="float32").state == "not run", "the other rank is missing"
 
 
 def test_other_numbers_of_ranks(reference: Path, copied: Path) -> None:
-    for file in sorted((copied / "probe").iterdir()):
+    for file in sorted((copied / "layer_trace").iterdir()):
         if file.name != FIRST:
             file.unlink()
     rewrite(copied, lambda tensors, metadata: metadata.update(ranks="2"))
-    shutil.copy(copied / "probe" / FIRST, copied / "probe" / FIRST.replace("rank-00000", "rank-00001"))
+    shutil.copy(
+        copied / "layer_trace" / FIRST, copied / "layer_trace" / FIRST.replace("rank-00000", "rank-00001")
+    )
     level = layers_level(reference, copied, dtype="float32")
     assert level.state == "not run" and level.words.startswith("1 and 2 ranks")
     assert layers_level(copied, copied, dtype="float32").state == "same"
@@ -336,8 +338,8 @@ def drop(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_shape, "which is not a probe's"),
-        (change_type, "which is not a probe's"),
+        (change_shape, "which is not a layer trace's"),
+        (change_type, "which is not a layer trace's"),
         (drop, "no 'weight/norm'"),
         (lambda tensors, metadata: metadata.clear(), "'format' of its metadata"),
         (lambda tensors, metadata: metadata.update(format="2"), "another version"),
@@ -358,14 +360,14 @@ def test_a_claim_of_endless_ranks(reference: Path, copied: Path) -> None:
 
 
 def test_files_that_are_none(reference: Path, copied: Path, tmp_path: Path) -> None:
-    path = copied / "probe" / FIRST
+    path = copied / "layer_trace" / FIRST
     whole = path.read_bytes()
     for content in (b"", whole[:1000], whole[:-8], b"\xff" * 64):
         path.write_bytes(content)
         with pytest.raises(DataError, match="copy it again"):
             layers_level(reference, copied, dtype="float32")
     path.unlink()
-    path.symlink_to(reference / "probe" / FIRST)
+    path.symlink_to(reference / "layer_trace" / FIRST)
     with pytest.raises(DataError, match="leads out"):
         layers_level(reference, copied, dtype="float32")
 
@@ -376,7 +378,7 @@ def test_limits_need_a_known_type(reference: Path) -> None:
 
 
 def test_attention_that_shares_no_prompts_reads_other_tokens(tiny: Path, tmp_path: Path) -> None:
-    """Not a difference of the data: the level cannot be judged, and says what to do."""
+    """Not a difference of the data: the level cannot be preference, and says what to do."""
 
     def pairs(name: str, attention: str) -> Path:
         return train(

@@ -27,7 +27,9 @@ SLOW = {m.name: m.where or "" for m in MUTATIONS if m.run == "sft" and m.name no
 
 
 def train(tiny: Path, output: Path, mutation: str) -> Path:
-    recipe = tiny_recipe(tiny, output, "cpu", trainer={"steps": STEPS}, observe={"sinks": [], "probe": 2})
+    recipe = tiny_recipe(
+        tiny, output, "cpu", trainer={"steps": STEPS}, observe={"loggers": [], "layer_trace": 2}
+    )
     variables = {**mutations.environment(mutation), "OMP_NUM_THREADS": "1"}
     run_cli("train", str(write_recipe(recipe, output.with_suffix(".yaml"))), **variables)
     return output

@@ -123,7 +123,10 @@ def test_not_recorded(tmp_path: Path) -> None:
     reference = write(tmp_path / "reference", {"operators": [row()]})
     found = operators_level(reference, tmp_path)
     assert found.state == "not run"
-    assert "the candidate has no probe/operators.json" in found.words and "observe.operators" in found.words
+    assert (
+        "the candidate has no layer_trace/operators.json" in found.words
+        and "observe.operators" in found.words
+    )
 
 
 @pytest.mark.parametrize(

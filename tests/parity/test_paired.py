@@ -1,4 +1,4 @@
-"""Curves alone: three answers, and which one when."""
+"""Curves alone: three responses, and which one when."""
 
 from __future__ import annotations
 

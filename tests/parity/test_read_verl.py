@@ -47,8 +47,8 @@ def test_a_bar_before_the_step_and_two_lines_of_one_step(tmp_path: Path) -> None
 
 
 def test_what_a_model_says_is_no_step(tmp_path: Path) -> None:
-    answer = "step:3 - we add: 4\nfirst step:4 - so 5\nsubstep:9 - a:1\n"
-    (tmp_path / "log").write_text(answer + verl_line(1) + "\n" + answer)
+    response = "step:3 - we add: 4\nfirst step:4 - so 5\nsubstep:9 - a:1\n"
+    (tmp_path / "log").write_text(response + verl_line(1) + "\n" + response)
     assert read_run(tmp_path / "log").metrics["actor/pg_loss"].steps_S.tolist() == [1]
 
 

@@ -19,7 +19,7 @@ from run_samples import isotrain_run
 
 from isotrain import __version__
 from isotrain.errors import DataError
-from isotrain.observe.figures import GREEN, ORANGE, PURPLE
+from isotrain.observe.plotting import GREEN, ORANGE, PURPLE
 from isotrain.parity.compare import compare
 from isotrain.parity.levels import LEVELS, Check, Level
 from isotrain.parity.power import Power, PowerRow

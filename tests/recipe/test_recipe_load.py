@@ -143,7 +143,7 @@ def test_overrides() -> None:
         [
             "optimizer.lr=1",
             "optimizer.lr=1e-4",
-            "observe.sinks=['console','tensorboard']",
+            "observe.loggers=['console','tensorboard']",
             "model.lora.targets=[q_proj,v_proj]",
             "model.lora.rank=8",
             "trainer.steps=null",
@@ -153,7 +153,7 @@ def test_overrides() -> None:
         ],
     )
     assert recipe.optimizer.lr == 1e-4
-    assert recipe.observe.sinks == ["console", "tensorboard"]
+    assert recipe.observe.loggers == ["console", "tensorboard"]
     assert recipe.model.lora.targets == ["q_proj", "v_proj"] and recipe.model.lora.rank == 8
     assert recipe.trainer.steps is None
     assert recipe.output == "runs/a=b"
@@ -178,7 +178,7 @@ def test_overrides() -> None:
         ("data.train=*rows", "recipes have no anchors"),
         ("data.train=[a", "not valid YAML: a bracket or quote"),
         ("optimizer={lr: 1, lr: 2}", "key 'optimizer.lr' is given twice; keep one"),
-        ("observe.sinks=[console, wand]", "item 2 of 'observe.sinks' is the text 'wand'"),
+        ("observe.loggers=[console, wand]", "item 2 of 'observe.loggers' is the text 'wand'"),
     ],
 )
 def test_problems_of_overrides_name_the_override(override: str, message: str) -> None:

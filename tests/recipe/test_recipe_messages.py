@@ -39,7 +39,7 @@ trainer:
   steps: 2.5
   logger: [console]
 observe:
-  sinks: console
+  loggers: console
 optimizer.lr: 3
 """
 
@@ -63,8 +63,8 @@ r.yaml:16: unknown key 'optim.something'; known here: name, output, seed, device
 r.yaml:18: 'optimizer.betas' is the list [0.9]; expected a list of 2 numbers
 r.yaml:19: unknown key 'trainr'; did you mean 'trainer'?
 r.yaml:22: 'trainer.steps' is 2.5; expected a whole number, at least 1, or null
-r.yaml:23: unknown key 'trainer.logger'; did you mean 'observe.sinks'?
-r.yaml:25: 'observe.sinks' is the text 'console'; expected a list of 'console', 'tensorboard', 'wandb', 'swanlab'; write [console]
+r.yaml:23: unknown key 'trainer.logger'; did you mean 'observe.loggers'?
+r.yaml:25: 'observe.loggers' is the text 'console'; expected a list of 'console', 'tensorboard', 'wandb', 'swanlab'; write [console]
 r.yaml:26: unknown key 'optimizer.lr'; write 'lr' inside the section 'optimizer'
 override 'device.ranks=0': 'device.ranks' is 0; expected a whole number, at least 1
 """  # noqa: E501
@@ -130,7 +130,7 @@ def test_values_of_other_trainers_lead_to_choices_that_exist() -> None:
 @pytest.mark.parametrize(
     ("wanted", "near"),
     [
-        ("trainer.logger", "observe.sinks"),
+        ("trainer.logger", "observe.loggers"),
         ("data.train_batch_size", "data.batch_size"),
         ("data.train_files", "data.train"),
         ("optim.lr", "optimizer.lr"),

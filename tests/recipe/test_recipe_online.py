@@ -82,8 +82,8 @@ UNKNOWN_NAME = (
     "expected one of 'sft', 'dpo', 'kto', 'rm', 'prm', "
     "'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', 'ppo'"
 )
-NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample answers: write 'rollout: {n: 4}'"
-NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score answers: write 'reward: {gsm8k: {}}'"
+NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample responses: write 'rollout: {n: 4}'"
+NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score responses: write 'reward: {gsm8k: {}}'"
 NO_PART = "no reward is named; add one of gsm8k, math, function, model, process, such as gsm8k: {}"
 
 
@@ -158,8 +158,8 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
         (
             HEAD + "algorithm: {name: sft}\nrollout:\n  n: 4\nreward: {gsm8k: {}}\ncluster:\n",
             [
-                "r.yaml:6: 'rollout' is not for sft, which samples no answers; remove it",
-                "r.yaml:8: 'reward' is not for sft, which scores no answers; remove it",
+                "r.yaml:6: 'rollout' is not for sft, which samples no responses; remove it",
+                "r.yaml:8: 'reward' is not for sft, which scores no responses; remove it",
                 "r.yaml:9: 'cluster' is not for sft, which runs without one; remove it",
             ],
         ),
@@ -273,13 +273,13 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
             [
                 "r.yaml:7: algorithm.correction.level (sequence) does not go with rollout.top_p (0.9): the "
                 "engine's probabilities are among the tokens that are left, the trained model's among all, "
-                "so the weights of long answers vanish: write level: token, or sample from all tokens"
+                "so the weights of long responses vanish: write level: token, or sample from all tokens"
             ],
         ),
         (
             GRPO + "  kl: {place: reward, controller: adaptive, horizon: 204}\n" + PARTS,
             [
-                "r.yaml:7: algorithm.kl.horizon (204) is so short that one step of 1024 answers could take "
+                "r.yaml:7: algorithm.kl.horizon (204) is so short that one step of 1024 responses could take "
                 "the coefficient to 0 or below: set more than 204"
             ],
         ),
@@ -319,7 +319,7 @@ def test_what_is_wrong_is_said_at_its_line(text: str, expected: list[str]) -> No
             "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
         ),
         (["reward=null"], NEEDS_REWARD.replace("r.yaml", "override 'reward=null'")),
-        (["algorithm.name=sft"], "r.yaml:9: 'reward' is not for sft, which scores no answers; remove it"),
+        (["algorithm.name=sft"], "r.yaml:9: 'reward' is not for sft, which scores no responses; remove it"),
     ],
 )
 def test_what_is_wrong_with_an_override(overrides: list[str], last: str) -> None:
@@ -427,6 +427,6 @@ def test_temperatures_that_an_engine_would_raise() -> None:
     (said,) = lines(GRPO + PARTS, "rollout.temperature=0.005")
     assert said.endswith("'rollout.temperature' is 0.005; expected a number, at least 0.01")
     (said,) = lines(GRPO + PARTS, "rollout.validation.temperature=0.005")
-    assert "between 0 and 0.01" in said and "write 0 for greedy answers" in said
+    assert "between 0 and 0.01" in said and "write 0 for greedy responses" in said
     for temperature in ("0", "0.01"):
         parse_recipe(GRPO + PARTS, "r.yaml", [f"rollout.validation.temperature={temperature}"])

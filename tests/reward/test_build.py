@@ -12,7 +12,7 @@ from children import write_functions
 
 from isotrain.errors import RewardError
 from isotrain.recipe.online import RewardSection
-from isotrain.reward.base import Answer, Scored, Scorer
+from isotrain.reward.base import RewardInput, Scored, Scorer
 from isotrain.reward.build import build_scorer, reward_source
 
 
@@ -31,8 +31,13 @@ def test_gsm8k_alone() -> None:
         gsm8k={"method": "flexible", "format_score": 0.25, "weight": 2.0}, failed_score=-1.0
     ) as rewards:
         rewards.start()
-        answers = [Answer("it is 12", "12"), Answer("it is 13", 12), Answer("", 12), Answer("it is 12", None)]
-        scored = rewards.score(answers)
+        items = [
+            RewardInput("it is 12", "12"),
+            RewardInput("it is 13", 12),
+            RewardInput("", 12),
+            RewardInput("it is 12", None),
+        ]
+        scored = rewards.score(items)
     assert scored[:3] == [
         Scored(2.0, {"gsm8k": 1.0}),
         Scored(0.5, {"gsm8k": 0.25}),
@@ -44,7 +49,7 @@ def test_gsm8k_alone() -> None:
 def test_a_right_answer_that_no_answer_can_equal_is_told() -> None:
     with scorer(gsm8k={}) as rewards:
         worked, plain = rewards.score(
-            [Answer("#### 72", "48 / 2 = 24\n" * 50 + "#### 72"), Answer("#### 72", 72.0)]
+            [RewardInput("#### 72", "48 / 2 = 24\n" * 50 + "#### 72"), RewardInput("#### 72", 72.0)]
         )
     assert (worked.score, worked.failure) == (0.0, "error")
     assert worked.detail.endswith("#### 72' is no plain number; look at reward.answer_key")
@@ -68,9 +73,9 @@ def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None
         rewards.start()
         good, half, bad = rewards.score(
             [
-                Answer("#### 12", "12", {"n": 7}),
-                Answer("so it is 12", "12", {"n": 11}),
-                Answer("#### 12", "12", {"n": 0}),
+                RewardInput("#### 12", "12", {"n": 7}),
+                RewardInput("so it is 12", "12", {"n": 11}),
+                RewardInput("#### 12", "12", {"n": 0}),
             ]
         )
     assert good == Scored(1.25, {"gsm8k": 1.0, "math": 1.0, "function": 1.0, "function/length": 7.0})
@@ -82,7 +87,7 @@ def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None
 def test_failures_are_told(tmp_path: Path) -> None:
     path = write_functions(tmp_path)
     with scorer(function={"path": f"{path}:score"}, timeout=1.0) as rewards:
-        scored = rewards.score([Answer(text, "") for text in ("", "sleep", "exit", "raise", "nan", "")])
+        scored = rewards.score([RewardInput(text, "") for text in ("", "sleep", "exit", "raise", "nan", "")])
     assert [result.score for result in scored] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     assert [result.failure for result in scored] == [None, "timeout", "crash", "error", "error", None]
 
@@ -95,14 +100,14 @@ def test_concurrency_is_the_recipes(tmp_path: Path) -> None:
         "    await asyncio.sleep(0.05)\n    running -= 1\n    return now\n"
     )
     with scorer(function={"path": f"{path}:f", "concurrency": 3}) as rewards:
-        assert max(result.score for result in rewards.score([Answer("", "")] * 10)) == 3.0
+        assert max(result.score for result in rewards.score([RewardInput("", "")] * 10)) == 3.0
 
 
 def test_memory_and_start_of_a_function_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("def f(response):\n    return len(bytearray(int(response)))\n")
     with scorer(function={"path": f"{path}:f", "memory_gb": 1.0}) as rewards:
-        small, large = rewards.score([Answer("10", ""), Answer(str(2 << 30), "")])
+        small, large = rewards.score([RewardInput("10", ""), RewardInput(str(2 << 30), "")])
     assert (small.score, large.failure) == (10.0, "error") and "MemoryError" in large.detail
     path.write_text("import time\ntime.sleep(1000)\n")
     with (
@@ -124,7 +129,7 @@ def test_a_wrong_path_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.M
 def test_a_reward_model_alone_leaves_nothing_to_do_here() -> None:
     with scorer(model={"path": "judge"}) as rewards:
         rewards.start()
-        assert rewards.score([Answer("a", "b")]) == [Scored(0.0)]
+        assert rewards.score([RewardInput("a", "b")]) == [Scored(0.0)]
 
 
 def test_a_sum_that_no_float32_holds_is_an_error(tmp_path: Path) -> None:
@@ -132,7 +137,9 @@ def test_a_sum_that_no_float32_holds_is_an_error(tmp_path: Path) -> None:
     path.write_text("def f(response):\n    return float(response)\n")
     with scorer(function={"path": f"{path}:f", "weight": 4.0}, failed_score=-1.0) as rewards:
         rewards.start()
-        fine, *others = rewards.score([Answer(text, None) for text in ("8e37", "1e38", "-1e38", "1e308")])
+        fine, *others = rewards.score(
+            [RewardInput(text, None) for text in ("8e37", "1e38", "-1e38", "1e308")]
+        )
     assert fine.score == 4.0 * 8e37 and fine.failure is None
     for other in others:
         assert (other.score, other.failure) == (-1.0, "error") and "out of range" in other.detail

@@ -12,15 +12,15 @@ import pytest
 import torch
 from children import write_functions
 
-from isotrain.reward.base import Answer
+from isotrain.reward.base import RewardInput
 from isotrain.reward.function import function_setup, read_result, read_source
 from isotrain.reward.pool import Pool
 
 
-def run(path: str, answers: list[Answer]) -> list[tuple[float, dict[str, float], str]]:
+def run(path: str, items: list[RewardInput]) -> list[tuple[float, dict[str, float], str]]:
     pool = Pool(function_setup(path, read_source(path)), name="reward.function", timeout=20.0)
     try:
-        results = [future.result(60) for future in pool.submit(answers)]
+        results = [future.result(60) for future in pool.submit(items)]
     finally:
         pool.close()
     return [(result.score, result.parts, result.detail) for result in results]
@@ -29,14 +29,15 @@ def run(path: str, answers: list[Answer]) -> list[tuple[float, dict[str, float],
 def test_a_file_written_for_verl(tmp_path: Path) -> None:
     row = {"data_source": "gsm8k", "extra_info": {"index": 7}, "prompt": []}
     found = run(
-        f"{write_functions(tmp_path)}:compute_score", [Answer("12", "12", row), Answer("13", "12", row)]
+        f"{write_functions(tmp_path)}:compute_score",
+        [RewardInput("12", "12", row), RewardInput("13", "12", row)],
     )
     assert found == [(1.0, {"acc": 1.0, "index": 7.0}, ""), (0.0, {"acc": 1.0, "index": 7.0}, "")]
 
 
 def test_parameters_of_our_own_and_defaults(tmp_path: Path) -> None:
     row = {"n": np.int64(5), "array": np.arange(2)}
-    assert run(f"{write_functions(tmp_path)}:everything", [Answer("abc", 4, row)]) == [(24.0, {}, "")]
+    assert run(f"{write_functions(tmp_path)}:everything", [RewardInput("abc", 4, row)]) == [(24.0, {}, "")]
 
 
 def test_imports_beside_the_file_and_a_misleading_directory(
@@ -49,7 +50,7 @@ def test_imports_beside_the_file_and_a_misleading_directory(
     source = "import beside, helper\ndef f(answer):\n    return helper.VALUE + beside.VALUE\n"
     (tmp_path / "own" / "rewards.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    assert run("own/rewards.py:f", [Answer("", "", {})]) == [(0.75, {}, "")]
+    assert run("own/rewards.py:f", [RewardInput("", "", {})]) == [(0.75, {}, "")]
 
 
 def test_an_object_with_an_async_call(tmp_path: Path) -> None:
@@ -58,18 +59,18 @@ def test_an_object_with_an_async_call(tmp_path: Path) -> None:
         "class Judge:\n    async def __call__(self, response):\n        return len(response)\n\n"
         "judge = Judge()\n"
     )
-    assert run(f"{path}:judge", [Answer("abc", "", {})]) == [(3.0, {}, "")]
+    assert run(f"{path}:judge", [RewardInput("abc", "", {})]) == [(3.0, {}, "")]
 
 
 @pytest.mark.parametrize(
     ("name", "score", "parts"),
-    [("short", 0.997, {}), ("graded", 1.0, {"length": 8.0}), ("judged", 1.0, {})],
+    [("short", 0.997, {}), ("graded", 1.0, {"length": 8.0}), ("preference", 1.0, {})],
 )
 def test_the_examples_of_the_guide(tmp_path: Path, name: str, score: float, parts: dict[str, float]) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
     path = tmp_path / "rewards.py"
     path.write_text("\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL)), encoding="utf-8")
-    ((found, found_parts, detail),) = run(f"{path}:{name}", [Answer("it is 12", "12")])
+    ((found, found_parts, detail),) = run(f"{path}:{name}", [RewardInput("it is 12", "12")])
     assert (found, found_parts, detail) == (pytest.approx(score), parts, "")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.reward.base import Answer, Scored
+from isotrain.reward.base import RewardInput, Scored
 from isotrain.reward.build import MATH_MEMORY
 from isotrain.reward.pool import Pool
 
@@ -48,7 +48,7 @@ WRONG: list[tuple[str, object]] = [
 ]
 
 
-def run(answers: list[Answer], timeout: float, size: int = 1) -> list[Scored]:
+def run(answers: list[RewardInput], timeout: float, size: int = 1) -> list[Scored]:
     pool = Pool({"kind": "math"}, name="reward.math", timeout=timeout, processes=size, memory=MATH_MEMORY)
     try:
         return [future.result(120) for future in pool.submit(answers)]
@@ -58,7 +58,9 @@ def run(answers: list[Answer], timeout: float, size: int = 1) -> list[Scored]:
 
 def test_right_and_wrong() -> None:
     missing = [("1", None), ("1", " "), ("1", "1" * 5000)]
-    results = run([Answer(response, answer) for response, answer in RIGHT + WRONG + missing], timeout=60.0)
+    results = run(
+        [RewardInput(response, answer) for response, answer in RIGHT + WRONG + missing], timeout=60.0
+    )
     failed, results = results[-3:], results[:-3]
     assert [result.failure for result in failed] == ["error"] * 3
     assert "reward.answer_key" in failed[0].detail
@@ -76,7 +78,7 @@ def test_hostile_answers_end_in_time() -> None:
         "$\\operatorname{ones}(100000, 100000)$",
     ]
     start = time.monotonic()
-    results = run([Answer(text, "3") for text in hostile] + [Answer("3", "3")], timeout=1.0, size=2)
+    results = run([RewardInput(text, "3") for text in hostile] + [RewardInput("3", "3")], timeout=1.0, size=2)
     assert time.monotonic() - start < 60.0
     assert all(result.score == 0.0 for result in results[:-1])
     assert results[-1] == Scored(1.0)
@@ -149,5 +151,5 @@ print(json.dumps([verify(parse(box(str(a))), parse(r[-4096:])) for r, a in cases
     cases = RIGHT + WRONG
     command = [sys.executable, "-c", code, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    ours = [result.score for result in run([Answer(*case) for case in cases], timeout=60.0)]
+    ours = [result.score for result in run([RewardInput(*case) for case in cases], timeout=60.0)]
     assert [float(score) for score in json.loads(done.stdout)] == ours

@@ -16,7 +16,7 @@ import pytest
 from children import alive, group_of, wait_for, write_functions
 
 from isotrain.errors import RewardError
-from isotrain.reward.base import Answer, Scored
+from isotrain.reward.base import RewardInput, Scored
 from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.pool import Pool
 
@@ -48,7 +48,7 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
 
 
 def run(pool: Pool, responses: list[str]) -> list[Scored]:
-    return [future.result(60) for future in pool.submit([Answer(text, "", {}) for text in responses])]
+    return [future.result(60) for future in pool.submit([RewardInput(text, "", {}) for text in responses])]
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_what_a_cancelled_call_left_ends_with_its_child(make_pool: MakePool, tmp
 def test_a_child_that_retires_finishes_its_calls(make_pool: MakePool) -> None:
     pool = make_pool("score_async", timeout=2.0, concurrency=2)
     old = run(pool, ["pid"])[0].score
-    (hung,) = pool.submit([Answer("await 1000", "")])
+    (hung,) = pool.submit([RewardInput("await 1000", "")])
     time.sleep(1.0)
-    (good,) = pool.submit([Answer("await 1.9", "")])
+    (good,) = pool.submit([RewardInput("await 1.9", "")])
     assert hung.result(10).failure == "timeout"
     assert run(pool, ["pid"])[0].score != old
     assert good.result(10).failure is None
@@ -165,7 +165,7 @@ def test_a_quick_function_has_one_process(make_pool: MakePool) -> None:
 
 def test_a_hang_does_not_hold_up_the_others(make_pool: MakePool) -> None:
     pool = make_pool(processes=2)
-    hang, *others = pool.submit([Answer(text, "") for text in ("sleep", "", "", "")])
+    hang, *others = pool.submit([RewardInput(text, "") for text in ("sleep", "", "", "")])
     assert [future.result(20).score for future in others] == [1.0] * 3
     assert not hang.done()
 
@@ -182,7 +182,7 @@ def test_a_child_killed_while_idle_costs_nothing(make_pool: MakePool) -> None:
 def test_a_child_killed_while_busy_costs_its_call(make_pool: MakePool) -> None:
     pool = make_pool()
     pid = int(run(pool, ["pid"])[0].score)
-    futures = pool.submit([Answer("sleep", "", {}), Answer("", "", {})])
+    futures = pool.submit([RewardInput("sleep", "", {}), RewardInput("", "", {})])
     time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
     results = [future.result(10) for future in futures]
@@ -193,12 +193,12 @@ def test_a_child_killed_while_busy_costs_its_call(make_pool: MakePool) -> None:
 def test_long_texts_pass_whole(make_pool: MakePool) -> None:
     pool = make_pool("everything")
     long = "\ud800é\n" * 300_000
-    answers = [
-        Answer(long, 1, {"n": 2}),
-        Answer(long, 1, {"n": object(), "m": {1, 2}}),
-        Answer("", 1, {"n": 3}),
+    items = [
+        RewardInput(long, 1, {"n": 2}),
+        RewardInput(long, 1, {"n": object(), "m": {1, 2}}),
+        RewardInput("", 1, {"n": 3}),
     ]
-    results = [future.result(30) for future in pool.submit(answers)]
+    results = [future.result(30) for future in pool.submit(items)]
     assert [result.score for result in results] == [2.0 * 900_003, 0.0, 8.0]
     assert results[1].failure == "error"
 
@@ -206,7 +206,7 @@ def test_long_texts_pass_whole(make_pool: MakePool) -> None:
 def test_a_row_that_cannot_be_sent(make_pool: MakePool) -> None:
     row: dict[str, object] = {}
     row["self"] = row
-    (future,) = make_pool().submit([Answer("", "", row)])
+    (future,) = make_pool().submit([RewardInput("", "", row)])
     assert future.result(10).failure == "error"
 
 
@@ -287,7 +287,7 @@ def test_a_session_of_its_own_does_not_save_a_process(
 
 def test_close_leaves_no_process(make_pool: MakePool) -> None:
     pool = make_pool(processes=2)
-    futures = pool.submit([Answer(text, "", {}) for text in ("sleep", "busy", "")])
+    futures = pool.submit([RewardInput(text, "", {}) for text in ("sleep", "busy", "")])
     assert wait_for(lambda: len(running(pool)) == 2)
     time.sleep(0.3)
     pids = running(pool)
@@ -298,7 +298,7 @@ def test_close_leaves_no_process(make_pool: MakePool) -> None:
         with pytest.raises(RewardError, match="closed"):
             future.result(0)
     with pytest.raises(RewardError, match="closed"):
-        pool.submit([Answer("", "", {})])
+        pool.submit([RewardInput("", "", {})])
 
 
 def test_a_pool_that_was_never_used_closes(make_pool: MakePool) -> None:
@@ -310,13 +310,13 @@ def test_a_pool_that_was_never_used_closes(make_pool: MakePool) -> None:
 
 PARENT = """
 import sys, time
-from isotrain.reward.base import Answer
+from isotrain.reward.base import RewardInput
 from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.pool import Pool
 
 setup = function_setup(sys.argv[1], read_source(sys.argv[1]))
 pool = Pool(setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
-pool.submit([Answer(text, "", {}) for text in sys.argv[2:]])
+pool.submit([RewardInput(text, "", {}) for text in sys.argv[2:]])
 while len(pool._workers) < len(sys.argv) - 2:
     time.sleep(0.05)
 time.sleep(0.5)
@@ -371,7 +371,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, 
         with pytest.raises(RewardError, match=message):
             pool.start()
         with pytest.raises(RewardError, match=message):
-            pool.submit([Answer("", "", {})])
+            pool.submit([RewardInput("", "", {})])
     finally:
         pool.close()
     assert running(pool) == []

@@ -1,4 +1,4 @@
-"""The reference engine on both devices: its answers, its log-probs and its weights."""
+"""The reference engine on both devices: its responses, its log-probs and its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)
 
 def requests(n: int = 1) -> list[Request]:
     return [
-        Request(row=row, place=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt)
+        Request(row=row, prompt_index=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt)
         for row, prompt in enumerate(PROMPTS)
         for sample in range(n)
     ]
@@ -74,7 +74,7 @@ def test_log_probs_are_those_of_a_plain_forward(engine: RolloutEngine, model: An
     assert len({t.tokens_T.tobytes() for t in found}) == len(found)
 
 
-def test_an_answer_does_not_depend_on_its_neighbours(engine: RolloutEngine) -> None:
+def test_an_response_does_not_depend_on_its_neighbours(engine: RolloutEngine) -> None:
     sampling = Sampling(max_tokens=40)
     together = {(t.row, t.sample): t for t in engine.generate(requests(16), sampling)}
     assert len({len(t.response_N) for t in together.values()}) > 1  # some ended early
@@ -92,7 +92,7 @@ def test_greedy_and_ends(engine: RolloutEngine, model: Any) -> None:
         ids = torch.from_numpy(trajectory.tokens_T).long()[None]
         best = model(ids).logits[0, :-1].argmax(-1)[trajectory.prompt_length - 1 :]
         assert best.tolist() == trajectory.response_N.tolist()
-    # All tokens equally likely: of 512, one ends. About 1 in 14 answers of 40 does.
+    # All tokens equally likely: of 512, one ends. About 1 in 14 responses of 40 does.
     flat = [(n, torch.zeros_like(p) if n == "model.norm.weight" else p) for n, p in model.named_parameters()]
     engine.update_weights(write_update(flat, 1))
     found = list(engine.generate(requests(40), Sampling(max_tokens=40)))

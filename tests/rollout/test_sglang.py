@@ -39,7 +39,7 @@ SAMPLING = Sampling(max_tokens=6, temperature=0.7)
 
 def requests(n: int = 2) -> list[Request]:
     return [
-        Request(row=row, place=row, sample=sample, seed=100 * row + sample, prompt_P=prompt)
+        Request(row=row, prompt_index=row, sample=sample, seed=100 * row + sample, prompt_P=prompt)
         for row, prompt in enumerate(PROMPTS)
         for sample in range(n)
     ]
@@ -141,12 +141,12 @@ def test_other_devices(start: Start, recorder: Recorder, monkeypatch: pytest.Mon
         start("cpu")
 
 
-def test_answers(engine: SglangEngine, recorder: Recorder) -> None:
+def test_responses(engine: SglangEngine, recorder: Recorder) -> None:
     found = {(t.row, t.sample): t for t in engine.generate(requests(), SAMPLING)}
     assert len(found) == len(requests())
     for request in requests():
         trajectory = found[request.row, request.sample]
-        assert trajectory.seed == request.seed and trajectory.place == request.place
+        assert trajectory.seed == request.seed and trajectory.prompt_index == request.prompt_index
         assert trajectory.prompt_length == len(request.prompt_P)
         assert (trajectory.tokens_T[: trajectory.prompt_length] == request.prompt_P).all()
         expected = [(request.seed + place) % 7 + 10 for place in range(6)]
@@ -176,7 +176,7 @@ def test_answers(engine: SglangEngine, recorder: Recorder) -> None:
     assert list(engine.generate([], SAMPLING)) == []
 
 
-def test_log_probs_after_top_p_and_of_greedy_answers(engine: SglangEngine) -> None:
+def test_log_probs_after_top_p_and_of_greedy_responses(engine: SglangEngine) -> None:
     for sampling, scale in (
         (replace(SAMPLING, top_p=0.9), 16),
         (replace(SAMPLING, top_k=5), 16),
@@ -193,7 +193,7 @@ def test_log_probs_of_sequences(engine: SglangEngine, recorder: Recorder) -> Non
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in recorder.asked("/generate"))
 
 
-def test_many_answers_at_once(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_responses_at_once(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "IN_FLIGHT", 16)
     assert len(list(engine.generate(requests(60), SAMPLING))) == 120
 
@@ -226,7 +226,7 @@ def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) ->
 
 
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
-    "not JSON": ({"text": "<html>"}, "answer to /generate is not JSON"),
+    "not JSON": ({"text": "<html>"}, "response to /generate is not JSON"),
     "empty": ({"text": ""}, "no meta_info"),
     "a list": ({"text": "[]"}, "no meta_info"),
     "no tokens": ({"edit": {"output_ids": []}}, "0 tokens, 1 to 6 asked for"),
@@ -250,7 +250,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "given up": (
         {"edit": {"meta_info.finish_reason": {"type": "abort", "message": "queue is full"}}},
-        "an answer was given up: queue is full",
+        "a response was given up: queue is full",
     ),
     "refused": ({"status": 400}, "/generate was refused with 400"),
     "a reason": ({"status": 503, "text": '{"error": {"message": "busy"}}'}, "refused with 503: busy"),
@@ -274,7 +274,7 @@ def lasting(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 @pytest.mark.parametrize("fault", MALFORMED)
-def test_answers_that_cannot_be_used(lasting: tuple[SglangEngine, Recorder], fault: str) -> None:
+def test_responses_that_cannot_be_used(lasting: tuple[SglangEngine, Recorder], fault: str) -> None:
     engine, recorder = lasting
     change, message = MALFORMED[fault]
     recorder.misbehave({"/generate": change})
@@ -323,8 +323,8 @@ def test_bad_updates(
         (good, {path: {"kind": "refused"}}, "failed: .* was refused with 400: out of memory"),
         (good, {path: {"kind": "failed"}}, "failed: its server answers .*'success': False"),
         (good, {path: {"kind": "version"}}, "failed: its server has version .* of the weights"),
-        (good, {path: {"text": "{"}}, "failed: the answer to .* is not JSON"),
-        (good, {"/model_info": {"text": "[]"}}, "failed: the answer to /model_info is not an object"),
+        (good, {path: {"text": "{"}}, "failed: the response to .* is not JSON"),
+        (good, {"/model_info": {"text": "[]"}}, "failed: the response to /model_info is not an object"),
     ):
         before = engine.version
         recorder.misbehave(faults)
@@ -342,19 +342,19 @@ def test_bad_updates(
 
 def test_an_iterator_that_is_not_finished(lasting: tuple[SglangEngine, Recorder]) -> None:
     engine, _ = lasting
-    answers = engine.generate(requests(8), SAMPLING)
-    next(answers)
+    responses = engine.generate(requests(8), SAMPLING)
+    next(responses)
     with pytest.raises(RolloutError, match="engine 7 is generating"):
         next(engine.generate(requests(), SAMPLING))
     with pytest.raises(WeightUpdateError, match="engine 7 is generating"):
         engine.update_weights(write_update([], 1))
     with pytest.raises(RolloutError, match="engine 7 is generating"):
         engine.sleep()
-    answers.close()  # type: ignore[attr-defined]
+    responses.close()  # type: ignore[attr-defined]
     assert len(list(engine.generate(requests(), SAMPLING))) == 4
 
 
-def test_slow_answers_are_waited_for_and_given_up(
+def test_slow_responses_are_waited_for_and_given_up(
     start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start()
@@ -362,7 +362,7 @@ def test_slow_answers_are_waited_for_and_given_up(
     recorder.misbehave({"/generate": {"kind": "slow"}})
     begun = time.monotonic()
     threading.Timer(1.0, lambda: engine._exchange.post("/abort_request", {"abort_all": True}, 10)).start()
-    with pytest.raises(RolloutError, match="engine 7: an answer was given up: Aborted"):
+    with pytest.raises(RolloutError, match="engine 7: a response was given up: Aborted"):
         list(engine.generate(requests(), SAMPLING))
     assert 1 < time.monotonic() - begun < 10
     recorder.misbehave({})

@@ -110,21 +110,21 @@ def test_what_a_worker_reports_is_compared(found: dict[str, Any]) -> None:
     assert reports["tensors"].startswith("WeightUpdateError: engine 7: worker 0 reports tensors 3 after")
 
 
-def test_answers(found: dict[str, Any]) -> None:
-    answers = found["answers"]
-    assert answers["count"] == answers["distinct"] == 16
-    assert answers["same_alone"]  # by seed, whatever shares the batch
-    assert answers["prompts_kept"]
+def test_responses(found: dict[str, Any]) -> None:
+    responses = found["responses"]
+    assert responses["count"] == responses["distinct"] == 16
+    assert responses["same_alone"]  # by seed, whatever shares the batch
+    assert responses["prompts_kept"]
 
 
 def test_greedy(found: dict[str, Any]) -> None:
-    answers = found["answers"]
-    assert answers["greedy_is_best"] and answers["greedy_pairs_equal"]
-    assert answers["greedy_difference"] <= TOLERANCE
+    responses = found["responses"]
+    assert responses["greedy_is_best"] and responses["greedy_pairs_equal"]
+    assert responses["greedy_difference"] <= TOLERANCE
 
 
 def test_log_probs_are_of_the_distribution_that_was_sampled(found: dict[str, Any]) -> None:
-    assert found["answers"]["top_k_1_logp"] == 0  # the only token left is certain
+    assert found["responses"]["top_k_1_logp"] == 0  # the only token left is certain
     assert found["uniform"]["logp_error"] < 1e-5
 
 
@@ -161,7 +161,7 @@ def test_two_workers(tmp_path: Path) -> None:
     check_listening(found)
     for name in BAD:
         check_bad_update(found, name)
-    assert found["answers"]["same_alone"] and found["answers"]["greedy_is_best"]
+    assert found["responses"]["same_alone"] and found["responses"]["greedy_is_best"]
     assert found["processes"] >= 3
     assert found["abandoned"]["scheduled"] == 0
 
@@ -176,5 +176,5 @@ def test_another_version_of_vllm(tmp_path: Path) -> None:
     check_same_weights(found)
     for name in BAD:
         check_bad_update(found, name)
-    assert found["answers"]["same_alone"] and found["answers"]["greedy_is_best"]
+    assert found["responses"]["same_alone"] and found["responses"]["greedy_is_best"]
     assert found["abandoned"]["scheduled"] == 0

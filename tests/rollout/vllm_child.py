@@ -35,7 +35,7 @@ UPDATES = 10
 
 def requests(n: int = 1, prompts: Sequence[np.ndarray] = PROMPTS) -> list[Request]:
     return [
-        Request(row=row, place=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt)
+        Request(row=row, prompt_index=row, sample=sample, seed=1000 * row + sample, prompt_P=prompt)
         for row, prompt in enumerate(prompts)
         for sample in range(n)
     ]
@@ -110,7 +110,7 @@ class Checks:
             )
         self.results["updates"] = rows
 
-    def answers(self) -> None:
+    def responses(self) -> None:
         sampling = Sampling(max_tokens=12, temperature=1.0)
 
         def key(found: Iterator[Trajectory]) -> dict[str, list[int]]:
@@ -127,7 +127,7 @@ class Checks:
                 int(self.model(torch.from_numpy(t.tokens_T[:-1]).long()[None]).logits[0, -1].argmax())
                 for t in greedy
             ]
-        self.results["answers"] = {
+        self.results["responses"] = {
             "count": len(together),
             "distinct": len({tuple(tokens) for tokens in together.values()}),
             "same_alone": together == alone,
@@ -139,7 +139,7 @@ class Checks:
         }
 
     def ends(self) -> None:
-        """With a norm of zero all tokens are equally likely: some answers end early, others do not."""
+        """With a norm of zero all tokens are equally likely: some responses end early, others do not."""
         self.version += 1
         flat = {name: weight.detach() for name, weight in self.tensors()}
         flat["model.norm.weight"] = torch.zeros_like(flat["model.norm.weight"])
@@ -274,7 +274,7 @@ def main() -> None:
     checks.other_device()
     for check in (
         checks.same_weights,
-        checks.answers,
+        checks.responses,
         checks.ends,
         checks.abandoned,
         checks.bad_updates,

@@ -42,7 +42,7 @@ def test_the_chains_learn(tmp_path: Path) -> None:
     }
     assert runs["dpo"][-1]["val/accuracy"] > 0.9
     assert runs["rm"][-1]["val/accuracy"] > 0.9
-    # Of an answer as it was asked for, the spaces earn nothing.
+    # Of a response as it was asked for, the spaces earn nothing.
     true = [row["reward/function/mean"] for row in runs["ppo"]]
     first, last = sum(true[:3]) / 3, sum(true[-5:]) / 5
     print(f"true reward of the first 3 steps {first:.3f}, of the last 5 {last:.3f}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import npusim
 
 from isotrain.engine.checkpoint.layout import MARKER, steps_in
-from isotrain.observe.progress import LineProgress
+from isotrain.observe.console import LineConsole
 from isotrain.trainers.interrupted import FINISHING, how_to_go_on
 from isotrain.trainers.recorder import Recorder
 from support import command, tiny_recipe, write_recipe
@@ -30,7 +30,7 @@ def test_the_newest_checkpoint_that_is_complete_is_named(tmp_path: Path) -> None
 
 def test_only_a_checkpoint_that_is_being_written_is_waited_for_in_words(tmp_path: Path) -> None:
     said = io.StringIO()
-    recorder = Recorder(LineProgress(said))
+    recorder = Recorder(LineConsole(said))
     recorder.interrupted()  # before it is known where the run is
     recorder.checkpoints = tmp_path
     recorder.interrupted()

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns GSM8K's form of answer, and its export speaks it."""
+"""SmolLM2-135M-Instruct learns GSM8K's form of response, and its export speaks it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support import run_cli, stable_metrics
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def answers(model: Path, engine: str) -> dict[str, float]:
+def responses(model: Path, engine: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "answers.py"), "--model", str(model), "--engine", engine],
+        [sys.executable, str(BENCHMARKS / "responses.py"), "--model", str(model), "--engine", engine],
         capture_output=True,
         text=True,
         timeout=900,
@@ -48,6 +48,6 @@ def test_lora_on_gsm8k(tmp_path: Path, shared_data: Path) -> None:
     losses = [row["train/loss"] for row in stable_metrics(out)]
     assert mean(losses[-10:]) < mean(losses[:5]) - 0.2
     run_cli("export", str(out), "--out", str(tmp_path / "model"))
-    assert answers(tmp_path / "model", "transformers")["ratio"] >= 0.5
+    assert responses(tmp_path / "model", "transformers")["ratio"] >= 0.5
     if importlib.util.find_spec("vllm") is not None:
-        assert answers(tmp_path / "model", "vllm")["ratio"] >= 0.5
+        assert responses(tmp_path / "model", "vllm")["ratio"] >= 0.5

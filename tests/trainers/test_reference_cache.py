@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isotrain.errors import RecipeError
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
-from judged_runs import assert_same_run, judged_recipe, write_judged
+from preference_runs import assert_same_run, preference_recipe, write_preferences
 from support import run_cli, stable_metrics, write_recipe
 
 ALGORITHMS = ("dpo", "kto")
@@ -22,7 +22,7 @@ ANCHOR = {"dpo": np.log(2), "kto": 0.5}
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    return write_judged(tmp_path, count=40)
+    return write_preferences(tmp_path, count=40)
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def test_it_is_the_live_reference(
     def run(output: str, where: str, **sections: dict[str, Any]) -> list[dict[str, float]]:
         sections = {"algorithm": {"name": name, "reference": where}, "trainer": {"steps": 8}, **sections}
         sections["data"] = {"validation": str(rows / f"{recipe_kind[name]}-held-out.jsonl")}
-        return train(judged_recipe(name, tiny, rows, tmp_path / output, device_type, **sections))
+        return train(preference_recipe(name, tiny, rows, tmp_path / output, device_type, **sections))
 
-    recipe_kind = {"dpo": "pairs", "kto": "answers"}
+    recipe_kind = {"dpo": "pairs", "kto": "responses"}
     live = run("live", "live")
     assert not cache.exists()
     assert_same_run(live, run("cached", "cached"), abs_=2e-5)
@@ -73,8 +73,8 @@ def test_only_what_is_drawn_is_computed(
     tiny: Path, rows: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(output: str, steps: int) -> tuple[int, str]:
-        sections = {"trainer": {"steps": steps}, "observe": {"sinks": ["console"]}}
-        launch(judged_recipe("dpo", tiny, rows, tmp_path / output, "cpu", **sections), "")
+        sections = {"trainer": {"steps": steps}, "observe": {"loggers": ["console"]}}
+        launch(preference_recipe("dpo", tiny, rows, tmp_path / output, "cpu", **sections), "")
         (file,) = cache.iterdir()
         known = ~np.isnan(np.fromfile(file, "<f4").reshape(-1, 2)).any(1)
         return int(known.sum()), capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_only_what_is_drawn_is_computed(
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_another_model_has_its_own(model: Path, rows: Path, tmp_path: Path, cache: Path, name: str) -> None:
     def first_loss(output: str) -> float:
-        recipe = judged_recipe(name, model, rows, tmp_path / output, "cpu", trainer={"steps": 1})
+        recipe = preference_recipe(name, model, rows, tmp_path / output, "cpu", trainer={"steps": 1})
         return train(recipe)[0]["train/loss"]
 
     assert first_loss("before") == pytest.approx(ANCHOR[name], abs=1e-5)
@@ -106,13 +106,13 @@ def test_a_resumed_run_refuses_what_has_changed(
     model: Path, rows: Path, tmp_path: Path, changed: str
 ) -> None:
     def recipe(steps: int) -> Recipe:
-        return judged_recipe("dpo", model, rows, tmp_path / "run", "cpu", trainer={"steps": steps})
+        return preference_recipe("dpo", model, rows, tmp_path / "run", "cpu", trainer={"steps": steps})
 
     train(recipe(2))
     if changed == "model.path":
         other_weights(model)
     else:
-        write_judged(rows, count=40, seed=5)
+        write_preferences(rows, count=40, seed=5)
     with pytest.raises(RecipeError, match=rf"{changed}: has changed since the run in .* was started"):
         train(recipe(4))
 
@@ -120,10 +120,10 @@ def test_a_resumed_run_refuses_what_has_changed(
 @pytest.mark.slow
 def test_two_ranks_share_it(tiny: Path, rows: Path, tmp_path: Path, cache: Path) -> None:
     """Each rank computes its part; both read all."""
-    two = judged_recipe("kto", tiny, rows, tmp_path / "two", "cpu", device={"ranks": 2})
+    two = preference_recipe("kto", tiny, rows, tmp_path / "two", "cpu", device={"ranks": 2})
     run_cli("train", str(write_recipe(two, tmp_path / "two.yaml")))
     (file,) = cache.iterdir()
     of_two = np.fromfile(file, "<f4")
     file.unlink()
-    train(judged_recipe("kto", tiny, rows, tmp_path / "one", "cpu"))
+    train(preference_recipe("kto", tiny, rows, tmp_path / "one", "cpu"))
     np.testing.assert_allclose(of_two, np.fromfile(file, "<f4"), rtol=1e-5, atol=1e-4)

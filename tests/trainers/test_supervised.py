@@ -35,7 +35,7 @@ def test_it_learns_and_leaves_a_whole_run_directory(tiny: Path, tmp_path: Path, 
             "save_every": 10,
             "keep_checkpoints": 2,
         },
-        observe={"sinks": ["tensorboard"]},
+        observe={"loggers": ["tensorboard"]},
     )
     launch(recipe, "# as written\n")
     before, *rows = read_metrics(out / "metrics.jsonl")

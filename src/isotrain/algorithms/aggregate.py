@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from isotrain.algorithms.flat import spread, sums, widen
+from isotrain.algorithms.segments import spread, sums, widen
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A micro-batch's share of a loss, which bears the gradient, and its shares of metrics by name."""
 
 
 @dataclass(frozen=True)
-class StepShare:
+class LossNormalizer:
     """The tokens of one micro-batch, and the size of the step that they are a share of.
 
     What is divided by the step's size adds up over micro-batches and ranks to the same number, however the
@@ -44,24 +44,24 @@ class StepShare:
         return token_mean(values_N.detach(), self)
 
 
-def token_mean(values_N: torch.Tensor, share: StepShare) -> torch.Tensor:
+def token_mean(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """Every token of the step counts the same."""
     # A step in which nothing is left to learn from has loss 0, not 0/0.
     return share.only(values_N).sum() / max(share.tokens, 1)
 
 
-def seq_mean_token_sum(values_N: torch.Tensor, share: StepShare) -> torch.Tensor:
+def seq_mean_token_sum(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """The sum over a trajectory's tokens, averaged over trajectories."""
     return share.only(values_N).sum() / max(share.sequences, 1)
 
 
-def seq_mean_token_mean(values_N: torch.Tensor, share: StepShare) -> torch.Tensor:
+def seq_mean_token_mean(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """Every trajectory of the step counts the same, however long it is."""
     counts_R = sums(share.mask_N.to(torch.float32), share.lengths).clamp(min=1)
     return (share.only(values_N) / spread(counts_R, share.lengths)).sum() / max(share.sequences, 1)
 
 
-def seq_mean_token_sum_norm(values_N: torch.Tensor, share: StepShare) -> torch.Tensor:
+def seq_mean_token_sum_norm(values_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """The sum over a trajectory's tokens divided by a constant, averaged over trajectories (Dr. GRPO)."""
     if share.horizon is None:
         raise ValueError(
@@ -71,7 +71,7 @@ def seq_mean_token_sum_norm(values_N: torch.Tensor, share: StepShare) -> torch.T
     return seq_mean_token_sum(values_N, share) / share.horizon
 
 
-AGGREGATIONS: dict[str, Callable[[torch.Tensor, StepShare], torch.Tensor]] = {
+AGGREGATIONS: dict[str, Callable[[torch.Tensor, LossNormalizer], torch.Tensor]] = {
     "token-mean": token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-mean": seq_mean_token_mean,

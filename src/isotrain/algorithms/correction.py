@@ -9,15 +9,15 @@ from typing import Literal
 
 import torch
 
-from isotrain.algorithms.aggregate import StepShare
-from isotrain.algorithms.flat import spread, sums
+from isotrain.algorithms.aggregate import LossNormalizer
 from isotrain.algorithms.policy.ratio import bounded, log_ratio
+from isotrain.algorithms.segments import spread, sums
 
 
 def rollout_correction(
     logp_N: torch.Tensor,
     rollout_logp_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     level: Literal["token", "sequence"] = "token",
     outside: Literal["truncate", "mask"] = "truncate",

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, StepShare
+from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, LossNormalizer
 
 
 def entropy_bonus(
-    entropy_N: torch.Tensor, share: StepShare, *, coefficient: float = 0.0, aggregation: str = "token-mean"
+    entropy_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    coefficient: float = 0.0,
+    aggregation: str = "token-mean",
 ) -> Loss:
     """`-coefficient entropy`, to be added to the policy loss."""
     entropy = AGGREGATIONS[aggregation](entropy_N, share)

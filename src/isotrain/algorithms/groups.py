@@ -1,4 +1,4 @@
-"""Statistics of the trajectories that answer the same prompt.
+"""Statistics of the trajectories of the same prompt.
 
 R: trajectories of all prompts, in any order. P: prompts.
 """

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, StepShare
-from isotrain.algorithms.flat import widen
+from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, LossNormalizer
+from isotrain.algorithms.segments import widen
 
 # Beyond these a token's log-ratio is numerical trouble, not divergence. A token at a limit has no gradient.
 LARGEST_LOG_RATIO = 20.0
@@ -54,7 +54,7 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 def kl_loss(
     logp_N: torch.Tensor,
     ref_logp_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     coefficient: float = 0.001,
     estimator: str = "k3",

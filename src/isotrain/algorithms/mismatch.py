@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from isotrain.algorithms.flat import widen
+from isotrain.algorithms.segments import widen
 
 
 class Mismatch(NamedTuple):

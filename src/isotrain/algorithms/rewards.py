@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from isotrain.algorithms.flat import widen, written
+from isotrain.algorithms.segments import widen, written
 
 
 def token_rewards(

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, StepShare
+from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, LossNormalizer
 from isotrain.algorithms.whitening import Moments
 
 
@@ -17,7 +17,7 @@ def value_loss(
     values_N: torch.Tensor,
     old_values_N: torch.Tensor,
     returns_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     clip: float | None = 0.5,
     aggregation: str = "token-mean",

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from isotrain.algorithms.flat import widen
+from isotrain.algorithms.segments import widen
 
 Convention = Literal["verl", "openrlhf"]
 

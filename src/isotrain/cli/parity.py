@@ -62,7 +62,7 @@ def compare(
 
     A and B are isotrain's run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
     JSONL files. Runs of other lengths, data or recipes are refused unless that is allowed by name. Where both
-    were trained with observe.probe=2, the first layer that differs is named.
+    were trained with observe.layer_trace=2, the first layer that differs is named.
 
     Exit code 0: the same; 1: different; 2: cannot tell.
 

@@ -38,7 +38,7 @@ def certify(
         int, typer.Option("--seeds", min=0, help="Without a budget: further seeds on both devices.")
     ] = 0,
     free: Annotated[
-        bool, typer.Option("--free", help="Online recipes: both devices sample answers of their own.")
+        bool, typer.Option("--free", help="Online recipes: both devices sample responses of their own.")
     ] = False,
     certificates: Annotated[
         Path | None, typer.Option("--certificates", metavar="DIR", help="Where a certificate is written.")
@@ -70,7 +70,7 @@ def certify(
     checked = parse_recipe(read_source(path), str(path), overrides or [])
     online = checked.rollout is not None
     if free and not online:
-        raise RecipeError("--free: only online recipes sample answers")
+        raise RecipeError("--free: only online recipes sample responses")
     children = Children(str(path), tuple(overrides or []), work.resolve(), _say, _LONGEST_RUN)
     protocol = Protocol(
         replays=online and not free,

@@ -1,4 +1,4 @@
-"""`isotrain parity record` and `replay`: the same training on two devices, from the same answers."""
+"""`isotrain parity record` and `replay`: the same training on two devices, from the same responses."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def record(
 
         isotrain parity record tiny-grpo output=runs/here
     """
-    from isotrain.parity.certify import PROBED
+    from isotrain.parity.certify import TRACED
 
     path = library.locate(recipe)
-    source, changed = read_source(path), [*PROBED, *(overrides or [])]
+    source, changed = read_source(path), [*TRACED, *(overrides or [])]
     if isinstance(parse_recipe(source, str(path), changed).algorithm, OnlineSection):
         changed.append("rollout.record=true")
     checked = parse_recipe(source, str(path), changed)
@@ -57,8 +57,9 @@ def replay(
 ) -> None:
     """Train a recorded run once more, on this device and from the same data, and compare the two.
 
-    Of an online run the answers and their scores are those that were recorded: no engine samples, so rounding
-    cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses, updates.
+    Of an online run the responses and their scores are those that were recorded: no engine samples, so
+    rounding cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses,
+    updates.
 
     Prints and exits as `isotrain parity compare RUN DIR` does; the first layer that differs is named.
 

@@ -64,25 +64,25 @@ def gsm8k_sums(
 
 
 @app.command()
-def gsm8k_judged(
+def gsm8k_preferences(
     out: _Out,
     source: _Gsm8k = None,
     seed: _Seed = 0,
 ) -> None:
-    """Write GSM8K's solutions beside corrupted ones: pairs, judged answers and judged steps.
+    """Write GSM8K's solutions beside corrupted ones: pairs, labelled responses and labelled steps.
 
     Example:
 
-        isotrain prepare gsm8k-judged --out work/gsm8k-judged
+        isotrain prepare gsm8k-preferences --out work/gsm8k-preferences
     """
-    from isotrain.data.prepare.gsm8k_judged import prepare_gsm8k_judged
+    from isotrain.data.prepare.gsm8k_preferences import prepare_gsm8k_preferences
 
-    for name, rows in prepare_gsm8k_judged(source, out, seed).items():
+    for name, rows in prepare_gsm8k_preferences(source, out, seed).items():
         typer.echo(f"wrote {out / name} ({rows:,} rows)")
 
 
 @app.command()
-def judged(
+def preferences(
     name: Annotated[
         Literal["ultrafeedback", "prm800k", "math-shepherd"], typer.Argument(help="Whose rows they are.")
     ],
@@ -93,11 +93,11 @@ def judged(
 
     Example:
 
-        isotrain prepare judged ultrafeedback --source train_prefs.parquet --out work/pairs.jsonl
+        isotrain prepare preferences ultrafeedback --source train_prefs.parquet --out work/pairs.jsonl
     """
-    from isotrain.data.prepare.judged_sets import prepare_judged_set
+    from isotrain.data.prepare.preference_sets import prepare_preference_set
 
-    read, written = prepare_judged_set(name, source, out)
+    read, written = prepare_preference_set(name, source, out)
     typer.echo(f"wrote {out} ({written:,} rows from {read:,})")
 
 
@@ -125,7 +125,7 @@ def tiny(
     typer.echo(f"wrote {out / 'validation.jsonl'} ({validation:,} rows)")
     typer.echo(f"wrote {out / 'prompts.jsonl'} ({rows:,} rows)")
     typer.echo(f"wrote {out / 'prompts-validation.jsonl'} ({validation:,} rows)")
-    for kind in ("pairs", "answers", "steps"):
+    for kind in ("pairs", "responses", "steps"):
         typer.echo(f"wrote {out / f'{kind}.jsonl'} ({rows:,} rows), {kind}-validation.jsonl ({validation:,})")
     typer.echo(f"wrote {out / 'reward.py'}")
     usual = Path("work/tiny")

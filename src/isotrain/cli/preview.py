@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from isotrain.data.rows import Row
     from isotrain.data.sample import Sample
     from isotrain.recipe.online import RewardSection
-    from isotrain.recipe.preference import JudgedSection
+    from isotrain.recipe.preference import PreferenceSection
     from isotrain.recipe.schema import Recipe
 
 _LOSS, _NO_LOSS = "bold green", "dim"
 _WARNING = "bold yellow"
 _OPEN, _CLOSE, _BETWEEN = "⟦", "⟧", "│"
 # What the samples of an item are.
-SIDES = {"pairs": ("chosen", "rejected"), "answers": ("answer",), "steps": ("solution",)}
+SIDES = {"pairs": ("chosen", "rejected"), "responses": ("response",), "steps": ("solution",)}
 _SIGNS = f"{_BETWEEN} token boundary  · space  ⏎ newline  ⇥ tab"
 
 
@@ -33,13 +33,13 @@ def preview(recipe_path: str, overrides: list[str], rows: int) -> None:
     """Print the first `rows` training samples of a recipe, or the first prompts of an online one."""
     from isotrain.recipe.load import load_recipe
     from isotrain.recipe.online import OnlineSection
-    from isotrain.recipe.preference import JudgedSection
+    from isotrain.recipe.preference import PreferenceSection
 
     recipe = load_recipe(Path(recipe_path), overrides)
     if isinstance(recipe.algorithm, OnlineSection):
         _preview_prompts(recipe, rows)
-    elif isinstance(recipe.algorithm, JudgedSection):
-        _preview_judged(recipe, recipe.algorithm, rows)
+    elif isinstance(recipe.algorithm, PreferenceSection):
+        _preview_preferences(recipe, recipe.algorithm, rows)
     else:
         _preview_samples(recipe, rows)
 
@@ -72,13 +72,14 @@ def _preview_samples(recipe: Recipe, rows: int) -> None:
     _print_left_out(console, left_out)
 
 
-def _preview_judged(recipe: Recipe, algorithm: JudgedSection, rows: int) -> None:
-    """Both sides of each pair, answers with their label, or steps with theirs; what is judged is marked."""
+def _preview_preferences(recipe: Recipe, algorithm: PreferenceSection, rows: int) -> None:
+    """Both sides of each pair, answers with their label, or steps with theirs; loss-bearing tokens are
+    marked."""
     from isotrain.data.rows import read_rows
     from isotrain.models.load import load_tokenizer, model_directory
-    from isotrain.trainers.setup import judged_encoder
+    from isotrain.trainers.setup import preference_encoder
 
-    encoder = judged_encoder(load_tokenizer(model_directory(recipe.model.path)), recipe.data, algorithm)
+    encoder = preference_encoder(load_tokenizer(model_directory(recipe.model.path)), recipe.data, algorithm)
     console = Console()
     coloured = console.is_terminal and not console.no_color
     shown = left_out = 0
@@ -86,9 +87,9 @@ def _preview_judged(recipe: Recipe, algorithm: JudgedSection, rows: int) -> None
         items = encoder(row)
         left_out += not items
         for item in items:
-            judgements = ", ".join(f"{value:g}" for value in item.values_V)
+            labels = ", ".join(f"{value:g}" for value in item.values_V)
             for side, sample in zip(SIDES[algorithm.kind], item.samples, strict=True):
-                told = f"{row.origin} {side}: {_counts([sample])}" + (f"; {judgements}" if judgements else "")
+                told = f"{row.origin} {side}: {_counts([sample])}" + (f"; {labels}" if labels else "")
                 console.print(Text(told, style="bold"), soft_wrap=True)
                 console.print(_as_text(sample, encoder.tokenizer, coloured), soft_wrap=True)
             console.print()
@@ -102,7 +103,7 @@ def _preview_judged(recipe: Recipe, algorithm: JudgedSection, rows: int) -> None
 
 
 def _preview_prompts(recipe: Recipe, rows: int) -> None:
-    """Each prompt up to where the policy's answer begins, and what its row tells the reward."""
+    """Each prompt up to where the policy's response begins, and what its row tells the reward."""
     from isotrain.data.prompts import PromptEncoder
     from isotrain.data.rows import read_rows
     from isotrain.models.load import load_tokenizer, model_directory

@@ -119,7 +119,7 @@ def _online_rows(recipe: Recipe) -> dict[str, str]:
         engines += f" of {rollout.tensor_parallel} devices each"
     when = f", up to {rollout.staleness} version(s) behind" if rollout.staleness else ""
     return {
-        "rollout": f"{rollout.engine}, {rollout.n} answer(s) a prompt of at most {rollout.max_tokens} tokens",
+        "rollout": f"{rollout.engine}, {rollout.n} response(s) a prompt, at most {rollout.max_tokens} tokens",
         "reward": " + ".join(text for text in parts.values() if text),
         "cluster": f"{cluster.placement}, {engines}{when}, Ray {cluster.address}",
     }

@@ -25,7 +25,7 @@ from isotrain.cluster.private import (
     read_authentication_again,
     variables,
 )
-from isotrain.cluster.probe import Answer, knock
+from isotrain.cluster.reachability import Answer, knock
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.errors import ClusterError

@@ -182,7 +182,7 @@ class ChatTemplate:
         return Sample(rendering.tokens_T, mask_T)
 
     def encode_prompt(self, conversation: Conversation) -> npt.NDArray[np.int32]:
-        """Ids of a conversation up to where the assistant's answer begins."""
+        """Ids of a conversation up to where the assistant's response begins."""
         chat = _Chat(self.tokenizer, [m.as_dict() for m in conversation.messages], conversation.tools)
         try:
             text = chat.render(add_generation_prompt=True)

@@ -119,12 +119,12 @@ def normalise(row: Row, format: Format, columns: Columns) -> Conversation | Text
                 "take a model that has one, or rows of plain prompt and completion strings"
             )
         if not any(m.role == "assistant" for m in conversation.messages[conversation.loss_from :]):
-            raise DataError(f"{row.origin}: no assistant message to learn from; drop it or add the answer")
+            raise DataError(f"{row.origin}: no assistant message to learn from; drop it or add the response")
     return conversation
 
 
 def prompt_of(row: Row, key: str, has_template: bool) -> Conversation | str:
-    """A prompt without an answer: a list of messages, or a string, which is one question to chat models."""
+    """A prompt without a response: a list of messages, or a string, which is one question to chat models."""
     prompt = _at(row, key)
     if isinstance(prompt, str) and not has_template:
         return prompt
@@ -136,7 +136,7 @@ def prompt_of(row: Row, key: str, has_template: bool) -> Conversation | str:
         )
     if messages[-1].role == "assistant":
         raise DataError(
-            f"{row.origin}: '{key}' ends with an assistant message, so there is nothing to answer; remove it"
+            f"{row.origin}: '{key}' ends with an assistant message; a prompt must not have its response"
         )
     return Conversation(messages, _tools(row))
 

@@ -50,7 +50,7 @@ class Entry:
     """What one row puts into each file."""
 
     values: Mapping[str, npt.NDArray[Any]]
-    figures: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, int] = field(default_factory=dict)
     """Numbers whose sums over all rows go into the description."""
 
 
@@ -75,12 +75,12 @@ class Mapped:
                 self.offsets[name] = offsets
 
     @classmethod
-    def open(cls, directory: Path, layout: Layout, figures: Sequence[str] = ()) -> Mapped:
+    def open(cls, directory: Path, layout: Layout, metrics: Sequence[str] = ()) -> Mapped:
         """An existing directory; files that do not fit their description are an error."""
         try:
             meta = json.loads((directory / _META).read_text(encoding="utf-8"))
             kept = meta["rows"] - meta["dropped"]
-            if missing := {"digest", *figures} - set(meta):
+            if missing := {"digest", *metrics} - set(meta):
                 raise DataError(f"{directory / _META}: no {', '.join(sorted(missing))}; delete {directory}")
             for part in layout:
                 for name, kind in part.all_types().items():
@@ -150,7 +150,7 @@ def _write(
         sums[name].update(data)
 
     offsets = {part.offsets: array("q", [0]) for part in layout}
-    figures: Counter[str] = Counter()
+    metrics: Counter[str] = Counter()
     count = dropped = 0
     try:
         for count, row in enumerate(rows, start=1):
@@ -165,7 +165,7 @@ def _write(
                     bounds.append(bounds[-1] + lengths.pop())
                 for name, values in entry.values.items():
                     put(name, values)
-                figures.update(entry.figures)
+                metrics.update(entry.metrics)
             if progress is not None and count % _REPORT_EVERY == 0:
                 progress(count)
         if count == dropped:
@@ -185,7 +185,7 @@ def _write(
         "rows": count,
         "dropped": dropped,
         **{part.count: offsets[part.offsets][-1] for part in layout},
-        **figures,
+        **metrics,
         "digest": hashlib.sha256(b"".join(sums[name].digest() for name in types)).hexdigest(),
     }
     with (directory / _META).open("w", encoding="utf-8") as text:

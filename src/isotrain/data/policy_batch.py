@@ -44,7 +44,7 @@ def pack_trajectories(
 ) -> PolicyBatch:
     """Lay trajectories one after the other; without any, the batch has a token but no response tokens.
 
-    With `share_prompts` a prompt with several answers is there once.
+    With `share_prompts` a prompt with several responses is there once.
     """
     assert len(trajectories) == len(index)
     samples = []

@@ -35,7 +35,7 @@ _LAYOUT = (
 
 
 class PromptEncoder:
-    """A row's prompt as token ids, up to where the answer begins. None stands for a row left out."""
+    """A row's prompt as token ids, up to where the response begins. None stands for a row left out."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, max_length: int, too_long: TooLong
@@ -72,7 +72,7 @@ class PromptEncoder:
         except DataError as error:
             raise DataError(f"{row.origin}: {error}") from error
         if len(prompt_P) == 0:
-            raise DataError(f"{row.origin}: '{self.prompt_key}' has no token; nothing can be answered to it")
+            raise DataError(f"{row.origin}: '{self.prompt_key}' has no token; no response can be generated")
         if len(prompt_P) <= self.max_length:
             return prompt_P
         if self.too_long == "drop":

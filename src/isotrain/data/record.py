@@ -40,7 +40,7 @@ _LISTS: dict[str, type[np.generic]] = {
 
 
 class Marks(NamedTuple):
-    """What an answer was given."""
+    """What a response was given."""
 
     score: float
     """By the reward workers, before models on the ranks, length and divergence have their say."""
@@ -51,7 +51,7 @@ class Marks(NamedTuple):
     source: str
     """The data set that its prompt is from."""
     greedy: float | None
-    """Score of the greedy answer to the same draw, where the algorithm compares with it."""
+    """Score of the greedy response to the same draw, where the algorithm compares with it."""
     reward: float
     """After everything: what advantages are computed from."""
     detail: str = ""
@@ -75,7 +75,7 @@ def write_trajectories(
     """Write one row per trajectory; `path` is replaced only when all are written.
 
     `ranks` is how many wrote a file of this step: a run that goes on with fewer leaves some behind. `others`
-    are counts of the step's answers that are not recorded, as `read_others` gives them back.
+    are counts of the step's responses that are not recorded, as `read_others` gives them back.
     """
     import pyarrow.parquet
 
@@ -110,15 +110,15 @@ def read_trajectories(path: Path) -> list[Record]:
 
 
 def read_step(directory: Path, step: int) -> list[Record]:
-    """The trajectories of a step, of however many ranks, in the order of draws and their answers."""
+    """The trajectories of a step, of however many ranks, in the order of draws and their responses."""
     records, ranks = _read(step_file(directory, step, 0))
     for rank in range(1, ranks):
         records += _read(step_file(directory, step, rank))[0]
-    return sorted(records, key=lambda record: (record.trajectory.place, record.trajectory.sample))
+    return sorted(records, key=lambda record: (record.trajectory.prompt_index, record.trajectory.sample))
 
 
 def read_others(directory: Path, step: int) -> dict[str, int]:
-    """Counts of a step's answers that are not recorded; none in a recording of an earlier version."""
+    """Counts of a step's responses that are not recorded; none in a recording of an earlier version."""
     path = step_file(directory, step, 0)
     with _opened(path) as file:
         try:
@@ -126,7 +126,7 @@ def read_others(directory: Path, step: int) -> dict[str, int]:
         except (ValueError, RecursionError):
             told = None
     if not isinstance(told, dict) or not all(type(n) is int and n >= 0 for n in told.values()):
-        raise DataError(f"{path}: does not say what became of other answers; record it again")
+        raise DataError(f"{path}: does not say what became of other responses; record it again")
     return told
 
 

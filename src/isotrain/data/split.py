@@ -36,12 +36,12 @@ def plan_mini_batches(
 ) -> list[list[list[list[int]]]]:
     """`plan[mini_batch][rank][micro_batch]` lists trajectories, numbered through the groups in their order.
 
-    A group is the length of a prompt and of the answers to it. Groups stay whole within a mini-batch; the
+    A group is the length of a prompt and of the responses to it. Groups stay whole within a mini-batch; the
     last mini-batch may be smaller. Within a mini-batch all ranks have equally many micro-batches. With
-    `share_prompts` a prompt counts once for all answers of its group in a micro-batch.
+    `share_prompts` a prompt counts once for all responses of its group in a micro-batch.
     """
     assert groups_per_mini_batch >= 1
-    firsts = list(accumulate((len(answers) for _, answers in groups), initial=0))
+    firsts = list(accumulate((len(responses) for _, responses in groups), initial=0))
     plan = []
     for start in range(0, len(groups), groups_per_mini_batch):
         mini = range(start, min(start + groups_per_mini_batch, len(groups)))
@@ -74,15 +74,15 @@ def plan_samples(
 
 
 def _cut(
-    prompt: int, answers: Sequence[int], first: int, wanted: int, budget: int, share: bool
+    prompt: int, responses: Sequence[int], first: int, wanted: int, budget: int, share: bool
 ) -> list[_Piece]:
-    """A group in at least `wanted` pieces, if it has so many answers, each within the budget."""
+    """A group in at least `wanted` pieces, if it has so many responses, each within the budget."""
     repeated = 0 if share else prompt
     once = prompt - repeated
-    tokens = once + sum(repeated + answer for answer in answers)
+    tokens = once + sum(repeated + response for response in responses)
     largest = min(budget, max(int(budget * LARGEST_PIECE), PROMPTS_OF_PIECE * prompt))
-    count = max(1, min(len(answers), max(wanted, -(-tokens // largest))))
-    order = sorted(range(len(answers)), key=lambda i: (-answers[i], i))
+    count = max(1, min(len(responses), max(wanted, -(-tokens // largest))))
+    order = sorted(range(len(responses)), key=lambda i: (-responses[i], i))
     while True:
         # Longest first into the piece that has least.
         lightest = [(once, piece) for piece in range(count)]
@@ -90,17 +90,17 @@ def _cut(
         for i in order:
             size, piece = heapq.heappop(lightest)
             members[piece].append(i)
-            heapq.heappush(lightest, (size + repeated + answers[i], piece))
-        if count >= len(answers) or max(size for size, _ in lightest) <= budget:
+            heapq.heappush(lightest, (size + repeated + responses[i], piece))
+        if count >= len(responses) or max(size for size, _ in lightest) <= budget:
             break
-        count = min(2 * count, len(answers))
+        count = min(2 * count, len(responses))
     sizes = {piece: size for size, piece in lightest}
     return [
         _Piece(
             [first + i for i in chosen],
             sizes[piece],
             computing_cost(once, prompt)
-            + sum(computing_cost(repeated + answers[i], prompt + answers[i]) for i in chosen),
+            + sum(computing_cost(repeated + responses[i], prompt + responses[i]) for i in chosen),
         )
         for piece, chosen in enumerate(members)
         if chosen

@@ -1,4 +1,4 @@
-"""Solutions as steps: how a process reward model reads them, in training and when it judges."""
+"""Solutions as steps: how a process reward model reads them, in training and when it scores."""
 
 from __future__ import annotations
 

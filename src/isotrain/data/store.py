@@ -47,7 +47,7 @@ class TokenStore:
     @classmethod
     def open(cls, directory: Path) -> TokenStore:
         """An existing store; files that do not fit their description are an error."""
-        return cls(Mapped.open(directory, _LAYOUT, figures=("loss_tokens",)))
+        return cls(Mapped.open(directory, _LAYOUT, metrics=("loss_tokens",)))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -96,8 +96,8 @@ def build_store(
     def entry(row: Row) -> Entry | None:
         if (sample := encode(row)) is None:
             return None
-        figures = {"loss_tokens": int(sample.mask_T.sum())}
-        return Entry({_TOKENS: sample.tokens_T, _MASK: sample.mask_T}, figures)
+        metrics = {"loss_tokens": int(sample.mask_T.sum())}
+        return Entry({_TOKENS: sample.tokens_T, _MASK: sample.mask_T}, metrics)
 
     build_mapped(rows, entry, directory, _LAYOUT, {"version": FORMAT_VERSION, "key": key}, progress)
     return TokenStore.open(directory)

@@ -18,10 +18,11 @@ class Trajectory:
 
     row: int
     """Number of the prompt in its store."""
-    place: int
-    """Which draw of a prompt this answers, counted over the whole run; answers to one draw are a group."""
+    prompt_index: int
+    """Which draw of a prompt this responses, counted over the whole run; responses to one draw are a
+    group."""
     sample: int
-    """Which answer of the group."""
+    """Which response of the group."""
     seed: int
     """What it was sampled with."""
     prompt_length: int
@@ -48,7 +49,7 @@ class Trajectory:
         return self.tokens_T[self.prompt_length :]
 
 
-def sample_seed(run_seed: int, place: int, sample: int) -> int:
-    """What an answer is sampled with: 31 bits, from the run, the draw and the answer alone."""
-    digest = hashlib.sha256(f"{run_seed} {place} {sample}".encode()).digest()
+def sample_seed(run_seed: int, prompt_index: int, sample: int) -> int:
+    """What a response is sampled with: 31 bits, from the run, the draw and the response alone."""
+    digest = hashlib.sha256(f"{run_seed} {prompt_index} {sample}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

@@ -9,7 +9,7 @@ from isotrain.doctor.facts import find_toolkit, is_simulated, relevant
 from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.system import System, ThisMachine
 from isotrain.errors import DeviceError
-from isotrain.hidden import hide
+from isotrain.hidden_modules import hide
 from isotrain.recipe.schema import Recipe
 
 # Without commands it is not known what the machine has.

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from isotrain.device.base import Device
 from isotrain.device.fused import FusedOperators
 from isotrain.engine.engine import TrainingEngine, make_optimizer
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.sharding import shard_model
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.fused_attention import FUSED, provide
-from isotrain.models.jitter import jitter
 from isotrain.models.load import (
     IMPLEMENTATIONS,
     build_causal_lm,
@@ -33,6 +32,7 @@ from isotrain.models.load import (
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
+from isotrain.models.perturbation import perturb
 from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
 from isotrain.models.shards import shard_of
 from isotrain.models.suitability import has_window
@@ -104,13 +104,13 @@ def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World,
     _load(named.items(), model, files)
 
 
-def build_reference(model: ModelSection, *, device: Device, world: World) -> Frozen:
+def build_reference(model: ModelSection, *, device: Device, world: World) -> InferenceModel:
     """The policy as it was before training, frozen."""
     directory = model_directory(model.path)
     return _frozen(_causal_model(directory, model, device), model, world, WeightFiles(directory))
 
 
-def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> Frozen:
+def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> InferenceModel:
     """A trained scalar model, frozen; `model` says how it is computed."""
     directory = model_directory(path, "reward.model.path")
     scalar, files = _scalar_model(directory, model, device), WeightFiles(directory)
@@ -126,21 +126,24 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
     return _frozen(scalar, model, world, files)
 
 
-def build_process_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> Frozen:
-    """A trained judge of steps, frozen: a token classifier, or a language model that says it with a token."""
+def build_process_reward_model(
+    path: str, model: ModelSection, *, device: Device, world: World
+) -> InferenceModel:
+    """A trained scorer of steps, frozen: a token classifier, or a language model that says it with a
+    token."""
     directory = model_directory(path, "reward.process.path")
     files = WeightFiles(directory)
-    judge: PackedModel | ScalarModel
+    scorer: PackedModel | ScalarModel
     if SCORE not in files.file_of:
-        judge = _causal_model(directory, model, device)
+        scorer = _causal_model(directory, model, device)
     elif files.shape(SCORE)[0] == 2:
-        judge = _step_model(directory, model, device)
+        scorer = _step_model(directory, model, device)
     else:
         raise ModelError(
             f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; give a token classifier "
             "with two, or a language model"
         )
-    return _frozen(judge, model, world, files)
+    return _frozen(scorer, model, world, files)
 
 
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
@@ -220,20 +223,20 @@ def _dtype(model: ModelSection) -> torch.dtype:
 
 def _frozen(
     packed: PackedModel | ScalarModel, model: ModelSection, world: World, files: WeightFiles
-) -> Frozen:
+) -> InferenceModel:
     dtype = _dtype(model)
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
     _load(_place(packed, model, world).items(), model, files)
-    return Frozen(packed, world)
+    return InferenceModel(packed, world)
 
 
 def _load(parameters: Iterable[tuple[str, nn.Parameter]], model: ModelSection, files: WeightFiles) -> None:
     parameters = list(parameters)
     load_weights(parameters, files)
-    if model.jitter:
-        jitter(parameters, model.jitter)
+    if model.perturbation:
+        perturb(parameters, model.perturbation)
 
 
 def _place(packed: PackedModel | ScalarModel, model: ModelSection, world: World) -> dict[str, nn.Parameter]:

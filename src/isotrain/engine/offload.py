@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.models.shards import shard_of
 
 
 @torch.no_grad()
-def offload(engine: TrainingEngine | Frozen) -> None:
+def offload(engine: TrainingEngine | InferenceModel) -> None:
     """Weights and optimizer state go to host memory; until `onload`, the model can be asked nothing.
 
     Storages are emptied and the tensors stay: the optimizer and sharding go on holding the same ones.
@@ -29,7 +29,7 @@ def offload(engine: TrainingEngine | Frozen) -> None:
 
 
 @torch.no_grad()
-def onload(engine: TrainingEngine | Frozen) -> None:
+def onload(engine: TrainingEngine | InferenceModel) -> None:
     """Bring everything back, bit for bit; without effect where nothing is away."""
     forward = engine.forward
     if forward.on_host is None:
@@ -40,7 +40,7 @@ def onload(engine: TrainingEngine | Frozen) -> None:
     forward.on_host = None
 
 
-def _storages(engine: TrainingEngine | Frozen) -> list[torch.UntypedStorage]:
+def _storages(engine: TrainingEngine | InferenceModel) -> list[torch.UntypedStorage]:
     """Of this rank's parts of all weights and of the optimizer's state, as far as they are on the device."""
     tensors: list[torch.Tensor] = list(engine.forward.parameters.values())
     if isinstance(engine, TrainingEngine):

@@ -196,16 +196,17 @@ class OperatorErrors(TorchDispatchMode):
 
 @contextmanager
 def operators_compared(run: Path, world: World, dtype: str) -> Iterator[None]:
-    """Around a training step: how its operators round is in `probe/operators.json` of the run afterwards."""
+    """Around a training step: how its operators round is in `layer_trace/operators.json` of the run
+    afterwards."""
     if not world.leads:
         yield
         return
     # The backward pass would have threads of its own, two of which might be in the mode at once.
     with torch.autograd.set_multithreading_enabled(False), OperatorErrors() as errors:
         yield
-    (run / "probe").mkdir(parents=True, exist_ok=True)
+    (run / "layer_trace").mkdir(parents=True, exist_ok=True)
     content = {"dtype": dtype, "device": world.device.type, **errors.as_json()}
-    write_atomically(run / "probe" / "operators.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(run / "layer_trace" / "operators.json", json.dumps(content, indent=1) + "\n")
 
 
 def _as_json(worst: Deviation) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 
 from isotrain.data.packing import PackedBatch
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.models.scalar import ScalarHead
 
 
-def score_samples(model: Frozen, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+def score_samples(model: InferenceModel, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
     """`scores_S` of each micro-batch, float32 on the device: what the model says at each last token.
 
     The stand-in of an empty micro-batch has a score too, which means nothing.

@@ -1,4 +1,4 @@
-"""A model with one number per token, or one for each class, over packed samples: a critic or a judge.
+"""A model with one number per token, or one for each class, over packed samples: a critic or a reward model.
 
 T: packed tokens, N: positions whose numbers are wanted, D: hidden size, K: classes.
 """

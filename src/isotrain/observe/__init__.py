@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: metrics, sinks, progress, plots, the run directory."""
+"""What a run shows and leaves behind: metrics, loggers, progress, plots, the run directory."""

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from isotrain.observe.figures import (
+from isotrain.observe.plotting import (
     BLUE,
     GREEN,
     GREY,
@@ -55,19 +55,22 @@ ROLLOUT: tuple[Panel, ...] = (
         "response tokens",
         (("response_length/mean", "mean", BLUE), ("response_length/max", "longest", ORANGE)),
     ),
-    ("answers cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
+    ("responses cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
     ("mismatch", (("training/rollout_probs_diff_mean", "mean difference of probabilities", PURPLE),)),
 )
 PREFERENCE: tuple[Panel, ...] = (
     ("accuracy", (("train/accuracy", "training", BLUE), ("val/accuracy", "validation", ORANGE))),
     (
         "reward",
-        (("train/chosen_reward", "of chosen answers", GREEN), ("train/rejected_reward", "of rejected", RED)),
+        (
+            ("train/chosen_reward", "of chosen responses", GREEN),
+            ("train/rejected_reward", "of rejected", RED),
+        ),
     ),
     (
         "spread of rewards",
         (
-            ("train/chosen_reward_std", "of chosen answers", GREEN),
+            ("train/chosen_reward_std", "of chosen responses", GREEN),
             ("train/rejected_reward_std", "of rejected", RED),
         ),
     ),
@@ -149,7 +152,7 @@ def _reward(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
         curve(all_axes[0], steps, reward, BLUE, "reward")
         if not np.array_equal(score, reward):
             curve(all_axes[0], scored, score, ORANGE, "score alone")
-        finish(all_axes[0], "mean over a step's answers")
+        finish(all_axes[0], "mean over a step's responses")
     for name, colour in zip(validated, cycle((ORANGE, BLUE, GREEN, PURPLE, RED)), strict=False):
         _validation(all_axes[-1], *_series(metrics, name), colour, name.removeprefix("val-core/"))
     if validated:
@@ -184,7 +187,7 @@ def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     seconds = {part: _seconds(rows, part) for part in TIMING}
     sampling = seconds["gen"] + seconds["reward"]
     waited = _seconds(rows, "wait_for_batch")
-    # Answers that were sampled ahead cost a step only the time it waited for them.
+    # Responses that were sampled ahead cost a step only the time it waited for them.
     share = np.where((waited > 0) & (waited < sampling), waited / np.maximum(sampling, 1e-9), 1.0)
     seconds["gen"], seconds["reward"] = share * seconds["gen"], share * seconds["reward"]
     inside: Array = np.sum([seconds[part] for part in TIMING if part not in AFTER_A_STEP], axis=0)

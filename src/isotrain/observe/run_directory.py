@@ -48,7 +48,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
-        self.probe = self.path / "probe"
+        self.layer_trace = self.path / "layer_trace"
 
     @classmethod
     def create(

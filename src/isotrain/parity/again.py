@@ -24,5 +24,5 @@ def levels_again(certificate: Certificate) -> Iterator[Level]:
         envelope = envelope_level(reference, candidate, [run_of(curves, role) for role in roles])
         yield envelope
     if "P2" in ran:
-        judged = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
-        yield tempered(paired_level(comparison_of(judged)), envelope)
+        rated = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
+        yield tempered(paired_level(comparison_of(rated)), envelope)

@@ -9,7 +9,7 @@ from typing import Any
 from isotrain.parity.levels import Check
 from isotrain.parity.run import Run
 
-# By how much rounding may move the log-prob of a whole answer between two passes, in nats.
+# By how much rounding may move the log-prob of a whole response between two passes, in nats.
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
 # Advantages are whitened over the tokens of the step by these, and centred in their groups by those.
 _WHITENED = ("ppo", "reinforce++", "reinforce++-baseline")
@@ -36,7 +36,7 @@ def anchors(run: Run) -> tuple[Check, ...]:
 
 
 def _dpo(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
-    """The reference is the policy before its first update: no answer is preferred yet."""
+    """The reference is the policy before its first update: no response is preferred yet."""
     beta = _number(algorithm.get("beta"), 0.1) or 0.1
     match algorithm.get("loss"):
         case "sigmoid":
@@ -46,14 +46,14 @@ def _dpo(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check
             yield from _check(run, "train/loss", expected, rounding / beta, "IPO: 1 / (4 beta^2)")
         case _:
             return
-    yield from _check(run, "train/margin", 0.0, beta * rounding, "no answer is preferred yet")
+    yield from _check(run, "train/margin", 0.0, beta * rounding, "no response is preferred yet")
 
 
 def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
     weight = _number(algorithm.get("desirable_weight"), 1.0)
     if weight == _number(algorithm.get("undesirable_weight"), 1.0):
         tolerance = weight * _number(algorithm.get("beta"), 0.1) * rounding / 4
-        yield from _check(run, "train/loss", weight / 2, tolerance, "KTO: half of the answers' weight")
+        yield from _check(run, "train/loss", weight / 2, tolerance, "KTO: half of the responses' weight")
     yield from _check(run, "train/kl", 0.0, rounding, "KTO: the policy is its reference")
 
 
@@ -70,10 +70,10 @@ def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], roundin
     mean, name = "critic/advantages/mean", algorithm.get("name")
     if name in _WHITENED:
         yield from _check(run, mean, 0.0, _WHITENED_MEAN, "whitened over the tokens of the step")
-    answers = _number(_section(recipe, "rollout").get("n"), 1)
-    # The metric is a mean over tokens: it is that over answers where all are of one length.
+    responses = _number(_section(recipe, "rollout").get("n"), 1)
+    # The metric is a mean over tokens: it is that over responses where all are of one length.
     lengths = {_first(run, f"response_length/{end}") for end in ("min", "max")}
-    if name in _CENTRED and answers > 1 and len(lengths) == 1 and None not in lengths:
+    if name in _CENTRED and responses > 1 and len(lengths) == 1 and None not in lengths:
         yield from _check(run, mean, 0.0, _WHITENED_MEAN, "advantages of a group add up to 0")
 
 

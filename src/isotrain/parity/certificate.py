@@ -97,8 +97,8 @@ class Subject(Part):
     dtype: Name
     engine: Engine
     kind: Kind
-    """`paired`: same data in the same order; `replayed`: the same recorded answers; `free-running`: each its
-    own answers."""
+    """`paired`: same data in the same order; `replayed`: the same recorded responses; `free-running`: each
+    its own responses."""
 
 
 class Side(Part):

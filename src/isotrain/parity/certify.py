@@ -13,8 +13,8 @@ from isotrain.parity.verdict import Verdict
 from isotrain.recipe.load import path_override
 
 # Enough to see rounding grow from one update to the next.
-_STEPS = "observe.probe=3"
-PROBED = (_STEPS, "observe.operators=true")
+_STEPS = "observe.layer_trace=3"
+TRACED = (_STEPS, "observe.operators=true")
 """What a run needs so that its layers and operators can be compared."""
 
 
@@ -23,9 +23,9 @@ class Protocol:
     """How much is to be run."""
 
     replays: bool
-    """Whether the recipe samples answers and the candidate is to train on the reference's."""
+    """Whether the recipe samples responses and the candidate is to train on the reference's."""
     free_running: bool
-    """Whether it samples answers of its own instead: then only seeds can tell."""
+    """Whether it samples responses of its own instead: then only seeds can tell."""
     budget: float | None
     """Seconds for everything; None runs an envelope and no seeds."""
     members: int = MOST_MEMBERS
@@ -44,10 +44,10 @@ def certify(
     children: Children, reference: Side, candidate: Side, protocol: Protocol, tell: Callable[[str], None]
 ) -> Certified:
     """Run and judge, the cheapest level first."""
-    recorded = (*PROBED, "rollout.record=true") if protocol.replays else PROBED
+    recorded = (*TRACED, "rollout.record=true") if protocol.replays else TRACED
     one = children.train("reference", reference, recorded, why="P0 to P2")
     forced = _replay_of(one) if protocol.replays else ()
-    other = children.train("candidate", candidate, (*PROBED, *forced), why="P0 to P2")
+    other = children.train("candidate", candidate, (*TRACED, *forced), why="P0 to P2")
 
     def verdict(companions: Companions) -> Verdict:
         return verdict_on(one.path, other.path, companions, free_running=protocol.free_running)
@@ -65,7 +65,7 @@ def certify(
         children.train(
             f"member-{number}",
             reference,
-            (f"model.jitter={number}", _STEPS, *forced),
+            (f"model.perturbation={number}", _STEPS, *forced),
             why=f"P3, member {number} of {chosen.members}",
         ).path
         for number in range(1, chosen.members + 1)

@@ -114,7 +114,7 @@ def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
 
 
 def _replays(run: Run) -> bool:
-    """Whether a run trained on another's answers: it took no time to sample them."""
+    """Whether a run trained on another's responses: it took no time to sample them."""
     rollout = (run.recipe or {}).get("rollout")
     return isinstance(rollout, dict) and rollout.get("replay") is not None
 

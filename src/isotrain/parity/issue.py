@@ -57,9 +57,9 @@ def certificate_of(
 ) -> Certificate:
     """A verdict that is not `same` has one too, but `write_certificate` refuses it.
 
-    `labels` and `simulated` are of reference and candidate. `envelope` are the runs that P3 was judged by,
+    `labels` and `simulated` are of reference and candidate. `envelope` are the runs that P3 was decided by,
     each under its role, such as `envelope-1`; `inputs` the SHA-256 of files that were read besides the runs'
-    own, under `probe/` and the like.
+    own, under `layer_trace/` and the like.
     """
     comparison = verdict.comparison
     runs = {"reference": comparison.reference, "candidate": comparison.candidate, **(envelope or {})}
@@ -100,13 +100,13 @@ def certificate_of(
 
 
 def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, str]:
-    """Digests of what the levels read besides curves: probes of all runs, and runs of other seeds."""
+    """Digests of what the levels read besides curves: layer traces of all runs, and runs of other seeds."""
     runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
     runs |= {f"envelope-{n}": path for n, path in enumerate(companions.members, start=1)}
     digests = {
-        f"{role}/probe/{file.name}": sha256_of(path, f"probe/{file.name}")
+        f"{role}/layer_trace/{file.name}": sha256_of(path, f"layer_trace/{file.name}")
         for role, path in runs.items()
-        for file in sorted((path / "probe").glob("*"))
+        for file in sorted((path / "layer_trace").glob("*"))
     }
     for number, pair in enumerate(companions.pairs, start=1):
         digests |= _inputs({f"seed-{number}-{side}": read_run(p) for side, p in zip("ab", pair, strict=True)})
@@ -181,11 +181,11 @@ def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
     """Everything that was compared, at the steps of all runs, with the throughput of the two sides."""
     comparison = verdict.comparison
     pair = (comparison.reference, comparison.candidate)
-    judged = set(followed([*pair, *envelope.values()])) if envelope else set()
+    rated = set(followed([*pair, *envelope.values()])) if envelope else set()
     curves = {
         metric: _curve(metric, *pair, envelope)
         for metric in comparison.reference.metrics
-        if metric in comparison.curves or metric in judged
+        if metric in comparison.curves or metric in rated
     }
     speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
     if comparison.speed and speed is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from isotrain.errors import DataError
-from isotrain.parity.sources.probe import KINDS, Entry, Update
+from isotrain.parity.sources.layer_trace import KINDS, Entry, Update
 
 ALL = "all of them"
 """The name under which the common size of a kind's entries is compared."""
@@ -66,7 +66,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Rated:
     """A difference with the limit that it is closest to, or beyond."""
 
     difference: Difference
@@ -88,14 +88,14 @@ class Limits:
         if self.dtype not in _EPSILON:
             raise DataError(f"limits are known for {', '.join(_EPSILON)}, not for '{self.dtype}'")
 
-    def judge(self, found: Difference) -> Judged:
+    def rate(self, found: Difference) -> Rated:
         noise = self.noise.get(found.key)
         pairs = [(found.error, self._limit(found, self._plain(found), noise.error if noise else None))]
         if found.bulk is not None:
             bulk = noise.bulk if noise else None
             pairs.append((found.bulk, self._limit(found, self._update(found), bulk)))
         error, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
-        return Judged(found, error, limit)
+        return Rated(found, error, limit)
 
     def _limit(self, found: Difference, plain: float, noise: float | None) -> float:
         if found.name == ALL and found.kind == "update":

@@ -13,8 +13,8 @@ from isotrain.parity.layer_errors import (
     ALL,
     NOT_A_NUMBER,
     Difference,
-    Judged,
     Limits,
+    Rated,
     common,
     common_factor,
     differences,
@@ -22,7 +22,7 @@ from isotrain.parity.layer_errors import (
 )
 from isotrain.parity.levels import Check, Level, not_run
 from isotrain.parity.run import Run
-from isotrain.parity.sources.probe import KINDS, Entry, Update, read_probe
+from isotrain.parity.sources.layer_trace import KINDS, Entry, Update, read_layer_trace
 
 LEVEL = "P1"
 Updates = Mapping[int, Update]
@@ -40,43 +40,43 @@ _ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
 
 
 def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, dtype: str) -> Level:
-    """From what `observe.probe` recorded in the directories of two runs.
+    """From what `observe.layer_trace` recorded in the directories of two runs.
 
     `noise` are runs of the reference with weights that were changed in their last digits: what they differ
     by is allowed, and with them the limits are tighter than those that hold for every model.
     """
-    a, b = read_probe(reference.path), read_probe(candidate.path)
+    a, b = read_layer_trace(reference.path), read_layer_trace(candidate.path)
     if why := _obstacle((reference.path, a), (candidate.path, b)):
         return not_run(LEVEL, why)
     if why := _other_layout((reference, a), (candidate, b)):
         return not_run(LEVEL, why)
-    known = _largest_noise(a, [read_probe(path) for path in noise])
+    known = _largest_noise(a, [read_layer_trace(path) for path in noise])
     told, anchor_failures = _anchor_checks(reference, candidate)
     limits = Limits(dtype, known)
-    judged = [limits.judge(found) for found in _all_differences(a, b)]
-    checks = (*_kind_checks(judged), *told)
-    first = next((number for number, one in enumerate(judged) if not one.passed), None)
+    rated = [limits.rate(found) for found in _all_differences(a, b)]
+    checks = (*_kind_checks(rated), *told)
+    first = next((number for number, one in enumerate(rated) if not one.passed), None)
     evidence = {
-        "layers": [_as_json(one) for one in judged if one.difference.kind != "data"],
-        "first": None if first is None else _as_json(judged[first]),
+        "layers": [_as_json(one) for one in rated if one.difference.kind != "data"],
+        "first": None if first is None else _as_json(rated[first]),
     }
     if first is not None:
-        found = _First(judged, first, a, b)
+        found = _First(rated, first, a, b)
         return Level(LEVEL, "different", found.words(), checks, found.causes(), evidence)
     if anchor_failures:
         words = "the first step is not what it must be by definition: " + "; ".join(anchor_failures)
         return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
-    return Level(LEVEL, "same", _agreement(judged), checks, (), evidence)
+    return Level(LEVEL, "same", _agreement(rated), checks, (), evidence)
 
 
 def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     """Why the layers of two runs cannot be compared."""
     for path, updates in runs:
         if not updates:
-            return f"no layers were recorded in {path}; train both runs with observe.probe=2"
+            return f"no layers were recorded in {path}; train both runs with observe.layer_trace=2"
     (_, a), (_, b) = runs
     if not set(a) & set(b):
-        return "the runs recorded no common step; train both with the same observe.probe"
+        return "the runs recorded no common step; train both with the same observe.layer_trace"
     ranks = [len(next(iter(updates.values())).digests) for updates in (a, b)]
     if ranks[0] != ranks[1]:
         return f"{ranks[0]} and {ranks[1]} ranks compute other parts of a batch; train both on equally many"
@@ -87,7 +87,8 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
 
 
 def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
-    """Attention that cannot share a prompt between answers reads it once for each: no layer sees the same."""
+    """Attention that cannot share a prompt between responses reads it once for each: no layer sees the
+    same."""
     ways = [_attention(run) for run, _ in runs]
     first = [updates[min(updates)] for _, updates in runs]
     if ways[0] == ways[1] or _digests(first[0], "tokens") == _digests(first[1], "tokens"):
@@ -143,25 +144,25 @@ def _anchor_checks(reference: Run, candidate: Run) -> tuple[tuple[Check, ...], l
     return found, [f"{check.name}: {check.note}" for check in failed]
 
 
-def _kind_checks(judged: Sequence[Judged]) -> Iterator[Check]:
+def _kind_checks(rated: Sequence[Rated]) -> Iterator[Check]:
     """The entry of each kind that comes closest to its limit."""
-    for kind in dict.fromkeys(one.difference.kind for one in judged):
-        own = [one for one in judged if one.difference.kind == kind]
+    for kind in dict.fromkeys(one.difference.kind for one in rated):
+        own = [one for one in rated if one.difference.kind == kind]
         worst = max(own, key=lambda one: one.error / one.limit)
         note = f"{worst.difference.name} at step {worst.difference.step}, of {len(own)}"
         yield Check(f"{_PLURAL.get(kind, kind)}: error", worst.error, worst.limit, worst.passed, note)
 
 
-def _agreement(judged: Sequence[Judged]) -> str:
-    closest = max(judged, key=lambda one: one.error / one.limit)
-    steps = len({one.difference.step for one in judged})
+def _agreement(rated: Sequence[Rated]) -> str:
+    closest = max(rated, key=lambda one: one.error / one.limit)
+    steps = len({one.difference.step for one in rated})
     return (
         f"activations, gradients and updates of {steps} forced step{'s' if steps > 1 else ''} agree in all "
-        f"{len(judged)} entries; closest to a limit {_place(closest)}"
+        f"{len(rated)} entries; closest to a limit {_place(closest)}"
     )
 
 
-def _place(one: Judged) -> str:
+def _place(one: Rated) -> str:
     found = one.difference
     of = "" if found.kind == "loss" else f" of {found.name}"
     verb = "is" if found.kind == "loss" else "are"
@@ -171,22 +172,22 @@ def _place(one: Judged) -> str:
 
 @dataclass(frozen=True)
 class _First:
-    """The first entry beyond its limit, among all that were judged."""
+    """The first entry beyond its limit, among all that were rated."""
 
-    judged: Sequence[Judged]
+    rated: Sequence[Rated]
     number: int
     a: Updates
     b: Updates
 
     @property
-    def one(self) -> Judged:
-        return self.judged[self.number]
+    def one(self) -> Rated:
+        return self.rated[self.number]
 
     @property
     def before(self) -> str | None:
         """The entry of the same kind and step that was computed just before."""
         found = self.one.difference
-        earlier = self.judged[self.number - 1].difference if self.number else None
+        earlier = self.rated[self.number - 1].difference if self.number else None
         alike = earlier is not None and (earlier.step, earlier.kind) == (found.step, found.kind)
         return earlier.name if earlier is not None and alike else None
 
@@ -210,7 +211,7 @@ class _First:
             return None
         both = common(self.a[found.step], self.b[found.step], found.kind)
         factor = common_factor(both)
-        size = next(one for one in self.judged if one.difference.key == (found.step, found.kind, ALL))
+        size = next(one for one in self.rated if one.difference.key == (found.step, found.kind, ALL))
         alike = not size.passed and math.isfinite(factor) and _is_common(factor, both)
         # Updates keep their size where a gradient changes its sign, and their direction does not.
         return factor if alike and (found.kind == "update" or _explains(factor, both)) else None
@@ -267,7 +268,7 @@ def _explains(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool
     return left < _LEFT * whole
 
 
-def _as_json(one: Judged) -> dict[str, Any]:
+def _as_json(one: Rated) -> dict[str, Any]:
     found = one.difference
     return {
         "step": found.step,

@@ -21,10 +21,10 @@ _FREE = (
     "trainer.keep_checkpoints:",
     # How it is computed, not what: the environment of each start tells what was chosen.
     *(f"model.{name}:" for name in ("fused", "attention", "gradient_checkpointing", "head_chunk")),
-    # Where answers come from and how they are made, not what is learnt from them.
+    # Where responses come from and how they are made, not what is learnt from them.
     *(f"rollout.{name}:" for name in ("record", "replay", "engines", "tensor_parallel", "memory")),
     *(f"rollout.{name}:" for name in ("cache_gb", "eager", "server_python")),
-    *(f"rollout.{name}:" for name in ("update_timeout", "probe_tolerance")),
+    *(f"rollout.{name}:" for name in ("update_timeout", "weight_check_tolerance")),
     "reward.workers:",
 )
 _FREE_ENVIRONMENT = ("time:", "command:")

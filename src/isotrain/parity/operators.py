@@ -12,7 +12,7 @@ from isotrain.errors import DataError
 from isotrain.parity.levels import Check, Level, not_run
 from isotrain.parity.sources.bounded import Source, clipped, inside
 
-RECORD = "probe/operators.json"
+RECORD = "layer_trace/operators.json"
 
 # Rounding units of the types that results have: errors are compared in them.
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -106,10 +106,10 @@ def operators_level(reference: Path, candidate: Path) -> Level:
         ][: 2 * _SHOWN],
         "no_oracle": {"reference": theirs.no_oracle[:_SHOWN], "candidate": ours.no_oracle[:_SHOWN]},
     }
-    return _judged(pairs, alone, evidence)
+    return _preferences(pairs, alone, evidence)
 
 
-def _judged(pairs: list[Pair], alone: list[Operator], evidence: dict[str, Any]) -> Level:
+def _preferences(pairs: list[Pair], alone: list[Operator], evidence: dict[str, Any]) -> Level:
     if not pairs:
         words = (
             "no operator is called with the same shapes and types in both runs: have they the same recipe?"

@@ -22,8 +22,8 @@ from isotrain.parity.run import Run
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 
-_JITTER = "model.jitter:"
-_FREE_RUNNING = "each run sampled its own answers, which part by chance: judged over seeds"
+_PERTURBATION = "model.perturbation:"
+_FREE_RUNNING = "each run sampled its own responses, which part by chance: decided over seeds"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def verdict_on(
     allow: Sequence[str] = (),
     free_running: bool = False,
 ) -> Verdict:
-    """`free_running` says that the runs sampled answers of their own: their curves are not paired."""
+    """`free_running` says that the runs sampled responses of their own: their curves are not paired."""
     first, second = read_run(reference), read_run(candidate)
     comparison = compare(first, second, metrics, allow)
     if not comparison.comparable:
@@ -92,7 +92,7 @@ def _members(reference: Run, paths: Sequence[Path]) -> list[Run]:
 def _member(reference: Run, path: Path) -> Run:
     """A run that may only differ from the reference in the last digits that it began with."""
     member = read_run(path)
-    other = [line for line in recipe_changes(reference, member) if not line.startswith(_JITTER)]
+    other = [line for line in recipe_changes(reference, member) if not line.startswith(_PERTURBATION)]
     other += [f"data.{k}" for k, v in reference.data.items() if member.data.get(k, v) != v]
     for metric in followed([reference]):
         there = member.metrics.get(metric)

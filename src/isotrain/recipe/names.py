@@ -11,7 +11,7 @@ from isotrain.recipe.fields import SectionType, leaves, section_paths
 # What verl, OpenRLHF, TRL and others call our fields. Looked up by the full dotted name first, then without
 # its first parts, so that `optim.lr_scheduler` and a bare `--lr_scheduler` find the same field.
 OTHER_NAMES = {
-    "trainer.logger": "observe.sinks",
+    "trainer.logger": "observe.loggers",
     "trainer.device": "device.type",
     "model.target_modules": "model.lora.targets",
     "model.name": "model.path",
@@ -202,7 +202,7 @@ OTHER_NAMES = {
     "num_train_epochs": "trainer.epochs",
     "output_dir": "output",
     "project_name": "observe.project",
-    "report_to": "observe.sinks",
+    "report_to": "observe.loggers",
     "resume_from_checkpoint": "trainer.resume",
     "resume_mode": "trainer.resume",
     "run_name": "name",

@@ -55,7 +55,7 @@ class KlSection(Section):
 
 class CorrectionSection(Section):
     level: Literal["off", "token", "sequence"] = "off"
-    """Importance weights for what the rollout engine sampled: none, of tokens, or of whole answers."""
+    """Importance weights for what the rollout engine sampled: none, of tokens, or of whole responses."""
     outside: Literal["truncate", "mask"] = "truncate"
     """What happens to weights beyond the bounds: cut to the bound, or the token left out."""
     high: float = Field(default=2.0, gt=0)
@@ -77,14 +77,14 @@ class CorrectionSection(Section):
 
 class DynamicSection(Section):
     attempts: int = Field(default=0, ge=0)
-    """How often prompts whose answers all have the same reward are replaced by new ones; 0 keeps them."""
+    """How often prompts whose responses all have the same reward are replaced by new ones; 0 keeps them."""
 
 
 class OverlongSection(Section):
     buffer: int = Field(default=0, ge=0)
-    """Length of the stretch before `rollout.max_tokens` in which answers lose reward; 0 for none."""
+    """Length of the stretch before `rollout.max_tokens` in which responses lose reward; 0 for none."""
     factor: float = Field(default=1.0, gt=0)
-    """What an answer of full length loses."""
+    """What a response of full length loses."""
 
 
 class CriticSection(Section):
@@ -102,8 +102,8 @@ class OnlineSection(Section):
     """What all online algorithms share."""
 
     needs: ClassVar[Mapping[str, str]] = {
-        "rollout": "to sample answers: write 'rollout: {n: 4}'",
-        "reward": "to score answers: write 'reward: {gsm8k: {}}'",
+        "rollout": "to sample responses: write 'rollout: {n: 4}'",
+        "reward": "to score responses: write 'reward: {gsm8k: {}}'",
     }
     conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf", "trl")
     """The frameworks that have this algorithm."""
@@ -113,7 +113,7 @@ class OnlineSection(Section):
     mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer update; by default all of the step's."""
     passes: int = Field(default=1, ge=1)
-    """Passes over the answers of a step."""
+    """Passes over the responses of a step."""
     convention: Literal["verl", "openrlhf", "trl"] = "verl"
     """Whose constants the advantages and their whitening have, and whose default `loss.dual_clip`."""
     loss: LossSection = LossSection()
@@ -145,14 +145,14 @@ class OnlineSection(Section):
 
 class GrpoSection(OnlineSection):
     name: Literal["grpo"]
-    """Group relative policy optimisation: rewards compared within the answers to one prompt."""
+    """Group relative policy optimisation: rewards compared within the responses to one prompt."""
     scale_by_std: bool = True
     """Divide by the group's standard deviation; false is Dr. GRPO."""
 
 
 class RlooSection(OnlineSection):
     name: Literal["rloo"]
-    """REINFORCE leave-one-out: rewards minus the mean of the group's other answers."""
+    """REINFORCE leave-one-out: rewards minus the mean of the group's other responses."""
 
 
 class ReinforcePlusPlusSection(OnlineSection):
@@ -175,7 +175,7 @@ class RemaxSection(OnlineSection):
     conventions: ClassVar[tuple[str, ...]] = ("verl",)
 
     name: Literal["remax"]
-    """Returns minus the reward of the greedy answer."""
+    """Returns minus the reward of the greedy response."""
 
 
 class PpoSection(OnlineSection):
@@ -203,7 +203,7 @@ Online = (
 
 class ValidationSection(Section):
     n: int = Field(default=1, ge=1)
-    """Answers to each validation prompt."""
+    """Responses to each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of validation; 0 is greedy, otherwise at least 0.01."""
 
@@ -212,7 +212,7 @@ class ValidationSection(Section):
     def _greedy_or_sampled(cls, value: float) -> float:
         if 0 < value < COLDEST:
             raise ValueError(
-                f"between 0 and {COLDEST}, which engines would raise; write 0 for greedy answers"
+                f"between 0 and {COLDEST}, which engines would raise; write 0 for greedy responses"
             )
         return value
 
@@ -222,9 +222,9 @@ class RolloutSection(Section):
     """What generates: vLLM; SGLang (unverified: has not run against a real SGLang server or device); or the
     slow reference built on transformers, which runs on any device."""
     n: int = Field(default=1, ge=1)
-    """Answers to each prompt."""
+    """Responses to each prompt."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest answer in tokens."""
+    """Longest response in tokens."""
     temperature: float = Field(default=1.0, ge=COLDEST)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -232,7 +232,8 @@ class RolloutSection(Section):
     top_k: int = Field(default=-1, ge=-1)
     """Sample from this many most likely tokens; -1 for all."""
     staleness: int = Field(default=0, ge=0)
-    """Weight versions by which answers may be older than the model that learns from them; 0 is on-policy."""
+    """Weight versions by which responses may be older than the model that learns from them; 0 is
+    on-policy."""
     engines: int = Field(default=1, ge=1)
     """Generation engines."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -248,28 +249,28 @@ class RolloutSection(Section):
     """With `sglang`: the Python of the environment it is installed in; by default the one that trains."""
     update_timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a weight update that has not ended ends the run."""
-    probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest mean difference of engine's and trained model's log-probs after an update; by default judged
+    weight_check_tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean difference of engine's and trained model's log-probs after an update; by default decided
     by `model.dtype` and the updates before."""
     record: bool = False
     """Write all trajectories to Parquet in the run directory."""
     replay: str | None = None
-    """A run directory whose recorded trajectories are trained on instead of new answers, for
+    """A run directory whose recorded trajectories are trained on instead of new responses, for
     `isotrain parity replay`: no engine and no reward worker is started, and nothing is validated."""
     validation: ValidationSection = ValidationSection()
-    """How validation prompts are answered."""
+    """How responses to validation prompts are sampled."""
 
     @property
     def generates(self) -> bool:
-        """Whether there are engines that answer."""
+        """Whether there are engines that generate."""
         return self.replay is None
 
 
 class Gsm8kSection(Section):
     method: Literal["strict", "flexible"] = "strict"
-    """`strict` wants the answer after `####`, `flexible` takes the last number."""
+    """`strict` wants the response after `####`, `flexible` takes the last number."""
     format_score: float = 0.0
-    """Score of an answer that has the form but is wrong."""
+    """Score of a response that has the form but is wrong."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
@@ -307,13 +308,14 @@ class ProcessRewardSection(Section):
     """A model directory, as `isotrain export` writes it after `algorithm.name: prm`: a language model or a
     token classifier with two labels; its tokenizer must be the policy's."""
     step_separator: str = "\n"
-    """What ends a step of an answer."""
+    """What ends a step of a response."""
     good_token: str = "+"
     """A language model's token for a right step."""
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the answer; without a step it is 0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is
+    0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
@@ -328,7 +330,7 @@ class RewardSection(Section):
     model: RewardModelSection | None = None
     """A reward model."""
     process: ProcessRewardSection | None = None
-    """A process reward model, which judges the steps of answers."""
+    """A process reward model, which scores the steps of responses."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the right answer; a dotted path reaches into structures."""
     timeout: float = Field(default=10.0, gt=0)
@@ -340,14 +342,14 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        if not (self.gsm8k or self.math or self.function or self.judges):
+        if not (self.gsm8k or self.math or self.function or self.reward_models):
             raise ValueError(
                 "no reward is named; add one of gsm8k, math, function, model, process, such as gsm8k: {}"
             )
         return self
 
     @property
-    def judges(self) -> list[str]:
+    def reward_models(self) -> list[str]:
         """The rewards that models on the training ranks give."""
         return [name for name in ("model", "process") if getattr(self, name) is not None]
 

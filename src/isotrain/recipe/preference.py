@@ -1,4 +1,4 @@
-"""What the user writes for training on judged answers: DPO and its kin, KTO, reward models."""
+"""What the user writes for training on preference data: DPO and its kin, KTO, reward models."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from isotrain.recipe.section import OfflineSection
 
-Kind = Literal["pairs", "answers", "steps"]
+Kind = Literal["pairs", "responses", "steps"]
 Reference = Literal["auto", "cached", "live", "adapters-off"]
 
 
-class JudgedSection(OfflineSection):
+class PreferenceSection(OfflineSection):
     """What all of them have in common."""
 
     kind: ClassVar[Kind]
@@ -21,12 +21,12 @@ class JudgedSection(OfflineSection):
     """What people call them."""
 
 
-class DpoSection(JudgedSection):
+class DpoSection(PreferenceSection):
     kind: ClassVar[Kind] = "pairs"
     items: ClassVar[str] = "pairs"
 
     name: Literal["dpo"]
-    """Direct preference optimisation on pairs of a chosen and a rejected answer."""
+    """Direct preference optimisation on pairs of a chosen and a rejected response."""
     loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
     """The loss: DPO's own, or one of its kin; `simpo` and `orpo` have no reference."""
     beta: float | None = Field(default=None, gt=0)
@@ -36,7 +36,7 @@ class DpoSection(JudgedSection):
     length_averaged: bool = False
     """Compare log-probs per token, for `sigmoid` and `ipo`; TRL's `ipo` does."""
     margin: float = Field(default=1.0, ge=0)
-    """By how much the chosen answer must be ahead, for `simpo`."""
+    """By how much the chosen response must be ahead, for `simpo`."""
     reference: Reference = "auto"
     """Where the reference is: log-probs computed once before training and kept in the cache, a second model,
     or the model without its adapters; `auto` is the last where there are adapters, else the first."""
@@ -50,16 +50,17 @@ class DpoSection(JudgedSection):
         return self
 
 
-class KtoSection(JudgedSection):
-    kind: ClassVar[Kind] = "answers"
-    items: ClassVar[str] = "answers"
+class KtoSection(PreferenceSection):
+    kind: ClassVar[Kind] = "responses"
+    items: ClassVar[str] = "responses"
 
     name: Literal["kto"]
-    """Kahneman-Tversky optimisation on answers that are each desirable or not."""
+    """Kahneman-Tversky optimisation on responses that are each desirable or not."""
     beta: float = Field(default=0.1, gt=0)
     """Strength of the preference."""
     desirable_weight: float = Field(default=1.0, ge=0)
-    """Weight of desirable answers; with the counts of both kinds, weights times counts should be similar."""
+    """Weight of desirable responses; with the counts of both kinds, weights times counts should be
+    similar."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Weight of the others."""
     reference: Reference = "auto"
@@ -67,16 +68,16 @@ class KtoSection(JudgedSection):
     or the model without its adapters; `auto` is the last where there are adapters, else the first."""
 
 
-class RmSection(JudgedSection):
+class RmSection(PreferenceSection):
     kind: ClassVar[Kind] = "pairs"
     items: ClassVar[str] = "pairs"
 
     name: Literal["rm"]
-    """A reward model: one score for an answer, learnt from pairs."""
+    """A reward model: one score for a response, learnt from pairs."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """The same function in TRL's and in OpenRLHF's form; only `sigmoid` takes margins."""
     margins: bool = False
-    """Use the rows' `margin`: by how much the chosen answer should be ahead."""
+    """Use the rows' `margin`: by how much the chosen response should be ahead."""
     centre: float = Field(default=0.0, ge=0)
     """Coefficient that keeps scores around 0, which pairs alone leave open; 0.01 is usual."""
 
@@ -87,7 +88,7 @@ class RmSection(JudgedSection):
         return self
 
 
-class PrmSection(JudgedSection):
+class PrmSection(PreferenceSection):
     kind: ClassVar[Kind] = "steps"
     items: ClassVar[str] = "solutions"
 
@@ -115,4 +116,4 @@ class PrmSection(JudgedSection):
         return self
 
 
-Judged = DpoSection | KtoSection | RmSection | PrmSection
+Preference = DpoSection | KtoSection | RmSection | PrmSection

@@ -33,7 +33,7 @@ def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
         )
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
         yield (
-            f"rollout.validation.n ({rollout.validation.n}) greedy answers would all be the same: set "
+            f"rollout.validation.n ({rollout.validation.n}) greedy responses would all be the same: set "
             "rollout.validation.temperature, or n: 1"
         )
     cut = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
@@ -41,7 +41,7 @@ def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
         yield (
             f"algorithm.correction.level (sequence) does not go with rollout.{cut} "
             f"({getattr(rollout, cut):g}): the engine's probabilities are among the tokens that are left, "
-            "the trained model's among all, so the weights of long answers vanish: write level: token, or "
+            "the trained model's among all, so the weights of long responses vanish: write level: token, or "
             "sample from all tokens"
         )
     longest = data.max_length + rollout.max_tokens
@@ -72,25 +72,25 @@ def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> It
         )
 
 
-def _controller(kl: KlSection, answers: int) -> Iterator[str]:
-    """Each step changes the coefficient by the factor `1 - 0.2 answers / horizon` at the least."""
-    if kl.controller == "adaptive" and answers >= 5 * kl.horizon:
+def _controller(kl: KlSection, responses: int) -> Iterator[str]:
+    """Each step changes the coefficient by the factor `1 - 0.2 responses / horizon` at the least."""
+    if kl.controller == "adaptive" and responses >= 5 * kl.horizon:
         yield (
-            f"algorithm.kl.horizon ({kl.horizon}) is so short that one step of {answers} answers could take "
-            f"the coefficient to 0 or below: set more than {answers // 5}"
+            f"algorithm.kl.horizon ({kl.horizon}) is too short: one step of {responses} responses could take "
+            f"the coefficient to 0 or below: set more than {responses // 5}"
         )
 
 
 def _rewards(algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSection) -> Iterator[str]:
-    judge = reward.judges[0] if reward.judges else None
-    if algorithm.dynamic.attempts and judge:
+    scorer = reward.reward_models[0] if reward.reward_models else None
+    if algorithm.dynamic.attempts and scorer:
         yield (
-            "algorithm.dynamic.attempts looks at rewards before the ranks have the answers, where "
-            f"reward.{judge} is: use one of the two"
+            "algorithm.dynamic.attempts looks at rewards before the ranks have the responses, where "
+            f"reward.{scorer} is: use one of the two"
         )
-    if algorithm.name == "remax" and judge:
+    if algorithm.name == "remax" and scorer:
         yield (
-            f"reward.{judge} cannot be used with remax, whose greedy answers never reach the ranks: use "
+            f"reward.{scorer} cannot be used with remax, whose greedy responses never reach the ranks: use "
             "another algorithm or another reward"
         )
     if algorithm.overlong.buffer > rollout.max_tokens:

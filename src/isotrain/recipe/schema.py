@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
-from isotrain.recipe.preference import DpoSection, Judged, RmSection
+from isotrain.recipe.preference import DpoSection, Preference, RmSection
 from isotrain.recipe.rules import broken_rules
 from isotrain.recipe.section import DefaultFor, OfflineSection, Section
 
@@ -54,7 +54,7 @@ class ModelSection(Section):
     """Tokens whose vocabulary logits exist at one time; by default as many as 256 MiB of float32 hold."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
-    jitter: int = Field(default=0, ge=0)
+    perturbation: int = Field(default=0, ge=0)
     """For `isotrain parity`: other than 0, the weights are first moved by one unit in their last place, up or
     down as this seed says."""
 
@@ -98,7 +98,7 @@ class SftSection(OfflineSection):
     """Supervised fine-tuning: cross-entropy over the tokens the assistant wrote."""
 
 
-Algorithm = SftSection | Judged | Online
+Algorithm = SftSection | Preference | Online
 
 
 class OptimizerSection(Section):
@@ -142,11 +142,11 @@ class TrainerSection(Section):
 
 
 class ObserveSection(Section):
-    sinks: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = Field(default=["console"])
+    loggers: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = Field(default=["console"])
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project: str = "isotrain"
     """Project name for trackers that have one."""
-    probe: int = Field(default=0, ge=0)
+    layer_trace: int = Field(default=0, ge=0)
     """Steps at the start of a run whose layers are recorded, for `isotrain parity`."""
     operators: bool = False
     """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
@@ -168,9 +168,9 @@ class Recipe(Section):
     algorithm: Algorithm = Field(discriminator="name")
     """How to train."""
     rollout: RolloutSection | None = None
-    """How online algorithms sample answers."""
+    """How online algorithms sample responses."""
     reward: RewardSection | None = None
-    """How answers are scored."""
+    """How responses are scored."""
     cluster: ClusterSection | None = None
     """Where online algorithms run."""
     optimizer: OptimizerSection = OptimizerSection()

@@ -44,7 +44,7 @@ class OfflineSection(Section):
     """An algorithm that learns from what is in its data."""
 
     refuses: ClassVar[Mapping[str, str]] = {
-        "rollout": "samples no answers",
-        "reward": "scores no answers",
+        "rollout": "samples no responses",
+        "reward": "scores no responses",
         "cluster": "runs without one",
     }

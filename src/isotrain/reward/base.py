@@ -1,4 +1,4 @@
-"""What every reward takes and gives: answers in, scores out in the same order."""
+"""What every reward takes and gives: responses in, scores out in the same order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the model wrote, with the data row it answers."""
+class RewardInput:
+    """What the model wrote, with the data row it items."""
 
     response: str
     answer: Any
@@ -34,10 +34,10 @@ class Scored:
 
 class Scorer(Protocol):
     def start(self) -> None:
-        """Start what is needed now rather than with the first answers; raises `RewardError`."""
+        """Start what is needed now rather than with the first items; raises `RewardError`."""
 
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
-        """One result for each answer, in their order; a failed answer is a result too."""
+    def score(self, items: Sequence[RewardInput]) -> list[Scored]:
+        """One result for each item, in their order; a failed item is a result too."""
 
     def close(self) -> None:
         """End every process; may be called twice."""

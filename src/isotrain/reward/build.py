@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from typing import Literal
 
 from isotrain.recipe.online import Gsm8kSection, RewardSection
-from isotrain.reward.base import LARGEST_SCORE, Answer, Scored, Scorer, one_line
+from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
 from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
 
-# sympy's powers and factorials can ask for any amount of memory; a wrong answer must not take the machine's.
+# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
+# machine's.
 MATH_MEMORY = 2 << 30
 # Its parser keeps tables that grow with every new text.
 MATH_LIFETIME = 5000
@@ -30,24 +31,24 @@ class Gsm8kRule:
     def __init__(self, method: Literal["strict", "flexible"], format_score: float) -> None:
         self._method, self._format_score = method, format_score
 
-    def submit(self, answers: Sequence[Answer]) -> list[Future[Scored]]:
+    def submit(self, items: Sequence[RewardInput]) -> list[Future[Scored]]:
         futures = []
-        for answer in answers:
+        for item in items:
             future: Future[Scored] = Future()
-            future.set_result(self._score(answer))
+            future.set_result(self._score(item))
             futures.append(future)
         return futures
 
-    def _score(self, answer: Answer) -> Scored:
-        if answer.answer is None:
+    def _score(self, item: RewardInput) -> Scored:
+        if item.answer is None:
             detail = "the row has no right answer; look at reward.answer_key"
             return Scored(0.0, failure="error", detail=detail)
-        right = right_answer(answer.answer, self._method)
+        right = right_answer(item.answer, self._method)
         if right is None:
-            shown = one_line(str(answer.answer)[-SHOWN:])
+            shown = one_line(str(item.answer)[-SHOWN:])
             detail = f"the right answer {shown!r} is no plain number; look at reward.answer_key"
             return Scored(0.0, failure="error", detail=detail)
-        return Scored(gsm8k_score(answer.response, right, self._method, self._format_score))
+        return Scored(gsm8k_score(item.response, right, self._method, self._format_score))
 
     def start(self) -> None:
         pass
@@ -57,7 +58,7 @@ class Gsm8kRule:
 
 
 class WeightedSum:
-    """Runs its parts side by side; where one fails, the answer has `failed_score` and nothing else."""
+    """Runs its parts side by side; where one fails, the response has `failed_score` and nothing else."""
 
     def __init__(self, parts: dict[str, tuple[Gsm8kRule | Pool, float]], failed_score: float) -> None:
         self._parts, self._failed_score = parts, failed_score
@@ -66,11 +67,11 @@ class WeightedSum:
         for part, _ in self._parts.values():
             part.start()
 
-    def score(self, answers: Sequence[Answer]) -> list[Scored]:
-        futures = {name: part.submit(answers) for name, (part, _) in self._parts.items()}
+    def score(self, items: Sequence[RewardInput]) -> list[Scored]:
+        futures = {name: part.submit(items) for name, (part, _) in self._parts.items()}
         return [
             self._add({name: of_part[index].result() for name, of_part in futures.items()})
-            for index in range(len(answers))
+            for index in range(len(items))
         ]
 
     def _add(self, results: dict[str, Scored]) -> Scored:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from isotrain.errors import RewardError
-from isotrain.reward.base import FAILURES, Answer, Failure, Scored, one_line
+from isotrain.reward.base import FAILURES, Failure, RewardInput, Scored, one_line
 from isotrain.reward.process import BrokenChild, Child
 
 # An async call is ended by its own loop. Only when that does not happen is the loop itself blocked.
@@ -109,20 +109,20 @@ class Pool:
             self._wake()
         self._started.result()
 
-    def submit(self, answers: Iterable[Answer]) -> list[Future[Scored]]:
-        """One future for each answer; they are done in any order, and a failed call is a result."""
+    def submit(self, items: Iterable[RewardInput]) -> list[Future[Scored]]:
+        """One future for each item; they are done in any order, and a failed call is a result."""
         calls = []
         with self._lock:
             if self._error:
                 raise self._error
-            for answer in answers:
+            for item in items:
                 future: Future[Scored] = Future()
                 calls.append(future)
                 request = {
                     "id": self._next_identity,
-                    "response": answer.response,
-                    "answer": answer.answer,
-                    "row": dict(answer.row),
+                    "response": item.response,
+                    "answer": item.answer,
+                    "row": dict(item.row),
                 }
                 try:
                     line = json.dumps(request, default=_plain).encode() + b"\n"

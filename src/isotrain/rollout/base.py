@@ -27,26 +27,26 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted; its seed is its own, so that no answer depends on its neighbours."""
+    """One response that is wanted; its seed is its own, so that no response depends on its neighbours."""
 
     row: int
-    place: int
+    prompt_index: int
     sample: int
     seed: int
     prompt_P: npt.NDArray[np.int32]
 
 
-def answered(
+def trajectory_of(
     request: Request,
     response_N: npt.NDArray[np.int32],
     logp_N: npt.NDArray[np.float32],
     version: int,
     finished: bool,
 ) -> Trajectory:
-    """The trajectory of an answer in one piece: all of its tokens are the model's, by one version."""
+    """The trajectory of a response in one piece: all of its tokens are the model's, by one version."""
     return Trajectory(
         row=request.row,
-        place=request.place,
+        prompt_index=request.prompt_index,
         sample=request.sample,
         seed=request.seed,
         prompt_length=len(request.prompt_P),

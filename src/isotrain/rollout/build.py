@@ -22,7 +22,7 @@ class Plan:
     dtype: str
     device: Device
     longest: int
-    """Tokens of the longest prompt with the longest answer."""
+    """Tokens of the longest prompt with the longest response."""
     limit: int | None
     """Positions of the model."""
     seed: int
@@ -53,7 +53,7 @@ def build_rollout(
     limit: int | None = getattr(read_config(directory), "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise RolloutError(
-            f"rollout.max_tokens: prompts of {max_prompt} and answers of {rollout.max_tokens} tokens make "
+            f"rollout.max_tokens: prompts of {max_prompt} and responses of {rollout.max_tokens} tokens make "
             f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
         )
     return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, longest, limit, seed, name))
@@ -88,7 +88,7 @@ def _sglang(plan: Plan) -> RolloutEngine:
         name=plan.name,
         dtype=plan.dtype,
         device_type=plan.device.type,
-        max_length=plan.room(8),  # it cuts answers 2 before the end, and refuses prompts of the last 7
+        max_length=plan.room(8),  # it cuts responses 2 before the end, and refuses prompts of the last 7
         python=plan.rollout.server_python,
         seed=plan.seed,
         tensor_parallel=plan.rollout.tensor_parallel,

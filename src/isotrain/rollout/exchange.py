@@ -12,7 +12,7 @@ HOST = "127.0.0.1"
 LONGEST_COMPLAINT = 1000
 
 
-class NoAnswer(RolloutError):
+class NoReply(RolloutError):
     """The server did not answer: nobody knows what it does with the request."""
 
 
@@ -29,7 +29,7 @@ class Exchange:
         return self._request("POST", path, json.dumps(body, allow_nan=False).encode(), timeout)
 
     def _request(self, method: str, path: str, body: bytes | None, timeout: float | None) -> Any:
-        """The JSON of the answer, None where it is empty; `timeout` is for a server that says nothing."""
+        """The JSON of the response, None where it is empty; `timeout` is for a server that says nothing."""
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout)
         try:
@@ -39,7 +39,7 @@ class Exchange:
         except (OSError, http.client.HTTPException) as error:
             late = isinstance(error, TimeoutError) and timeout is not None
             why = f"within {timeout:g} s" if late else f"({error!r})"
-            raise NoAnswer(f"{self._engine}: no answer to {path} {why}") from error
+            raise NoReply(f"{self._engine}: no answer to {path} {why}") from error
         finally:
             connection.close()
         if status != 200:
@@ -49,7 +49,7 @@ class Exchange:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise RolloutError(f"{self._engine}: the answer to {path} is not JSON: {error}") from error
+            raise RolloutError(f"{self._engine}: the response to {path} is not JSON: {error}") from error
 
 
 def _complaint(text: bytes) -> str:

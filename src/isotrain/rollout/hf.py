@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling, answered
+from isotrain.rollout.base import Request, Sampling, trajectory_of
 from isotrain.rollout.sampling import draw
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.transfer import read_update
@@ -170,7 +170,7 @@ class HfEngine:
 
     def _trajectory(self, row: _Row) -> Trajectory:
         response_N, logp_N = np.array(row.tokens, dtype=np.int32), np.array(row.logps, dtype=np.float32)
-        return answered(row.request, response_N, logp_N, self._version, row.tokens[-1] in self._ends)
+        return trajectory_of(row.request, response_N, logp_N, self._version, row.tokens[-1] in self._ends)
 
 
 def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:

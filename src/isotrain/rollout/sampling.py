@@ -18,7 +18,7 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token and log-prob of each row, in the distribution that is left by temperature, top-k and top-p.
 
-    Greedy answers have the log-probs of temperature 1.
+    Greedy responses have the log-probs of temperature 1.
     """
     logits_BV = logits_BV.to("cpu", torch.float32)
     if sampling.temperature == 0:

@@ -26,9 +26,9 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.models.load import build_causal_lm
 from isotrain.rollout.base import Request, Sampling
-from isotrain.rollout.exchange import HOST, Exchange, NoAnswer
+from isotrain.rollout.exchange import HOST, Exchange, NoReply
 from isotrain.rollout.local_server import LocalServer, free_port
-from isotrain.rollout.sglang_messages import ask_answer, ask_logps, read_answer, read_logps
+from isotrain.rollout.sglang_messages import ask_logps, ask_response, read_logps, read_response
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.transfer import open_update, private_directory
 from isotrain.rollout.update import WeightUpdate
@@ -43,7 +43,7 @@ NPU_DEFAULTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RAN
 
 # Requests that the server has at the same time; what it cannot run yet waits there.
 IN_FLIGHT = 256
-# Without an answer for so long, the server is asked how it is; it takes up to 20 s itself to find out.
+# Without a response for so long, the server is asked how it is; it takes up to 20 s itself to find out.
 SILENCE = 60.0
 HEALTH = 30.0
 # Calls that only pass something on.
@@ -72,7 +72,7 @@ class SglangEngine:
     ) -> None:
         if device_type not in DEVICES:
             raise RolloutError(
-                f"rollout.engine: with a seed for each answer, which it needs here, sglang does not run on "
+                f"rollout.engine: with a seed for each response, which it needs here, sglang does not run on "
                 f"{device_type}; write rollout.engine: vllm or hf"
             )
         self._name, self._version, self._timeout = name, 0, update_timeout
@@ -126,14 +126,14 @@ class SglangEngine:
         return self._version
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
-        asked = [ask_answer(request, sampling, self._ends) for request in requests]
-        for index, answer in self._run(asked):
-            yield read_answer(answer, requests[index], sampling, self._version, self._name)
+        asked = [ask_response(request, sampling, self._ends) for request in requests]
+        for index, reply in self._run(asked):
+            yield read_response(reply, requests[index], sampling, self._version, self._name)
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         found = {
-            index: read_logps(answer, sequences[index], self._version, self._name)
-            for index, answer in self._run([ask_logps(tokens_T) for tokens_T in sequences])
+            index: read_logps(reply, sequences[index], self._version, self._name)
+            for index, reply in self._run([ask_logps(tokens_T) for tokens_T in sequences])
         }
         return [found[index] for index in range(len(sequences))]
 
@@ -191,11 +191,11 @@ class SglangEngine:
     def _model_info(self) -> dict[str, Any]:
         info = self._exchange.get("/model_info", PROMPT)
         if not isinstance(info, dict):
-            raise RolloutError(f"{self._name}: the answer to /model_info is not an object: {info!r}")
+            raise RolloutError(f"{self._name}: the response to /model_info is not an object: {info!r}")
         return info
 
     def _run(self, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """Answers as they come; what is still asked for is given up when nobody wants it any more."""
+        """Responses as they come; what is still asked for is given up when nobody wants it any more."""
         if self._unusable and not self._lost:
             raise RolloutError(f"{self._name} does not generate: {self._unusable}")
         self._check_idle()
@@ -214,7 +214,7 @@ class SglangEngine:
                 for future in done:
                     index = waiting.pop(future)
                     yield index, future.result()
-        except NoAnswer as error:
+        except NoReply as error:
             raise RolloutError(self._lose(error)) from error
         finally:
             self._give_up(list(waiting))
@@ -222,11 +222,11 @@ class SglangEngine:
             self._running = False
 
     def _check_health(self) -> None:
-        """An answer may take long; a server that does not make any progress does not answer this either."""
+        """A response may take long; a server that does not make any progress does not reply this either."""
         try:
             self._exchange.get("/health", HEALTH)
         except RolloutError as error:
-            raise NoAnswer(f"{self._name}: its server is stuck: {error}") from error
+            raise NoReply(f"{self._name}: its server is stuck: {error}") from error
 
     def _give_up(self, futures: list[Future[Any]]) -> None:
         running = [future for future in futures if not future.cancel()]
@@ -237,7 +237,7 @@ class SglangEngine:
                 self._exchange.post("/abort_request", {"abort_all": True}, PROMPT)
                 running = list(wait(running, 1.0).not_done)
                 if running and time.monotonic() > deadline:
-                    raise NoAnswer(f"{self._name}: its server does not give up what it was asked")
+                    raise NoReply(f"{self._name}: its server does not give up what it was asked")
             except RolloutError as error:
                 self._lose(error)
 
@@ -257,7 +257,7 @@ class SglangEngine:
     def _control(self, path: str, body: dict[str, Any]) -> Any:
         try:
             return self._exchange.post(path, body, self._timeout)
-        except NoAnswer as error:
+        except NoReply as error:
             raise RolloutError(self._lose(error)) from error
 
     def _check_complete(self, update: WeightUpdate, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -285,9 +285,9 @@ class SglangEngine:
             "flush_cache": True,
         }
         try:
-            answer = self._control("/update_weights_from_disk", body)
-            if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise RolloutError(f"{self._name}: its server answers {answer!r}")
+            reply = self._control("/update_weights_from_disk", body)
+            if not isinstance(reply, dict) or reply.get("success") is not True:
+                raise RolloutError(f"{self._name}: its server answers {reply!r}")
             version = self._model_info().get("weight_version")
             if version != str(update.version):
                 raise RolloutError(f"{self._name}: its server has version {version!r} of the weights")

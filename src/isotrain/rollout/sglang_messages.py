@@ -1,4 +1,4 @@
-"""What SGLang is asked over HTTP, and what its answers mean.
+"""What SGLang is asked over HTTP, and what its responses mean.
 
 P: prompt tokens, N: response tokens, T: tokens of a sequence.
 """
@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
-from isotrain.rollout.base import Request, Sampling, answered
+from isotrain.rollout.base import Request, Sampling, trajectory_of
 
 
-def ask_answer(request: Request, sampling: Sampling, ends: Sequence[int]) -> dict[str, Any]:
+def ask_response(request: Request, sampling: Sampling, ends: Sequence[int]) -> dict[str, Any]:
     return {
         "input_ids": request.prompt_P.tolist(),
         "sampling_params": {
@@ -43,10 +43,10 @@ def ask_logps(tokens_T: npt.NDArray[np.int32]) -> dict[str, Any]:
     }
 
 
-def read_answer(answer: Any, request: Request, sampling: Sampling, version: int, engine: str) -> Trajectory:
-    """The trajectory of an answer that is whole: nothing in it is repaired."""
-    meta = _meta(answer, version, engine)
-    tokens = answer.get("output_ids")
+def read_response(reply: Any, request: Request, sampling: Sampling, version: int, engine: str) -> Trajectory:
+    """The trajectory of a response that is whole: nothing in it is repaired."""
+    meta = _meta(reply, version, engine)
+    tokens = reply.get("output_ids")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise _malformed(engine, "output_ids are not a list of tokens")
     if not 0 < len(tokens) <= sampling.max_tokens:
@@ -59,13 +59,13 @@ def read_answer(answer: Any, request: Request, sampling: Sampling, version: int,
         if not isinstance(logps, list) or len(logps) != len(tokens):
             raise _malformed(engine, f"output_token_sampling_logprobs are not those of {len(tokens)} tokens")
     response_N = np.array(tokens, dtype=np.int32)
-    return answered(request, response_N, _finite(logps, engine), version, finished)
+    return trajectory_of(request, response_N, _finite(logps, engine), version, finished)
 
 
 def read_logps(
-    answer: Any, tokens_T: npt.NDArray[np.int32], version: int, engine: str
+    reply: Any, tokens_T: npt.NDArray[np.int32], version: int, engine: str
 ) -> npt.NDArray[np.float32]:
-    logps = _pairs(_meta(answer, version, engine), "input_token_logprobs", tokens_T.tolist(), engine)
+    logps = _pairs(_meta(reply, version, engine), "input_token_logprobs", tokens_T.tolist(), engine)
     return _finite(logps[1:], engine)  # nothing stands before the first token
 
 
@@ -74,8 +74,8 @@ def _is_cut(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
-def _meta(answer: Any, version: int, engine: str) -> dict[str, Any]:
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+def _meta(reply: Any, version: int, engine: str) -> dict[str, Any]:
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
     if not isinstance(meta, dict):
         raise _malformed(engine, "no meta_info")
     if meta.get("weight_version") != str(version):
@@ -84,11 +84,11 @@ def _meta(answer: Any, version: int, engine: str) -> dict[str, Any]:
 
 
 def _finished(meta: dict[str, Any], tokens: list[int], engine: str) -> bool:
-    """Whether the model ended the answer itself, with a token that is part of it."""
+    """Whether the model ended the response itself, with a token that is part of it."""
     reason: Any = meta.get("finish_reason")
     kind: Any = reason.get("type") if isinstance(reason, dict) else None
     if kind == "abort":
-        raise RolloutError(f"{engine}: an answer was given up: {reason.get('message')}")
+        raise RolloutError(f"{engine}: a response was given up: {reason.get('message')}")
     if kind == "length":
         return False
     # A text in place of a token is how SGLang says that logits were not numbers.
@@ -117,4 +117,4 @@ def _finite(logps: list[Any], engine: str) -> npt.NDArray[np.float32]:
 
 
 def _malformed(engine: str, what: str) -> RolloutError:
-    return RolloutError(f"{engine}: an answer of its server cannot be used: {what}")
+    return RolloutError(f"{engine}: a response of its server cannot be used: {what}")

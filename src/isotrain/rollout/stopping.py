@@ -1,4 +1,4 @@
-"""The tokens at which a model ends its answer."""
+"""The tokens at which a model ends its response."""
 
 from __future__ import annotations
 

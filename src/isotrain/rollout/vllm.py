@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling, answered
+from isotrain.rollout.base import Request, Sampling, trajectory_of
 from isotrain.rollout.stopping import end_tokens
 from isotrain.rollout.update import WeightUpdate
 from isotrain.rollout.vllm_npu import npu_environment
@@ -282,7 +282,7 @@ class VllmEngine:
         response_N = np.asarray(output.token_ids, dtype=np.int32)
         starts = output.logprobs.start_indices
         logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
-        return answered(request, response_N, logp_N, self._version, output.finish_reason == "stop")
+        return trajectory_of(request, response_N, logp_N, self._version, output.finish_reason == "stop")
 
 
 def _set_environment(device_type: str) -> dict[str, str]:

@@ -43,7 +43,7 @@ class WeightReceiver:
     device: torch.device
 
     def isotrain_update(self, engine: str, update: dict[str, Any]) -> dict[str, Any]:
-        """Errors are told, not raised: one worker's would leave the answers of the others unread."""
+        """Errors are told, not raised: one worker's would leave the responses of the others unread."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:

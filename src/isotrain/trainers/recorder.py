@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from isotrain.observe.console import Console
+from isotrain.observe.loggers import MetricsLogger, open_loggers
 from isotrain.observe.metrics import MetricsLog, read_metrics
 from isotrain.observe.plots import plot_run
-from isotrain.observe.progress import Progress
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.observe.sinks import Sink, open_sinks
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.interrupted import FINISHING, is_writing
@@ -19,18 +19,18 @@ from isotrain.trainers.interrupted import FINISHING, is_writing
 class Recorder:
     """Only the progress at first; the rest joins once it is known which step the run goes on from."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, console: Console) -> None:
+        self.console = console
         self.log: MetricsLog | None = None
         self.checkpoints: Path | None = None
-        self.sinks: Sequence[Sink] = ()
+        self.loggers: Sequence[MetricsLogger] = ()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if self.log is not None:
             self.log.append(step, values)
-        for sink in self.sinks:
-            sink.write(step, values)
-        self.progress.update(step, values)
+        for logger in self.loggers:
+            logger.write(step, values)
+        self.console.update(step, values)
 
     def sync(self) -> None:
         """A checkpoint of a step must never be newer than the step's metrics on disk."""
@@ -40,13 +40,13 @@ class Recorder:
     def interrupted(self) -> None:
         """Say why the run does not end at once, where it does not."""
         if self.checkpoints is not None and is_writing(self.checkpoints):
-            self.progress.message(FINISHING)
+            self.console.message(FINISHING)
 
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
-        for sink in self.sinks:
-            sink.close()
+        for logger in self.loggers:
+            logger.close()
 
 
 @contextmanager
@@ -58,13 +58,13 @@ def recording(
         observe = recipe.observe
         recorder.log = MetricsLog.resume(run.metrics, done)
         recorder.checkpoints = run.checkpoints
-        recorder.sinks = open_sinks(
-            observe.sinks,
+        recorder.loggers = open_loggers(
+            observe.loggers,
             run_directory=run.path,
             project=observe.project,
             name=recipe.name,
             config=resolved(recipe),
-            warn=recorder.progress.message,
+            warn=recorder.console.message,
         )
     try:
         yield
@@ -72,9 +72,9 @@ def recording(
         recorder.close()
 
 
-def draw_plots(run: RunDirectory, name: str, progress: Progress) -> None:
+def draw_plots(run: RunDirectory, name: str, console: Console) -> None:
     """The curves of a finished run; a full disk costs the pictures, not the run."""
     try:
         plot_run(read_metrics(run.metrics), run.plots, name=name)
     except OSError as error:
-        progress.message(f"warning: no curves in {run.plots}: {error}")
+        console.message(f"warning: no curves in {run.plots}: {error}")

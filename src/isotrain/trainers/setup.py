@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.encode import Encoder
 from isotrain.data.feed import Feed
-from isotrain.data.judged import JudgedEncoder
-from isotrain.data.judged_feed import JudgedFeed
-from isotrain.data.judged_store import JudgedStore, cached_judged
+from isotrain.data.preference_items import PreferenceEncoder
+from isotrain.data.preference_loader import PreferenceLoader
+from isotrain.data.preference_store import PreferenceStore, cached_preferences
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import TokenStore, cached_store
 from isotrain.device.base import Device
@@ -28,11 +28,11 @@ from isotrain.models.backbone import shares_prompts
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.packed import PackedModel
 from isotrain.models.scalar import ScalarModel
+from isotrain.observe.console import Console
 from isotrain.observe.environment import describe_environment
-from isotrain.observe.progress import Progress
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import difference, load_resolved, resolved
-from isotrain.recipe.preference import DpoSection, JudgedSection, KtoSection, PrmSection, RmSection
+from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
 
 # A run may be resumed with these changed; docs/checkpoints.md says what each changes. None is another model,
@@ -46,7 +46,7 @@ _FREE_TO_CHANGE = (
     *(f"model.{name}" for name in ("head_chunk", "gradient_checkpointing")),
     *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
-    *(f"rollout.{name}" for name in ("update_timeout", "probe_tolerance", "validation.")),
+    *(f"rollout.{name}" for name in ("update_timeout", "weight_check_tolerance", "validation.")),
     *(f"reward.{name}" for name in ("timeout", "workers", "math.processes")),
     *(f"reward.function.{name}" for name in ("concurrency", "start_timeout", "memory_gb")),
 )
@@ -144,11 +144,11 @@ def run_lock(output: Path, leads: bool) -> Iterator[None]:
 
 
 def open_feeds(
-    recipe: Recipe, device: Device, world: World, progress: Progress
-) -> tuple[Feed | JudgedFeed, Feed | JudgedFeed | None]:
+    recipe: Recipe, device: Device, world: World, console: Console
+) -> tuple[Feed | PreferenceLoader, Feed | PreferenceLoader | None]:
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
-    opened = _store_opener(recipe, world, progress)
+    opened = _store_opener(recipe, world, console)
     train = opened(data.train)
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
     sampler = Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit)
@@ -163,12 +163,12 @@ def open_feeds(
 
 
 def _feed(
-    recipe: Recipe, store: TokenStore | JudgedStore, sampler: Sampler, share_prompts: bool, world: World
-) -> Feed | JudgedFeed:
+    recipe: Recipe, store: TokenStore | PreferenceStore, sampler: Sampler, share_prompts: bool, world: World
+) -> Feed | PreferenceLoader:
     data, algorithm = recipe.data, recipe.algorithm
     if isinstance(store, TokenStore):
         return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
-    return JudgedFeed(
+    return PreferenceLoader(
         store,
         sampler,
         data.tokens_per_micro_batch,
@@ -186,32 +186,32 @@ def _pairs_share_prompts(recipe: Recipe, device: Device) -> bool:
     return shares_prompts(choose_attention(model_directory(recipe.model.path), recipe.model, device))
 
 
-def judged_encoder(
-    tokenizer: PreTrainedTokenizerBase, data: DataSection, algorithm: JudgedSection
-) -> JudgedEncoder:
+def preference_encoder(
+    tokenizer: PreTrainedTokenizerBase, data: DataSection, algorithm: PreferenceSection
+) -> PreferenceEncoder:
     separator = algorithm.step_separator if isinstance(algorithm, PrmSection) else ""
-    return JudgedEncoder(tokenizer, algorithm.kind, data.max_length, data.too_long, separator)
+    return PreferenceEncoder(tokenizer, algorithm.kind, data.max_length, data.too_long, separator)
 
 
 def _store_opener(
-    recipe: Recipe, world: World, progress: Progress
-) -> Callable[[str | list[str]], TokenStore | JudgedStore]:
+    recipe: Recipe, world: World, console: Console
+) -> Callable[[str | list[str]], TokenStore | PreferenceStore]:
     """From a source of rows to its store, of the kind that the algorithm learns from."""
     data, algorithm = recipe.data, recipe.algorithm
     tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    cached: Callable[..., TokenStore | JudgedStore]
-    if isinstance(algorithm, JudgedSection):
-        cached = partial(cached_judged, encoder=judged_encoder(tokenizer, data, algorithm))
+    cached: Callable[..., TokenStore | PreferenceStore]
+    if isinstance(algorithm, PreferenceSection):
+        cached = partial(cached_preferences, encoder=preference_encoder(tokenizer, data, algorithm))
     else:
         encoder = Encoder(
             tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
         )
         cached = partial(cached_store, encode=encoder)
 
-    def opened(source: str | list[str]) -> TokenStore | JudgedStore:
+    def opened(source: str | list[str]) -> TokenStore | PreferenceStore:
         def report(rows: int) -> None:
             if rows % 10000 == 0:
-                progress.message(f"tokenising {source}: {rows:,} rows")
+                console.message(f"tokenising {source}: {rows:,} rows")
 
         # One rank of a machine builds the store while its others wait; then all map the same files.
         store = cached(source, root=cache("tokens"), progress=report) if world.local_rank == 0 else None

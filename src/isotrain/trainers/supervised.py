@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from isotrain.data.feed import Feed, StepData
-from isotrain.data.judged_feed import JudgedFeed, JudgedStep
+from isotrain.data.preference_loader import PreferenceLoader, PreferenceStep
 from isotrain.data.store import TokenStore
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
@@ -24,17 +24,17 @@ from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.identity import model_digest
+from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.operator_errors import operators_compared
-from isotrain.engine.probe import Probe
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.world import World, join_world
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
 from isotrain.models.load import model_directory
-from isotrain.observe.progress import Progress, open_progress
+from isotrain.observe.console import Console, open_console
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.preference import JudgedSection
+from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import (
@@ -48,7 +48,7 @@ from isotrain.trainers.setup import (
 )
 from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.build import build_task, place_of_reference
-from isotrain.trainers.tasks.remember import remember
+from isotrain.trainers.tasks.precompute_reference import precompute_reference
 
 
 @dataclass
@@ -57,8 +57,8 @@ class SupervisedTrainer:
     device: Device
     task: Task[Any]
     schedule: Schedule
-    feed: Feed | JudgedFeed
-    validation: Feed | JudgedFeed | None
+    feed: Feed | PreferenceLoader
+    validation: Feed | PreferenceLoader | None
     writer: CheckpointWriter
     recorder: Recorder
     steps: int
@@ -98,19 +98,19 @@ class SupervisedTrainer:
             if self._is_due(step, self.save_every):
                 self._save(step)
             if failure := self.writer.failure():
-                self.recorder.progress.message(f"warning: {failure}; training goes on without it")
+                self.recorder.console.message(f"warning: {failure}; training goes on without it")
         self.writer.wait()
         if failure := self.writer.failure():
             raise CheckpointError(failure)
 
-    def _validate(self, feed: Feed | JudgedFeed) -> dict[str, float]:
+    def _validate(self, feed: Feed | PreferenceLoader) -> dict[str, float]:
         return {f"val/{name}": value for name, value in self.task.evaluate(feed.one_pass()).items()}
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
     def _values(
-        self, step: int, result: UpdateResult, data: StepData | JudgedStep, seconds: float
+        self, step: int, result: UpdateResult, data: StepData | PreferenceStep, seconds: float
     ) -> dict[str, float]:
         ranks = self.engine.world.size
         values = {
@@ -141,7 +141,7 @@ class SupervisedTrainer:
                 f"{what}: not finite{left_out}; lower optimizer.lr, look at this step's samples, "
                 "or set trainer.non_finite=skip and trainer.max_skipped_steps"
             )
-        self.recorder.progress.message(f"warning: {what}: not finite, update left out")
+        self.recorder.console.message(f"warning: {what}: not finite, update left out")
 
     def _save(self, step: int) -> None:
         self.recorder.sync()
@@ -153,17 +153,17 @@ class SupervisedTrainer:
         shards = engine_shards(self.engine) | generator_shards(self.device)
         self.writer.save(step, shards, host_generators(), state)
 
-    def resume(self, root: Path, progress: Progress) -> int:
+    def resume(self, root: Path, console: Console) -> int:
         """Go on from the newest valid checkpoint, if there is one; returns the steps done."""
         reader, complaints = newest_valid(root, self.engine.world)
         for complaint in complaints:
-            progress.message(f"warning: {complaint}")
+            console.message(f"warning: {complaint}")
         if reader is None:
             return 0
         restore(self.engine, self.device, reader)
         self.feed.sampler.taken = int(reader.state["taken"])
         self.skipped = int(reader.state["skipped"])
-        progress.message(f"resuming after step {reader.step} of {self.steps}")
+        console.message(f"resuming after step {reader.step} of {self.steps}")
         return reader.step
 
 
@@ -174,13 +174,13 @@ def train_supervised(recipe: Recipe, source: str) -> None:
         make_deterministic(recipe.device.determinism)
         # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
         device.seed(recipe.seed + world.rank)
-        silent = "console" not in recipe.observe.sinks
+        silent = "console" not in recipe.observe.loggers
         with (
             run_lock(Path(recipe.output), world.leads),
-            open_progress(silent=silent, devices=world.size) if world.leads else Progress() as progress,
+            open_console(silent=silent, devices=world.size) if world.leads else Console() as console,
         ):
             check_run(recipe)
-            feed, validation = open_feeds(recipe, device, world, progress)
+            feed, validation = open_feeds(recipe, device, world, console)
             data = {"train": feed.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}
             )
@@ -191,24 +191,24 @@ def train_supervised(recipe: Recipe, source: str) -> None:
                 )
             determinism = profile(device, recipe.device.determinism, os.environ)
             for complaint in determinism.complaints:
-                progress.message(f"warning: device.determinism: {complaint}")
+                console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
-            trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
-            progress.message(_introduction(recipe, device, trainer))
+            trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(console))
+            console.message(_introduction(recipe, device, trainer))
             if world.leads:
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
             if "model" in data:
-                _remember_reference(recipe, trainer, data["model"], progress)
-            done = trainer.resume(run.checkpoints, progress)
+                _precompute_reference(recipe, trainer, data["model"], console)
+            done = trainer.resume(run.checkpoints, console)
             if done == 0:
-                Probe(trainer.engine, run.probe, recipe.observe.probe)
+                LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace)
             with recording(trainer.recorder, recipe, run, done, world.leads):
-                progress.start(trainer.steps, done + 1)
+                console.start(trainer.steps, done + 1)
                 trainer.train(done)
             if world.leads:
-                draw_plots(run, recipe.name, progress)
-                progress.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
-                progress.message(f"next: isotrain export {run.path} --out DIR")
+                draw_plots(run, recipe.name, console)
+                console.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
+                console.message(f"next: isotrain export {run.path} --out DIR")
 
 
 def _build_trainer(
@@ -216,8 +216,8 @@ def _build_trainer(
     device: Device,
     world: World,
     run: RunDirectory,
-    feed: Feed | JudgedFeed,
-    validation: Feed | JudgedFeed | None,
+    feed: Feed | PreferenceLoader,
+    validation: Feed | PreferenceLoader | None,
     recorder: Recorder,
 ) -> SupervisedTrainer:
     model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
@@ -249,12 +249,12 @@ def _build_trainer(
     )
 
 
-def _remember_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, progress: Progress) -> None:
+def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Console) -> None:
     """Before a checkpoint is read: the model must be the one that training starts from."""
-    identity = {"digest": model, "dtype": recipe.model.dtype, "jitter": str(recipe.model.jitter)}
+    identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
     for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
-        if isinstance(feed, JudgedFeed):
-            remember(trainer.engine, feed, identity, steps, cache("references"), progress)
+        if isinstance(feed, PreferenceLoader):
+            precompute_reference(trainer.engine, feed, identity, steps, cache("references"), console)
 
 
 def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
@@ -265,7 +265,7 @@ def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) ->
     told = f"{len(store):,} samples, {store.tokens:,} tokens"
     if isinstance(store, TokenStore):
         told += f", {store.loss_tokens:,} of them with loss"
-    elif isinstance(recipe.algorithm, JudgedSection):
+    elif isinstance(recipe.algorithm, PreferenceSection):
         told = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
     return (
         f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"

@@ -8,8 +8,8 @@ from typing import Any
 from hand_made_step import step_recipe
 
 from isotrain.recipe.schema import Recipe
-from judged_runs import ALGORITHMS as JUDGED
-from judged_runs import judged_recipe
+from preference_runs import ALGORITHMS as PREFERENCE
+from preference_runs import preference_recipe
 from support import tiny_recipe
 
 LORA = {"lora": {"rank": 4, "dropout": 0.1}}
@@ -45,8 +45,8 @@ def all_jobs(tiny: Path, rows: Path, output: Path) -> dict[str, Recipe]:
         "sft, padded": sft("padded", attention="padded"),
         "sft, float32": sft("float32", dtype="float32", gradient_checkpointing=False),
     }
-    for name in JUDGED:
-        jobs[name] = judged_recipe(
+    for name in PREFERENCE:
+        jobs[name] = preference_recipe(
             name, tiny, rows, output / name, "npu", model=model(), trainer={"steps": 2}
         )
     for name, algorithm in ONLINE.items():

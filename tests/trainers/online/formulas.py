@@ -67,7 +67,7 @@ def divergence(estimator: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.T
 
 
 def shaped(score: float, length: int, longest: int, overlong: Any) -> float:
-    """A score after what an answer loses for its length."""
+    """A score after what a response loses for its length."""
     if not overlong.buffer:
         return score
     return score - overlong.factor * max(0, length - (longest - overlong.buffer)) / overlong.buffer

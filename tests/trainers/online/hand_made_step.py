@@ -21,26 +21,25 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.world import open_store
 from isotrain.models.shards import shard_of
-from isotrain.observe.progress import Progress
+from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import Batch, OnDemand
+from isotrain.trainers.online.batches import Batch, SyncBatches
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
-from isotrain.trainers.online.messages import Answers, Group, Score
-from isotrain.trainers.online.policy_rank import Description, PolicyRank
-from isotrain.trainers.online.policy_rank import Progress as Beginning
+from isotrain.trainers.online.messages import Group, Responses, Score
+from isotrain.trainers.online.policy_rank import Description, PolicyRank, ResumeState
 from isotrain.trainers.online.prompts import open_prompts
 from isotrain.trainers.online.step import Micro
 from isotrain.trainers.recorder import Recorder
 
 N_SAMPLES, MAX_TOKENS, LORA_ALPHA, LORA_RANK = 3, 10, 16, 4
 PROMPTS = (5, 3, 8, 4)
-# One answer is empty, and the last was written by a tool from end to end.
+# One response is empty, and the last was written by a tool from end to end.
 RESPONSES = ((5, 1, 7), (3, 0, 10), (10, 4, 2), (6, 9, 3))
 TOOLS = {(0, 2): slice(2, 5), (1, 2): slice(0, 2), (2, 0): slice(8, 10), (3, 2): slice(0, 3)}
-# All answers to the third prompt are equally good.
+# All responses to the third prompt are equally good.
 SCORES = (0.0, 1.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.75, 0.75, 1.0, 0.0, 0.3)
 GREEDY = (0.5, 0.25, 0.75, 0.1)
 
@@ -48,16 +47,16 @@ GREEDY = (0.5, 0.25, 0.75, 0.1)
 def _make_groups() -> list[tuple[Trajectory, ...]]:
     draw = np.random.default_rng(0)
     groups = []
-    for place, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+    for prompt_index, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         prompt_P = draw.integers(3, 512, prompt)
         group = []
         for sample, length in enumerate(responses):
             mask_N = np.ones(length, np.bool_)
-            mask_N[TOOLS.get((place, sample), slice(0, 0))] = False
+            mask_N[TOOLS.get((prompt_index, sample), slice(0, 0))] = False
             group.append(
                 Trajectory(
-                    row=place,
-                    place=place,
+                    row=prompt_index,
+                    prompt_index=prompt_index,
                     sample=sample,
                     seed=0,
                     prompt_length=prompt,
@@ -81,9 +80,9 @@ def make_batch() -> Batch:
     for number, group in enumerate(GROUPS):
         counts = tuple(int(t.mask_N.sum()) for t in group)
         ended = (True,) * N_SAMPLES
-        answers = Answers(number, number, PROMPTS[number], RESPONSES[number], counts, ended, 0)
+        responses = Responses(number, number, PROMPTS[number], RESPONSES[number], counts, ended, 0)
         own = SCORES[number * N_SAMPLES :][:N_SAMPLES]
-        groups.append(Group(answers, number, tuple(Score(score, {}, None, "") for score in own), "test"))
+        groups.append(Group(responses, number, tuple(Score(score, {}, None, "") for score in own), "test"))
     return Batch(groups, dict(enumerate(GREEDY)), len(GROUPS), Seconds(0.0, 0.0), 0)
 
 
@@ -109,7 +108,7 @@ class Here:
     """A group of one rank, in this process, which keeps what the rank forgets after the step."""
 
     # There are no engines to send weights to, and no second step to save for; the test closes the rank.
-    not_done = ("publish", "probe", "save", "finish", "close")
+    not_done = ("publish", "weight_check", "save", "finish", "close")
 
     def __init__(self, rank: PolicyRank) -> None:
         self.rank = rank
@@ -173,17 +172,17 @@ def take_step(recipe: Recipe, shaken: float = 0.02) -> Step:
 
 
 def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
-    step, here, recorder = Step(recipe, weights_of(rank.policy)), Here(rank), Recorder(Progress())
+    step, here, recorder = Step(recipe, weights_of(rank.policy)), Here(rank), Recorder(Console())
     _watch(rank.policy, step.policy)
     if rank.models.critic is not None:
         _watch(rank.models.critic, step.critic)
     relays = SimpleNamespace(spread=lambda update: [])
-    crew: Any = SimpleNamespace(ranks=here, engines=[], relays=relays, rewards=[], takes_turns=False)
-    recorder.sinks = [SimpleNamespace(write=lambda number, values: step.metrics.update(values))]
+    groups: Any = SimpleNamespace(ranks=here, engines=[], relays=relays, rewards=[], colocated=False)
+    recorder.loggers = [SimpleNamespace(write=lambda number, values: step.metrics.update(values))]
     trainer = build_trainer(
-        recipe, ClusterSection(), open_prompts(recipe), crew, described, recorder, Beginning(0, {}, [])
+        recipe, ClusterSection(), open_prompts(recipe), groups, described, recorder, ResumeState(0, {}, [])
     )
-    trainer.batches = OnDemand(lambda: lambda next_may_begin: make_batch())
+    trainer.batches = SyncBatches(lambda: lambda next_may_begin: make_batch())
     trainer.train(0)
     step.minis, step.next_kl_coefficient = here.minis, trainer.kl.coefficient
     return step

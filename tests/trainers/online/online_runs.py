@@ -33,7 +33,7 @@ def online_recipe(tiny: Path, output: Path, device_type: str = "cpu", **sections
         "cluster": {"address": "local"},
         "optimizer": {"lr": 5e-3, "betas": [0.9, 0.95], "schedule": "constant", "warmup_ratio": 0.0},
         "trainer": {"steps": 4},
-        "observe": {"sinks": ["console"]},
+        "observe": {"loggers": ["console"]},
     }
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values}
@@ -142,9 +142,9 @@ def resumed(recipe: Recipe, work: Path, name: str, after: int, timeout: float = 
 
 
 def drawn(run: Path) -> list[list[tuple[int, int, int]]]:
-    """Of each step the answers that were learnt from, as their draw, prompt and number, in order."""
+    """Of each step the responses that were learnt from, as their draw, prompt and number, in order."""
     steps: dict[str, list[tuple[int, int, int]]] = {}
     for file in sorted((run / "trajectories").glob("step-*.parquet")):
         learnt = steps.setdefault(file.name[: len("step-000000")], [])
-        learnt += [(t.place, t.row, t.sample) for t, _, _ in read_trajectories(file)]
+        learnt += [(t.prompt_index, t.row, t.sample) for t, _, _ in read_trajectories(file)]
     return [sorted(learnt) for learnt in steps.values()]

@@ -34,7 +34,7 @@ def trajectories() -> dict[int, Trajectory]:
             length = 6 * sample
             found[len(found)] = Trajectory(
                 row=0,
-                place=0,
+                prompt_index=0,
                 sample=sample,
                 seed=0,
                 prompt_length=prompt,
@@ -64,7 +64,7 @@ def run(device_type: str, reward: dict[str, Any], model: dict[str, Any], out: Pa
     """The second of two ranks has a single trajectory; writes scores and the sizes of all forwards."""
     device = choose_device(device_type)
     with join_world(device) as world:
-        judges = build_reward_models(
+        reward_models = build_reward_models(
             RewardSection.model_validate(reward),
             ModelSection.model_validate(model),
             BUDGET,
@@ -73,7 +73,7 @@ def run(device_type: str, reward: dict[str, Any], model: dict[str, Any], out: Pa
         )
         of_rank = {i: t for i, t in trajectories().items() if world.size == 1 or (i == 3) == world.rank}
         found = {}
-        for name, judge in judges.items():
+        for name, judge in reward_models.items():
             sizes = watch(judge.model)
             found[name] = {"scores": judge.scores(of_rank), "sizes": sizes}
     out.mkdir(exist_ok=True)

@@ -17,14 +17,14 @@ from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
-from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 
-PROBE_T = np.zeros(3, np.int32)
+CHECK_T = np.zeros(3, np.int32)
 LOGPS = np.zeros(3, np.float32)
 
 
 class StandInGroup:
-    """In the place of a group of one engine. Answers take `seconds`, `update` hangs at one version."""
+    """In the place of a group of one engine. Responses take `seconds`, `update` hangs at one version."""
 
     def __init__(self, seconds: float = 0.0, hangs_at: int | None = None) -> None:
         self.seconds, self.hangs_at, self.version = seconds, hangs_at, 0
@@ -54,7 +54,7 @@ class StandInGroup:
 
     def release(self, done: int) -> None: ...
 
-    def answer(self, wait: Callable[[], None]) -> int:
+    def generate(self, wait: Callable[[], None]) -> int:
         time.sleep(self.seconds)
         wait()
         return self.version
@@ -65,13 +65,13 @@ class StandInGroup:
         self.version = version
         return version
 
-    def probe(self, sequence_T: Any) -> Any:
+    def weight_check(self, sequence_T: Any) -> Any:
         return LOGPS
 
 
 def stand_in_engines(group: StandInGroup, timeout: float = 10.0) -> Engines:
     wide = Tolerance(1.0, 1.0, 1.0)
-    return Engines(group, 10.0, print, probe_T=PROBE_T, timeout=timeout, tolerance=wide)  # type: ignore[arg-type]
+    return Engines(group, 10.0, print, check_T=CHECK_T, timeout=timeout, tolerance=wide)  # type: ignore[arg-type]
 
 
 def weights(version: int) -> Weights:
@@ -79,34 +79,36 @@ def weights(version: int) -> Weights:
 
 
 class StandInCollector(Collector):
-    """In the place of a Collector; `value` is the score of an answer, by its draw and its number."""
+    """In the place of a Collector; `value` is the score of a response, by its draw and its number."""
 
     def __init__(
         self,
         engines: Engines,
-        value: Callable[[int, int], float] = lambda place, sample: float(sample),
+        value: Callable[[int, int], float] = lambda prompt_index, sample: float(sample),
         wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.engines, self.value, self.wait = engines, value, wait
         self.asked: list[tuple[str, list[int], int, float]] = []
-        """Of each call the store, the draws, how many answers and at which temperature."""
+        """Of each call the store, the draws, how many responses and at which temperature."""
         self._handles = itertools.count()
 
     def collect(
         self,
         store: str,
-        tickets: Sequence[Ticket],
+        prompt_requests: Sequence[PromptRequest],
         n: int,
         sampling: Sampling,
         engine_is_free: Callable[[], None] = lambda: None,
     ) -> tuple[list[Group], Seconds]:
-        self.asked.append((store, [ticket.place for ticket in tickets], n, sampling.temperature))
+        self.asked.append(
+            (store, [request.prompt_index for request in prompt_requests], n, sampling.temperature)
+        )
         version = self.engines.result(self.engines.submit(0, "answer", self.wait))
         engine_is_free()
-        return [self._group(ticket, n, version) for ticket in tickets], Seconds(0.0, 0.0)
+        return [self._group(request, n, version) for request in prompt_requests], Seconds(0.0, 0.0)
 
-    def _group(self, ticket: Ticket, n: int, version: int) -> Group:
+    def _group(self, request: PromptRequest, n: int, version: int) -> Group:
         lengths, finished = (2,) * n, (True,) * n
-        answers = Answers(ticket.place, ticket.row, 3, lengths, lengths, finished, version)
-        scores = tuple(Score(self.value(ticket.place, sample), {}, None, "") for sample in range(n))
-        return Group(answers, next(self._handles), scores, "data")
+        responses = Responses(request.prompt_index, request.row, 3, lengths, lengths, finished, version)
+        scores = tuple(Score(self.value(request.prompt_index, sample), {}, None, "") for sample in range(n))
+        return Group(responses, next(self._handles), scores, "data")

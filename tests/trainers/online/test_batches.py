@@ -13,10 +13,10 @@ import pytest
 from isotrain.data.sampler import Sampler
 from isotrain.errors import ClusterError
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import Ahead, Batch, BatchMaker, Make
+from isotrain.trainers.online.batches import AsyncBatches, Batch, BatchMaker, Make
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.failures import Failures
-from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 
 
 class Maker:
@@ -47,7 +47,7 @@ class Maker:
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_as_many_as_may_be_stale_are_begun(staleness: int) -> None:
     maker = Maker()
-    ahead = Ahead(maker.begin, staleness, batches=6)
+    ahead = AsyncBatches(maker.begin, staleness, batches=6)
     assert maker.begun == staleness + 1
     for event in maker.write + maker.finish:
         event.set()
@@ -58,9 +58,9 @@ def test_as_many_as_may_be_stale_are_begun(staleness: int) -> None:
         assert maker.begun == min(staleness + 1 + step, 6)
 
 
-def test_the_next_is_written_while_the_last_answers_are_scored() -> None:
+def test_the_next_is_written_while_the_last_responses_are_scored() -> None:
     maker = Maker()
-    ahead = Ahead(maker.begin, 1, batches=2)
+    ahead = AsyncBatches(maker.begin, 1, batches=2)
     assert maker.making.acquire(timeout=10) and not maker.making.acquire(timeout=0.2)
     maker.write[0].set()
     assert maker.making.acquire(timeout=10), "though the first is not made"
@@ -82,7 +82,7 @@ def test_a_batch_that_never_says_when_it_is_written_is_made_before_the_next() ->
 
         return make
 
-    ahead = Ahead(begin, 1, batches=2)
+    ahead = AsyncBatches(begin, 1, batches=2)
     ahead.next(), ahead.next()
     assert order == ["begun", "made"] * 2
 
@@ -94,7 +94,7 @@ def test_an_error_comes_where_the_batch_is_asked_for() -> None:
 
         return make
 
-    ahead = Ahead(begin, 1, batches=5)
+    ahead = AsyncBatches(begin, 1, batches=5)
     for _ in range(2):  # the second waited for the first
         with pytest.raises(ClusterError, match="died for good"):
             ahead.next()
@@ -102,7 +102,7 @@ def test_an_error_comes_where_the_batch_is_asked_for() -> None:
 
 def test_nothing_is_begun_after_the_end() -> None:
     maker = Maker()
-    ahead = Ahead(maker.begin, 1, batches=9)
+    ahead = AsyncBatches(maker.begin, 1, batches=9)
     ahead.close()
     ahead.weights_are_out()
     assert maker.begun == 2
@@ -112,20 +112,23 @@ N = 2
 
 
 class Scripted:
-    """In the place of engines and reward workers: the scores of each draw, those of a greedy answer apart."""
+    """In the place of engines and reward workers: the scores of each draw, those of a greedy response
+    apart."""
 
     def __init__(self, sampled: dict[int, Sequence[Score]], greedy: dict[int, Score]) -> None:
         self.sampled, self.greedy = sampled, greedy
 
     def collect(
-        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling, *_: Any
+        self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling, *_: Any
     ) -> tuple[list[Group], Seconds]:
         groups = []
-        for place, row in tickets:
-            scores = tuple(self.sampled[place]) if sampling.temperature else (self.greedy[place],)
+        for prompt_index, row in prompt_requests:
+            scores = (
+                tuple(self.sampled[prompt_index]) if sampling.temperature else (self.greedy[prompt_index],)
+            )
             assert len(scores) == n
-            answers = Answers(place, row, 3, (1,) * n, (1,) * n, (True,) * n, 0)
-            groups.append(Group(answers, place, scores, "data"))
+            responses = Responses(prompt_index, row, 3, (1,) * n, (1,) * n, (True,) * n, 0)
+            groups.append(Group(responses, prompt_index, scores, "data"))
         return groups, Seconds(0.0, 0.0)
 
 
@@ -146,18 +149,18 @@ def test_failures_of_replaced_draws_are_counted() -> None:
     """Equal scores because of a dead judge are no reason to think that the prompts are too easy."""
     scores = {0: [SLOW, DEAD], 1: good(0, 1), 2: [DEAD, DEAD], 3: good(1, 0)}
     batch = made(Scripted(scores, {}), attempts=3)
-    assert [g.answers.place for g in batch.groups] == [1, 3] and batch.resampled == 2
+    assert [g.responses.prompt_index for g in batch.groups] == [1, 3] and batch.resampled == 2
     assert batch.others == Failures(4, {"timeout": 1, "error": 3}, "timeout: no result")
 
 
 def test_what_the_last_attempt_gave_is_not_counted_twice() -> None:
     scores = {0: [DEAD, DEAD], 1: good(0, 1), 2: [DEAD, DEAD]}
     batch = made(Scripted(scores, {}), attempts=1)
-    assert [g.answers.place for g in batch.groups] == [1, 2]
+    assert [g.responses.prompt_index for g in batch.groups] == [1, 2]
     assert batch.others == Failures(2, {"error": 2}, "error: no judge there")
 
 
-def test_a_greedy_answer_that_failed_is_no_baseline() -> None:
+def test_a_greedy_response_that_failed_is_no_baseline() -> None:
     collector = Scripted({0: good(0, 1), 1: good(0, 1)}, {0: good(0.5)[0], 1: SLOW})
     batch = made(collector, greedy=True)
     assert batch.greedy is not None and batch.greedy[0] == 0.5 and math.isnan(batch.greedy[1])

@@ -1,4 +1,4 @@
-"""What goes through the controller: as many bytes for long answers as for short ones."""
+"""What goes through the controller: as many bytes for long responses as for short ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.headway import Headway
-from isotrain.trainers.online.messages import Answers, Group, Score, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 from isotrain.trainers.online.plan import plan_step
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
+from isotrain.trainers.online.rollout_progress import RolloutProgress
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 PROMPTS, N, RANKS = 8, 4, 2
@@ -46,7 +46,7 @@ class LongWinded:
         for request in requests:
             yield Trajectory(
                 row=request.row,
-                place=request.place,
+                prompt_index=request.prompt_index,
                 sample=request.sample,
                 seed=request.seed,
                 prompt_length=len(request.prompt_P),
@@ -115,13 +115,13 @@ def collector(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 yield Collector(
                     controller.engines_without_weights(engines),
                     Replaceable(rewards, 60.0, print),
-                    Headway(SHOWN.append, print),
+                    RolloutProgress(SHOWN.append, print),
                 )
     cloudpickle.unregister_pickle_by_value(here)
 
 
 def bytes_per_trajectory(collector: Collector, length: int) -> dict[str, float]:
-    """Of one step: what comes in with answers and scores, and what goes out for them.
+    """Of one step: what comes in with responses and scores, and what goes out for them.
 
     One draw at a time, because how many share a message depends on the moment.
     """
@@ -130,11 +130,11 @@ def bytes_per_trajectory(collector: Collector, length: int) -> dict[str, float]:
     for group in (engines, rewards):
         group.sent = group.received = 0
     groups = [
-        collector.collect(TRAIN, [Ticket(place, place)], N, Sampling(length))[0][0]
-        for place in range(PROMPTS)
+        collector.collect(TRAIN, [PromptRequest(prompt_index, prompt_index)], N, Sampling(length))[0][0]
+        for prompt_index in range(PROMPTS)
     ]
     told = {
-        "answers": engines.received,
+        "responses": engines.received,
         "scores": rewards.received,
         "requests": engines.sent + rewards.sent,
     }
@@ -147,17 +147,22 @@ def bytes_per_trajectory(collector: Collector, length: int) -> dict[str, float]:
     return {name: total / (PROMPTS * N) for name, total in told.items()}
 
 
-def test_how_far_the_answers_are_is_shown(collector: Collector) -> None:
+def test_how_far_the_responses_are_is_shown(collector: Collector) -> None:
     SHOWN.clear()
-    collector.collect(TRAIN, [Ticket(place, place) for place in range(PROMPTS)], N, Sampling(SHORT))
-    assert SHOWN[0] == f"answers 0 of {PROMPTS * N}, 0 scored, 0 s" and SHOWN[-1] == ""
-    assert any(text.startswith(f"answers {PROMPTS * N} of {PROMPTS * N}, ") for text in SHOWN)
+    collector.collect(
+        TRAIN,
+        [PromptRequest(prompt_index, prompt_index) for prompt_index in range(PROMPTS)],
+        N,
+        Sampling(SHORT),
+    )
+    assert SHOWN[0] == f"responses 0 of {PROMPTS * N}, 0 scored, 0 s" and SHOWN[-1] == ""
+    assert any(text.startswith(f"responses {PROMPTS * N} of {PROMPTS * N}, ") for text in SHOWN)
 
 
 def test_bytes_do_not_depend_on_lengths(collector: Collector) -> None:
     short, long = (bytes_per_trajectory(collector, length) for length in (SHORT, LONG))
     print(f"bytes a trajectory: {short} with {SHORT} tokens, {long} with {LONG}")
-    # A group of short answers goes to one rank as a whole; at worst each answer goes to another one.
+    # A group of short responses goes to one rank as a whole; at worst each response goes to another one.
     assert short.pop("plans") < 120 and long.pop("plans") < 120
     # A larger number takes a byte or two more.
     for name in short:
@@ -170,9 +175,12 @@ def test_the_benchmark_does_what_the_loop_does() -> None:
     right, wrong = Score(1.0, {}, None, ""), Score(0.0, {}, None, "")
     groups = [
         Group(
-            Answers(place, place, 20, (5, 7), (5, 7), (True, True), 0), Handle(place), (right, wrong), "data"
+            Responses(prompt_index, prompt_index, 20, (5, 7), (5, 7), (True, True), 0),
+            Handle(prompt_index),
+            (right, wrong),
+            "data",
         )
-        for place in range(8)
+        for prompt_index in range(8)
     ]
     measured = controller.Controller(controller.Step(prompts=8, n=2, ranks=2))
     times, sizes = measured.work(groups)

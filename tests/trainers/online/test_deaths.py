@@ -26,7 +26,7 @@ async def score(response, answer):
     mark.touch()
     await asyncio.sleep(0.3)
     mark.unlink(missing_ok=True)
-    return sum(c.isdigit() == (answer == "digits") for c in response) / max(len(response), 1)
+    return sum(c.isdigit() == (response == "digits") for c in response) / max(len(response), 1)
 """
 
 
@@ -102,7 +102,7 @@ def calm(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_rank_that_is_killed_while_answers_are_scored_ends_the_run(
+def test_a_rank_that_is_killed_while_responses_are_scored_ends_the_run(
     tiny: Path, tmp_path: Path, staleness: int
 ) -> None:
     """Nobody waits for the rank then, and would not for minutes."""
@@ -146,7 +146,7 @@ def test_what_a_reward_file_has_started_ends_with_the_run(tiny: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path, calm: Path) -> None:
-    """Draws that died with an engine are answered again, with the same seeds and weights."""
+    """Draws that died with an engine are generated again, with the same seeds and weights."""
     function = tmp_path / "reward" / "rewards.py"
     run = OnlineRun(sleeping(tiny, tmp_path / "run", function), tmp_path)
     try:

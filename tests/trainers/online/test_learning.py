@@ -1,4 +1,4 @@
-"""The tiny task is learnt: from answers of which almost nothing is right to answers that are."""
+"""The tiny task is learnt: from responses of which almost nothing is right to responses that are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 STEPS = {"grpo": 45, "rloo": 80, "reinforce++": 80, "ppo": 100}
 
-# While the critic knows nothing, a faster policy settles on one kind of answer before it reads the prompt.
+# While the critic knows nothing, a faster policy settles on one kind of response before it reads the prompt.
 LEARNING_RATES = {"ppo": 2e-3}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from isotrain.trainers.online.failures import Failures, Warnings, failures_of, recorded_failures
-from isotrain.trainers.online.messages import Answers, Group, Score
+from isotrain.trainers.online.messages import Group, Responses, Score
 
-ANSWERS = Answers(0, 0, 3, (1, 1, 1), (1, 1, 1), (True,) * 3, 0)
+ANSWERS = Responses(0, 0, 3, (1, 1, 1), (1, 1, 1), (True,) * 3, 0)
 
 
 def failing(share: float) -> Failures:
@@ -17,7 +17,7 @@ def test_counted_by_cause() -> None:
     found = failures_of([Group(ANSWERS, 0, scores, "data")])
     assert found == Failures(3, {"crash": 1, "error": 1}, "crash: it ended")
     both = found.plus(Failures(2, {"crash": 2}, "crash: another"))
-    assert str(both) == "4 of 5 answers got no score, the first because of crash: it ended"
+    assert str(both) == "4 of 5 responses got no score, the first because of crash: it ended"
     assert both.metrics() == {
         "reward/failures": 4.0,
         "reward/timeouts": 0.0,
@@ -25,7 +25,7 @@ def test_counted_by_cause() -> None:
         "reward/errors": 1.0,
     }
     again = recorded_failures(both.as_counts())
-    assert (again.answers, again.causes) == (both.answers, both.causes)
+    assert (again.responses, again.causes) == (both.responses, both.causes)
     assert recorded_failures({}) == Failures() and Failures().as_counts() == {}
 
 

@@ -57,7 +57,7 @@ def test_the_first_update_is_on_policy(whole: Path) -> None:
         assert row["actor/ppo_kl"] == 0.0 and row["actor/pg_clipfrac"] == 0.0
         # Engine and trainer run the same kernels in batches of other sizes.
         assert row["training/rollout_probs_diff_max"] < 1e-5
-        assert row["rollout/probe_diff"] < 1e-5
+        assert row["rollout/weight_check_diff"] < 1e-5
         assert row["rollout/staleness/max"] == 0.0
         assert row["reward/failures"] == 0.0
         assert row["critic/advantages/mean"] == pytest.approx(0.0, abs=0.2)
@@ -92,7 +92,7 @@ def test_nothing_moves_without_a_learning_rate(tiny: Path, work: Path) -> None:
 
 
 def greedy_score(tiny: Path, rows: int) -> float:
-    """The mean reward of the untrained model's greedy answers, as transformers alone gives them."""
+    """The mean reward of the untrained model's greedy responses, as transformers alone gives them."""
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
     model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     lines = (tiny / "prompts-validation.jsonl").read_text().splitlines()[:rows]
@@ -102,8 +102,8 @@ def greedy_score(tiny: Path, rows: int) -> float:
             row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         whole = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0]
-        answer = tokenizer.decode(whole[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        scores.append(score(answer, row["answer"]))
+        response = tokenizer.decode(whole[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        scores.append(score(response, row["answer"]))
     return sum(scores) / len(scores)
 
 
@@ -121,14 +121,14 @@ def test_a_killed_run_goes_on_exactly(tiny: Path, work: Path, whole: Path) -> No
 
 
 def drawn(run: Path) -> list[tuple[int, int, int]]:
-    """Every answer that was learnt from: its draw, its prompt, its number; of all steps in order."""
+    """Every response that was learnt from: its draw, its prompt, its number; of all steps in order."""
     files = sorted((run / "trajectories").glob("*.parquet"))
     records = [record.trajectory for file in files for record in read_trajectories(file)]
-    return sorted((t.place, t.row, t.sample) for t in records)
+    return sorted((t.prompt_index, t.row, t.sample) for t in records)
 
 
 def test_every_draw_is_learnt_from_once(whole: Path) -> None:
-    assert [place for place, _, sample in drawn(whole) if sample == 0] == list(range(5 * 4))
+    assert [prompt_index for prompt_index, _, sample in drawn(whole) if sample == 0] == list(range(5 * 4))
     assert len(drawn(whole)) == 5 * 4 * 4
 
 

@@ -63,7 +63,7 @@ def test_the_convention_reaches_whitening_and_dual_clip() -> None:
         assert update_settings(found, algorithm).loss_options["dual_clip"] == dual_clip
 
 
-def test_the_longest_answer_is_the_horizon_of_dr_grpo() -> None:
+def test_the_longest_response_is_the_horizon_of_dr_grpo() -> None:
     found = recipe(name="grpo", loss={"aggregation": "seq-mean-token-sum-norm"})
     algorithm: Any = found.algorithm
     assert update_settings(found, algorithm).horizon == 7

@@ -13,7 +13,7 @@ def test_the_first_update_is_recorded_once(tiny: Path, tmp_path: Path, device_ty
     own = {"algorithm": algorithm, "observe": {"operators": True}}
     step = take_step(step_recipe(tiny, tmp_path / "watched", device_type, **own))
     assert len(step.policy) == 2
-    content = json.loads((tmp_path / "watched" / "probe" / "operators.json").read_text())
+    content = json.loads((tmp_path / "watched" / "layer_trace" / "operators.json").read_text())
     assert content["device"] == device_type and content["no_oracle"] == []
     calls = {row["operator"]: row["calls"] for row in content["operators"]}
     assert "aten.silu_backward.default" in calls

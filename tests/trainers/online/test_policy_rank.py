@@ -31,8 +31,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from probed_runs import layers_level
 from support import how_computed
+from traced_runs import layers_level
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -79,8 +79,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"loss": {"name": "cispo", "eps_high": 0.1}, "kl": {"place": "loss", "estimator": "k2"}},
     "reinforce": {"loss": {"name": "reinforce", "aggregation": "seq-mean-token-mean", "entropy": 0.1}},
     "Dr. GRPO": {"loss": {"aggregation": "seq-mean-token-sum-norm"}, "scale_by_std": False},
-    "whole answers weighted": {"correction": {"level": "sequence", "high": 3.0, "low": 0.5}},
-    "whole answers left out": {"correction": {"level": "sequence", "outside": "mask", "high": 4.0}},
+    "whole responses weighted": {"correction": {"level": "sequence", "high": 3.0, "low": 0.5}},
+    "whole responses left out": {"correction": {"level": "sequence", "outside": "mask", "high": 4.0}},
     "tokens left out": {
         "correction": {"level": "token", "outside": "mask", "high": 1.5},
         "kl": {"place": "loss", "estimator": "abs"},
@@ -94,7 +94,7 @@ def causal(tiny: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sequence classifier with one label, as transformers saves it."""
     path = tmp_path_factory.mktemp("judge")
     torch.manual_seed(1)
@@ -103,8 +103,8 @@ def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def classifier(judge: Path) -> Any:
-    return AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+def classifier(reward_model: Path) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
 
 
 def merged(*sections: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def check(step: Step, causal: Any, values: Tensors | None = None) -> list[list[f
     advantages, returns = formulas.advantages(algorithm, scores, penalties, known, GREEDY, N_SAMPLES)
     check_tokens(step.found("advantages_N"), advantages)
     rewards = [score - sum(own) for score, own in zip(scores, penalties, strict=True)]
-    check_figures(step, rewards, [a for own in advantages for a in own], torch.cat(old), torch.cat(sampled))
+    check_metrics(step, rewards, [a for own in advantages for a in own], torch.cat(old), torch.cat(sampled))
     tensors = [torch.tensor(own) for own in advantages]
     check_policy(step, causal, tensors, old, ref, sampled)
     return returns
@@ -161,7 +161,7 @@ def check_controller(step: Step, kl: float) -> None:
     assert near(step.next_kl_coefficient, section.coefficient * (1 + change))
 
 
-def check_figures(
+def check_metrics(
     step: Step, rewards: list[float], advantages: list[float], old: torch.Tensor, sampled: torch.Tensor
 ) -> None:
     metrics = step.metrics
@@ -240,18 +240,24 @@ def check_critic(step: Step, model: Any, old: Tensors, returns: list[list[float]
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_a_step_equals_the_formulas(
-    tiny: Path, tmp_path: Path, device_type: str, causal: Any, judge: Path, algorithm: str, variant: str
+    tiny: Path,
+    tmp_path: Path,
+    device_type: str,
+    causal: Any,
+    reward_model: Path,
+    algorithm: str,
+    variant: str,
 ) -> None:
     sections = dict(VARIANTS[variant])
     own = merged({"name": algorithm}, ALGORITHMS[algorithm], sections.pop("algorithm", {}))
     fresh = variant == "one update"
     if algorithm == "ppo" and not fresh:
-        own["critic"] = {**own["critic"], "path": str(judge)}
+        own["critic"] = {**own["critic"], "path": str(reward_model)}
     step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm=own, **sections))
     if algorithm != "ppo":
         check(step, causal)
         return
-    model = classifier(judge)
+    model = classifier(reward_model)
     weights = step.critic[0][0]
     if fresh:
         assert not weights["score.weight"].any() and not any(one.any() for one in step.found("values_N"))
@@ -376,21 +382,21 @@ def test_without_its_adapters_the_policy_is_its_reference(
     assert moved.abs().mean() > 0.05
 
 
-def whole_answer(model: Any, trajectory: Any) -> float:
+def whole_response(model: Any, trajectory: Any) -> float:
     """The score of a conversation that ends as the chat template ends it: the end of the turn, a new line."""
     tokens = torch.from_numpy(np.append(trajectory.tokens_T, [2, 201])).long()
     return float(model(tokens[None]).logits.item())
 
 
-def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, judge: Path) -> None:
+def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, reward_model: Path) -> None:
     sections: dict[str, Any] = {
-        "reward": {"model": {"path": str(judge), "weight": 2.0}},
+        "reward": {"model": {"path": str(reward_model), "weight": 2.0}},
         "data": {"tokens_per_micro_batch": 42},
     }
     step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm={"name": "rloo"}, **sections))
-    model = classifier(judge)
+    model = classifier(reward_model)
     with torch.no_grad():
-        told = [whole_answer(model, t) for t in FLAT]
+        told = [whole_response(model, t) for t in FLAT]
     assert np.std(told) > 0.01
     scores = [score + 2.0 * own for score, own in zip(SCORES, told, strict=True)]
     nothing = [[0.0] * int(t.mask_N.sum()) for t in FLAT]
@@ -401,7 +407,7 @@ def test_scores_of_a_reward_model(tiny: Path, tmp_path: Path, device_type: str, 
 
 
 @pytest.fixture(scope="module", params=["tokens", "classifier"])
-def step_judge(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def step_model(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A process reward model of each kind."""
     path = tmp_path_factory.mktemp("step-judge")
     torch.manual_seed(2)
@@ -410,7 +416,7 @@ def step_judge(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pyt
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4.0)  # so that verdicts differ
+            parameter.mul_(4.0)  # so that step_scores differ
         if request.param == "classifier":
             model.score.bias.copy_(torch.tensor([0.5, -0.25]))
     model.save_pretrained(path)
@@ -419,7 +425,7 @@ def step_judge(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pyt
 
 
 def good_steps(model: Any, tokenizer: Any, trajectory: Any, separator: str) -> list[float]:
-    """Probabilities of the steps of an answer, each from a sequence that ends with it."""
+    """Probabilities of the steps of a response, each from a sequence that ends with it."""
     text = tokenizer.decode(trajectory.response_N.tolist(), skip_special_tokens=True)
     tokens = trajectory.tokens_T[: trajectory.prompt_length].tolist()
     (bad,), (good,), end = (
@@ -436,26 +442,26 @@ def good_steps(model: Any, tokenizer: Any, trajectory: Any, separator: str) -> l
 
 @pytest.mark.parametrize("aggregate", ["min", "mean", "product", "last"])
 def test_scores_of_a_process_reward_model(
-    tiny: Path, tmp_path: Path, device_type: str, judge: Path, step_judge: Path, aggregate: str
+    tiny: Path, tmp_path: Path, device_type: str, reward_model: Path, step_model: Path, aggregate: str
 ) -> None:
-    process = {"path": str(step_judge), "step_separator": "e", "aggregate": aggregate, "weight": 3.0}
+    process = {"path": str(step_model), "step_separator": "e", "aggregate": aggregate, "weight": 3.0}
     sections: dict[str, Any] = {
-        "reward": {"process": process, "model": {"path": str(judge)}},
+        "reward": {"process": process, "model": {"path": str(reward_model)}},
         "data": {"tokens_per_micro_batch": 42},
     }
     step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm={"name": "rloo"}, **sections))
-    config = AutoConfig.from_pretrained(step_judge)
+    config = AutoConfig.from_pretrained(step_model)
     kind = AutoModelForTokenClassification if "Token" in config.architectures[0] else AutoModelForCausalLM
-    model = kind.from_pretrained(step_judge, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(step_judge)
+    model = kind.from_pretrained(step_model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(step_model)
     folds = {"min": min, "mean": np.mean, "product": np.prod, "last": lambda steps: steps[-1]}
     with torch.no_grad():
         steps = [good_steps(model, tokenizer, t, "e") for t in FLAT]
-        told = [whole_answer(classifier(judge), t) for t in FLAT]
+        told = [whole_response(classifier(reward_model), t) for t in FLAT]
     assert max(map(len, steps)) > 1 and np.std([p for own in steps for p in own]) > 0.01
-    judged = [folds[aggregate](own) if own else 0.0 for own in steps]
-    scores = [a + b + 3.0 * c for a, b, c in zip(SCORES, told, judged, strict=True)]
-    assert near(step.metrics["reward/process/mean"], np.mean(judged))
+    preference = [folds[aggregate](own) if own else 0.0 for own in steps]
+    scores = [a + b + 3.0 * c for a, b, c in zip(SCORES, told, preference, strict=True)]
+    assert near(step.metrics["reward/process/mean"], np.mean(preference))
     assert near(step.metrics["critic/score/mean"], np.mean(scores))
     assert near(step.metrics["critic/score/max"], max(scores))
 
@@ -464,7 +470,7 @@ def test_layers_of_an_online_step_agree_on_two_devices(tiny: Path, tmp_path: Pat
     for device_type in ("cpu", "npu"):
         sections: dict[str, Any] = {
             "algorithm": {"name": "grpo", "mini_batch_size": 2, "kl": {"place": "loss"}},
-            "observe": {"probe": 2, "sinks": []},
+            "observe": {"layer_trace": 2, "loggers": []},
         }
         if device_type == "npu":
             sections["model"] = {"fused": "on"}

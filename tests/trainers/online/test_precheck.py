@@ -60,7 +60,7 @@ def test_sglang_is_found_and_marked_as_unverified(
     assert "unverified: it has not run against a real SGLang server or device" in warning
 
 
-def test_old_answers_without_correction(tiny: Path, tmp_path: Path) -> None:
+def test_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:
     def warnings(level: str) -> list[str]:
         algorithm = {"name": "grpo", "correction": {"level": level}}
         sections = {"rollout": {"staleness": 2}, "cluster": {"placement": "separate"}}

@@ -12,7 +12,7 @@ from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
 
 from isotrain.data.sampler import Sampler
 from isotrain.errors import WeightUpdateError
-from isotrain.observe.progress import LineProgress
+from isotrain.observe.console import LineConsole
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import BatchMaker
 from isotrain.trainers.online.loop import OnlineTrainer
@@ -43,7 +43,7 @@ class Ranks:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         self.called.append(method)
-        if method == "judge":
+        if method == "reward_model_scores":
             own = [[i for mini in plan.mini_batches for micro in mini for i in micro] for plan in self.plans]
             return [{number: float(number) for number in numbers} for numbers in own]
         return [None, None]
@@ -53,7 +53,7 @@ def trainer(
     lost: set[int],
     group: StandInGroup,
     said: io.StringIO | None = None,
-    judges: dict[str, float] | None = None,
+    reward_models: dict[str, float] | None = None,
 ) -> Any:
     """A loop of which only the parts that load and validate are there; 4 groups are put for each batch."""
     engines = stand_in_engines(group)
@@ -62,8 +62,8 @@ def trainer(
         mini_batch_size=2,
         budget=64,
         share_prompts=False,
-        takes_turns=False,
-        judges=judges or {},
+        colocated=False,
+        reward_models=reward_models or {},
         failed_score=0.0,
         validation_rows=ROWS,
         validation_n=N,
@@ -76,33 +76,35 @@ def trainer(
         engines=engines,
         collector=collector,
         maker=BatchMaker(collector, Sampler(10, 4, seed=1), N, Sampling(8), attempts=0, greedy=False),
-        recorder=Recorder(LineProgress(said or io.StringIO())),
+        recorder=Recorder(LineConsole(said or io.StringIO())),
         **parts,
     )
 
 
-def test_lost_groups_of_a_batch_are_answered_until_all_are_there() -> None:
+def test_lost_groups_of_a_batch_are_generated_until_all_are_there() -> None:
     said = io.StringIO()
     # The second try of draw 1 has the handle 4, and is lost as well.
     loop = trainer({1, 4}, StandInGroup(), said)
     before = loop.maker.begin()(lambda: None)
     batch, plan = loop._deliver(before)
-    assert [g.answers for g in batch.groups] == [g.answers for g in before.groups], "the same draws in order"
+    assert [g.responses for g in batch.groups] == [g.responses for g in before.groups], (
+        "the same draws in order"
+    )
     assert [g.handle for g in batch.groups] == [0, 5, 2, 3]
     assert loop.collector.asked[1:] == [(TRAIN, [1], N, 1.0)] * 2
     fetched = {handle for rank in plan.ranks for handle, _ in rank.groups}
     assert loop.ranks.loads == 3 and fetched == {0, 5, 2, 3}
-    assert said.getvalue().count("warning: 1 group(s) were lost and are answered again") == 2
+    assert said.getvalue().count("warning: 1 group(s) were lost and are generated again") == 2
     assert batch.taken == before.taken == 4
 
 
-def test_lost_groups_of_a_validation_are_answered_again() -> None:
-    loop = trainer({0}, StandInGroup(), judges={"model": 1.0})
-    figures = loop.validate(1)
+def test_lost_groups_of_a_validation_are_generated_again() -> None:
+    loop = trainer({0}, StandInGroup(), reward_models={"model": 1.0})
+    metrics = loop.validate(1)
     assert loop.collector.asked == [(VALIDATION, [-1, -2, -3], N, 0.0), (VALIDATION, [-1], N, 0.0)]
-    # Scores of the stand-in (0 and 1) and of the judge (0 to 5), each with its own answer.
-    assert figures["val-core/data/reward/mean@2"] == pytest.approx(0.5 + 2.5)
-    assert loop.ranks.loads == 2 and loop.ranks.called == ["judge", "forget"]
+    # Scores of the stand-in (0 and 1) and of the judge (0 to 5), each with its own response.
+    assert metrics["val-core/data/reward/mean@2"] == pytest.approx(0.5 + 2.5)
+    assert loop.ranks.loads == 2 and loop.ranks.called == ["reward_model_scores", "forget"]
 
 
 def test_a_validation_does_not_begin_before_its_weights_are_verified() -> None:

@@ -1,6 +1,6 @@
-"""A replay learns from recorded answers what the recorded run learnt: bit for bit on the same device.
+"""A replay learns from recorded responses what the recorded run learnt: bit for bit on the same device.
 
-Most runs here are the real loop over a rank in this process, on invented answers; those over Ray are in
+Most runs here are the real loop over a rank in this process, on invented responses; those over Ray are in
 tests/cli/test_parity_runs.py.
 
 P: tokens of a prompt, N: those of a response.
@@ -29,17 +29,16 @@ from isotrain.data.sampler import Sampler
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.world import open_store
 from isotrain.errors import DataError
-from isotrain.observe.progress import Progress
+from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import Batch, Make, OnDemand
+from isotrain.trainers.online.batches import Batch, Make, SyncBatches
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.failures import Failures
 from isotrain.trainers.online.messages import Group, Score, describe
-from isotrain.trainers.online.policy_rank import PolicyRank
-from isotrain.trainers.online.policy_rank import Progress as Beginning
+from isotrain.trainers.online.policy_rank import PolicyRank, ResumeState
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.recording import (
     check_recording,
@@ -89,7 +88,7 @@ def small(tiny: Path, output: Path, device_type: str, **sections: dict[str, Any]
 
 
 class Inventor:
-    """A maker of batches whose answers no model wrote, with scores, failures and replaced draws."""
+    """A maker of batches whose responses no model wrote, with scores, failures and replaced draws."""
 
     def __init__(self, recipe: Recipe, put: Callable[[Any], int]) -> None:
         self.recipe, self.put, self.step = recipe, put, 0
@@ -107,41 +106,41 @@ class Inventor:
         self.step += 1
         first = self.sampler.taken
         rows = self.sampler.next_batch().tolist()
-        places = list(range(first, first + BATCH))
+        indices = list(range(first, first + BATCH))
         resampled = 0
         if self.recipe.algorithm.name == "grpo" and self.recipe.algorithm.dynamic.attempts:
             resampled = 1
             more = Sampler(len(self.prompts), 1, self.recipe.seed, taken=self.sampler.taken)
-            places, rows = [*places[1:], self.sampler.taken], [*rows[1:], int(more.next_batch()[0])]
+            indices, rows = [*indices[1:], self.sampler.taken], [*rows[1:], int(more.next_batch()[0])]
             self.sampler.taken += 1
-        groups = [self._group(place, row) for place, row in zip(places, rows, strict=True)]
-        greedy = {place: self.draw.random() for place in places}
+        groups = [self._group(prompt_index, row) for prompt_index, row in zip(indices, rows, strict=True)]
+        greedy = {prompt_index: self.draw.random() for prompt_index in indices}
         compares = self.recipe.algorithm.name == "remax"
         others = Failures()
         if compares:
-            greedy[places[0]], others = math.nan, Failures(BATCH, {"crash": 1}, "crash: it ended")
+            greedy[indices[0]], others = math.nan, Failures(BATCH, {"crash": 1}, "crash: it ended")
         if resampled:
             others = Failures(N, {"error": N}, "error: it raised")
         return Batch(
             groups, greedy if compares else None, self.sampler.taken, Seconds(1.0, 1.0), resampled, others
         )
 
-    def _group(self, place: int, row: int) -> Group:
-        group = tuple(self._trajectory(place, row, sample) for sample in range(N))
+    def _group(self, prompt_index: int, row: int) -> Group:
+        group = tuple(self._trajectory(prompt_index, row, sample) for sample in range(N))
         scores = [
             Score(value, {"function": value, "form": value / 3}, None, "") for value in self.draw.random(N)
         ]
-        if place == 2:
+        if prompt_index == 2:
             scores[1] = Score(0.0, {}, "timeout", "too slow")
         return Group(describe(group), self.put(group), tuple(scores), "invented")
 
-    def _trajectory(self, place: int, row: int, sample: int) -> Trajectory:
+    def _trajectory(self, prompt_index: int, row: int, sample: int) -> Trajectory:
         prompt_P = self.prompts.prompt(row)
         length = int(self.draw.integers(1, MAX_TOKENS + 1))
         response_N = self.draw.integers(3, 100, length)
         return Trajectory(
             row=row,
-            place=place,
+            prompt_index=prompt_index,
             sample=sample,
             seed=0,
             prompt_length=len(prompt_P),
@@ -154,7 +153,7 @@ class Inventor:
 
 
 def train(recipe: Recipe) -> Rows:
-    """The real loop over one rank of this process; records from invented answers, or replays."""
+    """The real loop over one rank of this process; records from invented responses, or replays."""
     rank, objects, rows = PolicyRank(resolved(recipe)), [], []
 
     def put(value: Any) -> int:
@@ -171,16 +170,16 @@ def train(recipe: Recipe) -> Rows:
         try:
             described = rank.start(open_store(None))
             relays = SimpleNamespace(spread=lambda update: [])
-            crew: Any = SimpleNamespace(
-                ranks=Here(rank), engines=[], relays=relays, rewards=[], takes_turns=False
+            groups: Any = SimpleNamespace(
+                ranks=Here(rank), engines=[], relays=relays, rewards=[], colocated=False
             )
-            recorder, stores = Recorder(Progress()), open_prompts(recipe)
-            recorder.sinks = [SimpleNamespace(write=lambda step, values: rows.append(dict(values)))]
+            recorder, stores = Recorder(Console()), open_prompts(recipe)
+            recorder.loggers = [SimpleNamespace(write=lambda step, values: rows.append(dict(values)))]
             trainer = build_trainer(
-                recipe, ClusterSection(), stores, crew, described, recorder, Beginning(0, {}, [])
+                recipe, ClusterSection(), stores, groups, described, recorder, ResumeState(0, {}, [])
             )
             if rollout.generates:
-                trainer.batches = OnDemand(Inventor(recipe, put).begin)
+                trainer.batches = SyncBatches(Inventor(recipe, put).begin)
                 Path(recipe.output).mkdir(parents=True, exist_ok=True)
                 write_description(recipe, digests(recipe), STEPS)
             else:
@@ -205,7 +204,7 @@ def replay_of(recipe: Recipe, output: Path, **sections: dict[str, Any]) -> Recip
 
 def stable(rows: Rows) -> Rows:
     """Without what depends on the clock, and what only engines tell."""
-    other = ("timing_s/", "perf/", "rollout/probe_diff")
+    other = ("timing_s/", "perf/", "rollout/weight_check_diff")
     return [{name: value for name, value in row.items() if not name.startswith(other)} for row in rows]
 
 
@@ -221,40 +220,40 @@ def test_a_replay_is_the_recorded_run(tiny: Path, tmp_path: Path, device_type: s
         assert [row[f"reward/{cause}"] for row in recorded] == [wanted] * STEPS
     assert recorded[1]["rollout/resampled"] == (1.0 if name == "dynamic sampling" else 0.0)
     assert recorded[0]["actor/grad_norm"] > 0 and "training/rollout_logp_diff_mean" in recorded[0]
-    assert "rollout/probe_diff" in recorded[0] and "rollout/probe_diff" not in replayed[0]
+    assert "rollout/weight_check_diff" in recorded[0] and "rollout/weight_check_diff" not in replayed[0]
 
 
-def test_models_that_judge_are_asked_anew(tiny: Path, tmp_path: Path) -> None:
-    judge = tmp_path / "judge"
+def test_models_that_score_are_asked_anew(tiny: Path, tmp_path: Path) -> None:
+    reward_model = tmp_path / "judge"
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(tiny / "model", num_labels=1, pad_token_id=0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(reward_model)
     reward = {
         "function": {"path": f"{tiny / 'reward.py'}:score"},
-        "model": {"path": str(judge), "weight": 2.0},
+        "model": {"path": str(reward_model), "weight": 2.0},
     }
     recipe = small(tiny, tmp_path / "recorded", "cpu", reward=reward, algorithm={"name": "rloo"})
     recorded = train(recipe)
     assert stable(train(replay_of(recipe, tmp_path / "replayed"))) == stable(recorded)
     marks = [record.marks for record in read_step(tmp_path / "recorded" / "trajectories", 1)]
     (failed,) = (m for m in marks if m.failure)
-    assert failed.score == failed.reward == 0.0, "a judge has no say where a reward failed"
+    assert failed.score == failed.reward == 0.0, "a reward model has no say where a reward failed"
     assert all(m.reward != m.score for m in marks if m is not failed)
     torch.manual_seed(2)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(reward_model)
     with pytest.raises(DataError, match=r"reward\.model\.path: not what .*recorded\.json was recorded with"):
         train(replay_of(recipe, tmp_path / "another"))
 
 
 def test_models_that_no_checkpoint_holds(tiny: Path, tmp_path: Path) -> None:
     """They are read again when a run goes on, so they must be the same ones."""
-    judged = {"gsm8k": {}, "model": {"path": str(tiny / "model")}}
+    preference = {"gsm8k": {}, "model": {"path": str(tiny / "model")}}
     cases: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
         ({}, []),
         ({"algorithm": {"name": "ppo", "critic": {"path": str(tiny / "model")}}}, []),
         ({"algorithm": {"name": "grpo", "kl": {"place": "loss"}}}, ["model"]),
         ({"model": {"lora": {"rank": 2}}}, ["model"]),
-        ({"reward": judged}, ["reward.model"]),
+        ({"reward": preference}, ["reward.model"]),
     ]
     for sections, wanted in cases:
         if "model" in sections:
@@ -266,7 +265,7 @@ def test_models_that_no_checkpoint_holds(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_another_device_rounds_alone(tiny: Path, tmp_path: Path) -> None:
-    """With answers forced, nothing but rounding is left to differ."""
+    """With responses forced, nothing but rounding is left to differ."""
     recipe = small(tiny, tmp_path / "recorded", "cpu", algorithm=ALGORITHMS["ppo"])
     recorded = stable(train(recipe))
     replayed = stable(train(replay_of(recipe, tmp_path / "replayed", device={"type": "npu"})))
@@ -355,19 +354,19 @@ def strange_token(record: Record) -> Record:
 
 
 DAMAGES: dict[str, Callable[[list[Record]], list[Record]]] = {
-    r"has not 3 answers to draw 4": lambda records: records[1:],
+    r"has not 3 responses to draw 4": lambda records: records[1:],
     r"has 3 prompts instead of 4": lambda records: records[N:],
     r"has another prompt for draw 4": lambda records: [other_prompt(records[0]), *records[1:]],
     r"has tokens that the model does not know": lambda records: [strange_token(records[0]), *records[1:]],
-    r"has answers to draw 99, which is not of this step": lambda records: [
+    r"has responses to draw 99, which is not of this step": lambda records: [
         *records[:-N],
-        *(r._replace(trajectory=replace(r.trajectory, place=99)) for r in records[-N:]),
+        *(r._replace(trajectory=replace(r.trajectory, prompt_index=99)) for r in records[-N:]),
     ],
 }
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_answers_that_are_not_of_this_training(copied: Recipe, tmp_path: Path, message: str) -> None:
+def test_responses_that_are_not_of_this_training(copied: Recipe, tmp_path: Path, message: str) -> None:
     directory = Path(copied.output) / "trajectories"
     write_trajectories(step_file(directory, 2, 0), DAMAGES[message](read_step(directory, 2)))
     with pytest.raises(DataError, match=rf"step-000002-rank-00000\.parquet: step 2 {message}"):
@@ -392,23 +391,23 @@ def test_a_replay_goes_on_and_gives_lost_groups_again(recorded: tuple[Recipe, Ro
         )
         batch = maker.begin()(lambda: None)
         again = maker.again(batch.groups, {batch.groups[0].handle})
-        assert [g.answers for g in again] == [g.answers for g in batch.groups]
+        assert [g.responses for g in again] == [g.responses for g in batch.groups]
         assert not {g.handle for g in again} & {g.handle for g in batch.groups}
         after = maker.begin()(lambda: None)
-    assert [g.answers.place for g in batch.groups] == [4, 5, 6, 7] and batch.taken == 8
-    assert [g.answers.place for g in after.groups] == [8, 9, 10, 11]
+    assert [g.responses.prompt_index for g in batch.groups] == [4, 5, 6, 7] and batch.taken == 8
+    assert [g.responses.prompt_index for g in after.groups] == [8, 9, 10, 11]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("on", "ranks"), [("cpu", 2), ("npu", 1), ("npu", 2)])
 @pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce++"])
-def test_real_answers_on_other_ranks(tiny: Path, tmp_path: Path, on: str, ranks: int, name: str) -> None:
+def test_real_responses_on_other_ranks(tiny: Path, tmp_path: Path, on: str, ranks: int, name: str) -> None:
     recipe = small(tiny, tmp_path / "recorded", "cpu", algorithm=ALGORITHMS[name])
     recorded = stable_metrics(run_online(recipe, tmp_path, "recorded"))
     device = {"type": on, "ranks": ranks}
     replayed = run_online(replay_of(recipe, tmp_path / "replayed", device=device), tmp_path, "replayed")
     for one, other in zip(recorded, stable_metrics(replayed), strict=True):
-        assert one.keys() - other.keys() == {"rollout/probe_diff"}
+        assert one.keys() - other.keys() == {"rollout/weight_check_diff"}
         for metric in other:
             assert other[metric] == pytest.approx(one[metric], rel=1e-3, abs=1e-4), metric

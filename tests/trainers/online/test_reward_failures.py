@@ -67,9 +67,9 @@ def test_every_failure_is_counted_and_told(tiny: Path, tmp_path: Path) -> None:
         assert row["critic/score/min"] == -2.0 and row["critic/score/max"] >= 0.0
     assert rows[-1]["val/reward_failures"] == 2.0 and "val/reward_failures" not in rows[0]
     for step in (1, 2):
-        told = f"warning: step {step}: {3 * N} of {4 * N} answers got no score, the first because of "
+        told = f"warning: step {step}: {3 * N} of {4 * N} responses got no score, the first because of "
         assert told in run.text
-    told = "warning: validation after step 2: 2 of 3 answers got no score, the first because of error: "
+    told = "warning: validation after step 2: 2 of 3 responses got no score, the first because of error: "
     assert re.search(re.escape(told) + r"reward\.function: .*ValueError: no such judge", run.text)
     marks = [record.marks for record in read_step(tmp_path / "run" / "trajectories", 1)]
     assert all(bool(m.failure) == bool(m.detail) for m in marks)
@@ -94,7 +94,7 @@ def test_the_first_step_of_a_start_needs_one_score(
 
     dead = Failures(4, {"crash": 4}, "crash: it ended")
     for others, count in ((Failures(), 12), (dead, 16)):
-        message = f"not one of the first {count} answers could be scored, .* because of error: no judge"
+        message = f"not one of the first {count} responses could be scored, .* because of error: no judge"
         with pytest.raises(RewardError, match=message):
             train(others)
     assert train(Failures(4, {"crash": 3}, "crash: it ended")).metrics["reward/failures"] == 15.0

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a sequence classifier with a head that we know."""
     path = tmp_path_factory.mktemp("judge")
     model: Any = AutoModelForSequenceClassification.from_pretrained(tiny / "model", num_labels=1)
@@ -33,16 +33,16 @@ def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def judged(judge: Path, records: list[Record]) -> list[float]:
-    model: Any = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
-    # Without padding none is to be looked for: an answer may end with that very token.
+def preference(reward_model: Path, records: list[Record]) -> list[float]:
+    model: Any = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    # Without padding none is to be looked for: a response may end with that very token.
     model.config.pad_token_id = None
     with torch.no_grad():
         return [model(torch.tensor([conversation(r.trajectory)])).logits.item() for r in records]
 
 
 def conversation(trajectory: Trajectory) -> list[int]:
-    """As the chat template writes it: the answer, the end of the turn, a new line."""
+    """As the chat template writes it: the response, the end of the turn, a new line."""
     tokens = trajectory.tokens_T.tolist()
     return [*(tokens if tokens[-1] == 2 else [*tokens, 2]), 201]
 
@@ -60,7 +60,7 @@ def counted(tiny: Path, records: list[Record]) -> list[float]:
 
 @pytest.mark.parametrize(("ranks", "weights"), [(1, (0.0, 1.0)), (2, (0.5, 2.0))])
 def test_scores_are_those_of_transformers(
-    tiny: Path, judge: Path, tmp_path: Path, ranks: int, weights: tuple[float, float]
+    tiny: Path, reward_model: Path, tmp_path: Path, ranks: int, weights: tuple[float, float]
 ) -> None:
     of_function, of_model = weights
     function = {"path": f"{tiny / 'reward.py'}:score", "weight": of_function} if of_function else None
@@ -69,7 +69,7 @@ def test_scores_are_those_of_transformers(
         tmp_path / "run",
         device={"type": "cpu", "ranks": ranks},
         rollout={"engine": "hf", "n": 4, "max_tokens": 6, "record": True},
-        reward={"function": function, "model": {"path": str(judge), "weight": of_model}},
+        reward={"function": function, "model": {"path": str(reward_model), "weight": of_model}},
         trainer={"steps": 3},
     )
     run = run_online(recipe, tmp_path, timeout=900)
@@ -80,7 +80,9 @@ def test_scores_are_those_of_transformers(
         assert len(files) == ranks
         records = [record for file in files for record in read_trajectories(file)]
         assert len(records) == 16
-        wanted = of_model * np.array(judged(judge, records)) + of_function * np.array(counted(tiny, records))
+        wanted = of_model * np.array(preference(reward_model, records)) + of_function * np.array(
+            counted(tiny, records)
+        )
         assert np.std(wanted) > 0.01
         np.testing.assert_allclose([record.marks.reward for record in records], wanted, rtol=0, atol=1e-5)
         assert row["critic/score/mean"] == pytest.approx(wanted.mean(), abs=1e-5)
@@ -136,19 +138,20 @@ def check_critic(rows: Rows, draws: Draws) -> None:
 
 
 def check_replaced(rows: Rows, draws: Draws) -> None:
-    """Replaced draws are not learnt from, those in their place are the next ones, and none comes twice."""
+    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes
+    twice."""
     assert sum(row["rollout/resampled"] for row in rows) > 0
     taken = 0
     for row, step in zip(rows, draws, strict=True):
-        places = sorted({place for place, _, _ in step})
-        assert len(step) == 8 and len(places) == 4
-        assert places[0] >= taken
+        indices = sorted({prompt_index for prompt_index, _, _ in step})
+        assert len(step) == 8 and len(indices) == 4
+        assert indices[0] >= taken
         taken += 4 + int(row["rollout/resampled"])
-        assert places[-1] < taken
+        assert indices[-1] < taken
     rows_of: dict[int, set[int]] = {}
     for step in draws:
-        for place, row_number, _ in step:
-            rows_of.setdefault(place, set()).add(row_number)
+        for prompt_index, row_number, _ in step:
+            rows_of.setdefault(prompt_index, set()).add(row_number)
     assert all(len(numbers) == 1 for numbers in rows_of.values())
 
 

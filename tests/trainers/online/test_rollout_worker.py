@@ -14,7 +14,7 @@ from isotrain.recipe.load import resolved
 from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
-PROBE_T = np.arange(3, 12, dtype=np.int32)
+CHECK_T = np.arange(3, 12, dtype=np.int32)
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def worker(tiny: Path, tmp_path: Path) -> RolloutWorker:
 def test_it_can_be_closed_at_any_time(worker: RolloutWorker) -> None:
     worker.close()
     worker.start()
-    assert len(worker.probe(PROBE_T)) == len(PROBE_T) - 1
+    assert len(worker.weight_check(CHECK_T)) == len(CHECK_T) - 1
     worker.close()
     worker.close()
     with pytest.raises(RolloutError, match="it was closed"):
-        worker.probe(PROBE_T)
+        worker.weight_check(CHECK_T)
 
 
 def test_its_process_ends_with_a_lost_engine(
@@ -53,8 +53,8 @@ def test_its_process_ends_with_a_lost_engine(
     update = write_update([], 1)
     for act in (
         lambda: worker.update(update),
-        lambda: list(worker.answer("train", [], 1, None)),  # type: ignore[arg-type]
-        lambda: worker.probe(PROBE_T),
+        lambda: list(worker.generate("train", [], 1, None)),  # type: ignore[arg-type]
+        lambda: worker.weight_check(CHECK_T),
         worker.sleep,
         worker.wake,
     ):

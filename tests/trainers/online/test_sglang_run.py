@@ -18,7 +18,7 @@ RECORDER = Path(__file__).parents[2] / "rollout" / "sglang_recorder"
 
 
 @pytest.mark.slow
-def test_weights_and_answers_go_through_the_server(
+def test_weights_and_responses_go_through_the_server(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(isotrain.__file__).parents[1]
@@ -33,7 +33,7 @@ def test_weights_and_answers_go_through_the_server(
     assert len(rows) == 4
     for row in rows:
         # The server has the weights that were trained, and answers with them.
-        assert row["rollout/probe_diff"] < 1e-5
+        assert row["rollout/weight_check_diff"] < 1e-5
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["actor/grad_norm"] > 0
     entries = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]

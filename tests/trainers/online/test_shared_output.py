@@ -18,11 +18,11 @@ class Ranks:
     whereabouts = (SimpleNamespace(host="10.0.0.1"), SimpleNamespace(host="10.0.0.2"))
 
     def __init__(self, place: Path) -> None:
-        self.place = place
+        self.prompt_index = place
 
     def call(self, method: str, file: str) -> list[bool]:
         assert method == "finds"
-        return [Path(file).is_file(), (self.place / Path(file).name).is_file()]
+        return [Path(file).is_file(), (self.prompt_index / Path(file).name).is_file()]
 
 
 def test_all_ranks_must_see_the_run_directory(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def check(run: Path) -> None:
     assert [[(place, sample) for place, _, sample in step] for step in drawn(run)] == wanted
 
 
-def test_answers_are_at_most_one_version_old(tiny: Path, tmp_path: Path) -> None:
+def test_responses_are_at_most_one_version_old(tiny: Path, tmp_path: Path) -> None:
     run = run_online(ahead(tiny, tmp_path / "run"), tmp_path, timeout=900)
     check(run)
     rows = read_metrics(run / "metrics.jsonl")
@@ -77,7 +77,7 @@ def test_answers_are_at_most_one_version_old(tiny: Path, tmp_path: Path) -> None
 
 
 def test_a_killed_run_goes_on_with_the_draws_that_are_left(tiny: Path, tmp_path: Path) -> None:
-    """Batches that were under way are drawn again, though their answers may be another version's."""
+    """Batches that were under way are drawn again, though their responses may be another version's."""
     whole = run_online(ahead(tiny, tmp_path / "whole"), tmp_path, "whole", timeout=900)
     run = resumed(ahead(tiny, tmp_path / "killed"), tmp_path, "killed", after=3, timeout=900)
     check(run)

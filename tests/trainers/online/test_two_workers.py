@@ -40,12 +40,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_weights_and_log_probs(found: dict[str, Any]) -> None:
     weights = found["weights"]
     assert weights["moved"] > 0.2
-    assert max(weights["probe"], weights["answers"]) <= 1e-4
+    assert max(weights["weight_check"], weights["responses"]) <= 1e-4
 
 
 @pytest.mark.parametrize(("when", "deaths"), [("idle", 1), ("generating", 2)])
 def test_an_engine_that_loses_a_worker_is_replaced(found: dict[str, Any], when: str, deaths: int) -> None:
     after = found[when]
     assert after["lives"] == [deaths]
-    assert max(after["probe"], after["answers"]) <= 1e-4
+    assert max(after["weight_check"], after["responses"]) <= 1e-4
     assert "a worker process of vLLM has ended" in found["said"][deaths - 1]

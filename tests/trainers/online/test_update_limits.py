@@ -9,14 +9,14 @@ import pytest
 
 from isotrain.cluster.failures import Overdue
 from isotrain.errors import WeightUpdateError
-from isotrain.trainers.online.batches import OnDemand
+from isotrain.trainers.online.batches import SyncBatches
 from isotrain.trainers.online.loop import OnlineTrainer
 
 
 class Late:
     """Ranks and engines of which one does not answer; calls without a limit would wait for ever."""
 
-    timeout, probe_T = 7.0, None
+    timeout, check_T = 7.0, None
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -39,13 +39,13 @@ class Late:
         return []
 
 
-@pytest.mark.parametrize("method", ["publish", "probe", "make_room", "wake", None])
+@pytest.mark.parametrize("method", ["publish", "weight_check", "offload", "wake", None])
 def test_every_part_of_an_update_has_a_limit(method: str | None) -> None:
     late: Any = Late(method or "nothing")
     trainer: Any = object.__new__(OnlineTrainer)
-    trainer.settings = SimpleNamespace(generates=True, takes_turns=True)
+    trainer.settings = SimpleNamespace(generates=True, colocated=True)
     trainer.ranks = trainer.engines = trainer.relays = late
-    trainer.batches, trainer.timing = OnDemand(lambda: None), {}  # type: ignore[arg-type, return-value]
+    trainer.batches, trainer.timing = SyncBatches(lambda: None), {}  # type: ignore[arg-type, return-value]
     if method is None:
         assert trainer.send_weights(3)["rollout/version"] == 3.0
         return

@@ -1,6 +1,6 @@
 """Engines have the trained model's weights after every update, and one that has not is found out.
 
-T: tokens of a probe.
+T: tokens of a weight check.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.transfer import write_update
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.build import PROBE_TOLERANCE, _probe
+from isotrain.trainers.online.build import WEIGHT_CHECK_TOLERANCE, _check_tokens
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
-PROBE_T = np.arange(3, 35, dtype=np.int32)
+CHECK_T = np.arange(3, 35, dtype=np.int32)
 TIMEOUT = 20.0
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -45,7 +45,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_vllm_and_trainer_agree_after_every_update_of_adapters(tiny: Path, tmp_path: Path) -> None:
-    """On-policy: the answers of a step were sampled with the weights that the step begins with."""
+    """On-policy: the responses of a step were sampled with the weights that the step begins with."""
     recipe = online_recipe(
         tiny,
         tmp_path / "run",
@@ -61,7 +61,7 @@ def test_vllm_and_trainer_agree_after_every_update_of_adapters(tiny: Path, tmp_p
     print(f"mean differences of log-probs: at most {max(differences):.1e}")
     print("entropies: " + ", ".join(f"{entropy:.3f}" for entropy in entropies))
     assert len(rows) == 10 and max(differences) <= 1e-4
-    assert max(row["rollout/probe_diff"] for row in rows) <= 1e-4
+    assert max(row["rollout/weight_check_diff"] for row in rows) <= 1e-4
     # The updates were no small ones: the same weights throughout would also agree.
     assert abs(entropies[-1] - entropies[0]) > 0.05
 
@@ -73,15 +73,15 @@ def test_what_is_allowed_follows_the_updates_before() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 5, 3], [1, 90]])
-def test_a_probe_has_at_least_two_tokens(lengths: list[int]) -> None:
+def test_a_weight_check_has_at_least_two_tokens(lengths: list[int]) -> None:
     class Prompts(list[np.ndarray]):
         def prompt(self, number: int) -> np.ndarray:
             return self[number]
 
     store: Any = Prompts(np.arange(7, 7 + length, dtype=np.int32) for length in lengths)
-    probe_T = _probe(store)
-    assert probe_T.dtype == np.int32 and len(probe_T) == max(2, min(max(lengths), 32))
-    assert probe_T[0] == 7
+    check_T = _check_tokens(store)
+    assert check_T.dtype == np.int32 and len(check_T) == max(2, min(max(lengths), 32))
+    assert check_T[0] == 7
 
 
 class FaultyWorker(RolloutWorker):
@@ -143,7 +143,7 @@ def further(tiny: Path, version: int, dtype: str = "float32") -> Weights:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        ids_T = torch.from_numpy(PROBE_T).long()
+        ids_T = torch.from_numpy(CHECK_T).long()
         logp_TV = model(ids_T[None]).logits[0, :-1].float().log_softmax(-1)
     update = write_update(model.named_parameters(), version)
     return Weights(version, [update, update], logp_TV.gather(1, ids_T[1:, None])[:, 0].numpy())
@@ -153,7 +153,7 @@ def further(tiny: Path, version: int, dtype: str = "float32") -> Weights:
 def engines(
     tiny: Path, tmp_path: Path, fault: str, said: list[str], dtype: str = "float32"
 ) -> Iterator[Engines]:
-    """Two real engines, the second with a fault, judged as in a run."""
+    """Two real engines, the second with a fault, preference as in a run."""
     values = resolved(online_recipe(tiny, tmp_path / "run", model={"dtype": dtype}))
     members = [
         Member((values, f"rollout engine {index}", own, str(tmp_path / "note")))
@@ -161,8 +161,8 @@ def engines(
     ]
     with WorkerGroup("rollout engine", FaultyWorker, members, start_timeout=120) as group:
         group.call("start", timeout=120)
-        tolerance = PROBE_TOLERANCE[dtype]
-        yield Engines(group, 120.0, said.append, probe_T=PROBE_T, timeout=TIMEOUT, tolerance=tolerance)
+        tolerance = WEIGHT_CHECK_TOLERANCE[dtype]
+        yield Engines(group, 120.0, said.append, check_T=CHECK_T, timeout=TIMEOUT, tolerance=tolerance)
 
 
 @pytest.mark.slow
@@ -172,13 +172,13 @@ def test_a_good_update(tiny: Path, tmp_path: Path, fault: str) -> None:
     said: list[str] = []
     trained = further(tiny, 1)
     with engines(tiny, tmp_path, fault, said) as both:
-        before = both.group.call("probe", PROBE_T)
+        before = both.group.call("weight_check", CHECK_T)
         assert np.abs(before[0] - trained.logps).mean() > 0.2
         both.send(trained)
         assert both.settle() < 1e-5
         # Also the one that took the place of an engine that died in the middle of it.
         assert len(said) == (fault == "dies")
-        for logps in both.group.call("probe", PROBE_T):
+        for logps in both.group.call("weight_check", CHECK_T):
             np.testing.assert_allclose(logps, trained.logps, rtol=0, atol=1e-5)
 
 
@@ -193,7 +193,9 @@ def test_weights_that_are_not_in_force_are_found_out(
         both.send(further(tiny, 1, dtype))
         print(f"difference by rounding: {both.settle():.1e}")
         both.send(further(tiny, 2, dtype))
-        words = r"^rollout engine 1: after weight update 2 its log-probs differ .*rollout\.probe_tolerance"
+        words = (
+            r"^rollout engine 1: after weight update 2 its log-probs differ .*rollout\.weight_check_tolerance"
+        )
         with pytest.raises(WeightUpdateError, match=words) as raised:
             both.settle()
         print(raised.value)
@@ -239,5 +241,5 @@ def test_an_update_waits_for_an_engine_that_is_being_replaced(tiny: Path, tmp_pa
         assert both.settle() < 1e-5
         replacing.result(60)
         assert len(said) == 1
-        for logps in both.group.call("probe", PROBE_T):
+        for logps in both.group.call("weight_check", CHECK_T):
             np.testing.assert_allclose(logps, second.logps, rtol=0, atol=1e-5)

@@ -32,11 +32,11 @@ from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Sampling
 from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
-from isotrain.trainers.online.messages import Ticket
+from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
-PROBE_T = np.arange(3, 35, dtype=np.int32)
+CHECK_T = np.arange(3, 35, dtype=np.int32)
 
 
 class Checks:
@@ -51,20 +51,20 @@ class Checks:
         return logp_TV.gather(1, ids_T[1:, None])[:, 0].numpy()
 
     def update(self) -> float:
-        """A good deal further; returns the largest difference on the probe."""
+        """A good deal further; returns the largest difference in the weight check."""
         self.version += 1
         torch.manual_seed(self.version)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
         update = write_update(self.model.named_parameters(), self.version)
-        self.engines.send(Weights(self.version, [update], self.forward(PROBE_T)))
+        self.engines.send(Weights(self.version, [update], self.forward(CHECK_T)))
         return self.engines.settle()
 
-    def answers(self) -> float:
-        """The largest mean difference of an answer's log-probs from those of a plain forward."""
-        tickets = [Ticket(place, place) for place in range(4)]
-        task = self.engines.stream(0, "answer", TRAIN, tickets, 2, Sampling(12))
+    def responses(self) -> float:
+        """The largest mean difference of a response's log-probs from those of a plain forward."""
+        prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(4)]
+        task = self.engines.stream(0, "generate", TRAIN, prompt_requests, 2, Sampling(12))
         handles = []
         while True:
             try:
@@ -78,13 +78,13 @@ class Checks:
         )
 
     def weights(self) -> None:
-        (before,) = self.engines.group.call("probe", PROBE_T)
+        (before,) = self.engines.group.call("weight_check", CHECK_T)
         first = self.update()
-        (after,) = self.engines.group.call("probe", PROBE_T)
+        (after,) = self.engines.group.call("weight_check", CHECK_T)
         self.results["weights"] = {
             "moved": float(np.abs(after - before).mean()),
-            "probe": max(first, self.update()),
-            "answers": self.answers(),
+            "weight_check": max(first, self.update()),
+            "responses": self.responses(),
         }
 
     def kill(self, number: int) -> None:
@@ -99,14 +99,14 @@ class Checks:
         self.kill(1)
         self.update()
         self.results["idle"] = {
-            "probe": self.update(),
-            "answers": self.answers(),
+            "weight_check": self.update(),
+            "responses": self.responses(),
             "lives": list(self.engines.lives),
         }
 
     def killed_generating(self) -> None:
-        tickets = [Ticket(place, place) for place in range(16)]
-        task = self.engines.stream(0, "answer", TRAIN, tickets, 4, Sampling(400))
+        prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(16)]
+        task = self.engines.stream(0, "generate", TRAIN, prompt_requests, 4, Sampling(400))
         time.sleep(1.0)
         self.kill(0)
         try:
@@ -117,8 +117,8 @@ class Checks:
             told = str(death)
         self.results["generating"] = {
             "told": told,
-            "probe": self.update(),
-            "answers": self.answers(),
+            "weight_check": self.update(),
+            "responses": self.responses(),
             "lives": list(self.engines.lives),
         }
 
@@ -143,7 +143,7 @@ def main() -> None:
             group.call("start", timeout=300)
             said: list[str] = []
             exact = Tolerance(1e-3, 1e-3, 1e-3)
-            engines = Engines(group, 300.0, said.append, probe_T=PROBE_T, timeout=60.0, tolerance=exact)
+            engines = Engines(group, 300.0, said.append, check_T=CHECK_T, timeout=60.0, tolerance=exact)
             checks = Checks(work, engines)
             checks.weights()
             checks.killed_idle()

@@ -22,7 +22,7 @@ class Estimator:
     Of a token: `(rewards_N, mask_N, lengths, *needs) -> (advantages_N, returns_N)`, over any trajectories."""
     per: Literal["trajectory", "token"]
     needs: tuple[str, ...] = ()
-    """What it takes besides: the critic's `values_N`, or `greedy_R`, rewards of greedy answers."""
+    """What it takes besides: the critic's `values_N`, or `greedy_R`, rewards of greedy responses."""
     whiten: bool = False
     """Whether the advantages are then whitened over the tokens of the whole batch."""
 

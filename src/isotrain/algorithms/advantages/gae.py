@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from isotrain.algorithms.flat import discounted_sums, following, widen, written
+from isotrain.algorithms.segments import discounted_sums, following, widen, written
 
 
 def gae(

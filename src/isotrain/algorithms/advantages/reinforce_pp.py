@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from isotrain.algorithms.flat import discounted_sums, widen, written
 from isotrain.algorithms.groups import as_rewards, group_statistics
+from isotrain.algorithms.segments import discounted_sums, widen, written
 
 
 def reinforce_pp(

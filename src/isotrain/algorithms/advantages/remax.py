@@ -1,4 +1,4 @@
-"""ReMax: the return minus the return of the greedy answer to the same prompt (arXiv:2310.10505).
+"""ReMax: the return minus the return of the greedy response to the same prompt (arXiv:2310.10505).
 
 R: trajectories, N: their response tokens, M: those of them that the policy wrote.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from isotrain.algorithms.advantages.reinforce_pp import reinforce_pp
-from isotrain.algorithms.flat import spread, widen
+from isotrain.algorithms.segments import spread, widen
 
 
 def remax(
@@ -18,7 +18,7 @@ def remax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Undiscounted rewards still to come, minus `greedy_R`; and these returns.
 
-    Where the greedy answer has no score, NaN, there is nothing to compare with: the advantages are 0.
+    Where the greedy response has no score, NaN, there is nothing to compare with: the advantages are 0.
     """
     _, returns_N = reinforce_pp(rewards_N, mask_N, lengths)
     baseline_N = spread(widen(greedy_R.to(returns_N.device)), lengths)

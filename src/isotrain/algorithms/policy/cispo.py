@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from isotrain.algorithms.aggregate import Loss, StepShare
+from isotrain.algorithms.aggregate import Loss, LossNormalizer
 from isotrain.algorithms.policy.ratio import bounded, log_ratio, policy_loss
 
 
@@ -15,7 +15,7 @@ def cispo(
     logp_N: torch.Tensor,
     old_logp_N: torch.Tensor,
     advantages_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     eps_low: float = 0.2,
     eps_high: float = 0.2,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from isotrain.algorithms.aggregate import Loss, StepShare
-from isotrain.algorithms.flat import spread, sums
+from isotrain.algorithms.aggregate import Loss, LossNormalizer
 from isotrain.algorithms.policy.ratio import bounded, log_ratio, policy_loss
+from isotrain.algorithms.segments import spread, sums
 
 # As in verl, lower than for tokens: a mean over a whole trajectory has no business being above it.
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
@@ -19,7 +19,7 @@ def gspo(
     logp_N: torch.Tensor,
     old_logp_N: torch.Tensor,
     advantages_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     eps_low: float = 0.2,
     eps_high: float = 0.2,

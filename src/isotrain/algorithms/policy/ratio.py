@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, StepShare
-from isotrain.algorithms.flat import widen
+from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, LossNormalizer
+from isotrain.algorithms.segments import widen
 
 # exp(20) is half a billion: a ratio beyond it says nothing more, and its exponential may overflow.
 LARGEST_LOG_RATIO = 20.0
 
 
-def log_ratio(logp_N: torch.Tensor, old_logp_N: torch.Tensor, share: StepShare) -> torch.Tensor:
+def log_ratio(logp_N: torch.Tensor, old_logp_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
     """`logp - old_logp`, 0 outside the mask; the old policy is a constant even if it is the same tensor."""
     return share.only(widen(logp_N) - widen(old_logp_N.detach()))
 
@@ -25,7 +25,7 @@ def bounded(log_ratio_N: torch.Tensor) -> torch.Tensor:
 
 def policy_loss(
     loss_N: torch.Tensor,
-    share: StepShare,
+    share: LossNormalizer,
     *,
     log_ratio_N: torch.Tensor,
     clipped_N: torch.Tensor,

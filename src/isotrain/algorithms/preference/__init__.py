@@ -7,11 +7,11 @@ from collections.abc import Callable
 from isotrain.algorithms.preference.dpo import dpo
 from isotrain.algorithms.preference.ipo import ipo
 from isotrain.algorithms.preference.orpo import orpo
-from isotrain.algorithms.preference.pairs import Judged
+from isotrain.algorithms.preference.pairs import PairLosses
 from isotrain.algorithms.preference.simpo import simpo
 
 # All are called as `loss(chosen, rejected, **options)`, two `Side`s of the same pairs.
-PREFERENCE_LOSSES: dict[str, Callable[..., Judged]] = {
+PREFERENCE_LOSSES: dict[str, Callable[..., PairLosses]] = {
     "sigmoid": dpo,
     "ipo": ipo,
     "simpo": simpo,

@@ -5,7 +5,7 @@ P: pairs of the micro-batch.
 
 from __future__ import annotations
 
-from isotrain.algorithms.preference.pairs import Judged, Side, smoothed
+from isotrain.algorithms.preference.pairs import PairLosses, Side, smoothed
 
 
 def dpo(
@@ -15,13 +15,13 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     length_averaged: bool = False,
-) -> Judged:
+) -> PairLosses:
     """`-(1 - eps) log sigmoid(h) - eps log sigmoid(-h)`, `h = beta [(logp_c - ref_c) - (logp_r - ref_r)]`.
 
     `label_smoothing` is the share of pairs that are thought to be the wrong way round. With
-    `length_averaged`, log-probs are means over an answer's tokens.
+    `length_averaged`, log-probs are means over a response's tokens.
     """
     chosen_P = beta * chosen.log_ratio_P(length_averaged)
     rejected_P = beta * rejected.log_ratio_P(length_averaged)
     h_P = chosen_P - rejected_P
-    return Judged(smoothed(h_P, label_smoothing), chosen_P, rejected_P)
+    return PairLosses(smoothed(h_P, label_smoothing), chosen_P, rejected_P)

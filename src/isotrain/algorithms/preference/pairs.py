@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred to the other: what every loss over them takes and gives.
+"""Pairs of responses, one preferred to the other: what every loss over them takes and gives.
 
 P: pairs of the micro-batch.
 """
@@ -12,33 +12,33 @@ import torch
 import torch.nn.functional as F
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.flat import widen
-from isotrain.algorithms.preference.figures import pair_sums
+from isotrain.algorithms.preference.metrics import pair_sums
+from isotrain.algorithms.segments import widen
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the pairs: the chosen answers, or the rejected ones."""
+    """One side of the pairs: the chosen responses, or the rejected ones."""
 
     logp_P: torch.Tensor
-    """The sum of the answer's log-probs under the policy."""
+    """The sum of the response's log-probs under the policy."""
     ref_logp_P: torch.Tensor | None
     """The same under the reference; None for losses that have none."""
     tokens_P: torch.Tensor
-    """Tokens of the answer."""
+    """Tokens of the response."""
 
     def mean_logp_P(self) -> torch.Tensor:
         return widen(self.logp_P) / self.tokens_P.clamp(min=1)
 
     def log_ratio_P(self, length_averaged: bool = False) -> torch.Tensor:
-        """How much more likely the answer is than under the reference, in all or per token."""
+        """How much more likely the response is than under the reference, in all or per token."""
         assert self.ref_logp_P is not None, "this loss compares with a reference"
         ratio_P = widen(self.logp_P) - widen(self.ref_logp_P.detach())
         return ratio_P / self.tokens_P.clamp(min=1) if length_averaged else ratio_P
 
 
-class Judged(NamedTuple):
-    """Of each pair: its loss, and the implicit rewards of its answers."""
+class PairLosses(NamedTuple):
+    """Of each pair: its loss, and the implicit rewards of its responses."""
 
     loss_P: torch.Tensor
     chosen_P: torch.Tensor
@@ -50,10 +50,10 @@ def smoothed(h_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
 
 
-def shares(judged: Judged, pairs: int) -> Loss:
+def shares(losses: PairLosses, pairs: int) -> Loss:
     """A micro-batch's share of the mean over all `pairs` of the step, and of its metrics."""
-    chosen_P, rejected_P = judged.chosen_P.detach(), judged.rejected_P.detach()
-    loss = judged.loss_P.sum() / pairs
+    chosen_P, rejected_P = losses.chosen_P.detach(), losses.rejected_P.detach()
+    loss = losses.loss_P.sum() / pairs
     return loss, {
         "accuracy": (chosen_P > rejected_P).float().sum() / pairs,
         "margin": (chosen_P - rejected_P).sum() / pairs,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.flat import widen
+from isotrain.algorithms.segments import widen
 
 
 def two_classes(logits_NC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

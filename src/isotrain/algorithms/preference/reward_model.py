@@ -1,4 +1,4 @@
-"""Reward models: a score for each answer, higher for the better one (Bradley-Terry).
+"""Reward models: a score for each response, higher for the better one (Bradley-Terry).
 
 P: pairs of the micro-batch.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from isotrain.algorithms.flat import widen
-from isotrain.algorithms.preference.pairs import Judged
+from isotrain.algorithms.preference.pairs import PairLosses
+from isotrain.algorithms.segments import widen
 
 
 def rm(
@@ -19,7 +19,7 @@ def rm(
     margin_P: torch.Tensor | None = None,
     loss: str = "sigmoid",
     centre: float = 0.0,
-) -> Judged:
+) -> PairLosses:
     """`-log sigmoid(r_c - r_r - margin)`, or with `logexp` `log(1 + exp(r_r - r_c))`.
 
     The two are the same function; the second takes no margin, and is how OpenRLHF names and computes it.
@@ -34,4 +34,4 @@ def rm(
         loss_P = -F.logsigmoid(difference_P if margin_P is None else difference_P - margin_P)
     if centre:
         loss_P = loss_P + centre * (chosen_P + rejected_P).square()
-    return Judged(loss_P, chosen_P, rejected_P)
+    return PairLosses(loss_P, chosen_P, rejected_P)

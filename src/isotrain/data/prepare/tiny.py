@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isotrain.data.prepare import tiny_reward
-from isotrain.data.prepare.tiny_judged import toy_judged
+from isotrain.data.prepare.tiny_preferences import toy_preferences
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -48,7 +48,7 @@ def make_tiny(
     """Write a model and two tasks for it; the same arguments give the same bytes.
 
     `train.jsonl` and `validation.jsonl` are for supervised training, `prompts.jsonl` and `reward.py` for
-    reinforcement learning; `pairs.jsonl`, `answers.jsonl` and `steps.jsonl` are judged answers to these
+    reinforcement learning; `pairs.jsonl`, `responses.jsonl` and `steps.jsonl` are preference data for these
     prompts. Each has a `-validation` one beside it.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ def make_tiny(
         _write_rows(out / f"{supervised}.jsonl", toy_rows(rows, seed=own_seed))
         prompts = list(toy_prompts(rows, seed=own_seed))
         _write_rows(out / f"prompts{suffix}.jsonl", prompts)
-        for kind, judged in toy_judged(prompts, own_seed).items():
-            _write_rows(out / f"{kind}{suffix}.jsonl", judged)
+        for kind, items in toy_preferences(prompts, own_seed).items():
+            _write_rows(out / f"{kind}{suffix}.jsonl", items)
     (out / "reward.py").write_bytes(Path(tiny_reward.__file__).read_bytes())
     size = make_tokenizer(out / "model", vocab=vocab, seed=seed)
     make_model(
@@ -96,7 +96,7 @@ def toy_prompts(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
     """Requests for digits or for capital letters, and which of them.
 
     A random model earns a little by chance and learns the rest from rewards alone. It must read the prompt
-    for that: answers that are scored against other prompts' rows stay near one half.
+    for that: responses that are scored against other prompts' rows stay near one half.
     """
     draw = random.Random(seed)
     for _ in range(count):

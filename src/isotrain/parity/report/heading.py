@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from isotrain.observe.figures import GREY, INK, plain
+from isotrain.observe.plotting import GREY, INK, plain
 
 _LONGEST_NAME = 30
 _HEIGHT_INCHES = 0.78

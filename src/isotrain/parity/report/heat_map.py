@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from isotrain.observe.figures import GREY, INK, Array, new_figure, plain
+from isotrain.observe.plotting import GREY, INK, Array, new_figure, plain
 from isotrain.parity.levels import Level
 from isotrain.parity.report.evidence import Layer, first_layer, layers
 from isotrain.parity.report.heading import clipped, head

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from isotrain.observe.figures import (
+from isotrain.observe.plotting import (
     BLUE,
     GREEN,
     INK,

@@ -18,7 +18,7 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.failures import Failures, failures_of
-from isotrain.trainers.online.messages import Group, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest
 from isotrain.trainers.online.prompts import TRAIN
 
 
@@ -26,14 +26,15 @@ from isotrain.trainers.online.prompts import TRAIN
 class Batch:
     groups: list[Group]
     greedy: dict[int, float] | None
-    """Score of the greedy answer to each draw, where the algorithm compares with it; NaN where it failed."""
+    """Score of the greedy response to each draw, where the algorithm compares with it; NaN where it
+    failed."""
     taken: int
     """Prompts drawn up to and with this batch."""
     seconds: Seconds
     resampled: int
     """Groups that taught nothing and were replaced."""
     others: Failures = field(default_factory=Failures)
-    """Of answers that are not among the groups: of those that were replaced, and greedy ones."""
+    """Of responses that are not among the groups: of those that were replaced, and greedy ones."""
 
 
 Make = Callable[[Callable[[], None]], Batch]
@@ -51,7 +52,7 @@ class Maker(Protocol):
 
 
 class BatchMaker:
-    """Draws prompts and has them answered; everything about a batch but when it is made."""
+    """Draws prompts and has responses generated to them; everything about a batch but when it is made."""
 
     def __init__(
         self, collector: Collector, sampler: Sampler, n: int, sampling: Sampling, attempts: int, greedy: bool
@@ -64,20 +65,20 @@ class BatchMaker:
         self.greedy = greedy
 
     def begin(self) -> Make:
-        """Draw the prompts of a batch; calling the result has them answered."""
+        """Draw the prompts of a batch; calling the result has responses generated to them."""
         if self.attempts:  # how many it draws is known at its end
             return lambda next_may_begin: self._make(self._draw(self.sampler.batch_size), next_may_begin)
         return partial(self._make, self._draw(self.sampler.batch_size))
 
     @property
     def one_by_one(self) -> bool:
-        """Whether a batch must be made before the next: to know its prompts, or for its greedy answers."""
+        """Whether a batch must be made before the next: to know its prompts, or for its greedy responses."""
         return self.attempts > 0 or self.greedy
 
-    def _make(self, tickets: list[Ticket], next_may_begin: Callable[[], None]) -> Batch:
-        wanted = len(tickets)
+    def _make(self, prompt_requests: list[PromptRequest], next_may_begin: Callable[[], None]) -> Batch:
+        wanted = len(prompt_requests)
         free = (lambda: None) if self.one_by_one else next_may_begin
-        groups, seconds = self.collector.collect(TRAIN, tickets, self.n, self.sampling, free)
+        groups, seconds = self.collector.collect(TRAIN, prompt_requests, self.n, self.sampling, free)
         resampled, others = 0, Failures()
         for _ in range(self.attempts):
             kept, dropped = _informative(groups)
@@ -86,30 +87,30 @@ class BatchMaker:
                 break
             # A reward that fails gives equal scores: it must not pass for prompts that are too easy.
             others = others.plus(failures_of(dropped))
-            tickets = self._draw(missing)
-            more, extra = self.collector.collect(TRAIN, tickets, self.n, self.sampling)
+            prompt_requests = self._draw(missing)
+            more, extra = self.collector.collect(TRAIN, prompt_requests, self.n, self.sampling)
             groups, seconds, resampled = kept + more, seconds.plus(extra), resampled + missing
-        taken = tickets[-1].place + 1
+        taken = prompt_requests[-1].prompt_index + 1
         return self._with_greedy(Batch(groups, None, taken, seconds, resampled, others))
 
     def _with_greedy(self, batch: Batch) -> Batch:
         if not self.greedy:
             return batch
-        places = [Ticket(g.answers.place, g.answers.row) for g in batch.groups]
+        places = [PromptRequest(g.responses.prompt_index, g.responses.row) for g in batch.groups]
         best, extra = self.collector.collect(TRAIN, places, 1, _greedy(self.sampling))
-        scores = {g.answers.place: math.nan if (s := g.scores[0]).failure else s.value for g in best}
+        scores = {g.responses.prompt_index: math.nan if (s := g.scores[0]).failure else s.value for g in best}
         others = batch.others.plus(failures_of(best))
         return replace(batch, greedy=scores, seconds=batch.seconds.plus(extra), others=others)
 
     def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
         return self.collector.again(TRAIN, groups, gone, self.n, self.sampling)
 
-    def _draw(self, count: int) -> list[Ticket]:
+    def _draw(self, count: int) -> list[PromptRequest]:
         first = self.sampler.taken
         draw = replace(self.sampler, batch_size=count)
         rows = draw.next_batch()
         self.sampler.taken = draw.taken
-        return [Ticket(first + i, int(row)) for i, row in enumerate(rows)]
+        return [PromptRequest(first + i, int(row)) for i, row in enumerate(rows)]
 
 
 def _informative(groups: list[Group]) -> tuple[list[Group], list[Group]]:
@@ -128,7 +129,7 @@ def _greedy(sampling: Sampling) -> Sampling:
     return Sampling(max_tokens=sampling.max_tokens, temperature=0.0)
 
 
-class OnDemand:
+class SyncBatches:
     """On-policy: a batch is made when it is asked for, with the weights of that moment."""
 
     def __init__(self, begin: Callable[[], Make]) -> None:
@@ -142,13 +143,13 @@ class OnDemand:
     def close(self) -> None: ...
 
 
-class Ahead:
+class AsyncBatches:
     """Batches are made in threads while training goes on, at most `staleness` weight versions ahead.
 
     A batch is begun as soon as the weights that it may be too old by are out: so `staleness + 1` are under
     way at most. It waits for its turn here and not at the engines, because new weights would queue there
     behind batches that could have been written with them. Its turn comes with the first engine that has
-    written all of the batch before, whose last answers are then still being written elsewhere or scored.
+    written all of the batch before, whose last responses are then still being written elsewhere or scored.
     """
 
     def __init__(self, begin: Callable[[], Make], staleness: int, batches: int) -> None:

@@ -17,65 +17,65 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import Ahead, BatchMaker, Maker, OnDemand
+from isotrain.trainers.online.batches import AsyncBatches, BatchMaker, Maker, SyncBatches
 from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.crew import Crew, demand_of
 from isotrain.trainers.online.engines import Engines, Tolerance
-from isotrain.trainers.online.headway import Headway
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
-from isotrain.trainers.online.policy_rank import Description, Progress
+from isotrain.trainers.online.policy_rank import Description, ResumeState
 from isotrain.trainers.online.prompts import TRAIN, VALIDATION
 from isotrain.trainers.online.recording import trajectories
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.replayed import Replayed
+from isotrain.trainers.online.rollout_progress import RolloutProgress
 from isotrain.trainers.online.settings import advantage_settings
+from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps
 
 # Long enough to show weights that do not fit, short enough to cost nothing.
-PROBE_TOKENS = 32
+WEIGHT_CHECK_TOKENS = 32
 # In half precision models differ: a tiny one starts at 0.005 and stays below 0.01, SmolLM2-135M starts at
 # 0.06 and reaches 0.16.
-PROBE_TOLERANCE = {"float32": Tolerance(1e-3, 1e-3, 1e-3), "bfloat16": Tolerance(0.3, 0.05, 0.5)}
+WEIGHT_CHECK_TOLERANCE = {"float32": Tolerance(1e-3, 1e-3, 1e-3), "bfloat16": Tolerance(0.3, 0.05, 0.5)}
 
 
 def build_trainer(
     recipe: Recipe,
     cluster: ClusterSection,
     stores: Mapping[str, PromptStore],
-    crew: Crew,
+    groups: WorkerGroups,
     described: Description,
     recorder: Recorder,
-    goes_on: Progress,
+    goes_on: ResumeState,
 ) -> OnlineTrainer:
     """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     assert isinstance(algorithm, OnlineSection) and rollout is not None
-    settings = _settings(recipe, cluster, stores, described, crew.takes_turns)
+    settings = _settings(recipe, cluster, stores, described, groups.colocated)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
     common: dict[str, Any] = {
         "start_timeout": cluster.start_timeout,
-        "tell": recorder.progress.message,
+        "tell": recorder.console.message,
     }
     engines = Engines(
-        crew.engines,
+        groups.engines,
         **common,
-        probe_T=_probe(stores[TRAIN]),
+        check_T=_check_tokens(stores[TRAIN]),
         timeout=rollout.update_timeout,
-        tolerance=_tolerance(recipe.model.dtype, rollout.probe_tolerance),
+        tolerance=_tolerance(recipe.model.dtype, rollout.weight_check_tolerance),
     )
-    headway = Headway(recorder.progress.waiting, recorder.progress.message)
-    collector = Collector(engines, Replaceable(crew.rewards, **common), headway)
+    rollout_progress = RolloutProgress(recorder.console.waiting, recorder.console.message)
+    collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress)
     sampler = _sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
     trainer = OnlineTrainer(
         settings=settings,
-        ranks=crew.ranks,
+        ranks=groups.ranks,
         engines=engines,
-        relays=crew.relays,
+        relays=groups.relays,
         collector=collector,
         maker=maker,
-        batches=OnDemand(maker.begin),
+        batches=SyncBatches(maker.begin),
         schedule=_schedule(recipe, recipe.optimizer.lr, settings.steps),
         critic_schedule=(
             _schedule(recipe, algorithm.critic.lr, settings.steps)
@@ -88,7 +88,7 @@ def build_trainer(
     )
     trainer.send_weights(goes_on.step)
     if isinstance(maker, BatchMaker) and rollout.staleness:
-        trainer.batches = Ahead(maker.begin, rollout.staleness, settings.steps - goes_on.step)
+        trainer.batches = AsyncBatches(maker.begin, rollout.staleness, settings.steps - goes_on.step)
     return trainer
 
 
@@ -125,17 +125,17 @@ def _maker(
 
 
 def _tolerance(dtype: str, wanted: float | None) -> Tolerance:
-    return PROBE_TOLERANCE[dtype] if wanted is None else Tolerance(wanted, wanted, wanted)
+    return WEIGHT_CHECK_TOLERANCE[dtype] if wanted is None else Tolerance(wanted, wanted, wanted)
 
 
-def _probe(store: PromptStore) -> npt.NDArray[np.int32]:
+def _check_tokens(store: PromptStore) -> npt.NDArray[np.int32]:
     """The longest of the first prompts, cut; a single token is repeated, because log-probs need a second."""
     prompts = [store.prompt(number) for number in range(min(len(store), 16))]
-    longest_P = max(prompts, key=len)[:PROBE_TOKENS]
+    longest_P = max(prompts, key=len)[:WEIGHT_CHECK_TOKENS]
     return np.resize(longest_P, max(2, len(longest_P)))
 
 
-def _judges(reward: RewardSection) -> dict[str, float]:
+def _reward_models(reward: RewardSection) -> dict[str, float]:
     weights = {}
     if reward.model is not None:
         weights["model"] = reward.model.weight
@@ -149,7 +149,7 @@ def _settings(
     cluster: ClusterSection,
     stores: Mapping[str, PromptStore],
     described: Description,
-    takes_turns: bool,
+    colocated: bool,
 ) -> LoopSettings:
     algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
     assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
@@ -174,7 +174,7 @@ def _settings(
         uses_reference=algorithm.kl.place != "off",
         kl_in_reward=algorithm.kl.place == "reward",
         critic_warmup=algorithm.critic.warmup_steps if isinstance(algorithm, PpoSection) else 0,
-        judges=_judges(recipe.reward),
+        reward_models=_reward_models(recipe.reward),
         failed_score=recipe.reward.failed_score,
         overlong=(
             {"max_length": rollout.max_tokens, "buffer": overlong.buffer, "factor": overlong.factor}
@@ -185,7 +185,7 @@ def _settings(
         validation_n=rollout.validation.n,
         validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
         generates=rollout.generates,
-        takes_turns=takes_turns,
+        colocated=colocated,
         checkpoints=RunDirectory(recipe.output).checkpoints,
         record=trajectories(recipe.output) if rollout.record else None,
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,

@@ -1,4 +1,4 @@
-"""Draws in, scored groups out: engines answer, reward workers score, what a dead one lost is done again."""
+"""Draws in, scored groups out: engines response, reward workers score, what a dead one lost is done again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from isotrain.cluster.objects import Handle
 from isotrain.cluster.streams import Stream, next_item, wait_any
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.engines import Engines
-from isotrain.trainers.online.headway import Headway, Request
-from isotrain.trainers.online.messages import Answers, Group, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
+from isotrain.trainers.online.rollout_progress import Request, RolloutProgress
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
 CALLS_AT_ONCE = 4
@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 class Seconds(NamedTuple):
     generating: float
     scoring: float
-    """After the last answer was there; before that, scoring is hidden behind generation."""
+    """After the last response was there; before that, scoring is hidden behind generation."""
 
     def plus(self, other: Seconds) -> Seconds:
         return Seconds(self.generating + other.generating, self.scoring + other.scoring)
@@ -36,40 +36,42 @@ class Seconds(NamedTuple):
 class Collector:
     engines: Engines
     rewards: Replaceable
-    headway: Headway
+    rollout_progress: RolloutProgress
 
     def collect(
         self,
         store: str,
-        tickets: Sequence[Ticket],
+        prompt_requests: Sequence[PromptRequest],
         n: int,
         sampling: Sampling,
         engine_is_free: Callable[[], None] = lambda: None,
     ) -> tuple[list[Group], Seconds]:
-        """`n` scored answers to each draw, in the order of the draws.
+        """`n` scored responses to each draw, in the order of the draws.
 
         `engine_is_free` is called whenever an engine has written all it was asked for.
         """
         done: dict[int, Group] = {}
         seconds = Seconds(0.0, 0.0)
-        what = "answers" if store == TRAIN else f"{store} answers"
-        with self.headway.request(what, len(tickets) * n) as request:
-            while missing := [ticket for ticket in tickets if ticket.place not in done]:
-                request.answered = request.scored = len(done) * n
+        what = "responses" if store == TRAIN else f"{store} responses"
+        with self.rollout_progress.request(what, len(prompt_requests) * n) as request:
+            while missing := [request for request in prompt_requests if request.prompt_index not in done]:
+                request.generated = request.scored = len(done) * n
                 attempt = _Round(self, request, store, n, sampling, engine_is_free)
                 found, spent = attempt.run(missing)
                 done |= found
                 seconds = seconds.plus(spent)
-        return [done[ticket.place] for ticket in tickets], seconds
+        return [done[request.prompt_index] for request in prompt_requests], seconds
 
     def again(
         self, store: str, groups: Sequence[Group], gone: Collection[Any], n: int, sampling: Sampling
     ) -> list[Group]:
-        """The groups, with new answers to those draws whose trajectories are gone."""
-        tickets = [Ticket(g.answers.place, g.answers.row) for g in groups if g.handle in gone]
-        anew, _ = self.collect(store, tickets, n, sampling)
-        by_place = {group.answers.place: group for group in anew}
-        return [by_place.get(group.answers.place, group) for group in groups]
+        """The groups, with new responses to those draws whose trajectories are gone."""
+        prompt_requests = [
+            PromptRequest(g.responses.prompt_index, g.responses.row) for g in groups if g.handle in gone
+        ]
+        anew, _ = self.collect(store, prompt_requests, n, sampling)
+        by_index = {group.responses.prompt_index: group for group in anew}
+        return [by_index.get(group.responses.prompt_index, group) for group in groups]
 
 
 class _Round:
@@ -85,44 +87,44 @@ class _Round:
         engine_is_free: Callable[[], None],
     ) -> None:
         self.engines, self.rewards = collector.engines, collector.rewards
-        self.headway, self.request = collector.headway, request
+        self.rollout_progress, self.request = collector.rollout_progress, request
         self.store, self.n, self.sampling = store, n, sampling
         self.engine_is_free = engine_is_free
         self.streams: list[Task] = []
-        self.backlog: list[tuple[Answers, Handle]] = []
-        self.scoring: dict[Task, list[tuple[Answers, Handle]]] = {}
+        self.backlog: list[tuple[Responses, Handle]] = []
+        self.scoring: dict[Task, list[tuple[Responses, Handle]]] = {}
         self.calls = [0] * len(self.rewards)
         """How many each reward worker is busy with."""
         self.done: dict[int, Group] = {}
 
-    def run(self, tickets: Sequence[Ticket]) -> tuple[dict[int, Group], Seconds]:
-        started = answered = time.perf_counter()
+    def run(self, prompt_requests: Sequence[PromptRequest]) -> tuple[dict[int, Group], Seconds]:
+        started = generated = time.perf_counter()
         for index in range(len(self.engines)):
-            if share := list(tickets[index :: len(self.engines)]):
+            if share := list(prompt_requests[index :: len(self.engines)]):
                 self.streams.append(
-                    self.engines.stream(index, "answer", self.store, share, self.n, self.sampling)
+                    self.engines.stream(index, "generate", self.store, share, self.n, self.sampling)
                 )
-                self.headway.asked(index)
+                self.rollout_progress.asked(index)
         while self.streams or self.scoring or self.backlog:
             self._send_backlog()
             tasks = [*self.streams, *self.scoring]
-            self.headway.look(self.request, [task.index for task in self.streams])
+            self.rollout_progress.look(self.request, [task.index for task in self.streams])
             works, deadline = [task.work for task in tasks], time.monotonic() + LOOK_SECONDS
             for number in wait_any(self.engines.group.watch, works, deadline):
                 if isinstance(tasks[number].work, Stream):
-                    self._take_answers(tasks[number])
-                    answered = time.perf_counter()
+                    self._take_responses(tasks[number])
+                    generated = time.perf_counter()
                 else:
                     self._take_scores(tasks[number])
-        return self.done, Seconds(answered - started, time.perf_counter() - answered)
+        return self.done, Seconds(generated - started, time.perf_counter() - generated)
 
-    def _take_answers(self, task: Task) -> None:
+    def _take_responses(self, task: Task) -> None:
         """One group that an engine has finished, or the end of its work."""
         assert isinstance(task.work, Stream)
         try:
             self.backlog.append(next_item(self.engines.group, task.work))
-            self.headway.heard_from(task.index)
-            self.request.answered += self.n
+            self.rollout_progress.heard_from(task.index)
+            self.request.generated += self.n
         except StopIteration:
             self.streams.remove(task)
             self.engine_is_free()
@@ -135,7 +137,7 @@ class _Round:
         while self.backlog and (free := len(self.calls) * CALLS_AT_ONCE - sum(self.calls)):
             count = -(-len(self.backlog) // free)
             work, self.backlog = self.backlog[:count], self.backlog[count:]
-            items = [(answers.row, handle) for answers, handle in work]
+            items = [(responses.row, handle) for responses, handle in work]
             index = self.calls.index(min(self.calls))
             self.calls[index] += 1
             self.scoring[self.rewards.submit(index, "score", self.store, items)] = work
@@ -147,9 +149,9 @@ class _Round:
         if scored is DIED:
             self.backlog += work
             return
-        for (answers, handle), told in zip(work, scored, strict=True):
-            # None where the answers died with their engine: the draw is missing, and answered again.
+        for (responses, handle), told in zip(work, scored, strict=True):
+            # None where the responses died with their engine: the draw is missing, and generated again.
             if told is not None:
                 source, scores = told
-                self.done[answers.place] = Group(answers, handle, scores, source)
+                self.done[responses.prompt_index] = Group(responses, handle, scores, source)
                 self.request.scored += self.n

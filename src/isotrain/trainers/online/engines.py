@@ -1,6 +1,6 @@
 """The generation engines as the controller sees them: all with the same verified weights.
 
-T: tokens of the probe.
+T: tokens of the weight check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Weights(NamedTuple):
     updates: list[WeightUpdate]
     """Where each engine finds them."""
     logps: npt.NDArray[np.float32]
-    """The trained model's log-probs of the probe with these weights."""
+    """The trained model's log-probs of a fixed prompt with these weights."""
 
 
 class Delivery(NamedTuple):
@@ -33,16 +33,17 @@ class Delivery(NamedTuple):
     free: Task
     """Answered when the engine has done what it was asked for before."""
     update: Task
-    probe: Task
+    logps: Task
     weights: Weights
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far log-probs of a probe may differ: at the first update, and later in terms of those before.
+    """How far log-probs of a fixed prompt may differ: at the first update, and later in terms of those
+    before.
 
-    Rounding differs from model to model, and grows slowly as a model leaves the probe behind; weights that an
-    engine did not take show at once.
+    Rounding differs from model to model, and grows slowly as a model leaves that prompt behind; weights that
+    an engine did not take show at once.
     """
 
     first: float
@@ -59,8 +60,8 @@ class Engines(Replaceable):
     """Updates are queued behind what an engine is doing, and every one is verified.
 
     The engine itself compares what it got with the update's digest. Here its version is compared, and its
-    log-probs of a probe with those of the trained model, which shows that the weights also mean the same.
-    What an engine is doing may take as long as it likes: an update's time begins after that.
+    log-probs of a fixed prompt with those of the trained model, which shows that the weights also mean the
+    same. What an engine is doing may take as long as it likes: an update's time begins after that.
     """
 
     def __init__(
@@ -69,18 +70,18 @@ class Engines(Replaceable):
         start_timeout: float,
         tell: Callable[[str], None],
         *,
-        probe_T: npt.NDArray[np.int32],
+        check_T: npt.NDArray[np.int32],
         timeout: float,
         tolerance: Tolerance,
     ) -> None:
         super().__init__(group, start_timeout, tell)
-        self.probe_T, self.timeout, self.tolerance = probe_T, timeout, tolerance
+        self.check_T, self.timeout, self.tolerance = check_T, timeout, tolerance
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
         self.difference = 0.0
-        """On the probe, of the update that was verified last."""
+        """In the weight check, of the update that was verified last."""
         self.largest: float | None = None
-        """On the probe, of all updates."""
+        """In the weight check, of all updates."""
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
@@ -88,13 +89,14 @@ class Engines(Replaceable):
         self.under_way = [self._send_to(index, weights) for index in range(len(self))]
 
     def _send_to(self, index: int, weights: Weights) -> Delivery:
-        with self._places[index]:  # no thread may ask for answers in between
+        with self._places[index]:  # no thread may ask for responses in between
             free = self.submit(index, "report")
             update = self.submit(index, "update", weights.updates[index])
-            return Delivery(free, update, self.submit(index, "probe", self.probe_T), weights)
+            return Delivery(free, update, self.submit(index, "weight_check", self.check_T), weights)
 
     def settle(self) -> float:
-        """Wait until all engines have what was sent last; returns the largest difference on the probe."""
+        """Wait until all engines have what was sent last; returns the largest difference in the weight
+        check."""
         deliveries, self.under_way = self.under_way, []
         verified = [self._verified(delivery) for delivery in deliveries]
         if found := [difference for difference in verified if difference is not None]:
@@ -107,7 +109,7 @@ class Engines(Replaceable):
         self.result(delivery.free)
         try:
             version = self.result(delivery.update, self.timeout)
-            logps = self.result(delivery.probe, self.timeout)
+            logps = self.result(delivery.logps, self.timeout)
         except Overdue as error:
             raise WeightUpdateError(
                 f"{name}: weight update {weights.version} has not ended within {self.timeout:g} s "
@@ -125,7 +127,7 @@ class Engines(Replaceable):
         if not difference <= allowed:
             raise WeightUpdateError(
                 f"{name}: after weight update {weights.version} its log-probs differ from the trained model "
-                f"by {difference:.3g} in the mean, {allowed:.3g} are allowed (rollout.probe_tolerance)"
+                f"by {difference:.3g} in the mean, {allowed:.3g} are allowed (rollout.weight_check_tolerance)"
             )
         return difference
 
@@ -133,7 +135,7 @@ class Engines(Replaceable):
         super().prepare(index)
         if (weights := self.newest) is not None:
             version = self.group.call_on(index, "update", weights.updates[index], timeout=self.timeout)
-            logps = self.group.call_on(index, "probe", self.probe_T, timeout=self.timeout)
+            logps = self.group.call_on(index, "weight_check", self.check_T, timeout=self.timeout)
             self._compared(engine_name(index), version, logps, weights)
 
 

@@ -1,4 +1,4 @@
-"""Answers that could not be scored: counted by cause, told at a bounded rate."""
+"""Responses that could not be scored: counted by cause, told at a bounded rate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STEPS_BETWEEN = 10
 
 @dataclass(frozen=True)
 class Failures:
-    """Of some answers: how many there are, how many have no score by cause, and why the first of these."""
+    """Of some responses: how many there are, how many have no score by cause, and why the first of these."""
 
-    answers: int = 0
+    responses: int = 0
     causes: Mapping[str, int] = field(default_factory=dict)
     first: str = ""
 
@@ -28,11 +28,11 @@ class Failures:
 
     @property
     def share(self) -> float:
-        return self.count / self.answers if self.answers else 0.0
+        return self.count / self.responses if self.responses else 0.0
 
     def plus(self, other: Failures) -> Failures:
         causes = Counter(self.causes) + Counter(other.causes)
-        return Failures(self.answers + other.answers, causes, self.first or other.first)
+        return Failures(self.responses + other.responses, causes, self.first or other.first)
 
     def metrics(self) -> dict[str, float]:
         names = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
@@ -41,10 +41,10 @@ class Failures:
 
     def as_counts(self) -> dict[str, int]:
         """As a recording keeps them."""
-        return {"answers": self.answers, **self.causes} if self.answers else {}
+        return {"responses": self.responses, **self.causes} if self.responses else {}
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.answers} answers got no score, the first because of {self.first}"
+        return f"{self.count} of {self.responses} responses got no score, the first because of {self.first}"
 
 
 def failures_of(groups: Iterable[Group]) -> Failures:
@@ -56,13 +56,13 @@ def failures_of(groups: Iterable[Group]) -> Failures:
 
 def recorded_failures(counts: Mapping[str, int]) -> Failures:
     causes: dict[str, int] = {cause: counts[cause] for cause in FAILURES if counts.get(cause)}
-    first = f"{next(iter(causes))}: in an answer that was not recorded" if causes else ""
-    return Failures(counts.get("answers", 0), causes, first)
+    first = f"{next(iter(causes))}: in a response that was not recorded" if causes else ""
+    return Failures(counts.get("responses", 0), causes, first)
 
 
 @dataclass
 class Warnings:
-    """When failures of one kind of answers are told: the first few, then what is twice as bad, or all."""
+    """When failures of one kind of responses are told: the first few, then what is twice as bad, or all."""
 
     told: int = 0
     worst: float = 0.0

@@ -1,4 +1,4 @@
-"""The online loop: generate, score, judge, estimate, update, send the weights out, validate, save.
+"""The online loop: generate, score, estimate, update, send the weights out, validate, save.
 
 R: trajectories of a step.
 """
@@ -25,12 +25,12 @@ from isotrain.engine.checkpoint.pending import wait_for_pending
 from isotrain.engine.schedule import Schedule
 from isotrain.errors import NonFiniteError, RewardError, WeightUpdateError
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import Ahead, Batch, Maker, OnDemand
+from isotrain.trainers.online.batches import AsyncBatches, Batch, Maker, SyncBatches
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.failures import Failures, Warnings
-from isotrain.trainers.online.figures import advantage_figures, step_figures, validation_figures
-from isotrain.trainers.online.messages import Group, RunState, Ticket
+from isotrain.trainers.online.messages import Group, PromptRequest, RunState
+from isotrain.trainers.online.metrics import advantage_metrics, step_metrics, validation_metrics
 from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import VALIDATION
 from isotrain.trainers.online.relays import Relays
@@ -55,7 +55,7 @@ class LoopSettings:
     """Prompts of one update."""
     budget: int
     share_prompts: bool
-    """Whether the ranks compute a prompt once for all answers to it that they have."""
+    """Whether the ranks compute a prompt once for all responses to it that they have."""
     devices: int
     estimation: AdvantageSettings
     several_updates: bool
@@ -63,7 +63,7 @@ class LoopSettings:
     uses_reference: bool
     kl_in_reward: bool
     critic_warmup: int
-    judges: Mapping[str, float]
+    reward_models: Mapping[str, float]
     """Models on the ranks that give rewards, with their weights."""
     failed_score: float
     overlong: dict[str, Any] | None
@@ -72,7 +72,7 @@ class LoopSettings:
     validation_sampling: Sampling
     generates: bool
     """Whether there are engines; a replay has none, and so no validation."""
-    takes_turns: bool
+    colocated: bool
     """Whether ranks and engines use the same device memory one after the other."""
     checkpoints: Path
     record: Path | None
@@ -87,7 +87,7 @@ class OnlineTrainer:
     relays: Relays
     collector: Collector
     maker: Maker
-    batches: OnDemand | Ahead
+    batches: SyncBatches | AsyncBatches
     schedule: Schedule
     critic_schedule: Schedule | None
     kl: FixedKl | AdaptiveKl
@@ -119,7 +119,7 @@ class OnlineTrainer:
             return
         self.waited, died = True, isinstance(error, WorkerDied)
         seconds = WRITING_SECONDS_AFTER_A_DEATH if died else WRITING_SECONDS
-        wait_for_pending(self.settings.checkpoints, seconds, self.recorder.progress.message)
+        wait_for_pending(self.settings.checkpoints, seconds, self.recorder.console.message)
 
     def _train(self, done: int) -> None:
         if done == 0 and self.settings.validate_first and self.settings.validation_rows:
@@ -141,7 +141,7 @@ class OnlineTrainer:
             if self._is_due(step, self.settings.save_every):
                 self._save(step, batch.taken)
             if failure := next(filter(None, self.ranks.call("save_failure")), None):
-                self.recorder.progress.message(f"warning: {failure}; training goes on without it")
+                self.recorder.console.message(f"warning: {failure}; training goes on without it")
         self.engines.settle()
         self.ranks.call("finish")
 
@@ -150,21 +150,21 @@ class OnlineTrainer:
         first, self.first = self.first, False
         if first and failures.share == 1.0 and self.settings.generates:
             raise RewardError(
-                f"not one of the first {failures.count} answers could be scored, the first because of "
+                f"not one of the first {failures.count} responses could be scored, the first because of "
                 f"{failures.first}; look at the reward section and its answer_key"
             )
         if self.warnings.is_due(step, failures):
-            self.recorder.progress.message(f"warning: step {step}: {failures}")
+            self.recorder.console.message(f"warning: step {step}: {failures}")
 
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
         """Trajectories to the ranks that will learn from them."""
         with self._timed("deliver"):
             groups, plan = self._load(batch.groups, self.settings.mini_batch_size, self.maker.again)
         self.engines.post("release", batch.taken)
-        if self.settings.takes_turns:
+        if self.settings.colocated:
             with self._in_time("before training"):
                 self.engines.on_all("sleep", timeout=self.engines.timeout)
-                self.ranks.call("come_back", timeout=self.engines.timeout)
+                self.ranks.call("onload", timeout=self.engines.timeout)
         return replace(batch, groups=groups), plan
 
     def _load(
@@ -183,14 +183,14 @@ class OnlineTrainer:
             gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
             if not gone:
                 return groups, plan
-            # Trajectories die with the process that put them: their draws are answered once more.
-            self.recorder.progress.message(f"warning: {len(gone)} group(s) were lost and are answered again")
+            # Trajectories die with the process that put them: their draws are generated once more.
+            self.recorder.console.message(f"warning: {len(gone)} group(s) were lost and are generated again")
             groups = again(groups, gone)
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
         settings, ranks = self.settings, self.ranks
-        scores_R, failures, judged = self._scores(batch.groups)
+        scores_R, failures, model_scores = self._scores(batch.groups)
         failures = failures.plus(batch.others)
         self._tell_failures(step, failures)
         warming = step <= settings.critic_warmup
@@ -208,9 +208,9 @@ class OnlineTrainer:
         rewards_R = shaped_R - self.kl.coefficient * kl_R
         with self._timed("adv"):
             advantages = self._advantages(batch, plan, shaped_R, rewards_R)
-            figures = ranks.call_each("advantages", advantages)
-        values = step_figures(batch.groups, scores_R, rewards_R, step - 1, failures)
-        values |= judged | advantage_figures(figures)
+            metrics = ranks.call_each("advantages", advantages)
+        values = step_metrics(batch.groups, scores_R, rewards_R, step - 1, failures)
+        values |= model_scores | advantage_metrics(metrics)
         if self.critic_schedule is not None:
             with self._timed("update_critic"):
                 values |= ranks.call("update_critic", self.critic_schedule(step))[0]
@@ -236,19 +236,19 @@ class OnlineTrainer:
 
     def _scores(self, groups: Sequence[Group]) -> Scored:
         """Of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
-        settings, judged = self.settings, {}
-        for name in settings.judges:
+        settings, model_scores = self.settings, {}
+        for name in settings.reward_models:
             with self._timed("reward_model"):
-                told = self.ranks.call("judge", name)
-            judged[name] = np.empty(sum(map(len, told)))
+                told = self.ranks.call("reward_model_scores", name)
+            model_scores[name] = np.empty(sum(map(len, told)))
             for part in told:
-                judged[name][list(part)] = list(part.values())
-        return total_scores(groups, judged, settings.judges, settings.failed_score)
+                model_scores[name][list(part)] = list(part.values())
+        return total_scores(groups, model_scores, settings.reward_models, settings.failed_score)
 
     def _length_shaping(self, batch: Batch) -> Numbers | float:
         if self.settings.overlong is None:
             return 0.0
-        lengths = [n for group in batch.groups for n in group.answers.response_lengths]
+        lengths = [n for group in batch.groups for n in group.responses.response_lengths]
         shaping_R: Numbers = overlong_penalty(lengths, **self.settings.overlong).double().numpy()
         return shaping_R
 
@@ -266,7 +266,9 @@ class OnlineTrainer:
             )
             advantages = plan.split(advantages_R.tolist())
         if batch.greedy is not None:
-            greedy = plan.split([batch.greedy[g.answers.place] for g in batch.groups for _ in g.scores])
+            greedy = plan.split(
+                [batch.greedy[g.responses.prompt_index] for g in batch.groups for _ in g.scores]
+            )
         scores = plan.split(scores_R.tolist())
         return [
             (scores[rank], advantages[rank], greedy[rank], self.kl.coefficient)
@@ -281,39 +283,39 @@ class OnlineTrainer:
         with self._timed("update_weights"), self._in_time(f"weight update {version}"):
             difference = self.engines.settle()  # the files of the last update but one are about to be reused
             update = self.ranks.call("publish", version, timeout=limit)[0]
-            expected = self.ranks.call("probe", self.engines.probe_T, timeout=limit)[0]
-            if self.settings.takes_turns:
-                self.ranks.call("make_room", timeout=limit)
+            expected = self.ranks.call("weight_check", self.engines.check_T, timeout=limit)[0]
+            if self.settings.colocated:
+                self.ranks.call("offload", timeout=limit)
                 self.engines.on_all("wake", timeout=limit)
             self.engines.send(Weights(version, self.relays.spread(update), expected))
-            if isinstance(self.batches, OnDemand):
+            if isinstance(self.batches, SyncBatches):
                 difference = self.engines.settle()
-        return {"rollout/version": float(version), "rollout/probe_diff": difference}
+        return {"rollout/version": float(version), "rollout/weight_check_diff": difference}
 
     def validate(self, step: int) -> dict[str, float]:
         settings = self.settings
         self.engines.settle()  # a figure of weights that turn out to be wrong must not be written
-        # Places before 0 are no draws of the run: training answers never share a seed with these.
-        tickets = [Ticket(-1 - row, row) for row in range(settings.validation_rows)]
+        # Places before 0 are no draws of the run: training responses never share a seed with these.
+        prompt_requests = [PromptRequest(-1 - row, row) for row in range(settings.validation_rows)]
         n, sampling = settings.validation_n, settings.validation_sampling
-        groups, _ = self.collector.collect(VALIDATION, tickets, n, sampling)
-        if settings.judges:  # a reward model must be given the trajectories first
+        groups, _ = self.collector.collect(VALIDATION, prompt_requests, n, sampling)
+        if settings.reward_models:  # a reward model must be given the trajectories first
 
             def again(groups: list[Group], gone: Collection[Any]) -> list[Group]:
                 return self.collector.again(VALIDATION, groups, gone, n, sampling)
 
             groups, _ = self._load(groups, len(groups), again)
-            if settings.takes_turns:
-                self.ranks.call("come_back")
+            if settings.colocated:
+                self.ranks.call("onload")
         scores_R, failures, _ = self._scores(groups)
-        if settings.judges:
+        if settings.reward_models:
             self.ranks.call("forget")
-            if settings.takes_turns:
-                self.ranks.call("make_room")
+            if settings.colocated:
+                self.ranks.call("offload")
         self.engines.post("release", 0)
         if self.validation_warnings.is_due(step, failures):
-            self.recorder.progress.message(f"warning: validation after step {step}: {failures}")
-        return validation_figures(groups, scores_R, failures)
+            self.recorder.console.message(f"warning: validation after step {step}: {failures}")
+        return validation_metrics(groups, scores_R, failures)
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]
@@ -331,11 +333,11 @@ class OnlineTrainer:
     def _save(self, step: int, taken: int) -> None:
         started = time.perf_counter()
         self.recorder.sync()
-        if self.settings.takes_turns:
-            self.ranks.call("come_back")
+        if self.settings.colocated:
+            self.ranks.call("onload")
         self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
-        if self.settings.takes_turns:
-            self.ranks.call("make_room")
+        if self.settings.colocated:
+            self.ranks.call("offload")
         self.saving = {"save_checkpoint": time.perf_counter() - started}
 
     def _count_skipped(self, step: int, values: dict[str, float]) -> None:
@@ -346,10 +348,10 @@ class OnlineTrainer:
         what = f"step {step}: {skipped} update(s) with a loss or gradient that is not finite"
         if self.skipped > self.settings.max_skipped:
             raise NonFiniteError(
-                f"{what}; lower optimizer.lr, look at this step's answers (rollout.record=true), "
+                f"{what}; lower optimizer.lr, look at this step's responses (rollout.record=true), "
                 "or set trainer.non_finite=skip and trainer.max_skipped_steps"
             )
-        self.recorder.progress.message(f"warning: {what}, left out")
+        self.recorder.console.message(f"warning: {what}, left out")
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.settings.steps or (every > 0 and step % every == 0)
@@ -390,7 +392,7 @@ def _marks(batch: Batch, rewards_R: Numbers) -> list[Marks]:
             parts=score.parts,
             failure=score.failure,
             source=group.source,
-            greedy=greedy.get(group.answers.place),
+            greedy=greedy.get(group.responses.prompt_index),
             reward=reward,
             detail=score.detail,
         )

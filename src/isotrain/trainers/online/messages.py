@@ -1,4 +1,4 @@
-"""What controller and workers tell each other: metadata, of a size that answers' lengths do not change."""
+"""What controller and workers tell each other: metadata, of a size that responses' lengths do not change."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 from isotrain.data.trajectory import Trajectory
 
 
-class Ticket(NamedTuple):
-    """A draw of a prompt that wants answers."""
+class PromptRequest(NamedTuple):
+    """A draw of a prompt that wants responses."""
 
-    place: int
+    prompt_index: int
     """Which draw of the run this is."""
     row: int
     """Number of the prompt in its store."""
 
 
-class Answers(NamedTuple):
-    """The answers to one draw, as far as the controller knows them."""
+class Responses(NamedTuple):
+    """The responses to one draw, as far as the controller knows them."""
 
-    place: int
+    prompt_index: int
     row: int
     prompt_length: int
     response_lengths: tuple[int, ...]
@@ -32,11 +32,11 @@ class Answers(NamedTuple):
     """Oldest weights that wrote any of them."""
 
 
-def describe(group: Sequence[Trajectory]) -> Answers:
-    """What the controller is told of the answers to one draw."""
+def describe(group: Sequence[Trajectory]) -> Responses:
+    """What the controller is told of the responses to one draw."""
     first = group[0]
-    return Answers(
-        place=first.place,
+    return Responses(
+        prompt_index=first.prompt_index,
         row=first.row,
         prompt_length=first.prompt_length,
         response_lengths=tuple(len(t.mask_N) for t in group),
@@ -56,9 +56,9 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Scored answers to one draw; the trajectories themselves are where `handle` points."""
+    """Scored responses to one draw; the trajectories themselves are where `handle` points."""
 
-    answers: Answers
+    responses: Responses
     handle: Any
     scores: tuple[Score, ...]
     source: str
@@ -83,7 +83,7 @@ class RankPlan:
     totals: list[Totals]
     """Of each mini-batch."""
     share_prompts: bool
-    """Whether a prompt with several answers in one micro-batch is there once."""
+    """Whether a prompt with several responses in one micro-batch is there once."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The models of an online run on one rank: policy, reference, critic, judges."""
+"""The models of an online run on one rank: policy, reference, critic, reward_models."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from isotrain.engine.build import (
     build_reward_model,
 )
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.frozen import Frozen
-from isotrain.engine.verdicts import Verdicts, of_classes, of_tokens
+from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.step_scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.scalar import ScalarModel
 from isotrain.recipe.online import Online, PpoSection, ProcessRewardSection, RewardSection
 from isotrain.recipe.schema import ModelSection, Recipe
 from isotrain.rollout.stopping import end_tokens
-from isotrain.trainers.online.judges import AGGREGATIONS, Judge, Steps, WholeAnswers
+from isotrain.trainers.online.reward_models import (
+    AGGREGATIONS,
+    ProcessRewardModel,
+    ResponseRewardModel,
+    RewardModel,
+)
 
 
 @dataclass(frozen=True)
@@ -37,17 +42,17 @@ class Models:
     device: Device
     world: World
     policy: TrainingEngine
-    reference: Frozen | None
+    reference: InferenceModel | None
     """None where no reference is needed, or where the policy without its adapters is the reference."""
     critic: TrainingEngine | None
     value_clip: float | None
-    judges: dict[str, Judge]
+    reward_models: dict[str, RewardModel]
     """By their name below `reward`."""
     rollout_dtype: torch.dtype
 
-    def all(self) -> list[TrainingEngine | Frozen]:
-        judges = [judge.model for judge in self.judges.values()]
-        return [m for m in (self.policy, self.reference, self.critic, *judges) if m is not None]
+    def all(self) -> list[TrainingEngine | InferenceModel]:
+        reward_models = [scorer.model for scorer in self.reward_models.values()]
+        return [m for m in (self.policy, self.reference, self.critic, *reward_models) if m is not None]
 
 
 def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str) -> Models:
@@ -73,39 +78,39 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
         reference=build_reference(model, **common) if needs_copy else None,
         critic=critic,
         value_clip=value_clip,
-        judges=build_reward_models(recipe.reward, model, recipe.data.tokens_per_micro_batch, **common),
+        reward_models=build_reward_models(recipe.reward, model, recipe.data.tokens_per_micro_batch, **common),
         rollout_dtype=getattr(torch, model.dtype),
     )
 
 
 def build_reward_models(
     reward: RewardSection, model: ModelSection, budget: int, *, device: Device, world: World
-) -> dict[str, Judge]:
-    judges: dict[str, Judge] = {}
+) -> dict[str, RewardModel]:
+    reward_models: dict[str, RewardModel] = {}
     if reward.model is not None:
         scorer = build_reward_model(reward.model.path, model, device=device, world=world)
         policy = model_directory(model.path)
         closing = closing_tokens(load_tokenizer(policy))
-        judges["model"] = WholeAnswers(scorer, budget, closing, end_tokens(policy))
+        reward_models["model"] = ResponseRewardModel(scorer, budget, closing, end_tokens(policy))
     if reward.process is not None:
-        judges["process"] = _steps(reward.process, model, budget, device, world)
-    return judges
+        reward_models["process"] = _steps(reward.process, model, budget, device, world)
+    return reward_models
 
 
 def _steps(
     process: ProcessRewardSection, model: ModelSection, budget: int, device: Device, world: World
-) -> Steps:
+) -> ProcessRewardModel:
     tokenizer = load_tokenizer(model_directory(process.path, "reward.process.path"))
-    judge = build_process_reward_model(process.path, model, device=device, world=world)
-    verdicts: Verdicts = of_classes
-    if not isinstance(judge.model, ScalarModel):
+    scorer = build_process_reward_model(process.path, model, device=device, world=world)
+    step_scores: StepScores = of_classes
+    if not isinstance(scorer.model, ScalarModel):
         bad = single_token(tokenizer, process.bad_token, "reward.process.bad_token")
         good = single_token(tokenizer, process.good_token, "reward.process.good_token")
-        verdicts = of_tokens(bad, good)
-    return Steps(
-        judge,
+        step_scores = of_tokens(bad, good)
+    return ProcessRewardModel(
+        scorer,
         budget,
-        verdicts,
+        step_scores,
         tokenizer,
         process.step_separator,
         separator_tokens(tokenizer, process.step_separator, "reward.process.step_separator"),

@@ -31,11 +31,11 @@ class StepPlan:
 def plan_step(
     groups: Sequence[Group], groups_per_mini_batch: int, budget: int, ranks: int, share_prompts: bool
 ) -> StepPlan:
-    firsts = list(accumulate((len(group.answers.written) for group in groups), initial=0))
-    group_of = [number for number, group in enumerate(groups) for _ in group.answers.written]
-    written = [count for group in groups for count in group.answers.written]
+    firsts = list(accumulate((len(group.responses.written) for group in groups), initial=0))
+    group_of = [number for number, group in enumerate(groups) for _ in group.responses.written]
+    written = [count for group in groups for count in group.responses.written]
     minis = plan_mini_batches(
-        [(group.answers.prompt_length, group.answers.response_lengths) for group in groups],
+        [(group.responses.prompt_length, group.responses.response_lengths) for group in groups],
         groups_per_mini_batch,
         budget,
         ranks,
@@ -58,7 +58,7 @@ def plan_step(
             )
         )
     tokens = sum(
-        group.answers.prompt_length * len(group.answers.written) + sum(group.answers.response_lengths)
+        group.responses.prompt_length * len(group.responses.written) + sum(group.responses.response_lengths)
         for group in groups
     )
     return StepPlan(plans, own, tokens)

@@ -1,4 +1,4 @@
-"""A training rank of an online run: the models that learn or judge, led by the controller call by call.
+"""A training rank of an online run: the models that learn or score, led by the controller call by call.
 
 R: trajectories, N: their response tokens.
 """
@@ -27,10 +27,10 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.operator_errors import operators_compared
-from isotrain.engine.probe import Probe
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
@@ -48,7 +48,7 @@ from isotrain.trainers.online.messages import RankPlan, RunState
 from isotrain.trainers.online.models import Models, build_models
 from isotrain.trainers.online.settings import advantage_settings, update_settings
 from isotrain.trainers.online.step import (
-    AdvantageFigures,
+    AdvantageMetrics,
     Micro,
     critic_moments,
     critic_objective,
@@ -76,10 +76,10 @@ class Description(NamedTuple):
     """How the policy is computed."""
     fused: str
     shares_prompts: bool
-    """Whether all models can compute a prompt once for several answers."""
+    """Whether all models can compute a prompt once for several responses."""
 
 
-class Progress(NamedTuple):
+class ResumeState(NamedTuple):
     """Where a resumed run goes on."""
 
     step: int
@@ -138,17 +138,19 @@ class PolicyRank:
         """Whether a file that the controller has written is on this machine too."""
         return Path(file).is_file()
 
-    def resume(self) -> Progress:
+    def resume(self) -> ResumeState:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = newest_valid(self.writer.root, self.world)
         if reader is None:
-            Probe(self.policy, RunDirectory(self.recipe.output).probe, self.recipe.observe.probe)
-            return Progress(0, {}, complaints)
+            LayerTrace(
+                self.policy, RunDirectory(self.recipe.output).layer_trace, self.recipe.observe.layer_trace
+            )
+            return ResumeState(0, {}, complaints)
         self.around_first_update = nullcontext
         restore(self.policy, self.device, reader)
         if self.models.critic is not None:
             restore(self.models.critic, self.device, reader, prefix="critic/")
-        return Progress(reader.step, dict(reader.state), complaints)
+        return ResumeState(reader.step, dict(reader.state), complaints)
 
     def load(self, plan: RankPlan) -> list[int]:
         """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any."""
@@ -197,7 +199,7 @@ class PolicyRank:
             for penalty in penalties(micro, micro.old_logp_N, estimator)
         ]
 
-    def _logps(self, forward: TrainingEngine | Frozen) -> list[torch.Tensor]:
+    def _logps(self, forward: TrainingEngine | InferenceModel) -> list[torch.Tensor]:
         temperature = self.settings.temperature
         return forward.infer([m.batch.packed for m in self.micros], lambda head: head.logps(temperature))
 
@@ -209,10 +211,10 @@ class PolicyRank:
         ):
             micro.values_N = values_N
 
-    def judge(self, name: str) -> dict[int, float]:
-        """A judge's scores of this rank's trajectories."""
+    def reward_model_scores(self, name: str) -> dict[int, float]:
+        """A reward model's scores of this rank's trajectories."""
         own = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
-        return self.models.judges[name].scores(own)
+        return self.models.reward_models[name].scores(own)
 
     def advantages(
         self,
@@ -220,7 +222,7 @@ class PolicyRank:
         trajectory_advantages: Mapping[int, float] | None,
         greedy: Mapping[int, float] | None,
         kl_coefficient: float,
-    ) -> AdvantageFigures:
+    ) -> AdvantageMetrics:
         micros = self.micros
         estimate(
             micros,
@@ -238,7 +240,7 @@ class PolicyRank:
         spans = {
             name: join_spans(span(getattr(m, f"{name}_N"), m.batch.mask_N) for m in micros) for name in names
         }
-        return AdvantageFigures(spans, critic)
+        return AdvantageMetrics(spans, critic)
 
     def update_critic(self, lr: float) -> dict[str, float]:
         critic, clip = self.models.critic, self.models.value_clip
@@ -295,7 +297,7 @@ class PolicyRank:
         assert self.sender is not None
         self.sender.send(read_update(update), update.version)
 
-    def probe(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def weight_check(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """Log-probs of a sequence's tokens from the second on, at temperature 1."""
         mask_T = np.ones(len(sequence_T), np.bool_)
         (logp_N,) = self.policy.infer([pack([Sample(sequence_T, mask_T)])], lambda head: head.logps())
@@ -341,12 +343,12 @@ class PolicyRank:
         if failure := self.writer.failure():
             raise CheckpointError(failure)
 
-    def make_room(self) -> None:
+    def offload(self) -> None:
         """Everything to host memory: the device is another's for a while."""
         for engine in self.models.all():
             offload(engine)
 
-    def come_back(self) -> None:
+    def onload(self) -> None:
         for engine in self.models.all():
             onload(engine)
 

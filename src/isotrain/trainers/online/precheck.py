@@ -43,7 +43,7 @@ def _warnings(algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
         )
     if rollout.staleness and algorithm.correction.level == "off":
         warnings.append(
-            f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of answers; "
+            f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of responses; "
             "algorithm.correction.level=token does"
         )
     return warnings
@@ -67,7 +67,7 @@ def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSectio
 
 
 def _not_here(rollout: RolloutSection, reward: RewardSection, device_type: str) -> Iterator[IsotrainError]:
-    """What this machine lacks to make answers and scores; a replay has both."""
+    """What this machine lacks to make responses and scores; a replay has both."""
     if not rollout.generates:
         return
     if rollout.engine == "vllm" and find_spec("vllm") is None:

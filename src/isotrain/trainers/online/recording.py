@@ -19,7 +19,8 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.setup import digest_field
 
 DESCRIPTION = "recorded.json"
-# Other values of these would not fit the answers. Whatever else differs is found when the runs are compared.
+# Other values of these would not fit the responses. Whatever else differs is found when the runs are
+# compared.
 FIELDS = (
     "seed",
     "algorithm.name",
@@ -32,7 +33,7 @@ _LARGEST = 1 << 20
 
 
 def trajectories(run: str | Path) -> Path:
-    """Where a run's recorded answers are."""
+    """Where a run's recorded responses are."""
     return Path(run) / "trajectories"
 
 
@@ -40,7 +41,7 @@ def frozen_models(recipe: Recipe) -> list[str]:
     """Sections of models whose weights a checkpoint does not hold: a run that goes on reads them again."""
     assert recipe.reward is not None and isinstance(recipe.algorithm, OnlineSection)
     read_again = recipe.model.lora.rank > 0 or recipe.algorithm.kl.place != "off"
-    return (["model"] if read_again else []) + [f"reward.{name}" for name in recipe.reward.judges]
+    return (["model"] if read_again else []) + [f"reward.{name}" for name in recipe.reward.reward_models]
 
 
 def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, str]:

@@ -17,7 +17,7 @@ MOST_DEATHS = 10
 
 
 class Died:
-    """What stands for the answer of a worker that died; there is a new one in its place."""
+    """What stands for the response of a worker that died; there is a new one in its place."""
 
 
 DIED = Died()

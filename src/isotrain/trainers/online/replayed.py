@@ -1,4 +1,4 @@
-"""Batches of recorded trajectories, in the place of new answers.
+"""Batches of recorded trajectories, in the place of new responses.
 
 P: tokens of a prompt.
 """
@@ -63,7 +63,7 @@ class Replayed:
         wanted = len(replace(self.sampler).next_batch())
         if len(groups) != wanted:
             raise self._wrong(f"has {len(groups)} prompts instead of {wanted}")
-        self.taken = groups[-1].answers.place + 1
+        self.taken = groups[-1].responses.prompt_index + 1
         return Batch(
             groups,
             greedy or None,
@@ -78,33 +78,35 @@ class Replayed:
         """The step's groups in the order of their draws, and the greedy scores that were recorded."""
         groups: list[Group] = []
         greedy: dict[int, float] = {}
-        for place, records in _by_draw(read_step(self.directory, self.step)):
-            self._check(place, records)
+        for prompt_index, records in _by_draw(read_step(self.directory, self.step)):
+            self._check(prompt_index, records)
             group = tuple(record.trajectory for record in records)
             scores = tuple(Score(m.score, m.parts, m.failure, m.detail) for _, m, _ in records)
             groups.append(Group(describe(group), put(group), scores, records[0].marks.source))
             if (score := records[0].marks.greedy) is not None:
-                greedy[place] = score
+                greedy[prompt_index] = score
         return groups, greedy
 
-    def _check(self, place: int, records: Sequence[Record]) -> None:
+    def _check(self, prompt_index: int, records: Sequence[Record]) -> None:
         group = [record.trajectory for record in records]
         if [t.sample for t in group] != list(range(self.n)):
-            raise self._wrong(f"has not {self.n} answers to draw {place}")
-        drawn = self._row(place)
+            raise self._wrong(f"has not {self.n} responses to draw {prompt_index}")
+        drawn = self._row(prompt_index)
         prompt_P = self.prompts.prompt(drawn)
         for t in group:
             if t.row != drawn or not np.array_equal(t.tokens_T[: t.prompt_length], prompt_P):
-                raise self._wrong(f"has another prompt for draw {place} than the data of this recipe")
+                raise self._wrong(f"has another prompt for draw {prompt_index} than the data of this recipe")
             if len(t.mask_N) > self.max_tokens:
-                raise self._wrong(f"has an answer of {len(t.mask_N)} tokens to draw {place}")
+                raise self._wrong(f"has a response of {len(t.mask_N)} tokens to draw {prompt_index}")
             if ((t.tokens_T < 0) | (t.tokens_T >= self.vocabulary)).any():
-                raise self._wrong(f"has tokens that the model does not know, in an answer to draw {place}")
+                raise self._wrong(
+                    f"has tokens that the model does not know, in a response to draw {prompt_index}"
+                )
 
-    def _row(self, place: int) -> int:
-        if not 0 <= place - self.sampler.taken < self.most:
-            raise self._wrong(f"has answers to draw {place}, which is not of this step")
-        return int(replace(self.sampler, taken=place, batch_size=1, limit=None).next_batch()[0])
+    def _row(self, prompt_index: int) -> int:
+        if not 0 <= prompt_index - self.sampler.taken < self.most:
+            raise self._wrong(f"has responses to draw {prompt_index}, which is not of this step")
+        return int(replace(self.sampler, taken=prompt_index, batch_size=1, limit=None).next_batch()[0])
 
     def _wrong(self, what: str) -> DataError:
         """The files of a step are one thing: whatever is wrong is told of the first."""
@@ -113,5 +115,5 @@ class Replayed:
 
 
 def _by_draw(records: Sequence[Record]) -> Iterator[tuple[int, list[Record]]]:
-    for place, group in groupby(records, key=lambda record: record.trajectory.place):
-        yield place, list(group)
+    for prompt_index, group in groupby(records, key=lambda record: record.trajectory.prompt_index):
+        yield prompt_index, list(group)

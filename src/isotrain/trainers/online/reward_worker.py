@@ -1,4 +1,4 @@
-"""A worker that reads answers as text and scores them."""
+"""A worker that reads responses as text and scores them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isotrain.data.formats import value_at
 from isotrain.data.trajectory import Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.base import Answer, Scorer
+from isotrain.reward.base import RewardInput, Scorer
 from isotrain.reward.build import build_scorer
 from isotrain.trainers.online.messages import Score
 from isotrain.trainers.online.prompts import open_prompts
@@ -55,14 +55,14 @@ class RewardWorker:
             for group, values in zip(groups, rows, strict=True)
         ]
 
-    def _samples(self, group: Sequence[Trajectory], values: dict[str, Any]) -> list[Answer]:
+    def _samples(self, group: Sequence[Trajectory], values: dict[str, Any]) -> list[RewardInput]:
         texts = self.tokenizer.batch_decode(
             [t.response_N.tolist() for t in group],
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
         answer = value_at(values, self.answer_key)
-        return [Answer(text, answer, values) for text in texts]
+        return [RewardInput(text, answer, values) for text in texts]
 
     def close(self) -> None:
         """End the processes of rewards with all that they started, which the end of this one would not."""

@@ -1,4 +1,5 @@
-"""An engine that answers prompts for the controller, and keeps the trajectories where the ranks find them."""
+"""An engine that generates responses for the controller, and keeps the trajectories where the ranks find
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.messages import Answers, Ticket, describe
+from isotrain.trainers.online.messages import PromptRequest, Responses, describe
 from isotrain.trainers.online.prompts import open_prompts
 
 
@@ -45,35 +46,41 @@ class RolloutWorker:
         )
         return self.engine.settings
 
-    def answer(
-        self, store: str, tickets: Sequence[Ticket], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Answers, Handle]]:
-        """`n` answers to each draw, handed over together as soon as the last of them is there.
+    def generate(
+        self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Responses, Handle]]:
+        """`n` responses to each draw, handed over together as soon as the last of them is there.
 
         Their handles are kept here until `release`: Ray forgets to count references that travel inside the
         items of a stream, and would free what the controller still means to use.
         """
-        open_groups: dict[int, list[Trajectory]] = {ticket.place: [] for ticket in tickets}
+        open_groups: dict[int, list[Trajectory]] = {request.prompt_index: [] for request in prompt_requests}
         with _dying_with_its_engine():
-            for trajectory in self.engine.generate(self._requests(store, tickets, n), sampling):
-                group = open_groups[trajectory.place]
+            for trajectory in self.engine.generate(self._requests(store, prompt_requests, n), sampling):
+                group = open_groups[trajectory.prompt_index]
                 group.append(trajectory)
                 if len(group) == n:
-                    del open_groups[trajectory.place]
+                    del open_groups[trajectory.prompt_index]
                     group.sort(key=lambda t: t.sample)
                     handle = put(tuple(group))
-                    self.held.append((trajectory.place, handle))
+                    self.held.append((trajectory.prompt_index, handle))
                     yield describe(group), handle
 
     def release(self, done: int) -> None:
-        """Forget the answers to draws before `done`; those of validation are before all of them."""
-        self.held = [(place, handle) for place, handle in self.held if place >= done]
+        """Forget the responses to draws before `done`; those of validation are before all of them."""
+        self.held = [(prompt_index, handle) for prompt_index, handle in self.held if prompt_index >= done]
 
-    def _requests(self, store: str, tickets: Sequence[Ticket], n: int) -> list[Request]:
+    def _requests(self, store: str, prompt_requests: Sequence[PromptRequest], n: int) -> list[Request]:
         prompts = self.stores[store]
         return [
-            Request(row, place, sample, sample_seed(self.recipe.seed, place, sample), prompts.prompt(row))
-            for place, row in tickets
+            Request(
+                row,
+                prompt_index,
+                sample,
+                sample_seed(self.recipe.seed, prompt_index, sample),
+                prompts.prompt(row),
+            )
+            for prompt_index, row in prompt_requests
             for sample in range(n)
         ]
 
@@ -86,7 +93,7 @@ class RolloutWorker:
             self.engine.update_weights(update)
         return self.engine.version
 
-    def probe(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def weight_check(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         with _dying_with_its_engine():
             (logps,) = self.engine.logps([sequence_T])
         return logps

@@ -12,13 +12,12 @@ from isotrain.cluster.workers import WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.determinism import profile
 from isotrain.errors import ClusterError
+from isotrain.observe.console import open_console
 from isotrain.observe.environment import differences, without_secrets
-from isotrain.observe.progress import open_progress
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.build import reward_source
 from isotrain.trainers.online.build import build_trainer, devices_of
-from isotrain.trainers.online.crew import assemble
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.precheck import check_online
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
@@ -29,6 +28,7 @@ from isotrain.trainers.online.recording import (
     model_digests,
     write_description,
 )
+from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import (
     changed_since_start,
@@ -45,15 +45,15 @@ def train_online(recipe: Recipe, source: str) -> None:
     assert recipe.rollout is not None and recipe.reward is not None
     rollout = recipe.rollout
     cluster = recipe.cluster or ClusterSection()
-    silent = "console" not in recipe.observe.sinks
+    silent = "console" not in recipe.observe.loggers
     with (
         run_lock(Path(recipe.output), leads=True),
-        open_progress(silent=silent, devices=devices_of(recipe, cluster)) as progress,
+        open_console(silent=silent, devices=devices_of(recipe, cluster)) as console,
     ):
         check_run(recipe)
         for warning in check_online(recipe):
-            progress.message(f"warning: {warning}")
-        stores = open_prompts(recipe, progress.message)
+            console.message(f"warning: {warning}")
+        stores = open_prompts(recipe, console.message)
         digests = {name: store.digest for name, store in stores.items()}
         steps = total_steps(recipe, len(stores[TRAIN]))
         # Every file is read for it, at about a second for each GB and thread: only where it matters.
@@ -63,26 +63,26 @@ def train_online(recipe: Recipe, source: str) -> None:
         function = reward_source(recipe.reward) if rollout.generates else None
         functions = function_digests(recipe, function)
         for field in changed_since_start(recipe, functions):
-            progress.message(
+            console.message(
                 f"warning: {field}: the file has changed since the run in {recipe.output} was last started; "
                 "scores from now on are those of the new one"
             )
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, steps)
-        progress.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
-        with assemble(recipe, cluster, function, progress.message) as crew:
-            determinism = profile(crew.device, recipe.device.determinism, os.environ, starts=True)
+        console.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
+        with assemble(recipe, cluster, function, console.message) as groups:
+            determinism = profile(groups.device, recipe.device.determinism, os.environ, starts=True)
             for complaint in determinism.complaints:
-                progress.message(f"warning: device.determinism: {complaint}")
-            ranks, settings = crew.start(cluster.start_timeout)
+                console.message(f"warning: device.determinism: {complaint}")
+            ranks, settings = groups.start(cluster.start_timeout)
             described = ranks[0]
-            _check_shared(crew.ranks, Path(recipe.output))
-            for difference in _differences(crew.device, ranks):
-                progress.message(f"warning: ranks differ in {difference}")
+            _check_shared(groups.ranks, Path(recipe.output))
+            for difference in _differences(groups.device, ranks):
+                console.message(f"warning: ranks differ in {difference}")
             facts = {
                 "type": described.device_type,
                 "name": described.device_name,
-                "ranks": len(crew.ranks),
+                "ranks": len(groups.ranks),
                 "determinism": determinism.as_json(),
                 "rollout": settings,
             }
@@ -92,22 +92,22 @@ def train_online(recipe: Recipe, source: str) -> None:
             run.add_to_start({"model": described.model})
             if rollout.record:
                 write_description(recipe, digests, steps)
-            goes_on = crew.ranks.call("resume")[0]
+            goes_on = groups.ranks.call("resume")[0]
             for complaint in goes_on.complaints:
-                progress.message(f"warning: {complaint}")
-            trainer = build_trainer(recipe, cluster, stores, crew, described, Recorder(progress), goes_on)
-            progress.message(_introduction(recipe, rollout, described, steps))
-            progress.message(f"  {_answers(rollout, settings)}")
+                console.message(f"warning: {complaint}")
+            trainer = build_trainer(recipe, cluster, stores, groups, described, Recorder(console), goes_on)
+            console.message(_introduction(recipe, rollout, described, steps))
+            console.message(f"  {_responses(rollout, settings)}")
             if not 0 < recipe.trainer.save_every < steps:
-                progress.message("  no checkpoint before the last step: trainer.save_every=N saves every N")
+                console.message("  no checkpoint before the last step: trainer.save_every=N saves every N")
             if goes_on.step:
-                progress.message(f"resuming after step {goes_on.step} of {steps}")
+                console.message(f"resuming after step {goes_on.step} of {steps}")
             with recording(trainer.recorder, recipe, run, goes_on.step):
-                progress.start(steps, goes_on.step + 1)
+                console.start(steps, goes_on.step + 1)
                 trainer.train(goes_on.step)
-        draw_plots(run, recipe.name, progress)
-        progress.message(f"done: {steps} steps in {run.path}; curves in {run.plots}")
-        progress.message(f"next: isotrain export {run.path} --out DIR")
+        draw_plots(run, recipe.name, console)
+        console.message(f"done: {steps} steps in {run.path}; curves in {run.plots}")
+        console.message(f"next: isotrain export {run.path} --out DIR")
 
 
 def _check_shared(ranks: WorkerGroup, output: Path) -> None:
@@ -135,10 +135,10 @@ def _workers(rollout: RolloutSection, ranks: int) -> str:
     return f"{ranks} training rank(s){engines}"
 
 
-def _answers(rollout: RolloutSection, settings: Mapping[str, str]) -> str:
-    """Where the answers come from."""
+def _responses(rollout: RolloutSection, settings: Mapping[str, str]) -> str:
+    """Where the responses come from."""
     if not rollout.generates:
-        return f"answers and scores as {rollout.replay} recorded them; no engine, no validation"
+        return f"responses and scores as {rollout.replay} recorded them; no engine, no validation"
     return f"{rollout.engine} engine: " + ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
@@ -146,7 +146,7 @@ def _introduction(recipe: Recipe, rollout: RolloutSection, described: Descriptio
     """What is about to happen, before the first step has taken its time."""
     shared = ", prompts shared" if described.shares_prompts else ""
     return (
-        f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} answers on "
+        f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} responses on "
         f"{recipe.device.ranks} x {described.device_type} ({described.device_name})\n"
         f"  {described.trained:,} of {described.parameters:,} parameters trained, "
         f"{described.model['attention']} attention{shared}\n"

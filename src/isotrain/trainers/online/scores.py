@@ -1,4 +1,4 @@
-"""The scores of a step's answers, from reward workers as well as from models on the ranks.
+"""The scores of a step's responses, from reward workers as well as from models on the ranks.
 
 R: trajectories of a step.
 """
@@ -21,31 +21,31 @@ Numbers = npt.NDArray[np.float64]
 class Scored(NamedTuple):
     scores_R: Numbers
     failures: Failures
-    figures: dict[str, float]
+    metrics: dict[str, float]
     """Means of what the models gave."""
 
 
 def total_scores(
     groups: Sequence[Group],
-    judged: Mapping[str, Numbers],
+    model_scores: Mapping[str, Numbers],
     weights: Mapping[str, float],
     failed_score: float,
 ) -> Scored:
     """Workers' scores plus those of the models, weighted; where one failed, it has `failed_score`."""
     scores_R = np.array([score.value for group in groups for score in group.scores])
     failed_R = np.array([score.failure is not None for group in groups for score in group.scores])
-    failures, figures = failures_of(groups), {}
-    for name, judged_R in judged.items():
+    failures, metrics = failures_of(groups), {}
+    for name, model_scores_R in model_scores.items():
         with np.errstate(over="ignore"):
-            total_R = scores_R + weights[name] * judged_R
+            total_R = scores_R + weights[name] * model_scores_R
         # Also not one that is infinite as soon as it is a float32, as which ranks compute with it.
         broken_R = ~failed_R & ~(np.abs(total_R) <= LARGEST_SCORE)
         failed_R |= broken_R
         if broken := int(broken_R.sum()):
-            first = f"error: reward.{name}: the score {judged_R[broken_R][0]:g} cannot be learnt from"
+            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} cannot be learnt from"
             failures = failures.plus(Failures(0, {"error": broken}, first))
         if not failed_R.all():
-            figures[f"reward/{name}/mean"] = float(judged_R[~failed_R].mean())
+            metrics[f"reward/{name}/mean"] = float(model_scores_R[~failed_R].mean())
         scores_R = np.where(failed_R, scores_R, total_R)
         scores_R[broken_R] = failed_score
-    return Scored(scores_R, failures, figures)
+    return Scored(scores_R, failures, metrics)

@@ -21,7 +21,7 @@ from isotrain.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """All that an update of the policy depends on besides the answers."""
+    """All that an update of the policy depends on besides the responses."""
 
     temperature: float
     passes: int

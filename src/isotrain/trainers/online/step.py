@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from isotrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES
-from isotrain.algorithms.aggregate import Loss, StepShare
+from isotrain.algorithms.aggregate import Loss, LossNormalizer
 from isotrain.algorithms.correction import rollout_correction
 from isotrain.algorithms.entropy import entropy_bonus
-from isotrain.algorithms.flat import spread, sums
 from isotrain.algorithms.kl import kl_loss
 from isotrain.algorithms.mismatch import Mismatch, mismatch
 from isotrain.algorithms.rewards import token_rewards
+from isotrain.algorithms.segments import spread, sums
 from isotrain.algorithms.value import value_loss
 from isotrain.algorithms.whitening import Moments, combine, moments, whitened
 from isotrain.data.policy_batch import PolicyBatch
@@ -42,8 +42,8 @@ class Micro:
     returns_N: torch.Tensor | None = None
     mismatch: Mismatch | None = None
 
-    def share(self, totals: Totals, horizon: int | None = None) -> StepShare:
-        return StepShare(self.batch.mask_N, self.batch.lengths, totals.tokens, totals.sequences, horizon)
+    def share(self, totals: Totals, horizon: int | None = None) -> LossNormalizer:
+        return LossNormalizer(self.batch.mask_N, self.batch.lengths, totals.tokens, totals.sequences, horizon)
 
     def per_trajectory(self, values: Mapping[int, float]) -> torch.Tensor:
         """Numbers by trajectory as a tensor in the order of this micro-batch."""
@@ -87,7 +87,7 @@ def join_spans(parts: Iterable[Span]) -> Span:
     )
 
 
-class AdvantageFigures(NamedTuple):
+class AdvantageMetrics(NamedTuple):
     """One rank's part of the metrics of a step's advantages."""
 
     spans: dict[str, Span]

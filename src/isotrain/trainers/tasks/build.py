@@ -6,22 +6,22 @@ from typing import Any
 
 from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
-from isotrain.algorithms.preference.figures import answer_figures, pair_figures, step_figures
+from isotrain.algorithms.preference.metrics import pair_metrics, response_metrics, step_metrics
 from isotrain.data.steps import single_token
 from isotrain.device.base import Device
 from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.verdicts import Verdicts, among_all_tokens, of_classes, of_tokens
+from isotrain.engine.step_scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.tasks.answers import KtoWork
 from isotrain.trainers.tasks.base import Task
-from isotrain.trainers.tasks.judged import JudgedTask
+from isotrain.trainers.tasks.kto import KtoWork
 from isotrain.trainers.tasks.pairs import DpoWork, RmWork
-from isotrain.trainers.tasks.reference import Reference, beside, remembered, without_adapters
+from isotrain.trainers.tasks.preference import PreferenceTask
+from isotrain.trainers.tasks.reference import Reference, beside, precomputed, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
 from isotrain.trainers.tasks.steps import PrmWork
 
@@ -35,17 +35,17 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
             model, optimizer, path=None, lr=optimizer.lr, device=device, world=world, seed=recipe.seed
         )
         options = {"loss": algorithm.loss, "centre": algorithm.centre}
-        return scorer, JudgedTask(scorer, RmWork(algorithm.margins, options), pair_figures)
+        return scorer, PreferenceTask(scorer, RmWork(algorithm.margins, options), pair_metrics)
     if isinstance(algorithm, PrmSection) and algorithm.head == "classifier":
         _no_adapters(recipe, "a classifier of steps")
-        judge = build_step_classifier(model, optimizer, device=device, world=world)
-        return judge, _step_task(judge, of_classes)
+        scorer = build_step_classifier(model, optimizer, device=device, world=world)
+        return scorer, _step_task(scorer, of_classes)
     engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
     task: Task[Any]
     if isinstance(algorithm, DpoSection):
         reference = _reference(recipe, engine, device)
         loss = PREFERENCE_LOSSES[algorithm.loss]
-        task = JudgedTask(engine, DpoWork(loss, _dpo_options(algorithm), reference), pair_figures)
+        task = PreferenceTask(engine, DpoWork(loss, _dpo_options(algorithm), reference), pair_metrics)
     elif isinstance(algorithm, KtoSection):
         weights = {
             "beta": algorithm.beta,
@@ -54,20 +54,20 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
         }
         reference = _reference(recipe, engine, device)
         assert reference is not None
-        task = JudgedTask(engine, KtoWork(engine, reference, weights), answer_figures)
+        task = PreferenceTask(engine, KtoWork(engine, reference, weights), response_metrics)
     elif isinstance(algorithm, PrmSection):
         tokenizer = load_tokenizer(model_directory(model.path))
         bad = single_token(tokenizer, algorithm.bad_token, "algorithm.bad_token")
         good = single_token(tokenizer, algorithm.good_token, "algorithm.good_token")
-        verdicts = among_all_tokens if algorithm.vocabulary == "whole" else of_tokens
-        task = _step_task(engine, verdicts(bad, good))
+        step_scores = among_all_tokens if algorithm.vocabulary == "whole" else of_tokens
+        task = _step_task(engine, step_scores(bad, good))
     else:
         task = SftTask(engine, SUPERVISED_LOSSES[algorithm.name])
     return engine, task
 
 
-def _step_task(engine: TrainingEngine, verdicts: Verdicts) -> JudgedTask:
-    return JudgedTask(engine, PrmWork(verdicts), step_figures, size=lambda data: data.judgements)
+def _step_task(engine: TrainingEngine, step_scores: StepScores) -> PreferenceTask:
+    return PreferenceTask(engine, PrmWork(step_scores), step_metrics, size=lambda data: data.labels)
 
 
 def _no_adapters(recipe: Recipe, what: str) -> None:
@@ -108,5 +108,5 @@ def _reference(recipe: Recipe, engine: TrainingEngine, device: Device) -> Refere
         case "live":
             return beside(build_reference(recipe.model, device=device, world=engine.world))
         case "cached":
-            return remembered(engine.world.device)
+            return precomputed(engine.world.device)
     return None

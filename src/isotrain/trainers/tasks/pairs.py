@@ -1,4 +1,4 @@
-"""Learning from pairs: a policy that prefers the chosen answers, or a reward model that scores them higher.
+"""Learning from pairs: a policy that prefers the chosen responses, or a reward model that scores them higher.
 
 S: samples of a micro-batch, chosen and rejected in turn; P: its pairs.
 """
@@ -12,26 +12,26 @@ from typing import Any
 import torch
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.flat import sums
-from isotrain.algorithms.preference.pairs import Judged, Side, shares
+from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
 from isotrain.algorithms.preference.reward_model import rm
-from isotrain.data.judged_feed import JudgedBatch, JudgedStep
+from isotrain.algorithms.segments import sums
+from isotrain.data.preference_loader import PreferenceBatch, PreferenceStep
 from isotrain.engine.engine import Objective
 from isotrain.engine.scores import at_last_tokens
 from isotrain.models.head import TokenHead
 from isotrain.models.scalar import ScalarHead
-from isotrain.trainers.tasks.judged import Work
+from isotrain.trainers.tasks.preference import Work
 from isotrain.trainers.tasks.reference import Reference
 
 
 @dataclass(frozen=True)
 class DpoWork:
-    loss: Callable[..., Judged]
+    loss: Callable[..., PairLosses]
     options: dict[str, Any]
     reference: Reference | None
     """None for losses that have none."""
 
-    def __call__(self, data: JudgedStep) -> Work:
+    def __call__(self, data: PreferenceStep) -> Work:
         references: list[torch.Tensor | None] = [None] * len(data.batches)
         if self.reference is not None:
             references = list(self.reference(data.batches))
@@ -40,7 +40,7 @@ class DpoWork:
             for batch, ref_logp_S in zip(data.batches, references, strict=True)
         ]
 
-    def _objective(self, batch: JudgedBatch, ref_logp_S: torch.Tensor | None, pairs: int) -> Objective:
+    def _objective(self, batch: PreferenceBatch, ref_logp_S: torch.Tensor | None, pairs: int) -> Objective:
         def objective(head: TokenHead) -> Loss:
             logp_S = sums(head.logps(), batch.lengths)
             tokens_S = torch.tensor(batch.lengths, device=logp_S.device)
@@ -56,13 +56,13 @@ class DpoWork:
 @dataclass(frozen=True)
 class RmWork:
     margins: bool
-    """Whether the items' judgements are margins to be used."""
+    """Whether the items' labels are margins to be used."""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, data: JudgedStep) -> Work:
+    def __call__(self, data: PreferenceStep) -> Work:
         return [(at_last_tokens(batch.packed), self._objective(batch, data.items)) for batch in data.batches]
 
-    def _objective(self, batch: JudgedBatch, pairs: int) -> Objective:
+    def _objective(self, batch: PreferenceBatch, pairs: int) -> Objective:
         def objective(head: ScalarHead) -> Loss:
             # The stand-in of an empty micro-batch has a score as well, which belongs to no pair.
             scores_S = head.values()[: 2 * len(batch.numbers)]

@@ -1,4 +1,4 @@
-"""Log-probs of answers under the policy as it was before training.
+"""Log-probs of responses under the policy as it was before training.
 
 S: samples of a micro-batch.
 """
@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from isotrain.algorithms.flat import sums
-from isotrain.data.judged_feed import JudgedBatch
+from isotrain.algorithms.segments import sums
+from isotrain.data.preference_loader import PreferenceBatch
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.frozen import Frozen
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.models.lora import adapters_off
 
-Reference = Callable[[Sequence[JudgedBatch]], list[torch.Tensor]]
+Reference = Callable[[Sequence[PreferenceBatch]], list[torch.Tensor]]
 """From micro-batches to the summed log-probs of each of their samples, `logp_S`."""
 
 
-def answer_logps(model: TrainingEngine | Frozen, batches: Sequence[JudgedBatch]) -> list[torch.Tensor]:
-    """The summed log-probs of each sample's answer; ranks must bring equally many micro-batches."""
+def response_logps(
+    model: TrainingEngine | InferenceModel, batches: Sequence[PreferenceBatch]
+) -> list[torch.Tensor]:
+    """The summed log-probs of each sample's response; ranks must bring equally many micro-batches."""
     found = model.infer([batch.packed for batch in batches], lambda head: head.logps())
     return [sums(logp_N, batch.lengths) for batch, logp_N in zip(batches, found, strict=True)]
 
@@ -28,22 +30,22 @@ def answer_logps(model: TrainingEngine | Frozen, batches: Sequence[JudgedBatch])
 def without_adapters(engine: TrainingEngine) -> Reference:
     """The policy's own base model: adapters are all that learns."""
 
-    def reference(batches: Sequence[JudgedBatch]) -> list[torch.Tensor]:
+    def reference(batches: Sequence[PreferenceBatch]) -> list[torch.Tensor]:
         with adapters_off(engine.model):
-            return answer_logps(engine, batches)
+            return response_logps(engine, batches)
 
     return reference
 
 
-def beside(model: Frozen) -> Reference:
+def beside(model: InferenceModel) -> Reference:
     """A second model that stays as it is."""
-    return lambda batches: answer_logps(model, batches)
+    return lambda batches: response_logps(model, batches)
 
 
-def remembered(device: torch.device) -> Reference:
+def precomputed(device: torch.device) -> Reference:
     """What the feed took from its table."""
 
-    def reference(batches: Sequence[JudgedBatch]) -> list[torch.Tensor]:
+    def reference(batches: Sequence[PreferenceBatch]) -> list[torch.Tensor]:
         found = [batch.ref_logp_S for batch in batches]
         return [logp_S.to(device) for logp_S in found if logp_S is not None]
 

@@ -1,4 +1,4 @@
-"""Learning to judge the steps of solutions.
+"""Learning to score the steps of solutions.
 
 N: ends of steps of a micro-batch.
 """
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.preference.figures import calibration_sums
+from isotrain.algorithms.preference.metrics import calibration_sums
 from isotrain.algorithms.preference.process_reward import prm
-from isotrain.data.judged_feed import JudgedBatch, JudgedStep
+from isotrain.data.preference_loader import PreferenceBatch, PreferenceStep
 from isotrain.engine.engine import Objective
-from isotrain.engine.verdicts import Verdicts, at_ends
-from isotrain.trainers.tasks.judged import Work
+from isotrain.engine.step_scores import StepScores, at_ends
+from isotrain.trainers.tasks.preference import Work
 
 
 @dataclass(frozen=True)
 class PrmWork:
-    verdicts: Verdicts
+    step_scores: StepScores
 
-    def __call__(self, data: JudgedStep) -> Work:
-        return [(at_ends(batch.packed), self._objective(batch, data.judgements)) for batch in data.batches]
+    def __call__(self, data: PreferenceStep) -> Work:
+        return [(at_ends(batch.packed), self._objective(batch, data.labels)) for batch in data.batches]
 
-    def _objective(self, batch: JudgedBatch, steps: int) -> Objective:
+    def _objective(self, batch: PreferenceBatch, steps: int) -> Objective:
         def objective(head: Any) -> Loss:
-            bad_N, good_N = self.verdicts(head)
+            bad_N, good_N = self.step_scores(head)
             labels_N = batch.values_V.to(bad_N.device)
             loss, metrics = prm(bad_N, good_N, labels_N, steps)
             wrong_N, truly_wrong_N = bad_N > good_N, labels_N <= 0.5

@@ -1,0 +1,130 @@
+"""Preference rows to samples with their labels.
+
+T: tokens of one sample, V: labels of an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from isotrain.data.chat import encode_prompt_text
+from isotrain.data.encode import Encoder, TooLong
+from isotrain.data.preference_rows import read_pair, read_responses, read_steps
+from isotrain.data.prompts import PromptEncoder
+from isotrain.data.rows import Row
+from isotrain.data.sample import Sample
+from isotrain.data.steps import join_steps, separator_tokens
+from isotrain.errors import DataError
+
+# Raise it when the same rows and settings give other items than before, or the store another layout.
+FORMAT_VERSION = 2
+
+Kind = Literal["pairs", "responses", "steps"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is compared or labelled together: the two samples of a pair, a response, or a solution.
+
+    Pairs: chosen, then rejected; the label is the margin, or nothing. Responses: 1 for desirable, 0 for
+    not. Solutions: the mask is true at the last token of each step, and there are as many labels.
+    """
+
+    samples: tuple[Sample, ...]
+    values_V: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return sum(len(sample) for sample in self.samples)
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Tokens of each sample before the first that is marked."""
+        return tuple(int(np.argmax(sample.mask_T)) for sample in self.samples)
+
+
+class PreferenceEncoder:
+    """One kind of preference rows to items. A row may hold several, or be left out."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Kind,
+        max_length: int,
+        too_long: TooLong,
+        step_separator: str = "\n",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.settings: dict[str, Any] = {
+            "preference": FORMAT_VERSION,
+            "kind": kind,
+            "max_length": max_length,
+            "too_long": too_long,
+            "step_separator": step_separator if kind == "steps" else None,
+        }
+        self._max_length, self._too_long = max_length, too_long
+        self._encode = Encoder(tokenizer, "prompt-completion", "prompt", "completion", max_length, too_long)
+        self._prompt = PromptEncoder(
+            tokenizer, "prompt", max_length, "drop" if too_long == "drop" else "error"
+        )
+        self._separator = (
+            separator_tokens(tokenizer, step_separator, "algorithm.step_separator") if kind == "steps" else []
+        )
+        readers: dict[Kind, Callable[[Row], list[Item]]] = {
+            "pairs": self._pair,
+            "responses": self._responses,
+            "steps": self._steps,
+        }
+        self._read = readers[kind]
+
+    def __call__(self, row: Row) -> list[Item]:
+        return self._read(row)
+
+    def _pair(self, row: Row) -> list[Item]:
+        pair = read_pair(row)
+        chosen, rejected = self._encode(pair.chosen), self._encode(pair.rejected)
+        if chosen is None or rejected is None:
+            return []
+        margin = [] if pair.margin is None else [pair.margin]
+        return [Item((chosen, rejected), np.array(margin, np.float32))]
+
+    def _responses(self, row: Row) -> list[Item]:
+        return [
+            Item((sample,), np.array([labelled.desirable], np.float32))
+            for labelled in read_responses(row)
+            if (sample := self._encode(labelled.response)) is not None
+        ]
+
+    def _steps(self, row: Row) -> list[Item]:
+        labelled = read_steps(row)
+        prompt = labelled.prompt.values["prompt"]
+        if isinstance(prompt, str):  # plain text, as in pairs and responses
+            asked = [*encode_prompt_text(self.tokenizer, prompt), *self._separator]
+        elif (prompt_P := self._prompt(labelled.prompt)) is not None:
+            asked = prompt_P.tolist()
+        else:
+            return []
+        tokens, ends = join_steps(self.tokenizer, asked, labelled.steps, self._separator)
+        if len(tokens) > self._max_length:
+            if self._too_long == "error":
+                raise DataError(
+                    f"{row.origin}: {len(tokens)} tokens, but data.max_length is {self._max_length}; raise "
+                    "it, or set data.too_long to 'truncate' or 'drop'"
+                )
+            ends = [end for end in ends if end < self._max_length]
+            if self._too_long == "drop" or not ends:
+                return []
+            tokens = tokens[: ends[-1] + 1]  # nothing is asked of what comes after the last whole step
+        mask_T = np.zeros(len(tokens), np.bool_)
+        mask_T[ends] = True
+        return [
+            Item(
+                (Sample(np.array(tokens, np.int32), mask_T),),
+                np.array(labelled.labels[: len(ends)], np.float32),
+            )
+        ]

@@ -1,0 +1,193 @@
+"""Records the first updates of a run, layer by layer, for `isotrain parity`.
+
+T: packed tokens, N: loss-bearing tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.sketch import Sketch
+from isotrain.errors import RecipeError
+from isotrain.models.lora import ADAPTER
+from isotrain.models.shards import shard_of
+from isotrain.observe.run_directory import write_atomically
+
+KINDS = ("activation", "gradient", "parameter gradient", "update")
+DIGESTS = ("tokens", "packing", "loss")
+
+_WRAPPER = re.compile(rf"\.(?:base_layer|_checkpoint_wrapped_module)\b|(\.lora_\w+)\.{ADAPTER}\b")
+
+
+class _Update:
+    """What one update has shown so far; entries are in the order in which they came first."""
+
+    def __init__(self) -> None:
+        self.sketches: dict[str, dict[str, Sketch]] = {kind: {} for kind in KINDS}
+        self.weight_norms: list[float] = []
+        """Of the trained parameters as the update found them."""
+        self.digests = {name: hashlib.sha256() for name in DIGESTS}
+        self.micro_batches = 0
+        self.loss = 0.0
+
+    def add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        self.sketches[kind].setdefault(name, Sketch()).add(tensor)
+
+    def digest(self, name: str, numbers: Any) -> None:
+        flat = np.asarray(numbers, dtype="<i8").reshape(-1)
+        # With its length, so that numbers cannot move from one micro-batch to the next unseen.
+        self.digests[name].update(len(flat).to_bytes(8, "little") + flat.tobytes())
+
+
+class LayerTrace:
+    """Looks on through hooks alone; training goes on bit for bit as without it, only slower.
+
+    Of every tensor a sketch is kept: outputs of layers and their gradients, the parameters' gradients after
+    clipping, and how the update changed each parameter. While an update is recorded, the host holds a copy of
+    this rank's trained weights. After `steps` updates, the next forward removes all hooks.
+    """
+
+    def __init__(self, engine: TrainingEngine, directory: Path, steps: int) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._steps = steps
+        self._done = 0
+        self._looking = False
+        self._update = _Update()
+        self._before: dict[str, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        if steps > 0:
+            self._attach()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach(self) -> None:
+        model, optimizer = self._engine.model, self._engine.optimizer
+        self._handles += [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        for name, module in model.pretrained.named_modules():
+            # What an adapter wraps has the same name as the layer that it is part of.
+            if name and not name.endswith(".base_layer"):
+                hook = partial(self._layer, plain_name(name))
+                self._handles.append(module.register_forward_hook(hook))
+
+    def _enter(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._done == self._steps:
+            # Here and not after the last update: an optimizer's hooks cannot be removed while they run.
+            self.close()
+            return
+        self._looking = self._engine.model.training and torch.is_grad_enabled()
+        if not self._looking:
+            return
+        if self._update.micro_batches and all(p.grad is None for p in self._engine.trained.values()):
+            self._update = _Update()  # the one before was left out, because it was not finite
+        self._update.micro_batches += 1
+        tokens_T, positions_T, lengths, predict_N, targets_N, _, *rest = arguments
+        self._update.digest("tokens", tokens_T.cpu())
+        for numbers in (positions_T.cpu(), lengths, *rest):
+            self._update.digest("packing", numbers)
+        for numbers in (predict_N.cpu(), targets_N.cpu()):
+            self._update.digest("loss", numbers)
+
+    def _leave(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if self._looking and (loss := _first_tensor(output)) is not None:
+            self._update.loss += float(loss.detach().double().cpu())
+        # Layers that run again in the backward pass are those of gradient checkpointing.
+        self._looking = False
+
+    def _layer(self, name: str, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        tensor = _first_tensor(output)
+        if not self._looking or tensor is None:
+            return
+        self._update.add("activation", name, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._update.add, "gradient", name))
+
+    def _before_step(self, *_: Any) -> None:
+        if self._done == self._steps:
+            return
+        for name, parameter in self._trained().items():
+            if parameter.grad is not None:
+                self._update.add("parameter gradient", name, shard_of(parameter.grad).local)
+            self._before[name] = _on_host(parameter)
+
+    def _after_step(self, *_: Any) -> None:
+        if self._done == self._steps:
+            return
+        for name, parameter in self._trained().items():
+            before = self._before.pop(name)
+            self._update.add("update", name, _on_host(parameter) - before)
+            self._update.weight_norms.append(float(torch.linalg.vector_norm(before, dtype=torch.float64)))
+        self._done += 1
+        self._write()
+        self._update = _Update()
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        prefix = self._engine.model.prefix
+        return {plain_name(name.removeprefix(prefix)): p for name, p in self._engine.trained.items()}
+
+    def _write(self) -> None:
+        update = self._update
+        tensors = {"loss": np.array([update.loss]), "weight/norm": np.array(update.weight_norms)}
+        for kind, entries in update.sketches.items():
+            sketches = list(entries.values())
+            tensors[f"{kind}/sketch"] = np.array([s.numbers_KK for s in sketches]).reshape(
+                len(sketches), *Sketch().numbers_KK.shape
+            )
+            tensors[f"{kind}/norm"] = np.array([s.norm for s in sketches], dtype=np.float64)
+            tensors[f"{kind}/shape"] = np.array([(s.rows, s.columns) for s in sketches], np.int64).reshape(
+                -1, 2
+            )
+        facts: dict[str, Any] = {
+            "format": 1,
+            "step": self._done,
+            "ranks": self._engine.world.size,
+            "micro_batches": update.micro_batches,
+            "digests": {name: digest.hexdigest() for name, digest in update.digests.items()},
+            "names": {kind: list(entries) for kind, entries in update.sketches.items()},
+        }
+        path = self._directory / f"step-{self._done:06d}-rank-{self._engine.world.rank:05d}.safetensors"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, save(tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
+        except OSError as error:
+            raise RecipeError(
+                f"observe.layer_trace: {path} cannot be written ({error.strerror or error}): "
+                "make room there, or leave observe.layer_trace out"
+            ) from error
+
+
+def plain_name(name: str) -> str:
+    """A layer's or parameter's name in the published model, whatever it is wrapped in."""
+    return _WRAPPER.sub(r"\1", name)
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    """A layer's output, or the first of several; None where that is no tensor of real numbers."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, torch.Tensor) and first.is_floating_point() else None
+
+
+def _on_host(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's part, which the next update leaves alone."""
+    return shard_of(parameter.detach()).local.to("cpu", copy=True)

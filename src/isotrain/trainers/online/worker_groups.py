@@ -1,0 +1,173 @@
+"""The workers of an online run, each in its place in the cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.placement import (
+    Demand,
+    Placement,
+    device_of,
+    engine_environments,
+    helper_environment,
+    place,
+    rank_environments,
+)
+from isotrain.cluster.watch import Watch
+from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.device.base import Device
+from isotrain.device.detect import find_device
+from isotrain.observe.environment import numerics
+from isotrain.recipe.load import resolved
+from isotrain.recipe.online import ClusterSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.background import in_background
+from isotrain.trainers.online.collector import CALLS_AT_ONCE
+from isotrain.trainers.online.engines import engine_name
+from isotrain.trainers.online.policy_rank import Description, PolicyRank
+from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_of_engines
+from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.reward_worker import RewardWorker
+from isotrain.trainers.online.rollout_worker import RolloutWorker
+
+# A checkpoint that is being written when the run ends is finished first.
+CLOSING_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class WorkerGroups:
+    device: Device
+    ranks: WorkerGroup
+    store: tuple[str | None, str | None]
+    """Where the ranks meet: a host to listen on, or none and a directory for a file."""
+    engines: WorkerGroup
+    relays: Relays
+    rewards: WorkerGroup
+    colocated: bool
+    """Whether ranks and engines use the same device memory one after the other."""
+
+    def start(self, timeout: float) -> tuple[Sequence[Description], dict[str, str]]:
+        """Load all models; returns what all ranks say of themselves, and the engines' settings.
+
+        At the same time, unless they take turns: an engine measures how much memory is free for it.
+        """
+        scoring = self.rewards.submit("start")
+        generating = [] if self.colocated else self.engines.submit("start")
+        store = self.ranks.call_on(0, "open_store", *self.store)
+        learning = self.ranks.submit("start", store)
+        # First those that are ready first: a mistake in a reward file is told before any model has loaded.
+        self.rewards.results(scoring, timeout)
+        described: list[Description] = self.ranks.results(learning, timeout)
+        if not self.colocated:
+            return described, next(iter(self.engines.results(generating, timeout)), {})
+        self.ranks.call("offload")
+        settings = self.engines.call("start", timeout=timeout)[0]
+        self.engines.call("sleep")
+        self.ranks.call("onload")
+        return described, settings
+
+
+def demand_of(recipe: Recipe, cluster: ClusterSection) -> Demand:
+    """Which devices ranks and engines take."""
+    rollout = recipe.rollout
+    assert rollout is not None
+    engines = rollout.engines if rollout.generates else 0
+    colocated = cluster.placement == "colocated"
+    return Demand(recipe.device.ranks, engines, rollout.tensor_parallel, colocated)
+
+
+@contextmanager
+def assemble(
+    recipe: Recipe, cluster: ClusterSection, reward_source: str | None, tell: Callable[[str], None]
+) -> Iterator[WorkerGroups]:
+    """All workers as processes with nothing loaded yet, ended with the block."""
+    assert recipe.rollout is not None and recipe.reward is not None
+    rollout, values = recipe.rollout, resolved(recipe)
+    demand = demand_of(recipe, cluster)
+    scorer_count = recipe.reward.workers if rollout.generates else 0
+    options: dict[str, Any] = {"start_timeout": cluster.start_timeout, "watch": Watch()}
+    with ExitStack() as stack:
+
+        def group(name: str, worker: type, members: list[Member], **own: Any) -> WorkerGroup:
+            return stack.enter_context(WorkerGroup(name, worker, members, **options, **own))
+
+        here = find_device(recipe.device.type)
+        joined = stack.enter_context(
+            join_cluster(cluster, here, keep_logs=Path(recipe.output).absolute() / "logs")
+        )
+        tell(joined.introduction)
+        device = device_of(joined, recipe.device.type)
+        # Decided once: workers elsewhere may see other devices than this process.
+        values["device"]["type"] = device.type
+        placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
+        at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
+        learners = _ranks(recipe, values, placement, device, at_once)
+        writers = _engines(recipe, values, placement, device, at_once)
+        scorer = Member((values, reward_source), helper_environment(device))
+        away = relay_members(placement, rollout.update_timeout)
+        ranks, engines, rewards, relay_group = _at_once(
+            partial(group, "training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS),
+            partial(group, "rollout engine", RolloutWorker, writers),
+            partial(group, "reward worker", RewardWorker, [scorer] * scorer_count, concurrency=CALLS_AT_ONCE),
+            partial(group, "weight relay", Relay, away),
+        )
+        relays = Relays(
+            ranks,
+            Replaceable(relay_group, cluster.start_timeout, tell),
+            relay_of_engines(placement),
+            placement.ranks[0].host,
+            rollout.update_timeout,
+        )
+        # The directory of a private cluster is removed with it.
+        directory = str(joined.logs.parent) if joined.private else None
+        colocated = rollout.generates and demand.colocated and cluster.offload and device.type != "cpu"
+        meeting = (placement.store_host, directory)
+        yield WorkerGroups(device, ranks, meeting, engines, relays, rewards, colocated)
+
+
+def _at_once(*starts: Callable[[], WorkerGroup]) -> list[WorkerGroup]:
+    """Groups that are started at the same time: each process takes seconds to import what it needs.
+
+    When one has failed, or the user has had enough, the slowest is not waited for.
+    """
+    futures = [in_background(start) for start in starts]
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+    return [future.result() for future in futures]
+
+
+def _ranks(
+    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
+) -> list[Member]:
+    beside = placement.engines if at_once else []
+    environments = rank_environments(placement.ranks, device, recipe.device.determinism, beside)
+    return [
+        Member((values,), _passed_on(device) | environment, seat)
+        for environment, seat in zip(environments, placement.ranks, strict=True)
+    ]
+
+
+def _engines(
+    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
+) -> list[Member]:
+    beside = placement.ranks if at_once else []
+    environments = engine_environments(placement.engines, device, recipe.device.determinism, beside)
+    return [
+        Member((values, engine_name(index)), _passed_on(device) | environment, seat)
+        for index, (environment, seat) in enumerate(zip(environments, placement.engines, strict=True))
+    ]
+
+
+def _passed_on(device: Device) -> dict[str, str]:
+    """What the user has set that changes numbers: a joined cluster has the variables of `ray start`."""
+    hides = device.visible_devices_variable
+    found = numerics(os.environ, device.numerics_variables)
+    return {name: value for name, value in found.items() if name != hides}

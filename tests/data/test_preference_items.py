@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chat_templates as styles
+import numpy as np
+import pytest
+
+from isotrain.data.encode import TooLong
+from isotrain.data.preference_items import Item, Kind, PreferenceEncoder
+from isotrain.data.preference_store import build_preferences, cached_preferences
+from isotrain.data.rows import Row
+from isotrain.errors import DataError
+
+PAIR = {"prompt": "What is 12 plus 30?", "chosen": "It is 42.", "rejected": "It is 43 or so."}
+STEPS = {
+    "prompt": "What is 12 plus 30?",
+    "completions": ["12 + 30 = 42", "It is 42."],
+    "labels": [True, 0.25],
+}
+MakeEncoder = Callable[..., PreferenceEncoder]
+
+
+@pytest.fixture
+def make_encoder(make_tokenizer: Callable[..., Any]) -> MakeEncoder:
+    def make(
+        kind: Kind,
+        template: str | None = None,
+        max_length: int = 200,
+        too_long: TooLong = "error",
+        **options: Any,
+    ) -> PreferenceEncoder:
+        return PreferenceEncoder(make_tokenizer(template), kind, max_length, too_long, **options)
+
+    return make
+
+
+def one(encoder: PreferenceEncoder, values: dict[str, Any]) -> Item:
+    (item,) = encoder(Row(values, "rows.jsonl:7"))
+    return item
+
+
+def text(encoder: PreferenceEncoder, item: Item, number: int, marked: bool) -> str:
+    sample = item.samples[number]
+    return str(encoder.tokenizer.decode(sample.tokens_T[sample.mask_T == marked]))
+
+
+@pytest.mark.parametrize("template", [None, styles.CHATML])
+def test_both_sides_of_a_pair(make_encoder: MakeEncoder, template: str | None) -> None:
+    encoder = make_encoder("pairs", template)
+    values = PAIR
+    if template:
+        values = {**PAIR, "chosen": [{"role": "assistant", "content": PAIR["chosen"]}]}
+        values["rejected"] = [{"role": "assistant", "content": PAIR["rejected"]}]
+    item = one(encoder, values)
+    assert PAIR["chosen"] in text(encoder, item, 0, marked=True)
+    assert PAIR["rejected"] in text(encoder, item, 1, marked=True)
+    chosen, rejected = item.samples
+    prompts = [int(np.argmax(sample.mask_T)) for sample in item.samples]
+    assert prompts[0] == prompts[1] > 0, "the boundary between prompt and response is the same"
+    assert np.array_equal(chosen.tokens_T[: prompts[0]], rejected.tokens_T[: prompts[1]])
+    assert PAIR["prompt"] in text(encoder, item, 0, marked=False)
+    assert len(item.values_V) == 0 and len(item) == len(chosen) + len(rejected)
+    assert one(encoder, {**values, "margin": 1.5}).values_V.tolist() == [1.5]
+
+
+def test_responses(make_encoder: MakeEncoder) -> None:
+    encoder = make_encoder("responses")
+    item = one(encoder, {"prompt": "1 + 1?", "completion": "2", "label": True})
+    assert item.values_V.tolist() == [1.0] and len(item.samples) == 1
+    good, bad = encoder(Row(PAIR, "rows.jsonl:7"))
+    assert (good.values_V.tolist(), bad.values_V.tolist()) == ([1.0], [0.0])
+
+
+@pytest.mark.parametrize("template", [None, styles.CHATML])
+def test_marks_at_the_ends_of_steps(make_encoder: MakeEncoder, template: str | None) -> None:
+    encoder = make_encoder("steps", template)
+    asked = [{"role": "user", "content": STEPS["prompt"]}] if template else STEPS["prompt"]
+    item = one(encoder, {**STEPS, "prompt": asked})
+    begin = encoder.tokenizer.decode(item.samples[0].tokens_T)
+    assert begin.startswith(f"{STEPS['prompt']}\n12" if template is None else "<|im_start|>system")
+    (sample,) = item.samples
+    assert item.values_V.tolist() == [1.0, 0.25] and sample.mask_T.sum() == 2 and sample.mask_T[-1]
+    ends = np.flatnonzero(sample.mask_T) + 1
+    assert encoder.tokenizer.decode(sample.tokens_T[: ends[0]]).endswith("12 + 30 = 42\n")
+    assert encoder.tokenizer.decode(sample.tokens_T[ends[0] : ends[1]]) == "It is 42.\n"
+
+
+def test_too_long(make_encoder: MakeEncoder) -> None:
+    whole = one(make_encoder("steps"), STEPS)
+    assert make_encoder("pairs", max_length=8, too_long="drop")(Row(PAIR, "x")) == []
+    assert make_encoder("steps", max_length=8, too_long="drop")(Row(STEPS, "x")) == []
+    with pytest.raises(DataError, match=r"rows.jsonl:7 \(chosen\): .* tokens, but data.max_length is 8"):
+        one(make_encoder("pairs", max_length=8), PAIR)
+    with pytest.raises(DataError, match=r"rows.jsonl:7: .* tokens, but data.max_length is"):
+        one(make_encoder("steps", max_length=len(whole) - 1), STEPS)
+    cut = one(make_encoder("steps", max_length=len(whole) - 1, too_long="truncate"), STEPS)
+    assert cut.values_V.tolist() == [1.0] and cut.samples[0].mask_T[-1], "up to the last whole step"
+
+
+def test_a_separator_needs_a_token(make_encoder: MakeEncoder) -> None:
+    with pytest.raises(DataError, match="step_separator"):
+        make_encoder("steps", step_separator="")
+
+
+def test_store(make_encoder: MakeEncoder, tmp_path: Path) -> None:
+    encoder = make_encoder("pairs", max_length=60, too_long="drop")
+    rows = [Row(PAIR, "a"), Row({**PAIR, "prompt": "long " * 90}, "b"), Row({**PAIR, "margin": 2.0}, "c")]
+    store = build_preferences(rows, encoder, tmp_path / "store", "key")
+    assert (len(store), store.dropped, store.samples) == (2, 1, 4)
+    for number, values in enumerate([PAIR, {**PAIR, "margin": 2.0}]):
+        expected, found = one(encoder, values), store[number]
+        assert found.values_V.tolist() == expected.values_V.tolist()
+        assert len(found) == store.lengths[number] == len(expected)
+        for a, b in zip(found.samples, expected.samples, strict=True):
+            assert np.array_equal(a.tokens_T, b.tokens_T) and np.array_equal(a.mask_T, b.mask_T)
+
+
+def test_the_cache_knows_what_items_depend_on(make_encoder: MakeEncoder, tmp_path: Path) -> None:
+    import json
+
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(PAIR) + "\n")
+
+    def digest(**options: Any) -> tuple[str, str]:
+        store = cached_preferences(str(file), make_encoder(**options), tmp_path / "cache")
+        return store.directory.name, store.digest
+
+    first = digest(kind="pairs")
+    assert digest(kind="pairs") == first
+    assert digest(kind="responses")[0] != first[0] and digest(kind="pairs", max_length=100)[0] != first[0]
+    file.write_text(json.dumps({**PAIR, "chosen": "42"}) + "\n")
+    assert digest(kind="pairs")[1] != first[1]

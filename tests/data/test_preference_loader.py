@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isotrain.data.preference_items import Item
+from isotrain.data.preference_loader import PreferenceLoader
+from isotrain.data.preference_store import PreferenceStore, build_preferences
+from isotrain.data.rows import Row
+from isotrain.data.sample import Sample
+from isotrain.data.sampler import Sampler
+
+
+def make_store(directory: Path, pairs: bool, count: int = 7) -> PreferenceStore:
+    """Prompts of one token each more; responses say which item and side they belong to."""
+
+    def items(row: Row) -> list[Item]:
+        number = row.values["number"]
+        prompt = [1] * (number + 1)
+        responses = [[100 + number] * (2 + number % 3), [200 + number] * 3][: 2 if pairs else 1]
+        samples = tuple(
+            Sample(
+                np.array(prompt + response, np.int32),
+                np.arange(len(prompt) + len(response)) >= len(prompt),
+            )
+            for response in responses
+        )
+        return [Item(samples, np.array([] if pairs else [number % 2], np.float32))]
+
+    rows = [Row({"number": number}, str(number)) for number in range(count)]
+    return build_preferences(rows, items, directory / "store", "key")
+
+
+def feed(store: PreferenceStore, rank: int = 0, ranks: int = 1, **options: object) -> PreferenceLoader:
+    sampler = Sampler(len(store), 5, 0, shuffle=True, limit=None)
+    return PreferenceLoader(store, sampler, 24, rank, ranks, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("share", [True, False])
+def test_ranks_share_out_a_step(tmp_path: Path, ranks: int, share: bool) -> None:
+    store = make_store(tmp_path, pairs=True)
+    steps = [feed(store, rank, ranks, share_prompts=share).next_step() for rank in range(ranks)]
+    assert len({len(step.batches) for step in steps}) == 1, "equally many micro-batches"
+    numbers = sorted(number for step in steps for batch in step.batches for number in batch.numbers)
+    assert numbers == sorted(int(row) for row in Sampler(7, 5, 0, True, None).next_batch())
+    for step in steps:
+        assert step.items == 5 and step.tokens == sum(step.lengths) and len(step.lengths) == 10
+        for batch in step.batches:
+            assert len(batch.packed.tokens_T) <= 24
+            assert batch.packed.loss_tokens == sum(batch.lengths)
+            targets = batch.packed.targets_N.split(batch.lengths) if batch.lengths else ()
+            told = [(int(part[0]) // 100, int(part[0]) % 100) for part in targets]
+            assert told == [(side, number) for number in batch.numbers for side in (1, 2)]
+
+
+def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
+    store = make_store(tmp_path, pairs=True)
+    plain, shared = (feed(store, share_prompts=share).next_step() for share in (False, True))
+
+    def stored(step: object) -> int:
+        return sum(len(batch.packed.tokens_T) for batch in step.batches)  # type: ignore[attr-defined]
+
+    prompts = sum(number + 1 for batch in plain.batches for number in batch.numbers)
+    assert stored(plain) - stored(shared) == prompts and plain.tokens == shared.tokens
+
+
+def test_mismatched_responses_are_those_of_another_item(tmp_path: Path) -> None:
+    store = make_store(tmp_path, pairs=False)
+    step = feed(store, longest=24).next_step()
+    assert step.labels == 5
+    for batch in step.mismatched:
+        targets = batch.packed.targets_N.split(batch.lengths)
+        for number, part in zip(batch.numbers, targets, strict=True):
+            assert set(part.tolist()) == {100 + (number + 2) % 7}
+    assert sorted(n for b in step.mismatched for n in b.numbers) == sorted(
+        n for b in step.batches for n in b.numbers
+    )
+    cut = feed(store, longest=6).next_step()
+    ends = [[0, *(batch.packed.last_S + 1).tolist()] for batch in cut.mismatched]
+    assert max(length for own in ends for length in np.diff(own)) == 6
+
+
+def test_one_pass_sees_every_item_once(tmp_path: Path) -> None:
+    store = make_store(tmp_path, pairs=True)
+    once = PreferenceLoader(store, Sampler(7, 5, 0, shuffle=False, limit=7), 24, 0, 1)
+    for _ in range(2):
+        seen = [n for step in once.one_pass() for batch in step.batches for n in batch.numbers]
+        assert sorted(seen) == list(range(7))

@@ -1,0 +1,20 @@
+"""Levels of runs that are given by their directories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from isotrain.parity import layers
+from isotrain.parity.levels import Level
+from isotrain.parity.run import Run
+from isotrain.parity.sources.isotrain_run import is_isotrain_run, read_isotrain_run
+
+
+def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:
+    return layers.layers_level(_run(reference), _run(candidate), noise, dtype=dtype)
+
+
+def _run(path: Path) -> Run:
+    """Traces may be there without a run around them."""
+    return read_isotrain_run(path) if is_isotrain_run(path) else Run(path, "traces", {})
