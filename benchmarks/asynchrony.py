@@ -62,7 +62,8 @@ STALE, ON_POLICY, COLOCATED = "staleness 1", "on-policy", "on-policy, colocated"
 SIDES = {
     ON_POLICY: Side(("cluster.placement=separate",), A_CORE_EACH),
     STALE: Side(
-        ("cluster.placement=separate", "rollout.staleness=1", "algorithm.correction.level=token"), A_CORE_EACH
+        ("cluster.placement=separate", "rollout.staleness=1", "algorithm.rollout_correction.level=token"),
+        A_CORE_EACH,
     ),
     COLOCATED: Side(("cluster.placement=colocated",), {}),
 }
@@ -136,7 +137,7 @@ def make_task(directory: Path) -> Path:
             "batch_size": 32,
         },
         algorithm={"name": "grpo"},
-        rollout={"n": 8, "max_tokens": LONGEST, "cache_gb": 0.25},
+        rollout={"n": 8, "max_tokens": LONGEST, "kv_cache_gb": 0.25},
         reward={
             "answer_key": "answer",
             "function": {"path": f"{directory / 'slow_reward.py'}:score", "concurrency": 256},

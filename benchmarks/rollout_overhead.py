@@ -75,7 +75,7 @@ def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
                 "tokens_per_micro_batch": 96 + options.tokens,
             },
             "algorithm": {"name": "grpo"},
-            "rollout": {"n": options.responses, "max_tokens": options.tokens, "cache_gb": 0.5},
+            "rollout": {"n": options.responses, "max_tokens": options.tokens, "kv_cache_gb": 0.5},
             "reward": {"gsm8k": {}},
         }
     )
@@ -120,7 +120,7 @@ def vllm_defaults(work: Work) -> Iterator[Callable[[int], Outcome]]:
         recipe.model.path,
         dtype=recipe.model.dtype,
         max_model_len=longest,
-        kv_cache_memory_bytes=int(recipe.rollout.cache_gb * 2**30),
+        kv_cache_memory_bytes=int(recipe.rollout.kv_cache_gb * 2**30),
     )
     try:
         yield responses_of(llm, work, seeded=False)

@@ -92,9 +92,9 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
     tokens = BATCH * LENGTH
     model = ModelSection(
-        path=str(smollm2()), dtype=dtype_name, gradient_checkpointing=False, head_chunk=tokens
+        path=str(smollm2()), dtype=dtype_name, gradient_checkpointing=False, logits_chunk=tokens
     )
-    optimizer = OptimizerSection(lr=LR, weight_decay=DECAY, clip_norm=CLIP)
+    optimizer = OptimizerSection(lr=LR, weight_decay=DECAY, max_grad_norm=CLIP)
     mask = np.ones(LENGTH, dtype=np.bool_)
     device = choose_device("cpu")
     with tempfile.TemporaryDirectory() as directory, join_world(device) as world:

@@ -18,7 +18,7 @@ def optimizer(lr: float) -> dict[str, Any]:
         "betas": BETAS,
         "eps": EPS,
         "weight_decay": DECAY,
-        "clip_norm": CLIP,
+        "max_grad_norm": CLIP,
         "schedule": "constant",
         "warmup_ratio": 0.0,
     }

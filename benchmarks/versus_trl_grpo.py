@@ -143,7 +143,7 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
                 "n": COMPLETIONS,
                 "max_tokens": MAX_TOKENS,
                 "temperature": TEMPERATURE,
-                "cache_gb": 0.5,
+                "kv_cache_gb": 0.5,
                 "eager": False,
             },
             "reward": {"function": {"path": f"{Path(__file__).with_name('number_reward.py')}:score"}},

@@ -56,9 +56,12 @@ def test_every_advantage_with_every_loss(name: str, loss: str, device_type: str)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("clip", {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}),
-        ("gspo", {"eps_low": 0.2, "eps_high": 0.2, "aggregation": "seq-mean-token-mean"}),
-        ("cispo", {"eps_low": 0.2, "eps_high": 0.2, "aggregation": "token-mean"}),
+        (
+            "clip",
+            {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"},
+        ),
+        ("gspo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "aggregation": "seq-mean-token-mean"}),
+        ("cispo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "aggregation": "token-mean"}),
         ("reinforce", {"aggregation": "token-mean"}),
     ],
 )

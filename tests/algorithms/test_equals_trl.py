@@ -161,7 +161,7 @@ def test_clip_in_every_aggregation(step: Any, loss_type: str, aggregation: str) 
     logp_N, old_N, advantages_N, share = step
     theirs, logged = trl_loss(logp_N, old_N, share, loss_type=loss_type, epsilon_high=0.28)
     ours, metrics = clip(
-        logp_N, old_N, advantages_N, share, eps_high=0.28, dual_clip=None, aggregation=aggregation
+        logp_N, old_N, advantages_N, share, clip_ratio_high=0.28, dual_clip=None, aggregation=aggregation
     )
     assert_same(ours, theirs, logp_N)
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(logged["clip_ratio/region_mean"][0])
@@ -189,7 +189,7 @@ def test_cispo(step: Any) -> None:
     logp_N, old_N, advantages_N, share = step
     # TRL's bound is the largest weight itself, and it has no lower one.
     theirs, _ = trl_loss(logp_N, old_N, share, loss_type="cispo", epsilon_high=1.25)
-    ours, _ = cispo(logp_N, old_N, advantages_N, share, eps_low=1.0, eps_high=0.25)
+    ours, _ = cispo(logp_N, old_N, advantages_N, share, clip_ratio_low=1.0, clip_ratio_high=0.25)
     assert_same(ours, theirs, logp_N)
 
 
@@ -268,9 +268,9 @@ def test_rloo_advantages() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("outside", ["truncate", "mask"])
-@pytest.mark.parametrize("low", [None, 0.8])
-def test_rollout_correction(level: str, outside: str, low: float | None) -> None:
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("lower", [None, 0.8])
+def test_rollout_correction(level: str, mode: str, lower: float | None) -> None:
     logp_N, rollout_N, share = numbers(0), numbers(0) + 0.5 * numbers(1), whole(LENGTHS, MASK)
     theirs = generated(
         GRPOTrainer,
@@ -281,13 +281,13 @@ def test_rollout_correction(level: str, outside: str, low: float | None) -> None
         rollout_N=rollout_N,
         mask_N=share.mask_N,
         use_vllm=True,
-        vllm_importance_sampling_mode=f"{level}_{outside}",
-        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_min=lower,
         vllm_importance_sampling_clip_max=1.5,
     )["importance_sampling_ratio"]
-    if outside == "mask" and low is None:
-        low = 0.0  # TRL's band is then open below
-    ours, _ = rollout_correction(logp_N, rollout_N, share, level=level, outside=outside, high=1.5, low=low)  # type: ignore[arg-type]
+    if mode == "mask" and lower is None:
+        lower = 0.0  # TRL's band is then open below
+    ours, _ = rollout_correction(logp_N, rollout_N, share, level=level, mode=mode, upper=1.5, lower=lower)  # type: ignore[arg-type]
     rows = theirs.expand(-1, max(LENGTHS))
     theirs_N = torch.cat([row[:length] for row, length in zip(rows, LENGTHS, strict=True)])
     torch.testing.assert_close(ours, torch.where(share.mask_N, theirs_N, 0.0))

@@ -51,7 +51,9 @@ def test_clip_higher_and_no_dual_clip() -> None:
     logp_N, old_N = torch.tensor([1.25, 5.0]).log(), torch.zeros(2)
     advantages_N, share = torch.tensor([1.0, -1.0]), whole([2])
     # 1.25 is inside 1.28, and 5 is above 3.
-    assert clip(logp_N, old_N, advantages_N, share, eps_high=0.28)[0].item() == pytest.approx((-1.25 + 3) / 2)
+    assert clip(logp_N, old_N, advantages_N, share, clip_ratio_high=0.28)[0].item() == pytest.approx(
+        (-1.25 + 3) / 2
+    )
     assert clip(logp_N, old_N, advantages_N, share, dual_clip=None)[0].item() == pytest.approx((-1.2 + 5) / 2)
 
 
@@ -67,8 +69,8 @@ def test_cispo_by_hand(device_type: str) -> None:
     expected = torch.tensor([-1.0, -2.4, 0.8]) / 3
     torch.testing.assert_close(gradient(loss, logp_N).cpu(), expected)
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(2 / 3)
-    # eps_low = 1 leaves the lower side open: the last token's weight is then 1/4.
-    open_loss, _ = cispo(logp_N, old_N, advantages_N, whole([3], device=device_type), eps_low=1.0)
+    # clip_ratio_low = 1 leaves the lower side open: the last token's weight is then 1/4.
+    open_loss, _ = cispo(logp_N, old_N, advantages_N, whole([3], device=device_type), clip_ratio_low=1.0)
     assert open_loss.item() == pytest.approx((1 + 4.8 - 0.75) / 3, rel=1e-6)
 
 
@@ -92,7 +94,7 @@ def test_gspo_by_hand(device_type: str) -> None:
     assert metrics["actor/pg_clipfrac"].item() == 1
     assert metrics["actor/ppo_kl"].item() == pytest.approx(-(math.log(4) + 0 + math.log(0.5)) / 3, rel=1e-6)
     open_loss, _ = gspo(
-        log_ratio_N, torch.zeros_like(log_ratio_N), advantages_N, share, eps_low=0.9, eps_high=9
+        log_ratio_N, torch.zeros_like(log_ratio_N), advantages_N, share, clip_ratio_low=0.9, clip_ratio_high=9
     )
     assert open_loss.item() == pytest.approx((-2.0 + 0.5) / 2, rel=1e-6)
 

@@ -17,14 +17,14 @@ RATIO_N = (4.0, 100.0, 0.25, 1.5)
     ("options", "expected"),
     [
         ({}, [2, 0, 0.25, 1.5]),
-        ({"low": 0.5}, [2, 0, 0.5, 1.5]),
-        ({"outside": "mask"}, [0, 0, 0, 1.5]),
-        ({"outside": "mask", "high": 5.0}, [4, 0, 0.25, 1.5]),
-        ({"outside": "mask", "high": 5.0, "low": 0.5}, [4, 0, 0, 1.5]),
+        ({"lower": 0.5}, [2, 0, 0.5, 1.5]),
+        ({"mode": "mask"}, [0, 0, 0, 1.5]),
+        ({"mode": "mask", "upper": 5.0}, [4, 0, 0.25, 1.5]),
+        ({"mode": "mask", "upper": 5.0, "lower": 0.5}, [4, 0, 0, 1.5]),
         # The products are 4 x 1/4 = 1 and 3/2.
         ({"level": "sequence"}, [1, 0, 1, 1.5]),
-        ({"level": "sequence", "high": 1.25}, [1, 0, 1, 1.25]),
-        ({"level": "sequence", "high": 1.25, "outside": "mask"}, [1, 0, 1, 0]),
+        ({"level": "sequence", "upper": 1.25}, [1, 0, 1, 1.25]),
+        ({"level": "sequence", "upper": 1.25, "mode": "mask"}, [1, 0, 1, 0]),
     ],
 )
 def test_by_hand(device_type: str, options: dict[str, object], expected: list[float]) -> None:

@@ -122,7 +122,10 @@ def test_a_dry_run_warns_of_what_this_machine_lacks(tmp_path: Path, monkeypatch:
     assert done.exit_code == 0 and json.loads(done.stdout)["name"] == "a"
     assert "warning: a run on this machine would end with: rollout.engine: vllm is not inst" in done.stderr
     assert "there is no file rewards.py" in done.stderr
-    assert "math-verify is not installed" in done.stderr and "algorithm.correction.level=token" in done.stderr
+    assert (
+        "math-verify is not installed" in done.stderr
+        and "algorithm.rollout_correction.level=token" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

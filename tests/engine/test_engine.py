@@ -101,7 +101,7 @@ def gradient_steps(engine: TrainingEngine) -> None:
 
 
 def test_loss_and_gradient_equal_a_plain_loop(tiny: Path, build: Build) -> None:
-    engine, model = build(clip_norm=0), plain(tiny)
+    engine, model = build(max_grad_norm=0), plain(tiny)
     gradient_steps(engine)
     before = weights(engine)
     result = engine.step(BATCHES, sft_loss, lr=1.0)
@@ -117,7 +117,7 @@ def test_loss_and_gradient_equal_a_plain_loop(tiny: Path, build: Build) -> None:
 
 def test_three_updates_equal_a_plain_loop(tiny: Path, build: Build) -> None:
     options = {"betas": (0.9, 0.95), "eps": 1e-8}
-    engine, model = build(clip_norm=0.5, weight_decay=0.1, **options), plain(tiny)
+    engine, model = build(max_grad_norm=0.5, weight_decay=0.1, **options), plain(tiny)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -137,9 +137,9 @@ def test_three_updates_equal_a_plain_loop(tiny: Path, build: Build) -> None:
         torch.testing.assert_close(tensor, model.get_parameter(name).detach(), rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize(("clip_norm", "clipped"), [(0.25, True), (1e6, False), (0, False)])
-def test_clipping(build: Build, clip_norm: float, clipped: bool) -> None:
-    engine = build(clip_norm=clip_norm)
+@pytest.mark.parametrize(("max_grad_norm", "clipped"), [(0.25, True), (1e6, False), (0, False)])
+def test_clipping(build: Build, max_grad_norm: float, clipped: bool) -> None:
+    engine = build(max_grad_norm=max_grad_norm)
     gradient_steps(engine)
     before = weights(engine)
     result = engine.step(BATCHES, sft_loss, lr=1.0)
@@ -150,8 +150,8 @@ def test_clipping(build: Build, clip_norm: float, clipped: bool) -> None:
 
 def test_clipping_keeps_the_direction(build: Build) -> None:
     changes = []
-    for clip_norm in (0, 0.25):
-        engine = build(clip_norm=clip_norm)
+    for max_grad_norm in (0, 0.25):
+        engine = build(max_grad_norm=max_grad_norm)
         gradient_steps(engine)
         before = weights(engine)
         engine.step(BATCHES, sft_loss, lr=1.0)
@@ -273,7 +273,7 @@ def test_micro_batches_do_not_change_the_step(build: Build) -> None:
     splits: list[list[PackedBatch]] = [[pack(SAMPLES)], BATCHES, [pack([one]) for one in reversed(SAMPLES)]]
     results = []
     for batches in splits:
-        engine = build(clip_norm=0)
+        engine = build(max_grad_norm=0)
         gradient_steps(engine)
         results.append((engine.step(batches, sft_loss, lr=1.0), weights(engine)))
     for result, tensors in results[1:]:
@@ -303,7 +303,7 @@ def test_after_a_step(build: Build) -> None:
 def test_half_precision_trains_float32_weights(build: Build) -> None:
     engine, exact = build({"dtype": "bfloat16"}), build()
     # Flash attention where the device has it, which the simulated accelerator does.
-    assert engine.model.attention == ("flash" if engine.world.device.type == "npu" else "segments")
+    assert engine.model.attention == ("flash" if engine.world.device.type == "npu" else "sdpa")
     result, expected = (e.step(BATCHES, sft_loss, lr=1e-3) for e in (engine, exact))
     assert all(tensor.dtype == torch.float32 for tensor in weights(engine).values())
     assert result.loss == pytest.approx(expected.loss, rel=0.01)
@@ -315,6 +315,6 @@ def test_attention_that_the_device_does_not_have(build: Build, device_type: str)
     with ExitStack() as stack:
         if device_type == "cpu":
             stack.enter_context(
-                pytest.raises(ModelError, match="no flash attention for 'cpu' here; use auto or segments")
+                pytest.raises(ModelError, match="no flash attention for 'cpu' here; use auto or sdpa")
             )
         build({"attention": "flash", "dtype": "bfloat16"})

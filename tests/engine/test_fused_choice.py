@@ -84,15 +84,15 @@ def section(path: Path, fused: str, **model: Any) -> ModelSection:
 @pytest.mark.parametrize(
     ("fused", "asked", "chosen"),
     [
-        ("off", "auto", "segments"),
+        ("off", "auto", "sdpa"),
         ("off", "padded", "padded"),
         ("auto", "auto", "fused"),
-        ("auto", "segments", "segments"),
+        ("auto", "sdpa", "sdpa"),
         ("auto", "flash", "flash"),
         ("auto", "padded", "padded"),
         ("on", "auto", "fused"),
         ("on", "padded", "fused-padded"),
-        ("on", "segments", "segments"),
+        ("on", "sdpa", "sdpa"),
     ],
 )
 def test_attention(tiny: Path, npu: Device, fused: str, asked: str, chosen: str) -> None:
@@ -102,7 +102,7 @@ def test_attention(tiny: Path, npu: Device, fused: str, asked: str, chosen: str)
 @pytest.mark.parametrize("asked", ["auto", "padded"])
 def test_windows_are_not_fused(windowed: Path, npu: Device, asked: str) -> None:
     chosen = choose_attention(windowed, section(windowed, "on", attention=asked), npu)
-    assert chosen == ("segments" if asked == "auto" else "padded")
+    assert chosen == ("sdpa" if asked == "auto" else "padded")
 
 
 def test_a_device_without_fused_operators(tiny: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_device_without_fused_operators(tiny: Path) -> None:
     with join_world(cpu) as world:
         place: dict[str, Any] = {"device": cpu, "world": world, "seed": 0}
         engine = build_engine(section(tiny / "model", "auto"), OptimizerSection(), **place)
-        assert engine.model.fused == NONE_FUSED and engine.model.attention == "segments"
+        assert engine.model.fused == NONE_FUSED and engine.model.attention == "sdpa"
         with pytest.raises(ModelError, match=r"model\.fused: 'cpu' has no fused operators; use auto or off"):
             build_engine(section(tiny / "model", "on"), OptimizerSection(), **place)
 
@@ -176,5 +176,5 @@ def test_the_choice_is_told_and_recorded(
     assert f"fused operators: {', '.join(operators) or 'none'}" in " ".join(capsys.readouterr().out.split())
     (start,) = json.loads((tmp_path / "environment.json").read_text())["starts"]
     assert start["model"]["fused"] == operators and start["model"]["unfused"] == []
-    assert start["model"]["attention"] == ("fused" if operators else "segments")
+    assert start["model"]["attention"] == ("fused" if operators else "sdpa")
     assert json.loads((tmp_path / "resolved.json").read_text())["model"]["fused"] == fused

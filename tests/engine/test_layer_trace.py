@@ -122,7 +122,7 @@ def test_sketches_of_odd_shapes() -> None:
 
 def test_it_records_what_the_engine_did(job: Job, tmp_path: Path) -> None:
     engine = job.policy()
-    engine.clip_norm = 0.0
+    engine.max_grad_norm = 0.0
     before = jobs.local(engine)
     LayerTrace(engine, tmp_path, steps=1)
     result = update(engine)

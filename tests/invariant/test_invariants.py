@@ -110,8 +110,8 @@ def test_gradient_checkpointing(
     assert_same(losses(tiny, store, device_type, gradient_checkpointing=False), reference)
 
 
-def test_head_chunks(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
-    assert_same(losses(tiny, store, device_type, head_chunk=7), reference)
+def test_logits_chunks(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+    assert_same(losses(tiny, store, device_type, logits_chunk=7), reference)
 
 
 def test_loss_through_log_probs(
@@ -122,7 +122,7 @@ def test_loss_through_log_probs(
     def through_logps(head: TokenHead, loss_tokens: int) -> torch.Tensor:
         return -head.logps().sum() / loss_tokens
 
-    assert_same(losses(tiny, store, device_type, loss=through_logps, head_chunk=16), reference)
+    assert_same(losses(tiny, store, device_type, loss=through_logps, logits_chunk=16), reference)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_loss_through_log_probs(
         {},
         {"group": one_by_one, "gradient_checkpointing": False},
         {"attention": "padded"},
-        {"attention": "segments", "head_chunk": 7},
+        {"attention": "sdpa", "logits_chunk": 7},
     ],
     ids=["packed", "accumulated", "padded", "layers only"],
 )

@@ -125,9 +125,9 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
     ("name", "attention"), [*((name, "fused") for name in REAL), ("Qwen3 0.6B", "fused-padded")]
 )
 def test_real_sizes_in_float32(name: str, attention: str) -> None:
-    model, plain = make(REAL[name], attention), make(REAL[name], "segments")
+    model, plain = make(REAL[name], attention), make(REAL[name], "sdpa")
     assert fuse_layers(model, OPERATORS) == Fused(EVERYTHING)
-    (hidden, gradients), (expected, expected_gradients) = run(model, attention), run(plain, "segments")
+    (hidden, gradients), (expected, expected_gradients) = run(model, attention), run(plain, "sdpa")
     assert far(hidden, expected) < 1e-6
     assert gradients.keys() == expected_gradients.keys() and len(gradients) > 9
     for parameter, gradient in gradients.items():
@@ -137,9 +137,9 @@ def test_real_sizes_in_float32(name: str, attention: str) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes_in_bfloat16_are_nearer_to_float32_than_without(name: str) -> None:
     """Eager layers round between their operators: within 2 % of float32, and fused ones not farther."""
-    truth, truth_gradients = run(make(REAL[name], "segments").bfloat16().float(), "segments")
+    truth, truth_gradients = run(make(REAL[name], "sdpa").bfloat16().float(), "sdpa")
     results = {}
-    for attention in ("fused", "segments"):
+    for attention in ("fused", "sdpa"):
         model = make(REAL[name], attention, torch.bfloat16)
         if attention == "fused":
             fuse_layers(model, OPERATORS)
@@ -148,7 +148,7 @@ def test_real_sizes_in_bfloat16_are_nearer_to_float32_than_without(name: str) ->
         errors = [far(gradient, truth_gradients[parameter]) for parameter, gradient in gradients.items()]
         results[attention] = far(hidden, truth), max(errors)
     hidden_error, gradient_error = results["fused"]
-    plain_error, plain_gradient_error = results["segments"]
+    plain_error, plain_gradient_error = results["sdpa"]
     print(f"{name}: states {hidden_error:.2e} ({plain_error:.2e} without fused operators), "
           f"gradients {gradient_error:.2e} ({plain_gradient_error:.2e})")  # fmt: skip
     assert hidden_error < 0.02 and hidden_error < 1.1 * plain_error
@@ -178,10 +178,10 @@ def test_real_sizes_in_bfloat16_are_nearer_to_float32_than_without(name: str) ->
     ids=["llama", "olmo2", "gemma", "phi3", "glm4", "experts", "gelu", "yarn"],
 )  # fmt: skip
 def test_only_known_kinds_are_fused(config: PretrainedConfig, expected: Fused) -> None:
-    model = make(config, "segments")
+    model = make(config, "sdpa")
     assert fuse_layers(model, OPERATORS) == expected
-    hidden, gradients = run(model, "segments")
-    plain, plain_gradients = run(make(config, "segments"), "segments")
+    hidden, gradients = run(model, "sdpa")
+    plain, plain_gradients = run(make(config, "sdpa"), "sdpa")
     assert far(hidden, plain) < 1e-6
     for name, gradient in gradients.items():
         assert far(gradient, plain_gradients[name]) < 1e-5, name
@@ -223,21 +223,21 @@ class DroppingMLP(LlamaMLP):
     ids=lambda layer: type(layer).__name__,
 )
 def test_a_look_alike_is_not_fused(layer: nn.Module) -> None:
-    model = make(LlamaConfig(**SMALL), "segments")
+    model = make(LlamaConfig(**SMALL), "sdpa")
     model.add_module("odd", layer)
     assert fuse_layers(model, OPERATORS) == Fused(EVERYTHING, (type(layer).__name__,))
     assert "forward" not in vars(layer)
 
 
 def test_other_models_and_the_generator_are_left_alone() -> None:
-    model, earlier = (make(LlamaConfig(**SMALL), "segments") for _ in range(2))
+    model, earlier = (make(LlamaConfig(**SMALL), "sdpa") for _ in range(2))
     names = [name for name, _ in model.named_parameters()]
     state = torch.get_rng_state()
     fuse_layers(model, OPERATORS)
     assert torch.equal(torch.get_rng_state(), state)
     assert [name for name, _ in model.named_parameters()] == names
     assert any("forward" in vars(layer) for layer in model.modules())
-    for other in (earlier, make(LlamaConfig(**SMALL), "segments")):
+    for other in (earlier, make(LlamaConfig(**SMALL), "sdpa")):
         assert not any("forward" in vars(layer) for layer in other.modules())
 
 
@@ -251,12 +251,12 @@ def test_the_text_for_people() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_checkpointing(checkpointing: bool) -> None:
     config = Qwen3Config(**SMALL)
-    model, plain = make(config, "fused"), make(config, "segments")
+    model, plain = make(config, "fused"), make(config, "sdpa")
     fuse_layers(model, OPERATORS)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    (_, gradients), (_, expected) = run(model, "fused"), run(plain, "segments")
+    (_, gradients), (_, expected) = run(model, "fused"), run(plain, "sdpa")
     for name, gradient in gradients.items():
         assert far(gradient, expected[name]) < 1e-5, name
 

@@ -93,7 +93,7 @@ def test_logits_equal_those_of_transformers(engine: TrainingEngine, directory: P
 
 
 def test_building_takes_no_memory(directory: Path) -> None:
-    model = build_causal_lm(directory, "segments")
+    model = build_causal_lm(directory, "sdpa")
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     expected = dict(reference(directory).named_buffers())
     buffers = dict(model.named_buffers())
@@ -103,7 +103,7 @@ def test_building_takes_no_memory(directory: Path) -> None:
 
 
 def test_memory_comes_with_materialise(tiny: Path, device_type: str) -> None:
-    model = build_causal_lm(tiny / "model", "segments")
+    model = build_causal_lm(tiny / "model", "sdpa")
     device = torch.device(device_type)
     before = torch.npu.memory_allocated()
     move_buffers(model, device)
@@ -160,7 +160,7 @@ def test_weights_of_a_narrower_type_are_widened(tiny: Path, tmp_path: Path) -> N
 
 
 def loaded(directory: Path) -> dict[str, torch.Tensor]:
-    model = build_causal_lm(directory, "segments")
+    model = build_causal_lm(directory, "sdpa")
     parameters = {name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()}
     load_weights(parameters.items(), WeightFiles(directory))
     return {name: p.detach() for name, p in parameters.items()}
@@ -205,9 +205,9 @@ def test_a_model_that_scales_its_logits(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     GraniteConfig(**sizes, logits_scaling=8.0).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"'granite' scales its logits \(logits_scaling\).*not supported"):
-        build_causal_lm(tmp_path, "segments")
+        build_causal_lm(tmp_path, "sdpa")
     GraniteConfig(**sizes, logits_scaling=1.0).save_pretrained(tmp_path)
-    assert build_causal_lm(tmp_path, "segments").config.logits_scaling == 1.0
+    assert build_causal_lm(tmp_path, "sdpa").config.logits_scaling == 1.0
 
 
 def test_a_head_with_a_bias(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_head_with_a_bias(tmp_path: Path) -> None:
         hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1
     ).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="bias"):
-        build_causal_lm(tmp_path, "segments")
+        build_causal_lm(tmp_path, "sdpa")
 
 
 def test_a_directory_without_a_configuration(tmp_path: Path) -> None:

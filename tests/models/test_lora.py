@@ -43,7 +43,7 @@ def build(tiny: Path, device_type: str, *, dtype: str = "float32", **lora: Any) 
     device = choose_device(device_type)
     section = ModelSection.model_validate({"path": str(tiny / "model"), "dtype": dtype, "lora": lora})
     with join_world(device) as world:
-        yield build_engine(section, OptimizerSection(clip_norm=0), device=device, world=world, seed=7)
+        yield build_engine(section, OptimizerSection(max_grad_norm=0), device=device, world=world, seed=7)
 
 
 def weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ def test_outputs_are_scaled_by_alpha_over_rank(tiny: Path, device_type: str) -> 
 
 def adapted(directory: Path, targets: str | list[str]) -> set[str]:
     """The kinds of modules that carry adapters."""
-    model = build_causal_lm(directory, "segments")
+    model = build_causal_lm(directory, "sdpa")
     add_adapters(model, lora_config(4, 8, targets, 0.0), torch.float32)
     assert all(p.is_meta for p in model.parameters())
     return {

@@ -34,7 +34,7 @@ def load(directory: Path, device: str, attention: str, dtype: torch.dtype = torc
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=IMPLEMENTATIONS[attention]
     )
-    return PackedModel(model.eval().to(device), attention, head_chunk=7)
+    return PackedModel(model.eval().to(device), attention, logits_chunk=7)
 
 
 def tokens(device: str) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_segments_and_padding_equal_samples_one_by_one(directory: Path, device_t
     expected = one_by_one(padded.causal_lm, tokens_T)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(hidden_states(padded, tokens_T), expected, rtol=0, atol=1e-5)
-    packed = hidden_states(load(directory, device_type, "segments"), tokens_T)
+    packed = hidden_states(load(directory, device_type, "sdpa"), tokens_T)
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_segments_and_padding_equal_samples_one_by_one(directory: Path, device_t
 def test_flash_equals_segments(tiny: Path, dtype: torch.dtype, tolerance: float) -> None:
     tokens_T = tokens("npu")
     flash = hidden_states(load(tiny / "model", "npu", "flash", dtype), tokens_T)
-    segments = hidden_states(load(tiny / "model", "npu", "segments", dtype), tokens_T)
+    segments = hidden_states(load(tiny / "model", "npu", "sdpa", dtype), tokens_T)
     assert flash.dtype == dtype
     torch.testing.assert_close(flash, segments, rtol=tolerance, atol=tolerance)
 
@@ -105,7 +105,7 @@ def test_flash_equals_segments(tiny: Path, dtype: torch.dtype, tolerance: float)
 @torch.no_grad()
 def test_a_window_is_respected_whatever_attention_is_chosen(windowed: Path) -> None:
     device, results = choose_device("npu"), []
-    for attention in ("auto", "segments"):
+    for attention in ("auto", "sdpa"):
         section = ModelSection.model_validate({"path": str(windowed), "attention": attention})
         with join_world(device) as world:
             engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
@@ -113,7 +113,7 @@ def test_a_window_is_respected_whatever_attention_is_chosen(windowed: Path) -> N
     torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("attention", ["segments", "padded", "flash"])
+@pytest.mark.parametrize("attention", ["sdpa", "padded", "flash"])
 def test_samples_do_not_see_each_other(tiny: Path, attention: str) -> None:
     model = load(tiny / "model", "npu", attention)
     tokens_T = tokens("npu")
@@ -124,7 +124,7 @@ def test_samples_do_not_see_each_other(tiny: Path, attention: str) -> None:
     assert torch.equal(before[10:], after[10:]) and not torch.equal(before[:10], after[:10])
 
 
-@pytest.mark.parametrize("attention", ["segments", "padded", "flash"])
+@pytest.mark.parametrize("attention", ["sdpa", "padded", "flash"])
 def test_order_in_the_pack_does_not_matter(tiny: Path, attention: str) -> None:
     model, tokens_T = load(tiny / "model", "npu", attention), tokens("npu")
     swapped = torch.cat([tokens_T[9:], tokens_T[:9]])
@@ -134,7 +134,7 @@ def test_order_in_the_pack_does_not_matter(tiny: Path, attention: str) -> None:
     torch.testing.assert_close(torch.cat([other_TD[-9:], other_TD[:-9]]), hidden_TD, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["segments", "padded", "flash"])
+@pytest.mark.parametrize("attention", ["sdpa", "padded", "flash"])
 def test_gradients_equal_samples_one_by_one(tiny: Path, attention: str) -> None:
     model, reference = (load(tiny / "model", "npu", kind) for kind in (attention, "padded"))
     tokens_T = tokens("npu")
@@ -150,7 +150,7 @@ def test_gradients_equal_samples_one_by_one(tiny: Path, attention: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["segments", "flash"])
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
 def test_positions_are_the_given_ones(tiny: Path, attention: str) -> None:
     model, tokens_T = load(tiny / "model", "npu", attention), tokens("npu")[:20]
     place = torch.arange(20, device="npu")
@@ -174,17 +174,17 @@ def test_samples_do_not_meet_in_a_convolution(tmp_path: Path) -> None:
     torch.manual_seed(0)
     Lfm2ForCausalLM(config).save_pretrained(tmp_path)
     try:
-        build_causal_lm(tmp_path, "segments")
+        build_causal_lm(tmp_path, "sdpa")
     except ModelError:
         return  # refusing is as good
-    model, tokens_T = load(tmp_path, "cpu", "segments"), tokens("cpu")
+    model, tokens_T = load(tmp_path, "cpu", "sdpa"), tokens("cpu")
     with torch.no_grad():
         expected = one_by_one(load(tmp_path, "cpu", "padded").causal_lm, tokens_T)
         torch.testing.assert_close(hidden_states(model, tokens_T), expected, rtol=0, atol=1e-5)
 
 
 def test_the_objective_gets_the_predicting_positions(tiny: Path, device_type: str) -> None:
-    model, tokens_T = load(tiny / "model", device_type, "segments"), tokens(device_type)
+    model, tokens_T = load(tiny / "model", device_type, "sdpa"), tokens(device_type)
     everything = hidden_states(model, tokens_T)
     predict_N = torch.tensor([2, 30, 2], device=device_type)
     targets_N = torch.tensor([5, 6, 7], device=device_type)
@@ -207,7 +207,7 @@ def test_a_shared_prompt_changes_nothing(tiny: Path, device_type: str, checkpoin
         samples.append(Sample(tokens_T, np.arange(len(tokens_T)) >= len(begin)))
     results = []
     for batch in (pack(samples), pack_shared(samples, [len(begin) for begin, _ in rows])):
-        model = load(tiny / "model", device_type, "segments").train()
+        model = load(tiny / "model", device_type, "sdpa").train()
         if checkpointing:
             model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         batch = batch.to(torch.device(device_type))

@@ -49,7 +49,7 @@ def values(
     return tokens_T, found_N
 
 
-@pytest.mark.parametrize("attention", ["segments", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "padded"])
 def test_values_and_gradients_equal_transformers(directory: Path, device_type: str, attention: str) -> None:
     model = ScalarModel(load(directory, device_type, attention), attention)
     tokens_T, values_N = values(model, device_type)
@@ -69,7 +69,7 @@ def test_values_and_gradients_equal_transformers(directory: Path, device_type: s
         torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("attention", ["segments", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "padded"])
 def test_logits_of_a_token_classifier_equal_transformers(
     tiny: Path, tmp_path: Path, device_type: str, attention: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_no_position_gives_a_zero_gradient(device_type: str) -> None:
 
 
 def test_built_without_memory_from_a_language_model(tiny: Path) -> None:
-    model = build_scalar(tiny / "model", "segments")
+    model = build_scalar(tiny / "model", "sdpa")
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     assert model.get_parameter("score.weight").shape == (1, 64)
 
@@ -121,4 +121,4 @@ def test_a_model_type_with_another_head(tmp_path: Path) -> None:
         hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1
     ).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="'bert' has no plain 'score' head"):
-        build_scalar(tmp_path, "segments")
+        build_scalar(tmp_path, "sdpa")

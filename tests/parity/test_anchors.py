@@ -99,7 +99,7 @@ def test_weights_of_kto() -> None:
     assert passed(run_of(metrics, {**equal, "desirable_weight": 0.0})) == {"train/kl": True}
 
 
-ONLINE = {"name": "grpo", "passes": 1, "mini_batch_size": None}
+ONLINE = {"name": "grpo", "ppo_epochs": 1, "mini_batch_size": None}
 SAMPLED = {"data": {"batch_size": 4}, "rollout": {"n": 4}}
 
 
@@ -109,10 +109,10 @@ def test_one_update_is_on_policy() -> None:
     assert passed(run_of({"actor/ppo_kl": 1e-9}, ONLINE, **SAMPLED)) == {"actor/ppo_kl": False}
     assert passed(run_of({"actor/kl_loss": 1e-4}, ONLINE, **SAMPLED)) == {"actor/kl_loss": False}
     # The mean over several updates is not known before.
-    for several in ({"passes": 2}, {"mini_batch_size": 2}):
+    for several in ({"ppo_epochs": 2}, {"mini_batch_size": 2}):
         assert not anchors(run_of(metrics, {**ONLINE, **several}, **SAMPLED))
     assert anchors(run_of(metrics, {**ONLINE, "mini_batch_size": 4}, **SAMPLED))
-    penalty = run_of({"actor/reward_kl_penalty": 0.1}, {**ONLINE, "passes": 2}, **SAMPLED)
+    penalty = run_of({"actor/reward_kl_penalty": 0.1}, {**ONLINE, "ppo_epochs": 2}, **SAMPLED)
     assert passed(penalty) == {"actor/reward_kl_penalty": False}
 
 

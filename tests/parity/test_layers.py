@@ -39,7 +39,7 @@ def quickly() -> Iterator[None]:
 def train(tiny: Path, output: Path, device_type: str = "cpu", steps: int = 2, **sections: Any) -> Path:
     sections = {"trainer": {"steps": steps}, "observe": {"layer_trace": 2, "loggers": []}, **sections}
     # Without clipping: a common factor of all gradients would be gone.
-    sections["optimizer"] = {"lr": 1e-3, "clip_norm": 0.0, **sections.get("optimizer", {})}
+    sections["optimizer"] = {"lr": 1e-3, "max_grad_norm": 0.0, **sections.get("optimizer", {})}
     supervised.train_supervised(tiny_recipe(tiny, output, device_type, **sections), "")
     return output
 
@@ -389,5 +389,5 @@ def test_attention_that_shares_no_prompts_reads_other_tokens(tiny: Path, tmp_pat
             data={"train": str(tiny / "pairs.jsonl"), "max_length": 64},
         )
 
-    level = layers_level(pairs("a", "segments"), pairs("b", "padded"), dtype="float32")
-    assert level.state == "not run" and "(segments and padded)" in level.words
+    level = layers_level(pairs("a", "sdpa"), pairs("b", "padded"), dtype="float32")
+    assert level.state == "not run" and "(sdpa and padded)" in level.words

@@ -58,7 +58,7 @@ r.yaml:10: item 3 of 'data.train' is a section; expected text
 r.yaml:11: 'data.max_length' is 1e3; expected a whole number, at least 2; write 1000
 r.yaml:12: 'data.tokens_per_micro_batch' is the text '1_000'; expected a whole number, at least 2; write 1000 without quotes
 r.yaml:13: 'algorithm' is the text 'sft'; expected a section with keys such as name; write 'algorithm: {name: sft}'
-r.yaml:15: unknown key 'optim.clip_grad'; did you mean 'optimizer.clip_norm'?
+r.yaml:15: unknown key 'optim.clip_grad'; did you mean 'optimizer.max_grad_norm'?
 r.yaml:16: unknown key 'optim.something'; known here: name, output, seed, device, model, data, algorithm, rollout, reward, cluster, optimizer, trainer, observe
 r.yaml:18: 'optimizer.betas' is the list [0.9]; expected a list of 2 numbers
 r.yaml:19: unknown key 'trainr'; did you mean 'trainer'?

@@ -99,7 +99,7 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
             [f"r.yaml:5: 'algorithm.name' is the text 'gae'; {UNKNOWN_NAME}; did you mean 'ppo'?"],
         ),
         (
-            HEAD + "algorithm:\n  passes: 2\n" + PARTS,
+            HEAD + "algorithm:\n  ppo_epochs: 2\n" + PARTS,
             [
                 "r.yaml:5: 'algorithm.name' is missing; "
                 + UNKNOWN_NAME.replace("expected", "it takes")
@@ -114,8 +114,8 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
             ],
         ),
         (
-            HEAD + "algorithm: {name: sft, passes: 2}\n",
-            ["r.yaml:5: unknown key 'algorithm.passes'; sft has no such key: remove it"],
+            HEAD + "algorithm: {name: sft, ppo_epochs: 2}\n",
+            ["r.yaml:5: unknown key 'algorithm.ppo_epochs'; sft has no such key: remove it"],
         ),
         (
             GRPO + "gamma: 0.9\ncritic: {optim: {lr: 1}}\n" + PARTS,
@@ -212,18 +212,18 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
         ),
         # `algorithm.loss` is a section here and a value of dpo.
         (
-            GRPO + "  loss:\n    name: clp\n    eps_low: -1\n    entropy: yes\n" + PARTS,
+            GRPO + "  loss:\n    name: clp\n    clip_ratio_low: -1\n    entropy: yes\n" + PARTS,
             [
                 "r.yaml:8: 'algorithm.loss.name' is the text 'clp'; "
                 "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
-                "r.yaml:9: 'algorithm.loss.eps_low' is -1; expected a number, at least 0",
+                "r.yaml:9: 'algorithm.loss.clip_ratio_low' is -1; expected a number, at least 0",
                 "r.yaml:10: 'algorithm.loss.entropy' is the text 'yes'; expected a number, at least 0",
             ],
         ),
         (
-            GRPO + '  loss: {eps_high: "0.28"}\n' + PARTS + "trainer: {resume: nevr}\n",
+            GRPO + '  loss: {clip_ratio_high: "0.28"}\n' + PARTS + "trainer: {resume: nevr}\n",
             [
-                "r.yaml:7: 'algorithm.loss.eps_high' is the text '0.28'; "
+                "r.yaml:7: 'algorithm.loss.clip_ratio_high' is the text '0.28'; "
                 "expected a number, at least 0; write 0.28 without quotes",
                 "r.yaml:13: 'trainer.resume' is the text 'nevr'; "
                 "expected one of 'auto', 'never'; did you mean 'never'?",
@@ -256,24 +256,26 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, model, process,
             ],
         ),
         (
-            GRPO + "  correction: {level: token, outside: mask, high: 0.5}\n" + PARTS,
+            GRPO + "  rollout_correction: {level: token, mode: mask, upper: 0.5}\n" + PARTS,
             [
-                "r.yaml:7: algorithm.correction: high (0.5) leaves nothing inside with outside: mask, where "
-                "low is 1 / high: raise it above 1, or set low"
+                "r.yaml:7: algorithm.rollout_correction: upper (0.5) leaves nothing inside with mode: mask, "
+                "where lower is 1 / upper: raise it above 1, or set lower"
             ],
         ),
         (
-            GRPO + "  correction:\n    level: token\n    low: 3.0\n" + PARTS,
+            GRPO + "  rollout_correction:\n    level: token\n    lower: 3.0\n" + PARTS,
             [
-                "r.yaml:9: algorithm.correction: low (3) is not below high (2): lower it, or raise high",
+                "r.yaml:9: algorithm.rollout_correction: lower (3) is not below upper (2): lower it, "
+                "or raise upper",
             ],
         ),
         (
-            GRPO + "  correction: {level: sequence}\n" + PARTS.replace("n: 4", "n: 4\n  top_p: 0.9"),
+            GRPO + "  rollout_correction: {level: sequence}\n" + PARTS.replace("n: 4", "n: 4\n  top_p: 0.9"),
             [
-                "r.yaml:7: algorithm.correction.level (sequence) does not go with rollout.top_p (0.9): the "
-                "engine's probabilities are among the tokens that are left, the trained model's among all, "
-                "so the weights of long responses vanish: write level: token, or sample from all tokens"
+                "r.yaml:7: algorithm.rollout_correction.level (sequence) does not go with rollout.top_p "
+                "(0.9): the engine's probabilities are among the tokens that are left, the trained model's "
+                "among all, so the weights of long responses vanish: write level: token, or sample from all "
+                "tokens"
             ],
         ),
         (
@@ -356,9 +358,9 @@ def test_a_convention_is_that_of_a_framework_which_has_the_algorithm(name: str) 
         ["cluster.placement=separate", "rollout.engines=2"],
         ["device.ranks=4", "rollout.engines=2", "rollout.tensor_parallel=2"],
         ["rollout.engines=2", "rollout.replay=runs/recorded"],
-        ["algorithm.correction={level: sequence}", "rollout.top_k=0"],
-        ["algorithm.correction={level: token, high: 0.5}", "rollout.top_k=20"],
-        ["algorithm.correction={level: token, outside: mask, high: 1.0, low: 0.5}"],
+        ["algorithm.rollout_correction={level: sequence}", "rollout.top_k=0"],
+        ["algorithm.rollout_correction={level: token, upper: 0.5}", "rollout.top_k=20"],
+        ["algorithm.rollout_correction={level: token, mode: mask, upper: 1.0, lower: 0.5}"],
         ["algorithm.kl={place: reward, controller: adaptive, horizon: 205}"],
         ["cluster.address=local"],
         ["cluster.address=head.example:6379"],

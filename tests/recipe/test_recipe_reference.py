@@ -30,7 +30,7 @@ def test_rows_of_tables_are_lines() -> None:
 
 def test_what_variants_share_is_there_once() -> None:
     page = render()
-    assert page.count("| `algorithm.passes` |") == page.count("| `algorithm.loss.eps_low` |") == 1
+    assert page.count("| `algorithm.ppo_epochs` |") == page.count("| `algorithm.loss.clip_ratio_low` |") == 1
     assert page.count("| `algorithm.name` |") == 11
     assert page.index("## `algorithm`: `ppo` also has") < page.index("| `algorithm.lam` |")
 

@@ -90,7 +90,7 @@ def weights(tiny: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_how_the_server_is_started(tiny: Path, start: Start, recorder: Recorder) -> None:
-    engine = start(memory=0.4, eager=True)
+    engine = start(memory_utilization=0.4, eager=True)
     began = recorder.start()
     options = began["options"]
     assert len(options.pop("api-key")) == 64 and int(options.pop("port")) > 1023

@@ -107,9 +107,9 @@ def test_micro_batches_do_not_matter(
         sections = {"data": {"tokens_per_micro_batch": budget}, "model": {"attention": attention}}
         return train(preference_recipe(name, tiny, rows, output, device_type, **sections))
 
-    one = run(4096, "segments")
+    one = run(4096, "sdpa")
     # Padded, no prompt is shared.
-    for other in (run(128, "segments"), run(4096, "padded")):
+    for other in (run(128, "sdpa"), run(4096, "padded")):
         assert_same_run(one, other)
 
 

@@ -121,7 +121,7 @@ def test_a_run_directory_is_used_by_one_job_at_a_time(tiny: Path, tmp_path: Path
 
 
 def test_non_finite_loss_raises_or_is_skipped(tiny: Path, tmp_path: Path, device_type: str) -> None:
-    explode = {"lr": 1e30, "clip_norm": 0.0, "warmup_ratio": 0.0, "schedule": "constant"}
+    explode = {"lr": 1e30, "max_grad_norm": 0.0, "warmup_ratio": 0.0, "schedule": "constant"}
     recipe = tiny_recipe(tiny, tmp_path / "raise", device_type, optimizer=explode)
     with pytest.raises(NonFiniteError, match=r"step 2: loss .*trainer\.non_finite=skip"):
         launch(recipe, "")

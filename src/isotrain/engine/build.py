@@ -129,8 +129,7 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
 def build_process_reward_model(
     path: str, model: ModelSection, *, device: Device, world: World
 ) -> InferenceModel:
-    """A trained scorer of steps, frozen: a token classifier, or a language model that says it with a
-    token."""
+    """A trained scorer of steps, frozen: a token classifier, or a language model that says it with a token."""
     directory = model_directory(path, "reward.process.path")
     files = WeightFiles(directory)
     scorer: PackedModel | ScalarModel
@@ -149,7 +148,7 @@ def build_process_reward_model(
 def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
     causal_lm, attention, fused = _pretrained(build_causal_lm, directory, model, device)
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
-    chunk = model.head_chunk or max(1, LOGIT_BYTES // (4 * vocabulary))
+    chunk = model.logits_chunk or max(1, LOGIT_BYTES // (4 * vocabulary))
     return PackedModel(causal_lm, attention, chunk, fused)
 
 
@@ -203,15 +202,13 @@ def choose_attention(directory: Path, model: ModelSection, device: Device) -> st
     windowed = has_windows and not device.flash_window
     if model.attention == "auto":
         flash = device.flash_attention and model.dtype != "float32" and not windowed
-        return "flash" if flash else "segments"
+        return "flash" if flash else "sdpa"
     if model.attention == "flash" and not device.flash_attention:
-        raise ModelError(
-            f"model.attention: no flash attention for '{device.type}' here; use auto or segments"
-        )
+        raise ModelError(f"model.attention: no flash attention for '{device.type}' here; use auto or sdpa")
     if model.attention == "flash" and windowed:
         raise ModelError(
             f"model.attention: flash attention on '{device.type}' ignores this model's sliding window; "
-            "use auto or segments"
+            "use auto or sdpa"
         )
     return model.attention
 
@@ -259,7 +256,7 @@ def _engine(
         weight_decay=optimizer.weight_decay,
         fused=device.fused_adamw,
     )
-    return TrainingEngine(packed, adamw, world, optimizer.clip_norm)
+    return TrainingEngine(packed, adamw, world, optimizer.max_grad_norm)
 
 
 def adapter_config(lora: LoraSection) -> LoraConfig:

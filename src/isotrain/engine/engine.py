@@ -45,12 +45,12 @@ class TrainingEngine:
         model: PackedModel | ScalarModel,
         optimizer: torch.optim.Optimizer,
         world: World,
-        clip_norm: float,
+        max_grad_norm: float,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.world = world
-        self.clip_norm = clip_norm
+        self.max_grad_norm = max_grad_norm
         self.forward = Forward(model, world)
         self.trained = {name: p for name, p in self.forward.parameters.items() if p.requires_grad}
 
@@ -122,7 +122,7 @@ class TrainingEngine:
         return int(self.world.sum([sum(batch.loss_tokens for batch in batches)])[0])
 
     def _clip(self) -> float:
-        """Scales the gradients down to `clip_norm`; returns the global norm they had.
+        """Scales the gradients down to `max_grad_norm`; returns the global norm they had.
 
         On local shards: each rank's norm is taken once and only that number is exchanged.
         """
@@ -132,8 +132,8 @@ class TrainingEngine:
             squares = norm.square()
             dist.all_reduce(squares)
             norm = squares.sqrt()
-        if self.clip_norm > 0:
-            factor = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+        if self.max_grad_norm > 0:
+            factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(grads, factor)
         return norm.item()
 

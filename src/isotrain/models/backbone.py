@@ -20,7 +20,7 @@ def is_padded(attention: str) -> bool:
 
 def shares_prompts(attention: str) -> bool:
     """Whether this attention can compute a prompt once for several responses."""
-    return attention in ("segments", "fused")
+    return attention in ("sdpa", "fused")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from isotrain.models.suitability import check_head, check_packing, check_score
 
 # transformers' name for each of ours.
 IMPLEMENTATIONS = {
-    "segments": SEGMENTS,
+    "sdpa": SEGMENTS,
     "flash": "flash_attention_2",
     "padded": "sdpa",
     "fused": FUSED,

@@ -29,13 +29,13 @@ class PackedModel(nn.Module):
     """Before the Hugging Face names of its parameters."""
 
     def __init__(
-        self, causal_lm: PreTrainedModel, attention: str, head_chunk: int, fused: Fused = NONE_FUSED
+        self, causal_lm: PreTrainedModel, attention: str, logits_chunk: int, fused: Fused = NONE_FUSED
     ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.attention = attention
         self.fused = fused
-        self.head_chunk = head_chunk
+        self.logits_chunk = logits_chunk
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -54,5 +54,5 @@ class PackedModel(nn.Module):
         backbone = Backbone(self.causal_lm, self.attention)
         hidden_TD = backbone.hidden_states(tokens_T, positions_T, lengths, continues)
         weight_VD = self.causal_lm.get_output_embeddings().weight
-        head = TokenHead(hidden_TD.index_select(0, predict_N), weight_VD, targets_N, self.head_chunk)
+        head = TokenHead(hidden_TD.index_select(0, predict_N), weight_VD, targets_N, self.logits_chunk)
         return objective(head)

@@ -58,7 +58,7 @@ def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check
 
 
 def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
-    updated_once = algorithm.get("passes") == 1 and algorithm.get("mini_batch_size") in (
+    updated_once = algorithm.get("ppo_epochs") == 1 and algorithm.get("mini_batch_size") in (
         None,
         _section(recipe, "data").get("batch_size"),
     )

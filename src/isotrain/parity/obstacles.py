@@ -20,10 +20,13 @@ _FREE = (
     "trainer.save_every:",
     "trainer.keep_checkpoints:",
     # How it is computed, not what: the environment of each start tells what was chosen.
-    *(f"model.{name}:" for name in ("fused", "attention", "gradient_checkpointing", "head_chunk")),
+    *(f"model.{name}:" for name in ("fused", "attention", "gradient_checkpointing", "logits_chunk")),
     # Where responses come from and how they are made, not what is learnt from them.
-    *(f"rollout.{name}:" for name in ("record", "replay", "engines", "tensor_parallel", "memory")),
-    *(f"rollout.{name}:" for name in ("cache_gb", "eager", "server_python")),
+    *(
+        f"rollout.{name}:"
+        for name in ("record", "replay", "engines", "tensor_parallel", "memory_utilization")
+    ),
+    *(f"rollout.{name}:" for name in ("kv_cache_gb", "eager", "server_python")),
     *(f"rollout.{name}:" for name in ("update_timeout", "weight_check_tolerance")),
     "reward.workers:",
 )

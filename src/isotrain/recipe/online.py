@@ -18,10 +18,10 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 class LossSection(Section):
     name: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
     """The policy loss."""
-    eps_low: float = Field(default=0.2, ge=0)
-    """The ratio of new to old probability is clipped at `1 - eps_low` below."""
-    eps_high: float = Field(default=0.2, ge=0)
-    """And at `1 + eps_high` above; 0.28 is DAPO's clip-higher."""
+    clip_ratio_low: float = Field(default=0.2, ge=0)
+    """The ratio of new to old probability is clipped at `1 - clip_ratio_low` below."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """And at `1 + clip_ratio_high` above; 0.28 is DAPO's clip-higher."""
     dual_clip: Annotated[float | None, DefaultFor("openrlhf", None), DefaultFor("trl", None)] = Field(
         default=3.0, gt=1
     )
@@ -53,30 +53,32 @@ class KlSection(Section):
         return self
 
 
-class CorrectionSection(Section):
+class RolloutCorrectionSection(Section):
     level: Literal["off", "token", "sequence"] = "off"
     """Importance weights for what the rollout engine sampled: none, of tokens, or of whole responses."""
-    outside: Literal["truncate", "mask"] = "truncate"
+    mode: Literal["truncate", "mask"] = "truncate"
     """What happens to weights beyond the bounds: cut to the bound, or the token left out."""
-    high: float = Field(default=2.0, gt=0)
+    upper: float = Field(default=2.0, gt=0)
     """Upper bound of the weights."""
-    low: float | None = Field(default=None, ge=0)
-    """Lower bound; by default none for `truncate`, `1 / high` for `mask`."""
+    lower: float | None = Field(default=None, ge=0)
+    """Lower bound; by default none for `truncate`, `1 / upper` for `mask`."""
 
     @model_validator(mode="after")
-    def _some_weights_are_inside(self) -> CorrectionSection:
-        if self.low is not None and self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) is not below high ({self.high:g}): lower it, or raise high")
-        if self.outside == "mask" and self.low is None and self.high <= 1:
+    def _some_weights_are_inside(self) -> RolloutCorrectionSection:
+        if self.lower is not None and self.lower >= self.upper:
             raise ValueError(
-                f"high ({self.high:g}) leaves nothing inside with outside: mask, where low is 1 / high: "
-                "raise it above 1, or set low"
+                f"lower ({self.lower:g}) is not below upper ({self.upper:g}): lower it, or raise upper"
+            )
+        if self.mode == "mask" and self.lower is None and self.upper <= 1:
+            raise ValueError(
+                f"upper ({self.upper:g}) leaves nothing inside with mode: mask, where lower is 1 / upper: "
+                "raise it above 1, or set lower"
             )
         return self
 
 
-class DynamicSection(Section):
-    attempts: int = Field(default=0, ge=0)
+class DynamicSamplingSection(Section):
+    max_attempts: int = Field(default=0, ge=0)
     """How often prompts whose responses all have the same reward are replaced by new ones; 0 keeps them."""
 
 
@@ -112,7 +114,7 @@ class OnlineSection(Section):
     """Narrowed by each algorithm; here so that it comes first wherever fields are listed."""
     mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer update; by default all of the step's."""
-    passes: int = Field(default=1, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1)
     """Passes over the responses of a step."""
     convention: Literal["verl", "openrlhf", "trl"] = "verl"
     """Whose constants the advantages and their whitening have, and whose default `loss.dual_clip`."""
@@ -120,9 +122,9 @@ class OnlineSection(Section):
     """The policy loss."""
     kl: KlSection = KlSection()
     """Divergence from the reference policy."""
-    correction: CorrectionSection = CorrectionSection()
+    rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     """For the difference between the rollout engine's and the trained model's probabilities."""
-    dynamic: DynamicSection = DynamicSection()
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
     """DAPO's dynamic sampling."""
     overlong: OverlongSection = OverlongSection()
     """DAPO's overlong reward shaping."""
@@ -232,15 +234,14 @@ class RolloutSection(Section):
     top_k: int = Field(default=-1, ge=-1)
     """Sample from this many most likely tokens; -1 for all."""
     staleness: int = Field(default=0, ge=0)
-    """Weight versions by which responses may be older than the model that learns from them; 0 is
-    on-policy."""
+    """Weight versions by which responses may be older than the model that learns from them; 0 is on-policy."""
     engines: int = Field(default=1, ge=1)
     """Generation engines."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that one engine is split over."""
-    memory: float = Field(default=0.5, gt=0, le=1)
+    memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of an accelerator's memory for the engine's weights and cache."""
-    cache_gb: float = Field(default=2.0, gt=0)
+    kv_cache_gb: float = Field(default=2.0, gt=0)
     """Size of the engine's cache in GiB where it lives in host memory."""
     eager: bool | None = None
     """Run the engine without compiling its model or capturing graphs: slower steps, but it starts in seconds;
@@ -314,8 +315,7 @@ class ProcessRewardSection(Section):
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the response; without a step it is
-    0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is 0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 

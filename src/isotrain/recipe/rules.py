@@ -37,9 +37,9 @@ def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
             "rollout.validation.temperature, or n: 1"
         )
     cut = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
-    if algorithm.correction.level == "sequence" and cut:
+    if algorithm.rollout_correction.level == "sequence" and cut:
         yield (
-            f"algorithm.correction.level (sequence) does not go with rollout.{cut} "
+            f"algorithm.rollout_correction.level (sequence) does not go with rollout.{cut} "
             f"({getattr(rollout, cut):g}): the engine's probabilities are among the tokens that are left, "
             "the trained model's among all, so the weights of long responses vanish: write level: token, or "
             "sample from all tokens"
@@ -83,10 +83,10 @@ def _controller(kl: KlSection, responses: int) -> Iterator[str]:
 
 def _rewards(algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSection) -> Iterator[str]:
     scorer = reward.reward_models[0] if reward.reward_models else None
-    if algorithm.dynamic.attempts and scorer:
+    if algorithm.dynamic_sampling.max_attempts and scorer:
         yield (
-            "algorithm.dynamic.attempts looks at rewards before the ranks have the responses, where "
-            f"reward.{scorer} is: use one of the two"
+            "algorithm.dynamic_sampling.max_attempts looks at rewards before the ranks have the responses, "
+            f"where reward.{scorer} is: use one of the two"
         )
     if algorithm.name == "remax" and scorer:
         yield (

@@ -44,13 +44,13 @@ class ModelSection(Section):
     """A local Hugging Face model directory, or a Hub name."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
-    attention: Literal["auto", "flash", "segments", "padded"] = "auto"
-    """Attention over packed samples: `flash` kernels, `segments` (exact SDPA per sample), or `padded`."""
+    attention: Literal["auto", "flash", "sdpa", "padded"] = "auto"
+    """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
     fused: Literal["auto", "off", "on"] = "off"
     """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
     gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    head_chunk: int | None = Field(default=None, ge=1)
+    logits_chunk: int | None = Field(default=None, ge=1)
     """Tokens whose vocabulary logits exist at one time; by default as many as 256 MiB of float32 hold."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
@@ -110,7 +110,7 @@ class OptimizerSection(Section):
     """Added to the denominator."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; biases and norms are not decayed."""
-    clip_norm: float = Field(default=1.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], DefaultFor(ONLINE, "constant")] = "cosine"
     """How the learning rate falls after the warm-up."""

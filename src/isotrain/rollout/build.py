@@ -73,8 +73,8 @@ def _vllm(plan: Plan) -> RolloutEngine:
         max_length=plan.room(1),  # scoring a whole sequence, it writes a token after it
         seed=plan.seed,
         tensor_parallel=plan.rollout.tensor_parallel,
-        memory=plan.rollout.memory,
-        cache_bytes=int(plan.rollout.cache_gb * 2**30),
+        memory_utilization=plan.rollout.memory_utilization,
+        cache_bytes=int(plan.rollout.kv_cache_gb * 2**30),
         eager=plan.eager,
         update_timeout=plan.rollout.update_timeout,
     )
@@ -92,7 +92,7 @@ def _sglang(plan: Plan) -> RolloutEngine:
         python=plan.rollout.server_python,
         seed=plan.seed,
         tensor_parallel=plan.rollout.tensor_parallel,
-        memory=plan.rollout.memory,
+        memory_utilization=plan.rollout.memory_utilization,
         eager=plan.eager,
         update_timeout=plan.rollout.update_timeout,
     )

@@ -66,7 +66,7 @@ class SglangEngine:
         python: str | None = None,
         seed: int = 0,
         tensor_parallel: int = 1,
-        memory: float = 0.5,
+        memory_utilization: float = 0.5,
         eager: bool = True,
         update_timeout: float = 300.0,
     ) -> None:
@@ -96,7 +96,7 @@ class SglangEngine:
             "dtype": dtype,
             "tp-size": str(tensor_parallel),
             "context-length": str(max_length),
-            "mem-fraction-static": str(memory),
+            "mem-fraction-static": str(memory_utilization),
             "random-seed": str(seed),
         }
         try:

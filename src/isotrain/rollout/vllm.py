@@ -66,7 +66,7 @@ class VllmEngine:
         max_length: int,
         seed: int = 0,
         tensor_parallel: int = 1,
-        memory: float = 0.5,
+        memory_utilization: float = 0.5,
         cache_bytes: int = 2 << 30,
         eager: bool = True,
         update_timeout: float = 300.0,
@@ -100,7 +100,7 @@ class VllmEngine:
         }
         llm: Any = vllm.LLM  # it names the types it takes one by one
         # On the host the cache has a size of its own; on a device it takes what its share leaves free.
-        sizes: dict[str, Any] = {"gpu_memory_utilization": memory}
+        sizes: dict[str, Any] = {"gpu_memory_utilization": memory_utilization}
         if current_platform.is_cpu():
             sizes = {"kv_cache_memory_bytes": cache_bytes}
         try:

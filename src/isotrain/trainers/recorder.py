@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from isotrain.observe.console import Console
-from isotrain.observe.loggers import MetricsLogger, open_loggers
+from isotrain.observe.loggers import Logger, open_loggers
 from isotrain.observe.metrics import MetricsLog, read_metrics
 from isotrain.observe.plots import plot_run
 from isotrain.observe.run_directory import RunDirectory
@@ -23,7 +23,7 @@ class Recorder:
         self.console = console
         self.log: MetricsLog | None = None
         self.checkpoints: Path | None = None
-        self.loggers: Sequence[MetricsLogger] = ()
+        self.loggers: Sequence[Logger] = ()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if self.log is not None:

@@ -43,9 +43,12 @@ _FREE_TO_CHANGE = (
     "device.",
     "trainer.",
     "cluster",
-    *(f"model.{name}" for name in ("head_chunk", "gradient_checkpointing")),
+    *(f"model.{name}" for name in ("logits_chunk", "gradient_checkpointing")),
     *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
-    *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory", "cache_gb", "eager", "record")),
+    *(
+        f"rollout.{name}"
+        for name in ("engines", "tensor_parallel", "memory_utilization", "kv_cache_gb", "eager", "record")
+    ),
     *(f"rollout.{name}" for name in ("update_timeout", "weight_check_tolerance", "validation.")),
     *(f"reward.{name}" for name in ("timeout", "workers", "math.processes")),
     *(f"reward.function.{name}" for name in ("concurrency", "start_timeout", "memory_gb")),

@@ -15,9 +15,13 @@ from support import tiny_recipe
 LORA = {"lora": {"rank": 4, "dropout": 0.1}}
 KL = {"kl": {"place": "loss", "coefficient": 0.01}, "loss": {"entropy": 0.01}}
 ONLINE: dict[str, dict[str, Any]] = {
-    "grpo": {"name": "grpo", "mini_batch_size": 2, "passes": 2, **KL},
-    "gspo": {"name": "grpo", "loss": {"name": "gspo"}, "correction": {"level": "sequence"}},
-    "cispo": {"name": "grpo", "loss": {"name": "cispo"}, "correction": {"level": "token", "outside": "mask"}},
+    "grpo": {"name": "grpo", "mini_batch_size": 2, "ppo_epochs": 2, **KL},
+    "gspo": {"name": "grpo", "loss": {"name": "gspo"}, "rollout_correction": {"level": "sequence"}},
+    "cispo": {
+        "name": "grpo",
+        "loss": {"name": "cispo"},
+        "rollout_correction": {"level": "token", "mode": "mask"},
+    },
     "ppo": {"name": "ppo", "kl": {"place": "reward"}},
     "rloo": {"name": "rloo"},
     "reinforce++": {"name": "reinforce++"},
@@ -32,7 +36,7 @@ def all_jobs(tiny: Path, rows: Path, output: Path) -> dict[str, Recipe]:
     """
 
     def model(**values: Any) -> dict[str, Any]:
-        return {"path": str(tiny / "model"), "dtype": "bfloat16", "attention": "segments", **values}
+        return {"path": str(tiny / "model"), "dtype": "bfloat16", "attention": "sdpa", **values}
 
     def sft(name: str, **values: Any) -> Recipe:
         data = {"validation": str(tiny / "validation.jsonl"), "validation_rows": 4}

@@ -181,7 +181,7 @@ def _decayed_norms(engine: Any) -> None:
 def _no_clipping(engine: Any) -> None:
     create = engine.TrainingEngine.__init__
 
-    def changed(self: Any, model: Any, optimizer: Any, world: Any, clip_norm: float) -> None:
+    def changed(self: Any, model: Any, optimizer: Any, world: Any, max_grad_norm: float) -> None:
         create(self, model, optimizer, world, 0.0)
 
     engine.TrainingEngine.__init__ = changed

@@ -145,7 +145,7 @@ def policy_losses(
     loss: Any, logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of one trajectory's written tokens, and at which of them the clip and the dual clip hold."""
-    low, high = 1 - loss.eps_low, 1 + loss.eps_high
+    low, high = 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high
     ratio, never = (logp - old).clamp(-20, 20).exp(), torch.zeros(len(logp))
     if loss.name == "gspo":
         ratio = (logp - old).mean().exp().detach() * (logp - logp.detach()).exp()
@@ -171,10 +171,10 @@ def correction(section: Any, old: torch.Tensor, rollout: torch.Tensor) -> torch.
     if section.level == "sequence":
         log_ratio = log_ratio.sum().expand(len(old))
     ratio = log_ratio.clamp(-20, 20).exp()
-    if section.outside == "truncate":
-        return ratio.clamp(section.low, section.high)
-    low = 1 / section.high if section.low is None else section.low
-    return torch.where((ratio < low) | (ratio > section.high), 0.0, ratio)
+    if section.mode == "truncate":
+        return ratio.clamp(section.lower, section.upper)
+    low = 1 / section.upper if section.lower is None else section.lower
+    return torch.where((ratio < low) | (ratio > section.upper), 0.0, ratio)
 
 
 def value_losses(

@@ -39,7 +39,7 @@ def learn(tiny: Path, work: Path, algorithm: str, engine: str, device_type: str)
         device_type,
         data={"train": str(tiny / "prompts.jsonl"), "batch_size": 16, "max_length": 64},
         algorithm=ALGORITHMS[algorithm],
-        rollout={"engine": engine, "n": 8, "max_tokens": 12, "cache_gb": 0.25},
+        rollout={"engine": engine, "n": 8, "max_tokens": 12, "kv_cache_gb": 0.25},
         optimizer={"lr": LEARNING_RATES.get(algorithm, 5e-3)},
         trainer={"steps": STEPS[algorithm]},
     )

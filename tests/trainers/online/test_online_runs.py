@@ -68,7 +68,7 @@ def test_nothing_moves_without_a_learning_rate(tiny: Path, work: Path) -> None:
     recipe = online_recipe(
         tiny,
         work / "still",
-        algorithm={"name": "grpo", "mini_batch_size": 2, "passes": 2, "kl": {"place": "loss"}},
+        algorithm={"name": "grpo", "mini_batch_size": 2, "ppo_epochs": 2, "kl": {"place": "loss"}},
         optimizer={"lr": 0.0, "schedule": "constant", "warmup_ratio": 0.0},
         trainer={"steps": 2, "validate_first": True},
         data={

@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "four updates, KL in the loss, entropy bonus": {
         "algorithm": {
             "mini_batch_size": 2,
-            "passes": 2,
+            "ppo_epochs": 2,
             "kl": {"place": "loss", "coefficient": 0.3},
             "loss": {"entropy": 0.05},
         },
@@ -64,7 +64,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                 "controller": "adaptive",
                 "horizon": 20,
             },
-            "correction": {"level": "token", "high": 1.2},
+            "rollout_correction": {"level": "token", "upper": 1.2},
             "overlong": {"buffer": 4, "factor": 0.5},
         },
         "data": {"tokens_per_micro_batch": 42},
@@ -73,16 +73,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 # Steps of GRPO whose four updates move far enough for every clip to matter.
 LOSSES: dict[str, dict[str, Any]] = {
-    "narrow clip": {"loss": {"eps_low": 0.05, "eps_high": 0.1, "dual_clip": 1.2}},
+    "narrow clip": {"loss": {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "dual_clip": 1.2}},
     "no dual clip": {"loss": {"dual_clip": None, "aggregation": "seq-mean-token-sum"}},
-    "gspo": {"loss": {"name": "gspo", "eps_low": 0.01, "eps_high": 0.02}},
-    "cispo": {"loss": {"name": "cispo", "eps_high": 0.1}, "kl": {"place": "loss", "estimator": "k2"}},
+    "gspo": {"loss": {"name": "gspo", "clip_ratio_low": 0.01, "clip_ratio_high": 0.02}},
+    "cispo": {"loss": {"name": "cispo", "clip_ratio_high": 0.1}, "kl": {"place": "loss", "estimator": "k2"}},
     "reinforce": {"loss": {"name": "reinforce", "aggregation": "seq-mean-token-mean", "entropy": 0.1}},
     "Dr. GRPO": {"loss": {"aggregation": "seq-mean-token-sum-norm"}, "scale_by_std": False},
-    "whole responses weighted": {"correction": {"level": "sequence", "high": 3.0, "low": 0.5}},
-    "whole responses left out": {"correction": {"level": "sequence", "outside": "mask", "high": 4.0}},
+    "whole responses weighted": {"rollout_correction": {"level": "sequence", "upper": 3.0, "lower": 0.5}},
+    "whole responses left out": {"rollout_correction": {"level": "sequence", "mode": "mask", "upper": 4.0}},
     "tokens left out": {
-        "correction": {"level": "token", "outside": "mask", "high": 1.5},
+        "rollout_correction": {"level": "token", "mode": "mask", "upper": 1.5},
         "kl": {"place": "loss", "estimator": "abs"},
     },
 }
@@ -187,7 +187,7 @@ def mini_batches(step: Step) -> list[list[int]]:
     size = (step.recipe.algorithm.mini_batch_size or len(PROMPTS)) * N_SAMPLES
     wanted = [list(range(first, first + size)) for first in range(0, len(FLAT), size)]
     assert step.numbers() == wanted
-    return wanted * step.recipe.algorithm.passes
+    return wanted * step.recipe.algorithm.ppo_epochs
 
 
 def check_policy(
@@ -200,7 +200,7 @@ def check_policy(
     for (weights, result), mini in zip(step.policy, mini_batches(step), strict=True):
         logps, entropies = formulas.ask_policy(causal, weights, FLAT, temperature)
         told = [formulas.policy_losses(loss, logps[i], old[i], advantages[i]) for i in mini]
-        factors = [formulas.correction(algorithm.correction, old[i], sampled[i]) for i in mini]
+        factors = [formulas.correction(algorithm.rollout_correction, old[i], sampled[i]) for i in mini]
         weighted = [own * factor for (own, *_), factor in zip(told, factors, strict=True)]
         policy = formulas.aggregate(how, weighted, MAX_TOKENS)
         entropy = formulas.aggregate(how, [entropies[i] for i in mini], MAX_TOKENS)
@@ -270,7 +270,7 @@ def test_a_step_equals_the_formulas(
 def test_every_loss_and_correction(
     tiny: Path, tmp_path: Path, device_type: str, causal: Any, name: str
 ) -> None:
-    own = merged({"name": "grpo", "mini_batch_size": 2, "passes": 2}, LOSSES[name])
+    own = merged({"name": "grpo", "mini_batch_size": 2, "ppo_epochs": 2}, LOSSES[name])
     step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm=own))
     check(step, causal)
     clips = own.get("loss", {}).get("name", "clip") != "reinforce"
@@ -285,7 +285,7 @@ def test_with_lr_0_nothing_moves_at_all(tiny: Path, tmp_path: Path, device_type:
             tiny,
             tmp_path,
             device_type,
-            algorithm={"name": "grpo", "mini_batch_size": 2, "passes": 2},
+            algorithm={"name": "grpo", "mini_batch_size": 2, "ppo_epochs": 2},
             data={"tokens_per_micro_batch": 42},
             rollout={"temperature": 0.7},
             optimizer={"lr": 0.0},

@@ -62,7 +62,7 @@ def test_sglang_is_found_and_marked_as_unverified(
 
 def test_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:
     def warnings(level: str) -> list[str]:
-        algorithm = {"name": "grpo", "correction": {"level": level}}
+        algorithm = {"name": "grpo", "rollout_correction": {"level": level}}
         sections = {"rollout": {"staleness": 2}, "cluster": {"placement": "separate"}}
         return check_online(online_recipe(tiny, tmp_path, "cpu", algorithm=algorithm, **sections))
 

@@ -58,8 +58,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "several updates, corrected": {
         "name": "grpo",
         "mini_batch_size": 2,
-        "passes": 2,
-        "correction": {"level": "token"},
+        "ppo_epochs": 2,
+        "rollout_correction": {"level": "token"},
         "kl": {"place": "loss", "coefficient": 0.1},
     },
     "ppo": {"name": "ppo", "critic": {"lr": 1e-2}, "mini_batch_size": 2},
@@ -68,7 +68,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl": {"place": "reward", "coefficient": 0.05, "controller": "adaptive", "horizon": 50},
     },
     "remax": {"name": "remax"},
-    "dynamic sampling": {"name": "grpo", "dynamic": {"attempts": 2}},
+    "dynamic sampling": {"name": "grpo", "dynamic_sampling": {"max_attempts": 2}},
 }
 
 
@@ -108,7 +108,7 @@ class Inventor:
         rows = self.sampler.next_batch().tolist()
         indices = list(range(first, first + BATCH))
         resampled = 0
-        if self.recipe.algorithm.name == "grpo" and self.recipe.algorithm.dynamic.attempts:
+        if self.recipe.algorithm.name == "grpo" and self.recipe.algorithm.dynamic_sampling.max_attempts:
             resampled = 1
             more = Sampler(len(self.prompts), 1, self.recipe.seed, taken=self.sampler.taken)
             indices, rows = [*indices[1:], self.sampler.taken], [*rows[1:], int(more.next_batch()[0])]

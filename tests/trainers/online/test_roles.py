@@ -95,8 +95,8 @@ CASES: dict[str, dict[str, Any]] = {
         "name": "grpo",
         "kl": {"place": "reward", "coefficient": 0.05, "controller": "adaptive", "horizon": 50},
     },
-    "critic": {"name": "ppo", "critic": {"lr": 1e-2}, "mini_batch_size": 2, "passes": 2},
-    "dynamic sampling": {"name": "grpo", "dynamic": {"attempts": 3}},
+    "critic": {"name": "ppo", "critic": {"lr": 1e-2}, "mini_batch_size": 2, "ppo_epochs": 2},
+    "dynamic sampling": {"name": "grpo", "dynamic_sampling": {"max_attempts": 3}},
 }
 
 
@@ -138,8 +138,7 @@ def check_critic(rows: Rows, draws: Draws) -> None:
 
 
 def check_replaced(rows: Rows, draws: Draws) -> None:
-    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes
-    twice."""
+    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes twice."""
     assert sum(row["rollout/resampled"] for row in rows) > 0
     taken = 0
     for row, step in zip(rows, draws, strict=True):

@@ -51,7 +51,7 @@ def test_vllm_and_trainer_agree_after_every_update_of_adapters(tiny: Path, tmp_p
         tmp_path / "run",
         model={"lora": {"rank": 8}},
         data={"train": str(tiny / "prompts.jsonl"), "batch_size": 8, "max_length": 64},
-        rollout={"engine": "vllm", "n": 8, "max_tokens": 12, "cache_gb": 0.25},
+        rollout={"engine": "vllm", "n": 8, "max_tokens": 12, "kv_cache_gb": 0.25},
         optimizer={"lr": 1e-2, "schedule": "constant", "warmup_ratio": 0.0},
         trainer={"steps": 10},
     )

@@ -130,7 +130,7 @@ def main() -> None:
         work,
         work / "run",
         device={"type": "cpu", "ranks": 2},
-        rollout={"engine": "vllm", "n": 2, "max_tokens": 400, "tensor_parallel": 2, "cache_gb": 0.25},
+        rollout={"engine": "vllm", "n": 2, "max_tokens": 400, "tensor_parallel": 2, "kv_cache_gb": 0.25},
     )
     device, demand = choose_device("cpu"), Demand(ranks=2, engines=1, tensor_parallel=2)
     with (

@@ -17,18 +17,18 @@ def cispo(
     advantages_N: torch.Tensor,
     share: LossNormalizer,
     *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     aggregation: str = "token-mean",
     correction_N: torch.Tensor | None = None,
 ) -> Loss:
-    """`-clip(rho, 1 - eps_low, 1 + eps_high) A logp`, where the clipped ratio is a constant.
+    """`-clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high) A logp`, where the clipped ratio is a constant.
 
-    `eps_low = 1` leaves the lower side open, as the paper does.
+    `clip_ratio_low = 1` leaves the lower side open, as the paper does.
     """
     log_ratio_N = bounded(log_ratio(logp_N, old_logp_N, share)).detach()
     ratio_N = log_ratio_N.exp()
-    held_N = ratio_N.clamp(1 - eps_low, 1 + eps_high)
+    held_N = ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return policy_loss(
         -held_N * share.only(advantages_N) * share.only(logp_N),
         share,

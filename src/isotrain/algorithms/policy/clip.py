@@ -17,22 +17,22 @@ def clip(
     advantages_N: torch.Tensor,
     share: LossNormalizer,
     *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     dual_clip: float | None = 3.0,
     aggregation: str = "token-mean",
     correction_N: torch.Tensor | None = None,
 ) -> Loss:
-    """`max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high))`, and at most `-A dual_clip` where A < 0.
+    """`max(-A rho, -A clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high))`, at most `-A dual_clip` at A < 0.
 
-    `eps_high` above `eps_low` is DAPO's clip-higher. Without the dual clip a token that became much more
-    likely although its advantage is negative has a loss without bound.
+    `clip_ratio_high` above `clip_ratio_low` is DAPO's clip-higher. Without the dual clip a token that became
+    much more likely although its advantage is negative has a loss without bound.
     """
     log_ratio_N = bounded(log_ratio(logp_N, old_logp_N, share))
     ratio_N = log_ratio_N.exp()
     advantages_N = share.only(advantages_N)
     free_N = -advantages_N * ratio_N
-    held_N = -advantages_N * ratio_N.clamp(1 - eps_low, 1 + eps_high)
+    held_N = -advantages_N * ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     loss_N = torch.maximum(free_N, held_N)
     lower_N = torch.zeros_like(loss_N, dtype=torch.bool)
     if dual_clip is not None:

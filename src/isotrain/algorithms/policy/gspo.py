@@ -21,8 +21,8 @@ def gspo(
     advantages_N: torch.Tensor,
     share: LossNormalizer,
     *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
     aggregation: str = "seq-mean-token-mean",
     correction_N: torch.Tensor | None = None,
 ) -> Loss:
@@ -39,7 +39,7 @@ def gspo(
     ratio_N = straight_N.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
     advantages_N = share.only(advantages_N)
     free_N = -advantages_N * ratio_N
-    held_N = -advantages_N * ratio_N.clamp(1 - eps_low, 1 + eps_high)
+    held_N = -advantages_N * ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return policy_loss(
         torch.maximum(free_N, held_N),
         share,

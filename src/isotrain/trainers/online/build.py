@@ -109,7 +109,7 @@ def _maker(
             prompts,
             sampler,
             done=done,
-            attempts=algorithm.dynamic.attempts,
+            attempts=algorithm.dynamic_sampling.max_attempts,
             n=rollout.n,
             max_tokens=rollout.max_tokens,
             vocabulary=read_config(model_directory(recipe.model.path)).get_text_config().vocab_size,
@@ -119,7 +119,7 @@ def _maker(
         sampler,
         rollout.n,
         Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k),
-        algorithm.dynamic.attempts,
+        algorithm.dynamic_sampling.max_attempts,
         greedy="greedy_R" in settings.estimation.estimator.needs,
     )
 
@@ -155,7 +155,7 @@ def _settings(
     assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
     overlong = algorithm.overlong
     mini_batch_size = min(algorithm.mini_batch_size or data.batch_size, data.batch_size)
-    updates = -(-data.batch_size // mini_batch_size) * algorithm.passes
+    updates = -(-data.batch_size // mini_batch_size) * algorithm.ppo_epochs
     validation_rows = 0
     if VALIDATION in stores and rollout.generates:
         rows = len(stores[VALIDATION])
@@ -201,7 +201,7 @@ def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:
     algorithm, trainer = recipe.algorithm, recipe.trainer
     assert isinstance(algorithm, OnlineSection)
     # Where draws are replaced by others, steps and not epochs say when it is enough.
-    endless = trainer.steps is not None or algorithm.dynamic.attempts > 0
+    endless = trainer.steps is not None or algorithm.dynamic_sampling.max_attempts > 0
     limit = None if endless else rows * trainer.epochs
     return Sampler(rows, recipe.data.batch_size, recipe.seed, recipe.data.shuffle, limit, taken)
 

@@ -247,7 +247,7 @@ class PolicyRank:
         assert critic is not None
         results = [
             critic.update([(m.batch.packed, critic_objective(m, totals, clip)) for m in mini], lr)
-            for _ in range(self.settings.passes)
+            for _ in range(self.settings.ppo_epochs)
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]
         return _means(results, "critic") | {"critic/lr": lr}
@@ -258,7 +258,7 @@ class PolicyRank:
             self._update_policy(
                 [(m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini], lr
             )
-            for _ in range(settings.passes)
+            for _ in range(settings.ppo_epochs)
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]
         self.device.synchronize()

@@ -41,10 +41,10 @@ def _warnings(algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
         warnings.append(
             "rollout.engine: sglang is unverified: it has not run against a real SGLang server or device"
         )
-    if rollout.staleness and algorithm.correction.level == "off":
+    if rollout.staleness and algorithm.rollout_correction.level == "off":
         warnings.append(
             f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of responses; "
-            "algorithm.correction.level=token does"
+            "algorithm.rollout_correction.level=token does"
         )
     return warnings
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from isotrain.algorithms import ADVANTAGES
 from isotrain.algorithms.advantages import Estimator
 from isotrain.recipe.online import (
-    CorrectionSection,
     GrpoSection,
     LossSection,
     Online,
     PpoSection,
     ReinforcePlusPlusSection,
     RemaxSection,
+    RolloutCorrectionSection,
 )
 from isotrain.recipe.schema import Recipe
 
@@ -24,7 +24,7 @@ class UpdateSettings:
     """All that an update of the policy depends on besides the responses."""
 
     temperature: float
-    passes: int
+    ppo_epochs: int
     loss_name: str
     loss_options: dict[str, Any]
     aggregation: str
@@ -47,7 +47,7 @@ def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
     rollout, loss, kl = recipe.rollout, algorithm.loss, algorithm.kl
     return UpdateSettings(
         temperature=rollout.temperature,
-        passes=algorithm.passes,
+        ppo_epochs=algorithm.ppo_epochs,
         loss_name=loss.name,
         loss_options=_loss_options(loss),
         aggregation=loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean"),
@@ -55,25 +55,25 @@ def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
         entropy=loss.entropy,
         kl_place=kl.place,
         kl_estimator=kl.estimator,
-        correction=_correction_options(algorithm.correction),
+        correction=_correction_options(algorithm.rollout_correction),
     )
 
 
 def _loss_options(loss: LossSection) -> dict[str, Any]:
     if loss.name == "reinforce":
         return {}
-    clips: dict[str, Any] = {"eps_low": loss.eps_low, "eps_high": loss.eps_high}
+    clips: dict[str, Any] = {"clip_ratio_low": loss.clip_ratio_low, "clip_ratio_high": loss.clip_ratio_high}
     return clips | ({"dual_clip": loss.dual_clip} if loss.name == "clip" else {})
 
 
-def _correction_options(correction: CorrectionSection) -> dict[str, Any] | None:
-    if correction.level == "off":
+def _correction_options(rollout_correction: RolloutCorrectionSection) -> dict[str, Any] | None:
+    if rollout_correction.level == "off":
         return None
     return {
-        "level": correction.level,
-        "outside": correction.outside,
-        "high": correction.high,
-        "low": correction.low,
+        "level": rollout_correction.level,
+        "mode": rollout_correction.mode,
+        "upper": rollout_correction.upper,
+        "lower": rollout_correction.lower,
     }
 
 
