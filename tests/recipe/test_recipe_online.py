@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from isotrain.errors import RecipeError
-from isotrain.recipe.load import difference, load_resolved, parse_recipe, resolved, write_resolved
+from isotrain.recipe.difference import difference
+from isotrain.recipe.load import load_resolved, parse_recipe, resolved, write_resolved
 from isotrain.recipe.schema import Algorithm, Recipe
 
 HEAD = "name: a\noutput: b\nmodel: {path: c}\ndata: {train: d}\n"

@@ -25,7 +25,7 @@ def test_every_field_is_there_with_a_docstring() -> None:
 def test_rows_of_tables_are_lines() -> None:
     for line in render().splitlines():
         if line.startswith("| `"):
-            assert line.endswith(" |") and line.replace("\\|", "").count("|") == 5
+            assert line.endswith(" |") and line.replace("\\|", "").count("|") == 6
 
 
 def test_what_variants_share_is_there_once() -> None:

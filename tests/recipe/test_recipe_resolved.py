@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from isotrain.errors import RecipeError
+from isotrain.recipe.difference import difference
 from isotrain.recipe.document import parse, to_yaml
-from isotrain.recipe.load import difference, load_resolved, parse_recipe, resolved, write_resolved
+from isotrain.recipe.load import load_resolved, parse_recipe, resolved, write_resolved
 from isotrain.recipe.schema import Recipe
 
 MINIMAL = "name: a\noutput: b\nmodel: {path: c}\ndata: {train: d}\nalgorithm: {name: sft}\n"

@@ -24,6 +24,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 FREE: dict[str, dict[str, Any]] = {
     "data.tokens_per_micro_batch": {"data": {"tokens_per_micro_batch": 256}},
     "data.validation_rows": {"data": {"validation_rows": 3}},
+    "model.attention": {"model": {"attention": "padded"}},
     "model.gradient_checkpointing": {"model": {"gradient_checkpointing": False}},
     "rollout.validation": {"rollout": {"validation": {"n": 3, "temperature": 0.5}}},
     "reward.function.concurrency": {"reward": {"function": {"path": "rewards.py:score", "concurrency": 3}}},

@@ -8,29 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from isotrain.parity.run import Run
-from isotrain.recipe.load import changes
+from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free
 
-# What may differ between two runs that are the same training.
-_FREE = (
-    "name:",
-    "output:",
-    "device.",
-    "observe.",
-    "cluster",
-    "trainer.save_every:",
-    "trainer.keep_checkpoints:",
-    # How it is computed, not what: the environment of each start tells what was chosen.
-    *(f"model.{name}:" for name in ("fused", "attention", "gradient_checkpointing", "logits_chunk")),
-    # Where responses come from and how they are made, not what is learnt from them.
-    *(
-        f"rollout.{name}:"
-        for name in ("record", "replay", "engines", "tensor_parallel", "memory_utilization")
-    ),
-    *(f"rollout.{name}:" for name in ("kv_cache_gb", "eager", "server_python")),
-    *(f"rollout.{name}:" for name in ("update_timeout", "weight_check_tolerance")),
-    "reward.workers:",
-)
-_FREE_ENVIRONMENT = ("time:", "command:")
+_FREE_ENVIRONMENT = ("time", "command")
 # With these the curves are still curves of something; without common steps there is nothing to compare.
 ALLOWED = ("steps", "recipe", "data", "missing")
 _SHOWN = 5
@@ -55,22 +35,21 @@ def recipe_changes(reference: Run, candidate: Run) -> list[str]:
     if reference.recipe is None or candidate.recipe is None:
         return []
     found = changes(reference.recipe, candidate.recipe)
-    return [line for line in found if not line.startswith((*_FREE, *_same_content(reference, candidate)))]
+    return not_free(found, {*MAY_DIFFER_IN_PARITY, *_same_content(reference, candidate)})
 
 
 def _same_content(reference: Run, candidate: Run) -> Iterator[str]:
     """Paths that may differ, because what is there has the same digest."""
     for name, digest in reference.data.items():
         if candidate.data.get(name) == digest:
-            yield f"data.{name}:" if name in ("train", "validation") else f"{name}.path:"
+            yield f"data.{name}" if name in ("train", "validation") else f"{name}.path"
 
 
 def environment_changes(reference: Run, candidate: Run) -> list[str]:
     """Device, versions and variables that differ: what a difference may come from."""
     if reference.environment is None or candidate.environment is None:
         return []
-    found = changes(reference.environment, candidate.environment)
-    return [line for line in found if not line.startswith(_FREE_ENVIRONMENT)]
+    return not_free(changes(reference.environment, candidate.environment), _FREE_ENVIRONMENT)
 
 
 def _recipes(reference: Run, candidate: Run) -> Iterator[Obstacle]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from isotrain.recipe.section import Section
+from isotrain.recipe.section import Affects, Section
 
 SectionType = type[Section]
 
@@ -27,6 +27,12 @@ class Leaf:
     path: str
     section: SectionType
     info: FieldInfo
+
+    @property
+    def affects(self) -> Affects:
+        """As the field's annotation says, or else its section."""
+        own = (item for item in self.info.metadata if isinstance(item, Affects))
+        return next(own, self.section.affects)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from isotrain.recipe.fields import section_paths
 from isotrain.recipe.schema import Recipe
 
 _SHOWN_PROBLEMS = 50
-_ABSENT = object()
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -92,16 +91,6 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return _checked(document)
 
 
-def difference(a: Recipe, b: Recipe) -> list[str]:
-    """What changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
-    return changes(resolved(a), resolved(b))
-
-
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The same of plain values: resolved recipes of any version, environments."""
-    return list(_changes(before, after, ""))
-
-
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
@@ -160,22 +149,3 @@ def _put(document: Document, parts: list[str], value: Document, place: Place) ->
     document.spelling.update(value.spelling)
     document.problems.extend(value.problems)
     document.rejected.update(value.rejected)
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any], prefix: str) -> Iterator[str]:
-    """A section that only one side has is one line, as it stands there."""
-    for key in dict.fromkeys([*before, *after]):
-        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changes(old, new, f"{prefix}{key}.")
-        elif old != new:
-            yield f"{prefix}{key}: {_shown(old)} -> {_shown(new)}"
-
-
-def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "(absent)"
-    # Text that a recipe would have to quote is quoted here too: 'null' is not null.
-    if isinstance(value, str) and documents.as_written(value) == value:
-        return value
-    return json.dumps(value, ensure_ascii=False)

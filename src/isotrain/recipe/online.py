@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from isotrain.recipe.section import DefaultFor, Section
+from isotrain.recipe.section import Affects, DefaultFor, Section
 
 # vLLM raises lower temperatures to this one without a word, and the ranks would compute with another.
 COLDEST = 0.01
@@ -146,21 +146,21 @@ class OnlineSection(Section):
 
 
 class GrpoSection(OnlineSection):
-    name: Literal["grpo"]
+    name: Annotated[Literal["grpo"], Affects.RESPONSES]
     """Group relative policy optimisation: rewards compared within the responses to one prompt."""
     scale_by_std: bool = True
     """Divide by the group's standard deviation; false is Dr. GRPO."""
 
 
 class RlooSection(OnlineSection):
-    name: Literal["rloo"]
+    name: Annotated[Literal["rloo"], Affects.RESPONSES]
     """REINFORCE leave-one-out: rewards minus the mean of the group's other responses."""
 
 
 class ReinforcePlusPlusSection(OnlineSection):
     conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf")
 
-    name: Literal["reinforce++"]
+    name: Annotated[Literal["reinforce++"], Affects.RESPONSES]
     """Discounted returns, whitened over the batch."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of a token."""
@@ -169,21 +169,21 @@ class ReinforcePlusPlusSection(OnlineSection):
 class ReinforcePlusPlusBaselineSection(OnlineSection):
     conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf")
 
-    name: Literal["reinforce++-baseline"]
+    name: Annotated[Literal["reinforce++-baseline"], Affects.RESPONSES]
     """Rewards minus their group's mean, whitened over the batch."""
 
 
 class RemaxSection(OnlineSection):
     conventions: ClassVar[tuple[str, ...]] = ("verl",)
 
-    name: Literal["remax"]
+    name: Annotated[Literal["remax"], Affects.RESPONSES]
     """Returns minus the reward of the greedy response."""
 
 
 class PpoSection(OnlineSection):
     conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf")
 
-    name: Literal["ppo"]
+    name: Annotated[Literal["ppo"], Affects.RESPONSES]
     """Proximal policy optimisation with a critic."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of a token."""
@@ -204,6 +204,8 @@ Online = (
 
 
 class ValidationSection(Section):
+    affects: ClassVar[Affects] = Affects.COURSE
+
     n: int = Field(default=1, ge=1)
     """Responses to each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
@@ -223,11 +225,11 @@ class RolloutSection(Section):
     engine: Literal["vllm", "sglang", "hf"] = "vllm"
     """What generates: vLLM; SGLang (unverified: has not run against a real SGLang server or device); or the
     slow reference built on transformers, which runs on any device."""
-    n: int = Field(default=1, ge=1)
+    n: Annotated[int, Affects.RESPONSES] = Field(default=1, ge=1)
     """Responses to each prompt."""
-    max_tokens: int = Field(default=512, ge=1)
+    max_tokens: Annotated[int, Affects.RESPONSES] = Field(default=512, ge=1)
     """Longest response in tokens."""
-    temperature: float = Field(default=1.0, ge=COLDEST)
+    temperature: Annotated[float, Affects.RESPONSES] = Field(default=1.0, ge=COLDEST)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most likely tokens that together have this probability."""
@@ -235,27 +237,27 @@ class RolloutSection(Section):
     """Sample from this many most likely tokens; -1 for all."""
     staleness: int = Field(default=0, ge=0)
     """Weight versions by which responses may be older than the model that learns from them; 0 is on-policy."""
-    engines: int = Field(default=1, ge=1)
+    engines: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
     """Generation engines."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
     """Devices that one engine is split over."""
-    memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    memory_utilization: Annotated[float, Affects.EXECUTION] = Field(default=0.5, gt=0, le=1)
     """Share of an accelerator's memory for the engine's weights and cache."""
-    kv_cache_gb: float = Field(default=2.0, gt=0)
+    kv_cache_gb: Annotated[float, Affects.EXECUTION] = Field(default=2.0, gt=0)
     """Size of the engine's cache in GiB where it lives in host memory."""
-    eager: bool | None = None
+    eager: Annotated[bool | None, Affects.EXECUTION] = None
     """Run the engine without compiling its model or capturing graphs: slower steps, but it starts in seconds;
     by default on the CPU only."""
-    server_python: str | None = None
+    server_python: Annotated[str | None, Affects.EXECUTION] = None
     """With `sglang`: the Python of the environment it is installed in; by default the one that trains."""
-    update_timeout: float = Field(default=300.0, gt=0)
+    update_timeout: Annotated[float, Affects.EXECUTION] = Field(default=300.0, gt=0)
     """Seconds after which a weight update that has not ended ends the run."""
-    weight_check_tolerance: float | None = Field(default=None, gt=0)
+    weight_check_tolerance: Annotated[float | None, Affects.EXECUTION] = Field(default=None, gt=0)
     """Largest mean difference of engine's and trained model's log-probs after an update; by default decided
     by `model.dtype` and the updates before."""
-    record: bool = False
+    record: Annotated[bool, Affects.EXECUTION] = False
     """Write all trajectories to Parquet in the run directory."""
-    replay: str | None = None
+    replay: Annotated[str | None, Affects.SOURCE] = None
     """A run directory whose recorded trajectories are trained on instead of new responses, for
     `isotrain parity replay`: no engine and no reward worker is started, and nothing is validated."""
     validation: ValidationSection = ValidationSection()
@@ -277,7 +279,7 @@ class Gsm8kSection(Section):
 
 
 class MathSection(Section):
-    processes: int | None = Field(default=None, ge=1)
+    processes: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
     """Most processes of one worker; by default one for each core, 8 at most."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
@@ -286,12 +288,12 @@ class MathSection(Section):
 class FunctionSection(Section):
     path: str = Field(pattern=r"^[^:\x00]+\.py:[A-Za-z_]\w*$")
     """A Python file and a function in it, `rewards.py:score`; it may be async."""
-    concurrency: int | None = Field(default=None, ge=1)
+    concurrency: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
     """Calls at the same time in one worker: of an async function in one process, by default 16; of another in
     a process each, by default one for each core, 8 at most."""
-    start_timeout: float = Field(default=120.0, gt=0)
+    start_timeout: Annotated[float, Affects.EXECUTION] = Field(default=120.0, gt=0)
     """Seconds within which the file must be imported."""
-    memory_gb: float | None = Field(default=None, gt=0)
+    memory_gb: Annotated[float | None, Affects.COURSE] = Field(default=None, gt=0)
     """Most GiB of address space of one process; by default there is no limit."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
@@ -333,11 +335,11 @@ class RewardSection(Section):
     """A process reward model, which scores the steps of responses."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the right answer; a dotted path reaches into structures."""
-    timeout: float = Field(default=10.0, gt=0)
+    timeout: Annotated[float, Affects.COURSE] = Field(default=10.0, gt=0)
     """Seconds after which a call has failed; the sample then has `failed_score`."""
     failed_score: float = 0.0
     """Score of a sample whose reward could not be computed."""
-    workers: int = Field(default=1, ge=1)
+    workers: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
     """Processes that compute rewards."""
 
     @model_validator(mode="after")
@@ -355,6 +357,8 @@ class RewardSection(Section):
 
 
 class ClusterSection(Section):
+    affects: ClassVar[Affects] = Affects.EXECUTION
+
     address: str = Field(default="auto", pattern=r"^(auto|local|[^/\s]+:\d+)$")
     """A running Ray cluster as host:port, `local` for a private one, or `auto` for either."""
     placement: Literal["colocated", "separate"] = "colocated"

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from isotrain.recipe.fields import SectionType, expected, may_be_null, sections, tag
+from isotrain.recipe.fields import Leaf, SectionType, expected, may_be_null, sections, tag
 from isotrain.recipe.generated import page_command, table_row
 from isotrain.recipe.schema import Recipe
-from isotrain.recipe.section import DefaultFor, Section
+from isotrain.recipe.section import Affects, DefaultFor, Section
 
 Fields = Mapping[str, FieldInfo]
 
@@ -26,17 +26,32 @@ line it is written as it stands here: `isotrain train recipe.yaml model.lora.ran
 
 A section marked *optional* is not there unless it is written. `gsm8k:` with nothing below it is there, with
 all its defaults; `gsm8k: null` is not there. Online algorithms need `rollout` and `reward`.
+
+What a field *affects* decides where another value of it makes another training:
 """
 
 
 def render(model: SectionType = Recipe) -> str:
     """The whole page as Markdown."""
-    return "\n".join([_HEAD, *_tables(model, "", "Top level", "")])
+    return "\n".join([_HEAD, *_effects(), *_tables(model, "", "Top level", "")])
+
+
+def _effects() -> Iterator[str]:
+    yield "| affects | of a run | may change on resume | may differ between compared runs |"
+    yield "|---|---|---|---|"
+    for kind in Affects:
+        responses = (kind.may_change_on_resume, kind.may_differ_in_parity)
+        yield table_row(_word(kind), kind.value, *("yes" if response else "no" for response in responses))
+    yield ""
+
+
+def _word(kind: Affects) -> str:
+    return kind.name.lower()
 
 
 def _tables(model: SectionType, prefix: str, title: str, meaning: str) -> Iterator[str]:
     yield from _heading(title, meaning)
-    yield from _table(prefix, _values(model.model_fields))
+    yield from _table(_values(prefix, model, model.model_fields))
     yield from _below(model.model_fields, prefix)
 
 
@@ -56,20 +71,20 @@ def _variants(choices: list[SectionType], key: str, path: str, meaning: str) -> 
     """The names to choose from, then what those of one base share, then what each adds."""
     prefix = f"{path}."
     yield from _heading(f"`{path}`", meaning)
-    yield from _table(prefix, [(key, choice.model_fields[key]) for choice in choices])
+    yield from _table([Leaf(prefix + key, choice, choice.model_fields[key]) for choice in choices])
     for base, family in _families(choices).items():
         shared = {name: info for name, info in base.model_fields.items() if name != key}
         if shared:
             names = ", ".join(f"`{tag(choice, key)}`" for choice in family)
             yield from _heading(f"`{path}`: what {names} share", "")
-            yield from _table(prefix, _values(shared))
+            yield from _table(_values(prefix, base, shared))
             yield from _below(shared, prefix)
         for choice in family:
             fields = choice.model_fields.items()
             added = {name: info for name, info in fields if name != key and name not in shared}
             if added:
                 yield from _heading(f"`{path}`: `{tag(choice, key)}` also has", "")
-                yield from _table(prefix, _values(added))
+                yield from _table(_values(prefix, choice, added))
                 yield from _below(added, prefix)
 
 
@@ -83,8 +98,10 @@ def _families(choices: list[SectionType]) -> dict[SectionType, list[SectionType]
     return families
 
 
-def _values(fields: Fields) -> list[tuple[str, FieldInfo]]:
-    return [(name, info) for name, info in fields.items() if not sections(info.annotation)]
+def _values(prefix: str, section: SectionType, fields: Fields) -> list[Leaf]:
+    return [
+        Leaf(prefix + name, section, info) for name, info in fields.items() if not sections(info.annotation)
+    ]
 
 
 def _heading(title: str, meaning: str) -> Iterator[str]:
@@ -93,14 +110,15 @@ def _heading(title: str, meaning: str) -> Iterator[str]:
         yield f"{meaning}\n"
 
 
-def _table(prefix: str, fields: Sequence[tuple[str, FieldInfo]]) -> Iterator[str]:
+def _table(fields: Sequence[Leaf]) -> Iterator[str]:
     if not fields:
         return
-    yield "| field | takes | default | meaning |"
-    yield "|---|---|---|---|"
-    for name, info in fields:
+    yield "| field | takes | default | affects | meaning |"
+    yield "|---|---|---|---|---|"
+    for field in fields:
+        info = field.info
         meaning = " ".join((info.description or "").split())  # a row is one line
-        yield table_row(f"`{prefix}{name}`", expected(info), _default(info), meaning)
+        yield table_row(f"`{field.path}`", expected(info), _default(info), _word(field.affects), meaning)
     yield ""
 
 

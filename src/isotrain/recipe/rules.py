@@ -1,35 +1,38 @@
-"""What must fit together between the sections of an online recipe."""
+"""What must fit together between the sections of an online recipe; the schema gives it their values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, RewardSection, RolloutSection
 
-if TYPE_CHECKING:
-    from isotrain.recipe.schema import Recipe
 
-
-def broken_rules(recipe: Recipe) -> Iterator[str]:
+def broken_rules(
+    algorithm: OnlineSection,
+    rollout: RolloutSection,
+    reward: RewardSection,
+    cluster: ClusterSection,
+    *,
+    ranks: int,
+    batch_size: int,
+    max_prompt: int,
+    budget: int,
+) -> Iterator[str]:
     """One line for each rule that an online recipe breaks, with the keys to change."""
-    algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
-    if not isinstance(algorithm, OnlineSection) or rollout is None or reward is None:
-        return
-    yield from _sampling(recipe, algorithm, rollout)
-    yield from _controller(algorithm.kl, recipe.data.batch_size * rollout.n)
-    yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
-    yield from _rewards(algorithm, rollout, reward)
+    yield from _sampling(algorithm, rollout, batch_size)
+    yield from _lengths(algorithm, rollout, max_prompt, budget)
+    yield from _controller(algorithm.kl, batch_size * rollout.n)
+    yield from _devices(ranks, rollout, cluster)
+    yield from _rewards(algorithm, reward)
 
 
-def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection) -> Iterator[str]:
-    data = recipe.data
+def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int) -> Iterator[str]:
     if algorithm.name in ("grpo", "rloo", "reinforce++-baseline") and rollout.n < 2:
         yield f"rollout.n ({rollout.n}) gives {algorithm.name} nothing to compare: set 2 or more"
-    if (algorithm.mini_batch_size or 0) > data.batch_size:
+    if (algorithm.mini_batch_size or 0) > batch_size:
         yield (
             f"algorithm.mini_batch_size ({algorithm.mini_batch_size}) is above "
-            f"data.batch_size ({data.batch_size}): lower it, or leave it out"
+            f"data.batch_size ({batch_size}): lower it, or leave it out"
         )
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
         yield (
@@ -44,11 +47,21 @@ def _sampling(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
             "the trained model's among all, so the weights of long responses vanish: write level: token, or "
             "sample from all tokens"
         )
-    longest = data.max_length + rollout.max_tokens
-    if data.tokens_per_micro_batch < longest:
+
+
+def _lengths(
+    algorithm: OnlineSection, rollout: RolloutSection, max_prompt: int, budget: int
+) -> Iterator[str]:
+    longest = max_prompt + rollout.max_tokens
+    if budget < longest:
         yield (
-            f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) is below "
+            f"data.tokens_per_micro_batch ({budget}) is below "
             f"data.max_length + rollout.max_tokens ({longest}): raise it to at least {longest}"
+        )
+    if algorithm.overlong.buffer > rollout.max_tokens:
+        yield (
+            f"algorithm.overlong.buffer ({algorithm.overlong.buffer}) is above rollout.max_tokens "
+            f"({rollout.max_tokens}): lower it"
         )
 
 
@@ -81,7 +94,7 @@ def _controller(kl: KlSection, responses: int) -> Iterator[str]:
         )
 
 
-def _rewards(algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSection) -> Iterator[str]:
+def _rewards(algorithm: OnlineSection, reward: RewardSection) -> Iterator[str]:
     scorer = reward.reward_models[0] if reward.reward_models else None
     if algorithm.dynamic_sampling.max_attempts and scorer:
         yield (
@@ -92,9 +105,4 @@ def _rewards(algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSe
         yield (
             f"reward.{scorer} cannot be used with remax, whose greedy responses never reach the ranks: use "
             "another algorithm or another reward"
-        )
-    if algorithm.overlong.buffer > rollout.max_tokens:
-        yield (
-            f"algorithm.overlong.buffer ({algorithm.overlong.buffer}) is above rollout.max_tokens "
-            f"({rollout.max_tokens}): lower it"
         )

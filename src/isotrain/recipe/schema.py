@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Preference, RmSection
 from isotrain.recipe.rules import broken_rules
-from isotrain.recipe.section import DefaultFor, OfflineSection, Section
+from isotrain.recipe.section import Affects, DefaultFor, OfflineSection, Section
 
 ONLINE = "online algorithms"
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DeviceSection(Section):
+    affects: ClassVar[Affects] = Affects.EXECUTION
+
     type: str = "auto"
     """Device to train on: a name from `isotrain.device`, or `auto` for the best one that is present."""
     ranks: int = Field(default=1, ge=1)
@@ -44,13 +46,13 @@ class ModelSection(Section):
     """A local Hugging Face model directory, or a Hub name."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
-    attention: Literal["auto", "flash", "sdpa", "padded"] = "auto"
+    attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
-    fused: Literal["auto", "off", "on"] = "off"
+    fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
     """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: Annotated[bool, Affects.EXECUTION] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    logits_chunk: int | None = Field(default=None, ge=1)
+    logits_chunk: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
     """Tokens whose vocabulary logits exist at one time; by default as many as 256 MiB of float32 hold."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
@@ -64,7 +66,7 @@ class DataSection(Section):
     """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name."""
     validation: str | list[str] | None = None
     """Validation rows, given like `train`."""
-    validation_rows: int | None = Field(default=None, ge=1)
+    validation_rows: Annotated[int | None, Affects.COURSE] = Field(default=None, ge=1)
     """Validate on the first so many rows only."""
     format: Literal["auto", "messages", "prompt-completion", "text", "sharegpt", "alpaca"] = "auto"
     """Row format; `auto` looks at the columns."""
@@ -76,9 +78,9 @@ class DataSection(Section):
     """Longest sample in tokens; for online algorithms, the longest prompt."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """What happens to longer samples: stop and say which, cut the end off, or leave the sample out."""
-    batch_size: int = Field(default=256, ge=1)
+    batch_size: Annotated[int, Affects.RESPONSES] = Field(default=256, ge=1)
     """Samples per step, over all ranks; for online algorithms, prompts."""
-    tokens_per_micro_batch: int = Field(default=16384, ge=2)
+    tokens_per_micro_batch: Annotated[int, Affects.PACKING] = Field(default=16384, ge=2)
     """Token budget of one packed micro-batch on one device; must hold the longest sample."""
     shuffle: bool = True
     """Visit the rows in a new random order in each epoch."""
@@ -121,6 +123,8 @@ class OptimizerSection(Section):
 
 
 class TrainerSection(Section):
+    affects: ClassVar[Affects] = Affects.COURSE
+
     epochs: int = Field(default=1, ge=1)
     """Passes over the training rows; ignored when `steps` is given."""
     steps: int | None = Field(default=None, ge=1)
@@ -129,11 +133,11 @@ class TrainerSection(Section):
     """Steps between validations; 0 validates at the end only."""
     validate_first: bool = False
     """Validate before the first step as well: metrics of step 0 are what the model could do before."""
-    save_every: int = Field(default=0, ge=0)
+    save_every: Annotated[int, Affects.EXECUTION] = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves at the end only."""
-    keep_checkpoints: int = Field(default=3, ge=1)
+    keep_checkpoints: Annotated[int, Affects.EXECUTION] = Field(default=3, ge=1)
     """Newest checkpoints to keep."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Annotated[Literal["auto", "never"], Affects.EXECUTION] = "auto"
     """`auto` goes on from the newest valid checkpoint in `output`; `never` refuses a used directory."""
     non_finite: Literal["raise", "skip"] = "raise"
     """On a loss or gradient that is not finite: stop, or leave the step's update out."""
@@ -142,6 +146,8 @@ class TrainerSection(Section):
 
 
 class ObserveSection(Section):
+    affects: ClassVar[Affects] = Affects.EXECUTION
+
     loggers: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = Field(default=["console"])
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project: str = "isotrain"
@@ -153,11 +159,11 @@ class ObserveSection(Section):
 
 
 class Recipe(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: Annotated[str, Affects.EXECUTION] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Name of the run in trackers and file names."""
-    output: str
+    output: Annotated[str, Affects.EXECUTION]
     """Run directory: recipe, metrics, checkpoints, plots."""
-    seed: int = Field(default=42, ge=0, lt=2**32)
+    seed: Annotated[int, Affects.RESPONSES] = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, adapter initialisation and dropout."""
     device: DeviceSection = DeviceSection()
     """Where to train."""
@@ -199,9 +205,21 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _online_sections_fit(self) -> Recipe:
-        problems = list(broken_rules(self))
-        if problems:
-            raise ValueError("\n".join(problems))
+        algorithm, rollout, reward, data = self.algorithm, self.rollout, self.reward, self.data
+        if not isinstance(algorithm, OnlineSection) or rollout is None or reward is None:
+            return self
+        problems = broken_rules(
+            algorithm,
+            rollout,
+            reward,
+            self.cluster or ClusterSection(),
+            ranks=self.device.ranks,
+            batch_size=data.batch_size,
+            max_prompt=data.max_length,
+            budget=data.tokens_per_micro_batch,
+        )
+        if text := "\n".join(problems):
+            raise ValueError(text)
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -19,11 +20,41 @@ class DefaultFor:
     value: Any
 
 
+class Affects(Enum):
+    """What a field changes of a run: from it follows where another value is another training."""
+
+    EXECUTION = (
+        "where, how fast and with which kernels it is computed; the numbers change by rounding at most"
+    )
+    PACKING = "which samples are computed together"
+    COURSE = "how long it trains, what it validates, what happens on failures"
+    SOURCE = "whether responses are generated or replayed"
+    OUTCOME = "what the model learns"
+    RESPONSES = "what the model learns, and which responses it learns from"
+
+    @property
+    def may_change_on_resume(self) -> bool:
+        """Who ran out of memory must be able to change what takes it."""
+        return self in (Affects.EXECUTION, Affects.PACKING, Affects.COURSE)
+
+    @property
+    def may_differ_in_parity(self) -> bool:
+        """Between two runs that are compared as the same training."""
+        return self in (Affects.EXECUTION, Affects.SOURCE)
+
+    @property
+    def fixed_by_recording(self) -> bool:
+        """Recorded responses do not fit another value."""
+        return self is Affects.RESPONSES
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown keys are errors, values never change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    affects: ClassVar[Affects] = Affects.OUTCOME
+    """What its fields affect; a field that affects something else has it in its annotation."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Top-level sections that must be there with this one: what for, and what to write."""
     refuses: ClassVar[Mapping[str, str]] = {}

@@ -31,28 +31,10 @@ from isotrain.models.scalar import ScalarModel
 from isotrain.observe.console import Console
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.load import difference, load_resolved, resolved
+from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free
+from isotrain.recipe.load import load_resolved, resolved
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
-
-# A run may be resumed with these changed; docs/checkpoints.md says what each changes. None is another model,
-# data, loss or optimizer. Who ran out of memory, time or steps must be able to change what takes them.
-_FREE_TO_CHANGE = (
-    "output",
-    "observe.",
-    "device.",
-    "trainer.",
-    "cluster",
-    *(f"model.{name}" for name in ("logits_chunk", "gradient_checkpointing")),
-    *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
-    *(
-        f"rollout.{name}"
-        for name in ("engines", "tensor_parallel", "memory_utilization", "kv_cache_gb", "eager", "record")
-    ),
-    *(f"rollout.{name}" for name in ("update_timeout", "weight_check_tolerance", "validation.")),
-    *(f"reward.{name}" for name in ("timeout", "workers", "math.processes")),
-    *(f"reward.function.{name}" for name in ("concurrency", "start_timeout", "memory_gb")),
-)
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
 
@@ -120,7 +102,7 @@ def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
         raise RecipeError(
             f"output: {recipe.output} holds a run already; choose another output, or set trainer.resume=auto"
         )
-    changed = [line for line in difference(previous, recipe) if not line.startswith(_FREE_TO_CHANGE)]
+    changed = not_free(difference(previous, recipe), MAY_CHANGE_ON_RESUME)
     if changed:
         listing = "\n  ".join(changed)
         raise RecipeError(

@@ -13,22 +13,13 @@ from isotrain.engine.identity import model_digest
 from isotrain.errors import DataError
 from isotrain.models.load import model_directory
 from isotrain.observe.run_directory import write_atomically
+from isotrain.recipe.difference import FIXED_BY_RECORDING
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.setup import digest_field
 
 DESCRIPTION = "recorded.json"
-# Other values of these would not fit the responses. Whatever else differs is found when the runs are
-# compared.
-FIELDS = (
-    "seed",
-    "algorithm.name",
-    "data.batch_size",
-    "rollout.n",
-    "rollout.max_tokens",
-    "rollout.temperature",
-)
 _LARGEST = 1 << 20
 
 
@@ -101,7 +92,7 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
     found = {}
-    for name in FIELDS:
+    for name in FIXED_BY_RECORDING:
         value: Any = resolved(recipe)
         for part in name.split("."):
             value = value[part]

@@ -1,0 +1,70 @@
+"""What differs between two recipes, and which of it makes another training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from isotrain.recipe.document import as_written
+from isotrain.recipe.fields import SectionType, leaves
+from isotrain.recipe.load import resolved
+from isotrain.recipe.schema import Recipe
+from isotrain.recipe.section import Affects
+
+_ABSENT = object()
+
+
+def names_where(holds: Callable[[Affects], bool], model: SectionType = Recipe) -> frozenset[str]:
+    """Fields of which this holds in all variants, and sections of which it holds throughout."""
+    found: dict[str, bool] = {}
+    for leaf in leaves(model):
+        parts = leaf.path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            found[name] = found.get(name, True) and holds(leaf.affects)
+    return frozenset(name for name, whole in found.items() if whole)
+
+
+MAY_CHANGE_ON_RESUME = names_where(lambda affects: affects.may_change_on_resume)
+MAY_DIFFER_IN_PARITY = names_where(lambda affects: affects.may_differ_in_parity)
+FIXED_BY_RECORDING = tuple(dict.fromkeys(f.path for f in leaves(Recipe) if f.affects.fixed_by_recording))
+
+
+def not_free(lines: Sequence[str], free: Collection[str]) -> list[str]:
+    """Those lines of `changes` that are about other fields than `free` and what is below them."""
+    kept = []
+    for line in lines:
+        name = line.partition(":")[0]
+        if not any(name == other or name.startswith(f"{other}.") for other in free):
+            kept.append(line)
+    return kept
+
+
+def difference(a: Recipe, b: Recipe) -> list[str]:
+    """What changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
+    return changes(resolved(a), resolved(b))
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The same of plain values: resolved recipes of any version, environments."""
+    return list(_changes(before, after, ""))
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any], prefix: str) -> Iterator[str]:
+    """A section that only one side has is one line, as it stands there."""
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}: {_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "(absent)"
+    # Text that a recipe would have to quote is quoted here too: 'null' is not null.
+    if isinstance(value, str) and as_written(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
