@@ -42,6 +42,7 @@ from isotrain.device.detect import choose_device
 from isotrain.recipe.online import ClusterSection, GrpoSection
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Batch, _informative
+from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.loop import OnlineTrainer
@@ -51,7 +52,6 @@ from isotrain.trainers.online.plan import StepPlan, plan_step
 from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.rollout_progress import RolloutProgress
-from isotrain.trainers.online.settings import advantage_settings
 
 ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384

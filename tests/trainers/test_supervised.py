@@ -17,7 +17,7 @@ from isotrain.device.npu import NPU
 from isotrain.errors import NonFiniteError, RecipeError
 from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.launch import launch
-from isotrain.trainers.setup import run_lock
+from isotrain.trainers.start import run_lock
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
 

@@ -1,4 +1,4 @@
-"""From recipe sections to models that train or are asked: configuration ends here."""
+"""Models that train or are asked, from the recipe's sections about models and optimizer."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
 def build_process_reward_model(
     path: str, model: ModelSection, *, device: Device, world: World
 ) -> InferenceModel:
-    """A trained scorer of steps, frozen: a token classifier, or a language model that says it with a token."""
+    """A trained scorer of steps, frozen: a token classifier, or a language model that says it with a
+    token."""
     directory = model_directory(path, "reward.process.path")
     files = WeightFiles(directory)
     scorer: PackedModel | ScalarModel

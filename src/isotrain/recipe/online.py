@@ -236,7 +236,8 @@ class RolloutSection(Section):
     top_k: int = Field(default=-1, ge=-1)
     """Sample from this many most likely tokens; -1 for all."""
     staleness: int = Field(default=0, ge=0)
-    """Weight versions by which responses may be older than the model that learns from them; 0 is on-policy."""
+    """Weight versions by which responses may be older than the model that learns from them; 0 is
+    on-policy."""
     engines: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
     """Generation engines."""
     tensor_parallel: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
@@ -317,7 +318,8 @@ class ProcessRewardSection(Section):
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the response; without a step it is 0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is
+    0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 

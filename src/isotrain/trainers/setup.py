@@ -1,14 +1,11 @@
-"""From a recipe to the parts of a supervised run: configuration ends here."""
+"""The data of a supervised run: tokenised once, cached, and dealt out to the ranks."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,112 +17,15 @@ from isotrain.data.preference_store import PreferenceStore, cached_preferences
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import TokenStore, cached_store
 from isotrain.device.base import Device
-from isotrain.device.determinism import Profile
 from isotrain.engine.build import choose_attention
 from isotrain.engine.world import World
-from isotrain.errors import RecipeError
 from isotrain.models.backbone import shares_prompts
 from isotrain.models.load import load_tokenizer, model_directory
-from isotrain.models.packed import PackedModel
-from isotrain.models.scalar import ScalarModel
 from isotrain.observe.console import Console
-from isotrain.observe.environment import describe_environment
-from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free
-from isotrain.recipe.load import load_resolved, resolved
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
-
-
-def check_run(recipe: Recipe) -> None:
-    """Refuse a run directory that this recipe cannot go on in."""
-    run = RunDirectory(recipe.output)
-    if run.resolved.is_file():
-        _check_resumable(recipe, load_resolved(run.resolved))
-
-
-def record_start(
-    recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str], determinism: Profile
-) -> RunDirectory:
-    """The run directory with this start in it; the leading rank writes it. `data` are digests."""
-    check_same_data(recipe, data)
-    world.barrier()  # all have checked the previous start before it is overwritten
-    if world.leads:
-        described = {
-            "type": device.type,
-            "name": device.name(),
-            "ranks": world.size,
-            "determinism": determinism.as_json(),
-        }
-        write_start(recipe, source, describe_environment(described, device.numerics_variables), data)
-    world.barrier()
-    return RunDirectory(recipe.output)
-
-
-def write_start(
-    recipe: Recipe, source: str, environment: Mapping[str, object], data: dict[str, str]
-) -> RunDirectory:
-    """The run directory with this start in it: on which device, with which versions, on which data."""
-    return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
-
-
-def describe_model(model: PackedModel | ScalarModel) -> dict[str, Any]:
-    """How the model is computed, for `environment.json`: what `auto` has chosen."""
-    return {"attention": model.attention, "fused": model.fused.operators, "unfused": model.fused.unknown}
-
-
-def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
-    """Refuse to go on with other data, or another reference model, than the run was started with."""
-    if changed := changed_since_start(recipe, data):
-        raise RecipeError(
-            f"{', '.join(changed)}: has changed since the run in {recipe.output} was started; bring the old "
-            "content back, or choose another output"
-        )
-
-
-def changed_since_start(recipe: Recipe, digests: Mapping[str, str]) -> list[str]:
-    """The fields of those digests that were others when the run was last started."""
-    starts = RunDirectory(recipe.output).starts()
-    before = starts[-1].get("data", {}) if starts else {}
-    return [digest_field(name) for name, digest in digests.items() if before.get(name, digest) != digest]
-
-
-def digest_field(name: str) -> str:
-    """The recipe's field that a digest is about; others are named after their sections."""
-    return f"data.{name}" if name in ("train", "validation") else f"{name}.path"
-
-
-def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
-    if recipe.trainer.resume == "never":
-        raise RecipeError(
-            f"output: {recipe.output} holds a run already; choose another output, or set trainer.resume=auto"
-        )
-    changed = not_free(difference(previous, recipe), MAY_CHANGE_ON_RESUME)
-    if changed:
-        listing = "\n  ".join(changed)
-        raise RecipeError(
-            f"output: {recipe.output} holds a run of another recipe, which cannot be resumed with this one:\n"
-            f"  {listing}\nchoose another output, or change these back"
-        )
-
-
-@contextmanager
-def run_lock(output: Path, leads: bool) -> Iterator[None]:
-    """Refuses a second job in the same run directory; the system frees the lock however a job ends."""
-    if not leads:
-        yield
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RecipeError(
-                f"output: another process is training in {output}; wait for it or choose another"
-            ) from error
-        yield
 
 
 def open_feeds(

@@ -37,15 +37,8 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import (
-    cache,
-    check_run,
-    describe_model,
-    open_feeds,
-    record_start,
-    run_lock,
-    total_steps,
-)
+from isotrain.trainers.setup import cache, open_feeds, total_steps
+from isotrain.trainers.start import check_run, describe_model, record_start, run_lock
 from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.build import build_task, place_of_reference
 from isotrain.trainers.tasks.precompute_reference import precompute_reference

@@ -19,7 +19,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.world import join_world
 from isotrain.recipe.online import RewardSection
 from isotrain.recipe.schema import ModelSection
-from isotrain.trainers.online.models import build_reward_models
+from isotrain.trainers.online.build_rank import build_reward_models
 
 BUDGET, PROMPTS, RESPONSES = 96, (1, 24, 40), 6
 

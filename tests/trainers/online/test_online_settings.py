@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.settings import advantage_settings, update_settings
+from isotrain.trainers.online.build_rank import advantage_settings, update_settings
 
 REWARDS_R, GROUP_R = torch.tensor([0.0, 1e-4, 5.0]), torch.tensor([0, 0, 1])
 REWARDS_N, MASK_N = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([True, False, True])

@@ -8,7 +8,7 @@ from online_runs import online_recipe
 
 from isotrain.reward.build import reward_source
 from isotrain.trainers.online.recording import function_digests
-from isotrain.trainers.setup import changed_since_start, write_start
+from isotrain.trainers.start import changed_since_start, write_start
 
 
 def test_a_change_is_noticed_once(tiny: Path, tmp_path: Path) -> None:

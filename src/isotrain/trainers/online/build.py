@@ -1,4 +1,4 @@
-"""From a recipe and its workers to the online loop: configuration ends here."""
+"""From a recipe and its workers to the online loop; what a rank builds is in build_rank.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, Ppo
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import AsyncBatches, BatchMaker, Maker, SyncBatches
+from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
@@ -27,7 +28,6 @@ from isotrain.trainers.online.recording import trajectories
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.online.rollout_progress import RolloutProgress
-from isotrain.trainers.online.settings import advantage_settings
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps

@@ -17,7 +17,7 @@ from isotrain.recipe.difference import FIXED_BY_RECORDING
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.setup import digest_field
+from isotrain.trainers.start import digest_field
 
 DESCRIPTION = "recorded.json"
 _LARGEST = 1 << 20

@@ -30,14 +30,8 @@ from isotrain.trainers.online.recording import (
 )
 from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import (
-    changed_since_start,
-    check_run,
-    check_same_data,
-    run_lock,
-    total_steps,
-    write_start,
-)
+from isotrain.trainers.setup import total_steps
+from isotrain.trainers.start import changed_since_start, check_run, check_same_data, run_lock, write_start
 
 
 def train_online(recipe: Recipe, source: str) -> None:

@@ -1,0 +1,159 @@
+"""From a recipe to what a training rank works with: its models, and the settings of its updates."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from isotrain.algorithms import ADVANTAGES
+from isotrain.data.chat import closing_tokens
+from isotrain.data.steps import separator_tokens, single_token
+from isotrain.device.base import Device
+from isotrain.device.detect import choose_device
+from isotrain.device.determinism import make_deterministic
+from isotrain.engine.build import (
+    build_critic,
+    build_engine,
+    build_process_reward_model,
+    build_reference,
+    build_reward_model,
+)
+from isotrain.engine.step_scores import StepScores, of_classes, of_tokens
+from isotrain.engine.world import World, join_world
+from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.scalar import ScalarModel
+from isotrain.recipe.online import (
+    GrpoSection,
+    LossSection,
+    Online,
+    PpoSection,
+    ProcessRewardSection,
+    ReinforcePlusPlusSection,
+    RemaxSection,
+    RewardSection,
+    RolloutCorrectionSection,
+)
+from isotrain.recipe.schema import ModelSection, Recipe
+from isotrain.rollout.stopping import end_tokens
+from isotrain.trainers.online.models import Models
+from isotrain.trainers.online.reward_models import (
+    AGGREGATIONS,
+    ProcessRewardModel,
+    ResponseRewardModel,
+    RewardModel,
+)
+from isotrain.trainers.online.settings import AdvantageSettings, UpdateSettings
+
+
+def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str) -> Models:
+    """Join the other ranks (left again when `stack` closes) and load all models that the recipe needs."""
+    assert recipe.reward is not None
+    device = choose_device(recipe.device.type)
+    world = stack.enter_context(join_world(device, store))
+    make_deterministic(recipe.device.determinism)
+    device.seed(recipe.seed + world.rank)
+    common: dict[str, Any] = {"device": device, "world": world}
+    model, optimizer, kl = recipe.model, recipe.optimizer, algorithm.kl
+    policy = build_engine(model, optimizer, seed=recipe.seed, **common)
+    needs_copy = kl.place != "off" and not model.lora.rank
+    critic, value_clip = None, None
+    if isinstance(algorithm, PpoSection):
+        path, lr = algorithm.critic.path, algorithm.critic.lr
+        critic = build_critic(model, optimizer, path=path, lr=lr, seed=recipe.seed, **common)
+        value_clip = algorithm.critic.clip
+    return Models(
+        device=device,
+        world=world,
+        policy=policy,
+        reference=build_reference(model, **common) if needs_copy else None,
+        critic=critic,
+        value_clip=value_clip,
+        reward_models=build_reward_models(recipe.reward, model, recipe.data.tokens_per_micro_batch, **common),
+        rollout_dtype=getattr(torch, model.dtype),
+    )
+
+
+def build_reward_models(
+    reward: RewardSection, model: ModelSection, budget: int, *, device: Device, world: World
+) -> dict[str, RewardModel]:
+    reward_models: dict[str, RewardModel] = {}
+    if reward.model is not None:
+        scorer = build_reward_model(reward.model.path, model, device=device, world=world)
+        policy = model_directory(model.path)
+        closing = closing_tokens(load_tokenizer(policy))
+        reward_models["model"] = ResponseRewardModel(scorer, budget, closing, end_tokens(policy))
+    if reward.process is not None:
+        reward_models["process"] = _process_reward_model(reward.process, model, budget, device, world)
+    return reward_models
+
+
+def _process_reward_model(
+    process: ProcessRewardSection, model: ModelSection, budget: int, device: Device, world: World
+) -> ProcessRewardModel:
+    tokenizer = load_tokenizer(model_directory(process.path, "reward.process.path"))
+    scorer = build_process_reward_model(process.path, model, device=device, world=world)
+    step_scores: StepScores = of_classes
+    if not isinstance(scorer.model, ScalarModel):
+        bad = single_token(tokenizer, process.bad_token, "reward.process.bad_token")
+        good = single_token(tokenizer, process.good_token, "reward.process.good_token")
+        step_scores = of_tokens(bad, good)
+    return ProcessRewardModel(
+        scorer,
+        budget,
+        step_scores,
+        tokenizer,
+        process.step_separator,
+        separator_tokens(tokenizer, process.step_separator, "reward.process.step_separator"),
+        AGGREGATIONS[process.aggregate],
+    )
+
+
+def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
+    assert recipe.rollout is not None
+    rollout, loss, kl = recipe.rollout, algorithm.loss, algorithm.kl
+    return UpdateSettings(
+        temperature=rollout.temperature,
+        ppo_epochs=algorithm.ppo_epochs,
+        loss_name=loss.name,
+        loss_options=_loss_options(loss),
+        aggregation=loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean"),
+        horizon=rollout.max_tokens,
+        entropy=loss.entropy,
+        kl_place=kl.place,
+        kl_estimator=kl.estimator,
+        correction=_correction_options(algorithm.rollout_correction),
+    )
+
+
+def _loss_options(loss: LossSection) -> dict[str, Any]:
+    if loss.name == "reinforce":
+        return {}
+    clips: dict[str, Any] = {"clip_ratio_low": loss.clip_ratio_low, "clip_ratio_high": loss.clip_ratio_high}
+    return clips | ({"dual_clip": loss.dual_clip} if loss.name == "clip" else {})
+
+
+def _correction_options(rollout_correction: RolloutCorrectionSection) -> dict[str, Any] | None:
+    if rollout_correction.level == "off":
+        return None
+    return {
+        "level": rollout_correction.level,
+        "mode": rollout_correction.mode,
+        "upper": rollout_correction.upper,
+        "lower": rollout_correction.lower,
+    }
+
+
+def advantage_settings(algorithm: Online) -> AdvantageSettings:
+    convention = algorithm.convention
+    estimator = ADVANTAGES[algorithm.name]
+    options: dict[str, Any] = {} if isinstance(algorithm, RemaxSection) else {"convention": convention}
+    if isinstance(algorithm, GrpoSection):
+        options["scale_by_std"] = algorithm.scale_by_std
+    if isinstance(algorithm, (PpoSection, ReinforcePlusPlusSection)):
+        options["gamma"] = algorithm.gamma
+    if isinstance(algorithm, PpoSection):
+        options["lam"] = algorithm.lam
+    # What TRL has is not whitened.
+    return AdvantageSettings(estimator, options, "openrlhf" if convention == "openrlhf" else "verl")

@@ -1,0 +1,110 @@
+"""A start of a run in its directory: whether it may go on there, and what is written down of it."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from isotrain.device.base import Device
+from isotrain.device.determinism import Profile
+from isotrain.engine.world import World
+from isotrain.errors import RecipeError
+from isotrain.models.packed import PackedModel
+from isotrain.models.scalar import ScalarModel
+from isotrain.observe.environment import describe_environment
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free
+from isotrain.recipe.load import load_resolved, resolved
+from isotrain.recipe.schema import Recipe
+
+
+def check_run(recipe: Recipe) -> None:
+    """Refuse a run directory that this recipe cannot go on in."""
+    run = RunDirectory(recipe.output)
+    if run.resolved.is_file():
+        _check_resumable(recipe, load_resolved(run.resolved))
+
+
+def record_start(
+    recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str], determinism: Profile
+) -> RunDirectory:
+    """The run directory with this start in it; the leading rank writes it. `data` are digests."""
+    check_same_data(recipe, data)
+    world.barrier()  # all have checked the previous start before it is overwritten
+    if world.leads:
+        described = {
+            "type": device.type,
+            "name": device.name(),
+            "ranks": world.size,
+            "determinism": determinism.as_json(),
+        }
+        write_start(recipe, source, describe_environment(described, device.numerics_variables), data)
+    world.barrier()
+    return RunDirectory(recipe.output)
+
+
+def write_start(
+    recipe: Recipe, source: str, environment: Mapping[str, object], data: dict[str, str]
+) -> RunDirectory:
+    """The run directory with this start in it: on which device, with which versions, on which data."""
+    return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
+
+
+def describe_model(model: PackedModel | ScalarModel) -> dict[str, Any]:
+    """How the model is computed, for `environment.json`: what `auto` has chosen."""
+    return {"attention": model.attention, "fused": model.fused.operators, "unfused": model.fused.unknown}
+
+
+def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
+    """Refuse to go on with other data, or another reference model, than the run was started with."""
+    if changed := changed_since_start(recipe, data):
+        raise RecipeError(
+            f"{', '.join(changed)}: has changed since the run in {recipe.output} was started; bring the old "
+            "content back, or choose another output"
+        )
+
+
+def changed_since_start(recipe: Recipe, digests: Mapping[str, str]) -> list[str]:
+    """The fields of those digests that were others when the run was last started."""
+    starts = RunDirectory(recipe.output).starts()
+    before = starts[-1].get("data", {}) if starts else {}
+    return [digest_field(name) for name, digest in digests.items() if before.get(name, digest) != digest]
+
+
+def digest_field(name: str) -> str:
+    """The recipe's field that a digest is about; others are named after their sections."""
+    return f"data.{name}" if name in ("train", "validation") else f"{name}.path"
+
+
+def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
+    if recipe.trainer.resume == "never":
+        raise RecipeError(
+            f"output: {recipe.output} holds a run already; choose another output, or set trainer.resume=auto"
+        )
+    changed = not_free(difference(previous, recipe), MAY_CHANGE_ON_RESUME)
+    if changed:
+        listing = "\n  ".join(changed)
+        raise RecipeError(
+            f"output: {recipe.output} holds a run of another recipe, which cannot be resumed with this one:\n"
+            f"  {listing}\nchoose another output, or change these back"
+        )
+
+
+@contextmanager
+def run_lock(output: Path, leads: bool) -> Iterator[None]:
+    """Refuses a second job in the same run directory; the system frees the lock however a job ends."""
+    if not leads:
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RecipeError(
+                f"output: another process is training in {output}; wait for it or choose another"
+            ) from error
+        yield
