@@ -160,12 +160,14 @@ def test_nearest(wanted: str, near: str | None) -> None:
 def test_notes_are_said_after_the_suggestion() -> None:
     head = "name: a\noutput: b\nmodel: {path: c}\ndata: {train: d}\nalgorithm: {name: grpo}\n"
     head += "rollout: {n: 2}\nreward: {math: {}}\n"
-    assert lines(head + "trainer: {n_gpus_per_node: 8, nnodes: 2}\n", "algorithm.loss.horizon=10") == [
+    assert lines(
+        head + "trainer: {n_gpus_per_node: 8, nnodes: 2}\n", "algorithm.loss.loss_scale_factor=10"
+    ) == [
         "r.yaml:8: unknown key 'trainer.n_gpus_per_node'; did you mean 'device.ranks'? "
         "For online algorithms it counts the devices of all machines.",
         "r.yaml:8: unknown key 'trainer.nnodes'; did you mean 'device.ranks'? "
         "It counts devices: for online algorithms write those of all machines together.",
-        "override 'algorithm.loss.horizon=10': unknown key 'algorithm.loss.horizon'; "
+        "override 'algorithm.loss.loss_scale_factor=10': unknown key 'algorithm.loss.loss_scale_factor'; "
         "did you mean 'rollout.max_tokens'? 'aggregation: seq-mean-token-sum-norm' divides by it.",
     ]
 

@@ -21,7 +21,7 @@ from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.kto import KtoWork
 from isotrain.trainers.tasks.pairs import DpoWork, RmWork
 from isotrain.trainers.tasks.preference import PreferenceTask
-from isotrain.trainers.tasks.reference import Reference, beside, precomputed, without_adapters
+from isotrain.trainers.tasks.reference import Reference, beside, remembered, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
 from isotrain.trainers.tasks.steps import PrmWork
 
@@ -38,8 +38,8 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
         return scorer, PreferenceTask(scorer, RmWork(algorithm.margins, options), pair_metrics)
     if isinstance(algorithm, PrmSection) and algorithm.head == "classifier":
         _no_adapters(recipe, "a classifier of steps")
-        scorer = build_step_classifier(model, optimizer, device=device, world=world)
-        return scorer, _step_task(scorer, of_classes)
+        judge = build_step_classifier(model, optimizer, device=device, world=world)
+        return judge, _step_task(judge, of_classes)
     engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
     task: Task[Any]
     if isinstance(algorithm, DpoSection):
@@ -108,5 +108,5 @@ def _reference(recipe: Recipe, engine: TrainingEngine, device: Device) -> Refere
         case "live":
             return beside(build_reference(recipe.model, device=device, world=engine.world))
         case "cached":
-            return precomputed(engine.world.device)
+            return remembered(engine.world.device)
     return None
