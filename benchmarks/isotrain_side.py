@@ -14,7 +14,7 @@ from turns import Turns
 from isotrain.observe.console import Console
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers import supervised
+from isotrain.trainers import run as supervised
 from isotrain.trainers.recorder import Recorder
 
 Metrics = Callable[[Mapping[str, float]], dict[str, float]]

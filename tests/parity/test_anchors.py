@@ -14,7 +14,7 @@ import torch
 from isotrain.parity.anchors import anchors
 from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.isotrain_run import read_isotrain_run
-from isotrain.trainers import supervised
+from isotrain.trainers import run as supervised
 from preference_runs import preference_recipe, write_preferences
 from traced_runs import layers_level
 

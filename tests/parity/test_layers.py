@@ -17,7 +17,8 @@ from safetensors.torch import save_file as save_tensors
 from isotrain.engine.engine import TrainingEngine
 from isotrain.errors import DataError
 from isotrain.parity.levels import Level
-from isotrain.trainers import supervised
+from isotrain.trainers import build
+from isotrain.trainers import run as supervised
 from support import run_cli, tiny_recipe, write_recipe
 from traced_runs import layers_level
 
@@ -56,14 +57,14 @@ def tampered(
     """The level of the reference against a run whose engine was changed."""
 
     def run(tamper: Tamper, **sections: Any) -> Level:
-        build = supervised.build_task
+        build_task = build.build_task
 
         def changed(*arguments: Any, **options: Any) -> Any:
-            engine, task = build(*arguments, **options)
+            engine, task = build_task(*arguments, **options)
             tamper(engine)
             return engine, task
 
-        monkeypatch.setattr(supervised, "build_task", changed)
+        monkeypatch.setattr(build, "build_task", changed)
         return layers_level(reference, train(tiny, tmp_path / "run", **sections), dtype="float32")
 
     return run
@@ -218,13 +219,13 @@ def test_other_data(tampered: Callable[..., Level]) -> None:
 def test_a_schedule_shows_in_the_second_step(
     tiny: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = supervised.make_schedule
+    make = build.make_schedule
 
     def changed(*arguments: Any) -> Callable[[int], float]:
         right = make(*arguments)
         return lambda step: right(step) * (1.05 if step > 1 else 1.0)
 
-    monkeypatch.setattr(supervised, "make_schedule", changed)
+    monkeypatch.setattr(build, "make_schedule", changed)
     level = layers_level(reference, train(tiny, tmp_path / "run"), dtype="float32")
     assert level.evidence["first"]["step"] == 2
     assert level.causes[0] == "optimizer state or schedule" and "1.050" in level.causes[1]

@@ -1,22 +1,35 @@
-"""From a recipe to what its supervised run trains: configuration ends here."""
+"""From a recipe to the supervised loop with its model, its task and its schedule."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+
+import torch
 
 from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
 from isotrain.algorithms.preference.metrics import pair_metrics, response_metrics, step_metrics
+from isotrain.data.feed import Feed
+from isotrain.data.preference_loader import PreferenceLoader
 from isotrain.data.steps import single_token
 from isotrain.device.base import Device
 from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
+from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.operator_errors import operators_compared
+from isotrain.engine.schedule import make_schedule
 from isotrain.engine.step_scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
 from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.setup import total_steps
+from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.kto import KtoWork
 from isotrain.trainers.tasks.pairs import DpoWork, RmWork
@@ -24,6 +37,44 @@ from isotrain.trainers.tasks.preference import PreferenceTask
 from isotrain.trainers.tasks.reference import Reference, beside, remembered, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
 from isotrain.trainers.tasks.steps import PrmWork
+
+
+def build_trainer(
+    recipe: Recipe,
+    device: Device,
+    world: World,
+    run: RunDirectory,
+    feed: Feed | PreferenceLoader,
+    validation: Feed | PreferenceLoader | None,
+    recorder: Recorder,
+) -> SupervisedTrainer:
+    model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
+    steps = total_steps(recipe, len(feed.store))
+    peak = recipe.device.peak_tflops
+    engine, task = build_task(recipe, device=device, world=world)
+    return SupervisedTrainer(
+        engine=engine,
+        device=device,
+        task=task,
+        schedule=make_schedule(
+            optimizer.schedule, optimizer.lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio
+        ),
+        feed=feed,
+        validation=validation,
+        writer=CheckpointWriter(run.checkpoints, world.rank, world.size, trainer.keep_checkpoints),
+        recorder=recorder,
+        steps=steps,
+        validate_every=trainer.validate_every,
+        validate_first=trainer.validate_first,
+        save_every=trainer.save_every,
+        max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
+        peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
+        around_first_update=(
+            partial(operators_compared, run.path, world, model.dtype)
+            if recipe.observe.operators
+            else nullcontext
+        ),
+    )
 
 
 def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[TrainingEngine, Task[Any]]:

@@ -20,7 +20,7 @@ from isotrain.recipe.load import write_resolved
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.rank import CRASH_FILE, ERROR_FILE, LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
-from isotrain.trainers.supervised import train_supervised
+from isotrain.trainers.run import train_supervised
 
 
 def launch(recipe: Recipe, source: str) -> None:

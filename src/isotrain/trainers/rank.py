@@ -11,7 +11,7 @@ from pathlib import Path
 
 from isotrain.errors import IsotrainError
 from isotrain.recipe.load import load_resolved
-from isotrain.trainers.supervised import train_supervised
+from isotrain.trainers.run import train_supervised
 
 RECIPE_FILE = "recipe.json"
 SOURCE_FILE = "recipe.yaml"

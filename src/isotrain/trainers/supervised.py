@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from isotrain.data.feed import Feed, StepData
 from isotrain.data.preference_loader import PreferenceLoader, PreferenceStep
-from isotrain.data.store import TokenStore
 from isotrain.device.base import Device
-from isotrain.device.detect import choose_device
-from isotrain.device.determinism import make_deterministic, profile
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
-from isotrain.engine.identity import model_digest
-from isotrain.engine.layer_trace import LayerTrace
-from isotrain.engine.operator_errors import operators_compared
-from isotrain.engine.schedule import Schedule, make_schedule
+from isotrain.engine.schedule import Schedule
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
-from isotrain.engine.world import World, join_world
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
-from isotrain.models.load import model_directory
-from isotrain.observe.console import Console, open_console
-from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.preference import PreferenceSection
-from isotrain.recipe.schema import Recipe
-from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import cache, open_feeds, total_steps
-from isotrain.trainers.start import check_run, describe_model, record_start, run_lock
+from isotrain.observe.console import Console
+from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.tasks.base import Task
-from isotrain.trainers.tasks.build import build_task, place_of_reference
-from isotrain.trainers.tasks.precompute_reference import precompute_reference
 
 
 @dataclass
@@ -158,111 +138,3 @@ class SupervisedTrainer:
         self.skipped = int(reader.state["skipped"])
         console.message(f"resuming after step {reader.step} of {self.steps}")
         return reader.step
-
-
-def train_supervised(recipe: Recipe, source: str) -> None:
-    """This rank's part of a supervised run."""
-    device = choose_device(recipe.device.type)
-    with join_world(device) as world:
-        make_deterministic(recipe.device.determinism)
-        # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
-        device.seed(recipe.seed + world.rank)
-        silent = "console" not in recipe.observe.loggers
-        with (
-            run_lock(Path(recipe.output), world.leads),
-            open_console(silent=silent, devices=world.size) if world.leads else Console() as console,
-        ):
-            check_run(recipe)
-            feed, validation = open_feeds(recipe, device, world, console)
-            data = {"train": feed.store.digest} | (
-                {"validation": validation.store.digest} if validation else {}
-            )
-            if place_of_reference(recipe) == "cached":
-                data["model"] = world.agree(
-                    lambda: model_digest(model_directory(recipe.model.path)),
-                    "model.path: the machines have different models there; copy one to all of them",
-                )
-            determinism = profile(device, recipe.device.determinism, os.environ)
-            for complaint in determinism.complaints:
-                console.message(f"warning: device.determinism: {complaint}")
-            run = record_start(recipe, source, device, world, data, determinism)
-            trainer = _build_trainer(recipe, device, world, run, feed, validation, Recorder(console))
-            console.message(_introduction(recipe, device, trainer))
-            if world.leads:
-                run.add_to_start({"model": describe_model(trainer.engine.model)})
-            if "model" in data:
-                _precompute_reference(recipe, trainer, data["model"], console)
-            done = trainer.resume(run.checkpoints, console)
-            if done == 0:
-                LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace)
-            with recording(trainer.recorder, recipe, run, done, world.leads):
-                console.start(trainer.steps, done + 1)
-                trainer.train(done)
-            if world.leads:
-                draw_plots(run, recipe.name, console)
-                console.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
-                console.message(f"next: isotrain export {run.path} --out DIR")
-
-
-def _build_trainer(
-    recipe: Recipe,
-    device: Device,
-    world: World,
-    run: RunDirectory,
-    feed: Feed | PreferenceLoader,
-    validation: Feed | PreferenceLoader | None,
-    recorder: Recorder,
-) -> SupervisedTrainer:
-    model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
-    steps = total_steps(recipe, len(feed.store))
-    peak = recipe.device.peak_tflops
-    engine, task = build_task(recipe, device=device, world=world)
-    return SupervisedTrainer(
-        engine=engine,
-        device=device,
-        task=task,
-        schedule=make_schedule(
-            optimizer.schedule, optimizer.lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio
-        ),
-        feed=feed,
-        validation=validation,
-        writer=CheckpointWriter(run.checkpoints, world.rank, world.size, trainer.keep_checkpoints),
-        recorder=recorder,
-        steps=steps,
-        validate_every=trainer.validate_every,
-        validate_first=trainer.validate_first,
-        save_every=trainer.save_every,
-        max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
-        peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
-        around_first_update=(
-            partial(operators_compared, run.path, world, model.dtype)
-            if recipe.observe.operators
-            else nullcontext
-        ),
-    )
-
-
-def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Console) -> None:
-    """Before a checkpoint is read: the model must be the one that training starts from."""
-    identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
-    for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
-        if isinstance(feed, PreferenceLoader):
-            precompute_reference(trainer.engine, feed, identity, steps, cache("references"), console)
-
-
-def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
-    """What is about to happen, before the first step has taken its time."""
-    engine, store = trainer.engine, trainer.feed.store
-    everything = sum(p.numel() for p in engine.model.parameters())
-    trained = sum(p.numel() for p in engine.trained.values())
-    told = f"{len(store):,} samples, {store.tokens:,} tokens"
-    if isinstance(store, TokenStore):
-        told += f", {store.loss_tokens:,} of them with loss"
-    elif isinstance(recipe.algorithm, PreferenceSection):
-        told = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
-    return (
-        f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
-        f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
-        f"  fused operators: {engine.model.fused}\n"
-        f"  {told}"
-    )

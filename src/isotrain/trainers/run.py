@@ -1,0 +1,96 @@
+"""A supervised run from its recipe to its last step, as one rank sees it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from isotrain.data.preference_loader import PreferenceLoader
+from isotrain.data.store import TokenStore
+from isotrain.device.base import Device
+from isotrain.device.detect import choose_device
+from isotrain.device.determinism import make_deterministic, profile
+from isotrain.engine.identity import model_digest
+from isotrain.engine.layer_trace import LayerTrace
+from isotrain.engine.world import join_world
+from isotrain.models.load import model_directory
+from isotrain.observe.console import Progress, open_console
+from isotrain.recipe.preference import PreferenceSection
+from isotrain.recipe.schema import Recipe
+from isotrain.trainers.build import build_trainer, place_of_reference
+from isotrain.trainers.recorder import Recorder, draw_plots, recording
+from isotrain.trainers.setup import cache, open_feeds
+from isotrain.trainers.start import check_run, describe_model, record_start, run_lock
+from isotrain.trainers.supervised import SupervisedTrainer
+from isotrain.trainers.tasks.precompute_reference import precompute_reference
+
+
+def train_supervised(recipe: Recipe, source: str) -> None:
+    """This rank's part of a supervised run."""
+    device = choose_device(recipe.device.type)
+    with join_world(device) as world:
+        make_deterministic(recipe.device.determinism)
+        # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
+        device.seed(recipe.seed + world.rank)
+        silent = "console" not in recipe.observe.loggers
+        with (
+            run_lock(Path(recipe.output), world.leads),
+            open_console(silent=silent, devices=world.size) if world.leads else Progress() as console,
+        ):
+            check_run(recipe)
+            feed, validation = open_feeds(recipe, device, world, progress)
+            data = {"train": feed.store.digest} | (
+                {"validation": validation.store.digest} if validation else {}
+            )
+            if place_of_reference(recipe) == "cached":
+                data["model"] = world.agree(
+                    lambda: model_digest(model_directory(recipe.model.path)),
+                    "model.path: the machines have different models there; copy one to all of them",
+                )
+            determinism = profile(device, recipe.device.determinism, os.environ)
+            for complaint in determinism.complaints:
+                console.message(f"warning: device.determinism: {complaint}")
+            run = record_start(recipe, source, device, world, data, determinism)
+            trainer = build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
+            console.message(_introduction(recipe, device, trainer))
+            if world.leads:
+                run.add_to_start({"model": describe_model(trainer.engine.model)})
+            if "model" in data:
+                _precompute_reference(recipe, trainer, data["model"], progress)
+            done = trainer.resume(run.checkpoints, progress)
+            if done == 0:
+                LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace)
+            with recording(trainer.recorder, recipe, run, done, world.leads):
+                console.start(trainer.steps, done + 1)
+                trainer.train(done)
+            if world.leads:
+                draw_plots(run, recipe.name, progress)
+                console.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
+                console.message(f"next: isotrain export {run.path} --out DIR")
+
+
+def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, progress: Progress) -> None:
+    """Before a checkpoint is read: the model must be the one that training starts from."""
+    identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
+    for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
+        if isinstance(feed, PreferenceLoader):
+            precompute_reference(trainer.engine, feed, identity, steps, cache("references"), progress)
+
+
+def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
+    """What is about to happen, before the first step has taken its time."""
+    engine, store = trainer.engine, trainer.feed.store
+    everything = sum(p.numel() for p in engine.model.parameters())
+    trained = sum(p.numel() for p in engine.trained.values())
+    told = f"{len(store):,} samples, {store.tokens:,} tokens"
+    if isinstance(store, TokenStore):
+        told += f", {store.loss_tokens:,} of them with loss"
+    elif isinstance(recipe.algorithm, PreferenceSection):
+        told = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
+    return (
+        f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
+        f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
+        f"  fused operators: {engine.model.fused}\n"
+        f"  {told}"
+    )
