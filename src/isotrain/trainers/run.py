@@ -39,7 +39,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             open_console(silent=silent, devices=world.size) if world.leads else Progress() as console,
         ):
             check_run(recipe)
-            feed, validation = open_feeds(recipe, device, world, progress)
+            feed, validation = open_feeds(recipe, device, world, console)
             data = {"train": feed.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}
             )
@@ -52,30 +52,30 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             for complaint in determinism.complaints:
                 console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
-            trainer = build_trainer(recipe, device, world, run, feed, validation, Recorder(progress))
+            trainer = build_trainer(recipe, device, world, run, feed, validation, Recorder(console))
             console.message(_introduction(recipe, device, trainer))
             if world.leads:
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
             if "model" in data:
-                _precompute_reference(recipe, trainer, data["model"], progress)
-            done = trainer.resume(run.checkpoints, progress)
+                _precompute_reference(recipe, trainer, data["model"], console)
+            done = trainer.resume(run.checkpoints, console)
             if done == 0:
                 LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace)
             with recording(trainer.recorder, recipe, run, done, world.leads):
                 console.start(trainer.steps, done + 1)
                 trainer.train(done)
             if world.leads:
-                draw_plots(run, recipe.name, progress)
+                draw_plots(run, recipe.name, console)
                 console.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
                 console.message(f"next: isotrain export {run.path} --out DIR")
 
 
-def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, progress: Progress) -> None:
+def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Progress) -> None:
     """Before a checkpoint is read: the model must be the one that training starts from."""
     identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
     for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
         if isinstance(feed, PreferenceLoader):
-            precompute_reference(trainer.engine, feed, identity, steps, cache("references"), progress)
+            precompute_reference(trainer.engine, feed, identity, steps, cache("references"), console)
 
 
 def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
