@@ -56,6 +56,25 @@ def test_a_right_answer_that_no_answer_can_equal_is_told() -> None:
     assert plain == Scored(1.0, {"gsm8k": 1.0})
 
 
+def test_a_function_sees_only_the_keys_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "MY_JUDGE_KEY", "MY_SETTING"):
+        monkeypatch.setenv(name, "value")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "import os, subprocess\n"
+        "def f(response):\n"
+        "    ours, below = response in os.environ, f'{response}=' in subprocess.getoutput('env')\n"
+        "    return float(ours) + float(below)\n"
+    )
+    names = ["WANDB_API_KEY", "HF_TOKEN", "MY_SETTING", "MY_JUDGE_KEY", "OMP_NUM_THREADS", "PATH"]
+    with scorer(function={"path": f"{path}:f", "environment": ["MY_JUDGE_KEY", "NOT_SET"]}) as rewards:
+        scored = rewards.score([RewardInput(name, "") for name in names])
+    assert [one.score for one in scored] == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0]
+
+
 def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     source = (

@@ -296,6 +296,9 @@ class FunctionSection(Section):
     """Seconds within which the file must be imported."""
     memory_gb: Annotated[float | None, Affects.COURSE] = Field(default=None, gt=0)
     """Most GiB of address space of one process; by default there is no limit."""
+    environment: Annotated[list[str], Affects.EXECUTION] = Field(default=[])
+    """Names of environment variables that the function needs, such as `JUDGE_API_KEY`: keys and tokens that
+    are not named here stay out of its processes."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
@@ -318,8 +321,7 @@ class ProcessRewardSection(Section):
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the response; without a step it is
-    0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is 0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 

@@ -13,8 +13,7 @@ from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
 
-# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
-# machine's.
+# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the machine's.
 MATH_MEMORY = 2 << 30
 # Its parser keeps tables that grow with every new text.
 MATH_LIFETIME = 5000
@@ -127,6 +126,7 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
             concurrency=function.concurrency or CALLS_AT_ONCE,
             start_timeout=function.start_timeout,
             memory=int(function.memory_gb * 2**30) if function.memory_gb else None,
+            passed=function.environment,
         )
         parts["function"] = pool, function.weight
     return WeightedSum(parts, reward.failed_score)

@@ -10,7 +10,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -70,13 +70,14 @@ class Pool:
         start_timeout: float = 120.0,
         lifetime: int | None = None,
         memory: int | None = None,
+        passed: Collection[str] = (),
     ) -> None:
         """`processes`: children, where the function is not async; `concurrency`: calls at a time in the one
         child of an async function; `lifetime`: calls after which a child is replaced; `memory`: bytes of
-        address space of a child."""
+        address space of a child; `passed`: names of environment variables for children."""
         limits = {"timeout": timeout, "concurrency": concurrency, "memory": memory}
         self._setup = json.dumps({**setup, **limits}).encode() + b"\n"
-        self._name = name
+        self._name, self._passed = name, passed
         self._timeout, self._processes, self._concurrency = timeout, processes, concurrency
         self._start_timeout, self._lifetime = start_timeout, lifetime
         self._selector = selectors.DefaultSelector()
@@ -254,7 +255,7 @@ class Pool:
         self._watch_writing(worker)
 
     def _add(self) -> None:
-        child = Child(self._setup)
+        child = Child(self._setup, self._passed)
         now = time.monotonic()
         worker = _Worker(child, now, now + self._start_timeout)
         self._workers.append(worker)

@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Collection
 from typing import Any
+
+from isotrain.device.variables import child_environment
 
 LONGEST_REPLY = 1 << 20
 _CHUNK = 1 << 16
@@ -27,8 +30,10 @@ class BrokenChild(Exception):
 class Child:
     """A running `isotrain.reward.child` in its own session, and so in its own process group."""
 
-    def __init__(self, setup: bytes) -> None:
-        """Raises OSError where the system has no process or descriptor to give."""
+    def __init__(self, setup: bytes, passed: Collection[str] = ()) -> None:
+        """`passed`: variables of ours that it sees beside the harmless ones.
+
+        Raises OSError where the system has no process or descriptor to give."""
         self._mark = uuid.uuid4().hex
         # Never the working directory first: a file json.py there is not meant for this process.
         safe_path = ["-P"] if sys.version_info >= (3, 11) else []
@@ -46,7 +51,7 @@ class Child:
                 stdout=2,  # what a function prints goes where errors go
                 pass_fds=(request_end, reply_end),
                 start_new_session=True,
-                env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
+                env={"PYTHONHASHSEED": "0", **child_environment(os.environ, passed), MARK: self._mark},
             )
             ours.pop_all()
         os.set_blocking(self.requests, False)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from isotrain.data.trajectory import Trajectory
+from isotrain.device.variables import child_environment
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.models.load import build_causal_lm
 from isotrain.rollout.base import Request, Sampling
@@ -297,9 +298,9 @@ class SglangEngine:
 
 
 def _environment(device_type: str) -> dict[str, str]:
-    """Of the server: this process's own, which has the devices that are the engine's."""
+    """Of the server: this process's own without keys; it has the devices that are the engine's."""
     defaults = DEFAULTS | (NPU_DEFAULTS if device_type == "npu" else {})
-    return {**defaults, **os.environ, **FIXED}
+    return {**defaults, **child_environment(os.environ), **FIXED}
 
 
 def _options(device_type: str, eager: bool) -> dict[str, str]:

@@ -237,11 +237,10 @@ def main() -> None:
     if fault:
         sys.exit(fault)
     options = parse(sys.argv[1:])
-    wanted = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE", "SGLANG_RETURN_ORIGINAL_LOGPROB")
     record(
         {
             "options": options,
-            "environment": {name: os.environ.get(name) for name in wanted},
+            "environment": dict(os.environ),
             "pid": os.getpid(),
         }
     )
