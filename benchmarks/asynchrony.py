@@ -19,7 +19,6 @@ rewards to leave the capitals out; where a response ends is nothing to the rewar
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -42,6 +41,7 @@ GOAL = 1.1
 REWARD_TOLERANCE = 0.05
 LAST_STEPS = 5
 LONGEST = 96
+ENGINE = "hf" if bench.QUICK else "vllm"  # it starts sooner
 REWARD = """
 import asyncio, string
 
@@ -137,7 +137,7 @@ def make_task(directory: Path) -> Path:
             "batch_size": 32,
         },
         algorithm={"name": "grpo"},
-        rollout={"n": 8, "max_tokens": LONGEST, "kv_cache_gb": 0.25},
+        rollout={"n": 8, "max_tokens": LONGEST, "kv_cache_gb": 0.25, "engine": ENGINE},
         reward={
             "answer_key": "answer",
             "function": {"path": f"{directory / 'slow_reward.py'}:score", "concurrency": 256},
@@ -181,22 +181,7 @@ def run(recipe: Path, side: str, seed: int, steps: int) -> dict[str, float]:
     return metrics
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=24)
-    options = parser.parse_args()
-    told: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
-        recipe = make_task(Path(directory))
-        print("the model answers with digits and capitals of skewed lengths now", file=sys.stderr, flush=True)
-        for turn in range(options.turns):
-            for side in SIDES if turn % 2 == 0 else reversed(SIDES):
-                told[side].append(run(recipe, side, 42 + turn, options.steps))
-
+def tell(told: Mapping[str, list[dict[str, float]]], steps: int) -> None:
     def over_stale(side: str) -> dict[str, float]:
         pairs = zip(told[side], told[STALE], strict=True)
         return bench.spread([a["steps_s"] / b["steps_s"] for a, b in pairs])
@@ -213,12 +198,28 @@ def main() -> None:
         ratio_colocated=over_stale(COLOCATED),
         rewards={side: round(value, 4) for side, value in rewards.items()},
         rewards_agree=agree,
-        steps=options.steps,
+        steps=steps,
         **{
             side: {name: bench.spread([row[name] for row in rows]) for name in rows[0]}
             for side, rows in told.items()
         },
     )
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, turns=1, steps=4)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24)
+    options = parser.read()
+    told: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
+        recipe = make_task(Path(directory))
+        print("the model answers with digits and capitals of skewed lengths now", file=sys.stderr, flush=True)
+        for turn in range(options.turns):
+            for side in SIDES if turn % 2 == 0 else reversed(SIDES):
+                told[side].append(run(recipe, side, 42 + turn, options.steps))
+            tell(told, options.steps)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,36 @@
-"""What the benchmarks share: where data is, and the one form in which results are printed."""
+"""What the benchmarks share: their options, where data is, and the one form in which results are printed."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+QUICK = "--quick" in sys.argv
+# Processors without units for bfloat16 compute in it far more slowly than in float32.
+DTYPE = "float32" if QUICK else "bfloat16"
+
+
+class Options(argparse.ArgumentParser):
+    """Of a benchmark; with `--quick`, `quick` are the defaults of the others."""
+
+    def __init__(self, doc: str | None, **quick: Any) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._quick = quick
+        self.add_argument(
+            "--quick", action="store_true", help="a first impression in 5 minutes: float32, few turns"
+        )
+
+    def read(self) -> argparse.Namespace:
+        if QUICK:
+            self.set_defaults(**self._quick)
+        return self.parse_args()
 
 
 def gsm8k() -> Path:
@@ -33,5 +55,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def report(name: str, ratio: float, goal: float, met: bool, **figures: object) -> None:
-    """The last line of every benchmark: one JSON object."""
-    print(json.dumps({"name": name, "ratio": round(ratio, 4), "goal": goal, "met": met, **figures}))
+    """One JSON object on a line: after each turn with what is known so far, and so the last line is final."""
+    line = {"name": name, "ratio": round(ratio, 4), "goal": goal, "met": met}
+    print(json.dumps({**line, **({"quick": True} if QUICK else {}), **figures}), flush=True)

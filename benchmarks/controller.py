@@ -16,7 +16,6 @@ workers that do nothing, and from that, by a straight line, what it would be wit
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import os
 import pstats
@@ -24,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -152,23 +151,21 @@ class Controller:
         return times, sizes
 
 
-def measure(
-    collector: Collector, controller: Controller, turns: int
-) -> tuple[list[dict[str, Spent]], dict[str, int]]:
-    step, all_times = controller.step, []
-    sizes: dict[str, int] = {}
+Times = dict[str, Spent]
+
+
+def measure(collector: Collector, controller: Controller) -> tuple[Times, dict[str, int]]:
+    """Of one turn: time of each part, and bytes of what comes in and goes out."""
+    step = controller.step
     prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(step.prompts)]
-    for turn in range(turns + 1):  # the first is left out
-        (groups, _), collected = spent(
-            lambda: collector.collect(TRAIN, prompt_requests, step.n, Sampling(LONGEST))
-        )
-        times, sizes = controller.work(groups)
-        times = {"collect": collected, **times}
-        if turn:
-            all_times.append(times)
-        total = sum(part.processor for part in times.values())
-        print(f"turn {turn}: {step.prompts * step.n} trajectories {total:.2f} s", file=sys.stderr, flush=True)
-    return all_times, sizes
+    (groups, _), collected = spent(
+        lambda: collector.collect(TRAIN, prompt_requests, step.n, Sampling(LONGEST))
+    )
+    times, sizes = controller.work(groups)
+    times = {"collect": collected, **times}
+    total = sum(part.processor for part in times.values())
+    print(f"{step.prompts * step.n} trajectories {total:.2f} s", file=sys.stderr, flush=True)
+    return times, sizes
 
 
 def call_cost(actors: int) -> Spent:
@@ -198,7 +195,7 @@ def calls_to_ranks(actors: int) -> dict[str, Any]:
     }
 
 
-def totals(all_times: Sequence[dict[str, Spent]], step: Step) -> list[float]:
+def totals(all_times: Sequence[Times], step: Step) -> list[float]:
     """Microseconds of processor time for a trajectory, by turn."""
     trajectories = step.prompts * step.n
     return [1e6 * sum(part.processor for part in times.values()) / trajectories for times in all_times]
@@ -210,17 +207,44 @@ def engines_without_weights(group: WorkerGroup) -> Engines:
     return Engines(group, 60.0, print, check_T=nothing_T, timeout=60.0, tolerance=anything)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def tell(
+    controllers: tuple[Controller, Controller],
+    few: Sequence[Times],
+    many: Sequence[Times],
+    sizes: Mapping[str, int],
+    calls: Mapping[str, Any],
+) -> None:
+    small, large = (controller.step for controller in controllers)
+    ratio = bench.spread([a / b for a, b in zip(totals(many, large), totals(few, small), strict=True)])
+    trajectories = large.prompts * large.n
+    bench.report(
+        "controller",
+        ratio["median"],
+        goal=GOAL,
+        met=ratio["median"] <= GOAL,
+        ratios=ratio,
+        trajectories=trajectories,
+        ranks=large.ranks,
+        ranks_a_group=round(controllers[1].ranks_a_group, 2),
+        seconds=bench.spread([sum(part.processor for part in times.values()) for times in many]),
+        parts_s={name: bench.spread([times[name].processor for times in many]) for name in many[0]},
+        collect_wall_s=bench.spread([times["collect"].wall for times in many]),
+        small_us_a_trajectory=bench.spread(totals(few, small)),
+        bytes_a_trajectory={name: round(value / trajectories, 1) for name, value in sizes.items()},
+        bytes=sum(sizes.values()),
+        calls=calls,
     )
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, turns=1, prompts=256, actors=4)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--actors", type=int, default=8, help="workers in place of ranks, more than 2")
     parser.add_argument("--profile", action="store_true", help="show the functions that take most time")
-    options = parser.parse_args()
+    options = parser.read()
     large = Step(options.prompts, options.responses, options.ranks)
     small = Step(options.prompts // SMALLER, options.responses, max(1, options.ranks // SMALLER))
     # Workers do not know this file.
@@ -234,35 +258,22 @@ def main() -> None:
             Replaceable(scorers, 60.0, print),
             RolloutProgress(lambda text: None, print),
         )
-        few, _ = measure(collector, Controller(small), options.turns)
-        profile = cProfile.Profile()
-        if options.profile:
-            profile.enable()
-        controller = Controller(large)
-        many, sizes = measure(collector, controller, options.turns)
-        profile.disable()
+        controllers = Controller(small), Controller(large)
+        few, many = list[Times](), list[Times]()
         calls = calls_to_ranks(options.actors)
+        profile = cProfile.Profile()
+        for turn in range(options.turns + 1):  # the first is left out
+            less, _ = measure(collector, controllers[0])
+            if options.profile:
+                profile.enable()
+            more, sizes = measure(collector, controllers[1])
+            profile.disable()
+            if turn:
+                few.append(less)
+                many.append(more)
+                tell(controllers, few, many, sizes, calls)
     if options.profile:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-    ratio = bench.spread([a / b for a, b in zip(totals(many, large), totals(few, small), strict=True)])
-    trajectories = large.prompts * large.n
-    bench.report(
-        "controller",
-        ratio["median"],
-        goal=GOAL,
-        met=ratio["median"] <= GOAL,
-        ratios=ratio,
-        trajectories=trajectories,
-        ranks=large.ranks,
-        ranks_a_group=round(controller.ranks_a_group, 2),
-        seconds=bench.spread([sum(part.processor for part in times.values()) for times in many]),
-        parts_s={name: bench.spread([times[name].processor for times in many]) for name in many[0]},
-        collect_wall_s=bench.spread([times["collect"].wall for times in many]),
-        small_us_a_trajectory=bench.spread(totals(few, small)),
-        bytes_a_trajectory={name: round(value / trajectories, 1) for name, value in sizes.items()},
-        bytes=sum(sizes.values()),
-        calls=calls,
-    )
 
 
 if __name__ == "__main__":

@@ -41,14 +41,12 @@ def metrics(data: Path, out: Path, options: argparse.Namespace, fused: str) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench.Options(__doc__, dtype="float32", steps=10)
     parser.add_argument("--dtype", default="bfloat16", choices=list(GOALS))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", default="npu")
     parser.add_argument("--architecture", default="qwen3", choices=["llama", "qwen2", "qwen3"])
-    options = parser.parse_args()
+    options = parser.read()
     from isotrain.data.prepare.tiny import make_tiny
 
     with tempfile.TemporaryDirectory() as directory:

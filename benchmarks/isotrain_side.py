@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import bench
 from smollm2 import smollm2
 from trl_side import optimizer
 from turns import Turns
@@ -32,7 +33,7 @@ def supervised_recipe(
         {
             "name": "versus-trl",
             "output": str(directory / "run"),
-            "model": {"path": str(smollm2()), "dtype": "bfloat16", "gradient_checkpointing": True},
+            "model": {"path": str(smollm2()), "dtype": bench.DTYPE, "gradient_checkpointing": True},
             "data": {"train": str(rows), "tokens_per_micro_batch": BUDGET, "shuffle": False, **data},
             "algorithm": algorithm,
             "optimizer": optimizer(lr),

@@ -1,15 +1,14 @@
 """Time of an update whose layers are recorded over that of a plain one, on the tiny model. Smaller is better.
 
-Updates of one engine take turns: a plain one, one with `observe.layer_trace` looking on, and one after it has
-gone, whose share of a plain one's time is `afterwards`. A traced update is one of the first few of a run, so
-that the goal is about waiting for a diagnosis and not about training.
+Updates of one engine take turns: a plain one, one with `observe.layer_trace` looking on, and one after it has gone,
+whose share of a plain one's time is `afterwards`. A traced update is one of the first few of a run, so that
+the goal is about waiting for a diagnosis and not about training.
 
     python benchmarks/layer_trace_overhead.py [--dtype float32|bfloat16] [--turns 15] [--device cpu]
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -21,16 +20,32 @@ GOAL, AFTERWARDS = 5.0, 1.05
 SAMPLES, LENGTH = 8, 128
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def tell(seconds: dict[str, list[float]], dtype: str, size: int) -> None:
+    shares = {
+        name: bench.spread([a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)])
+        for name in ("traced", "afterwards")
+    }
+    bench.report(
+        f"layer_trace_overhead {dtype}",
+        shares["traced"]["median"],
+        goal=GOAL,
+        met=shares["traced"]["median"] <= GOAL and shares["afterwards"]["median"] <= AFTERWARDS,
+        ratios=shares["traced"],
+        afterwards=shares["afterwards"],
+        step_s={name: bench.spread(values) for name, values in seconds.items()},
+        tokens_per_step=SAMPLES * LENGTH,
+        bytes_per_step=size,
     )
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, turns=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
-    options = parser.parse_args()
+    options = parser.read()
     from isotrain.algorithms.sft import sft_loss
     from isotrain.data.packing import pack
     from isotrain.data.prepare.tiny import make_tiny
@@ -67,22 +82,7 @@ def main() -> None:
             if turn:  # the first one warms up
                 for name, value in measured.items():
                     seconds[name].append(value)
-        size = sum(file.stat().st_size for file in traces.iterdir())
-    shares = {
-        name: bench.spread([a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)])
-        for name in ("traced", "afterwards")
-    }
-    bench.report(
-        f"layer_trace_overhead {options.dtype}",
-        shares["traced"]["median"],
-        goal=GOAL,
-        met=shares["traced"]["median"] <= GOAL and shares["afterwards"]["median"] <= AFTERWARDS,
-        ratios=shares["traced"],
-        afterwards=shares["afterwards"],
-        step_s={name: bench.spread(values) for name, values in seconds.items()},
-        tokens_per_step=SAMPLES * LENGTH,
-        bytes_per_step=size,
-    )
+                tell(seconds, options.dtype, sum(file.stat().st_size for file in traces.iterdir()))
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ pair that is not is a false alarm. `--write` puts the table where reports find i
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench import REPOSITORY, report
+from bench import QUICK, REPOSITORY, Options, report
 
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "device")]
 
@@ -237,7 +237,22 @@ Todo = list[tuple[str, str, str, str | None, "Future[Path]"]]
 """Of each pair: mutation or nothing, kind of run, what it is, where it lives, its run."""
 
 
-def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
+def tell(rows: list[PowerRow], named: Mapping[str, bool], file: Path | None) -> None:
+    power = Power(PROTOCOL, datetime.date.today().isoformat(), tuple(rows))
+    if file:
+        file.write_text(json.dumps(power.as_json(), indent=1) + "\n")
+    right = sum(one.right for one in rows)
+    report(
+        "parity_power",
+        right / len(rows),
+        1.0,
+        right == len(rows),
+        named=f"{sum(named.values())} of {len(named)}",
+        **{key: value for key, value in power.as_json().items() if key != "rows"},
+    )
+
+
+def tabulate(runs: Runs, todo: Todo, file: Path | None) -> None:
     """Every pair decided and printed as a row; of mutations that live somewhere, whether P1 said where."""
     rows, named = list[PowerRow](), dict[str, bool]()
     print(
@@ -262,19 +277,17 @@ def tabulate(runs: Runs, todo: Todo) -> tuple[list[PowerRow], dict[str, bool]]:
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
         if not last.right and found is not None:
             print(f"    {found.words}", file=sys.stderr, flush=True)
-    return rows, named
+        tell(rows, named, file)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Options(__doc__, only="sft learning-rate", work=Path(tempfile.gettempdir()) / "parity-power")
     parser.add_argument(
-        "--work", type=Path, required=True, help="where runs are kept; finished ones are reused"
+        "--work", type=Path, required=not QUICK, help="where runs are kept; finished ones are reused"
     )
     parser.add_argument("--only", help="mutations and honest pairs whose kind or name contains this")
     parser.add_argument("--write", type=Path, help="write the table as JSON")
-    options = parser.parse_args()
+    options = parser.read()
     work = options.work.resolve()
     if not (work / "tiny").exists():
         command = [sys.executable, "-m", "isotrain", "prepare", "tiny", "--out", str(work / "tiny")]
@@ -296,19 +309,7 @@ def main() -> None:
         forced = () if h.kind in _FREE else replayed(runs, base)
         run = runs.run(f"{h.kind}-honest-{HONEST.index(h)}", KINDS[base], (*forced, *h.settings), h.variables)
         todo.append(("", h.kind, h.name, None, run))
-    rows, named = tabulate(runs, todo)
-    power = Power(PROTOCOL, datetime.date.today().isoformat(), tuple(rows))
-    if options.write:
-        options.write.write_text(json.dumps(power.as_json(), indent=1) + "\n")
-    right = sum(one.right for one in rows)
-    report(
-        "parity_power",
-        right / max(len(rows), 1),
-        1.0,
-        right == len(rows),
-        named=f"{sum(named.values())} of {len(named)}",
-        **{key: value for key, value in power.as_json().items() if key != "rows"},
-    )
+    tabulate(runs, todo, options.write)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Steps that record their trajectories against steps that do not. Lower is better.
 
-One run of the recipe `tiny-grpo` (128 responses a step) as `isotrain train` runs it, without validation;
-within it, recording is on in one step of every pair and off in the other, and the next pair has them the
-other way round. `ratio` is the median over pairs of the time of the step that records over that of the one
-that does not. `record_s` is what recording itself takes, `share` that as a part of its step.
+One run of the recipe `tiny-grpo` (128 responses a step) as `isotrain train` runs it, without validation; within
+it, recording is on in one step of every pair and off in the other, and the next pair has them the other way
+round. `ratio` is the median over pairs of the time of the step that records over that of the one that does
+not. `record_s` is what recording itself takes, `share` that as a part of its step.
 
     python benchmarks/record_overhead.py [--pairs 30] [--engine vllm|hf]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Mapping
@@ -55,50 +54,17 @@ def make_recipe(directory: Path, pairs: int, engine: str) -> Recipe:
     )
 
 
-def records(step: int) -> bool:
-    """Off, on, on, off, and so on, so that neither is always the first of a pair."""
-    return step % 4 in (2, 3)
-
-
-def alternating(build: Any) -> Any:
-    def built(*args: Any) -> OnlineTrainer:
-        trainer: OnlineTrainer = build(*args)
-        recording = trainer.settings
-        plain = replace(recording, record=None)
-        write = trainer.recorder.write
-
-        def write_and_switch(step: int, values: Mapping[str, float]) -> None:
-            write(step, values)
-            trainer.settings = recording if records(step + 1) else plain
-
-        trainer.settings = recording if records(1) else plain
-        trainer.recorder.write = write_and_switch  # type: ignore[method-assign]
-        return trainer
-
-    return built
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
-        recipe = make_recipe(Path(directory), options.pairs, options.engine)
-        with patch.object(run, "build_trainer", alternating(build_trainer)):
-            run.train_online(recipe, recipe.model_dump_json())
-        rows = read_metrics(Path(recipe.output) / "metrics.jsonl")[WARM_UP:]
-        files = list((Path(recipe.output) / "trajectories").glob("*.parquet"))
-        size = sum(file.stat().st_size for file in files) / len(files)
+def tell(recipe: Recipe) -> None:
+    """Of all whole pairs so far."""
+    rows = read_metrics(Path(recipe.output) / "metrics.jsonl")[WARM_UP:]
+    files = list((Path(recipe.output) / "trajectories").glob("*.parquet"))
+    size = sum(file.stat().st_size for file in files) / len(files)
     assert all(("timing_s/record" in row) == records(int(row["step"])) for row in rows)
     neighbours = zip(rows[::2], rows[1::2], strict=True)
     pairs = [sorted(pair, key=lambda row: records(int(row["step"]))) for pair in neighbours]
     ratios = bench.spread([on["timing_s/step"] / off["timing_s/step"] for off, on in pairs])
     bench.report(
-        f"record_overhead {options.engine}",
+        f"record_overhead {recipe.rollout.engine if recipe.rollout else None}",
         ratios["median"],
         goal=GOAL,
         met=ratios["median"] <= GOAL,
@@ -110,6 +76,43 @@ def main() -> None:
         responses_per_step=int(recipe.data.batch_size * (recipe.rollout.n if recipe.rollout else 0)),
         bytes_per_step=round(size),
     )
+
+
+def records(step: int) -> bool:
+    """Off, on, on, off, and so on, so that neither is always the first of a pair."""
+    return step % 4 in (2, 3)
+
+
+def alternating(build: Any, recipe: Recipe) -> Any:
+    def built(*args: Any) -> OnlineTrainer:
+        trainer: OnlineTrainer = build(*args)
+        recording = trainer.settings
+        plain = replace(recording, record=None)
+        write = trainer.recorder.write
+
+        def write_and_switch(step: int, values: Mapping[str, float]) -> None:
+            write(step, values)
+            trainer.settings = recording if records(step + 1) else plain
+            if step > WARM_UP and step % 2 == 0:
+                tell(recipe)
+
+        trainer.settings = recording if records(1) else plain
+        trainer.recorder.write = write_and_switch  # type: ignore[method-assign]
+        return trainer
+
+    return built
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, pairs=4, engine="hf")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
+    options = parser.read()
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["ISOTRAIN_CACHE"] = f"{directory}/cache"
+        recipe = make_recipe(Path(directory), options.pairs, options.engine)
+        with patch.object(run, "build_trainer", alternating(build_trainer, recipe)):
+            run.train_online(recipe, recipe.model_dump_json())
 
 
 if __name__ == "__main__":

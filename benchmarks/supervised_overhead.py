@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import bench
@@ -21,7 +22,7 @@ import torch
 from smollm2 import smollm2
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from turns import Turns, take_turns
+from turns import Measured, Turns, take_turns
 
 LENGTH, BATCH, LR, DECAY, CLIP = 512, 2, 1e-5, 0.01, 1.0
 GOAL = 1.03
@@ -123,29 +124,15 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
         ).train(done=0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--side", choices=["bare", "isotrain"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        # One turn more than is measured warms up, and one keeps the loop alive until the parent ends it.
-        rows = full_rows((options.turns + 2) * options.steps * BATCH)
-        {"bare": bare, "isotrain": isotrain}[options.side](rows, options.dtype, options.steps)
-        return
-    results = take_turns(["bare", "isotrain"], options.turns)
-    seconds = {side: [turn["seconds"] / options.steps for turn in turns] for side, turns in results.items()}
+def tell(dtype: str, steps: int, answers: Measured) -> None:
+    seconds = {side: [turn["seconds"] / steps for turn in turns] for side, turns in results.items()}
     losses = {
         side: [row["loss"] for turn in turns for row in turn["rows"]] for side, turns in results.items()
     }
     ratios = bench.spread([a / b for a, b in zip(seconds["isotrain"], seconds["bare"], strict=True)])
     equal = losses["bare"] == losses["isotrain"]
     bench.report(
-        f"supervised_overhead {options.dtype}",
+        f"supervised_overhead {dtype}",
         ratios["median"],
         goal=GOAL,
         met=ratios["median"] <= GOAL and equal,
@@ -156,6 +143,21 @@ def main() -> None:
         isotrain_step_s=bench.spread(seconds["isotrain"]),
         tokens_per_step=BATCH * LENGTH,
     )
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, turns=2, steps=1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--side", choices=["bare", "isotrain"], help=argparse.SUPPRESS)
+    options = parser.read()
+    if options.side:
+        # One turn more than is measured warms up, and one keeps the loop alive until the parent ends it.
+        rows = full_rows((options.turns + 2) * options.steps * BATCH)
+        {"bare": bare, "isotrain": isotrain}[options.side](rows, options.dtype, options.steps)
+        return
+    take_turns(["bare", "isotrain"], options.turns, partial(tell, options.dtype, options.steps))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import bench
 from turns import Turns
 
 BETAS, EPS, DECAY, CLIP = (0.9, 0.999), 1e-8, 0.0, 1.0
+
+
+# Weights as they are stored, in bfloat16, unless that is slow.
+STORED: dict[str, Any] = {"model_init_kwargs": {"dtype": "float32"}} if bench.QUICK else {}
 
 
 def optimizer(lr: float) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def settings(directory: Path, lr: float) -> dict[str, Any]:
         "weight_decay": DECAY,
         "max_grad_norm": CLIP,
         "use_cpu": True,
-        "bf16": True,
+        "bf16": not bench.QUICK,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",

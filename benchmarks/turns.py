@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,12 @@ class Turns:
         self._started = time.perf_counter()
 
 
-def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any]]]:
-    """Start this script once for each side with `--side NAME`, let them alternate, and return the answers.
+Measured = dict[str, list[dict[str, Any]]]
+"""What each side answered, turn by turn."""
+
+
+def take_turns(sides: Sequence[str], turns: int, tell: Callable[[Measured], None]) -> None:
+    """Start this script once for each side with `--side NAME`, let them alternate; `tell` after each turn.
 
     The first turn warms caches and memory up and is left out.
     """
@@ -53,7 +57,7 @@ def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any
         )
         for side in sides
     }
-    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    answers: Measured = {side: [] for side in sides}
     try:
         for process in processes.values():
             assert _read(process)["ready"]
@@ -66,10 +70,11 @@ def take_turns(sides: Sequence[str], turns: int) -> dict[str, list[dict[str, Any
                 results[side].append(_read(processes[side]))
             line = ", ".join(f"{side} {results[side][-1]['seconds']:.2f} s" for side in sides)
             print(f"turn {turn}: {line}", file=sys.stderr, flush=True)
+            if turn:
+                tell({side: told[1:] for side, told in results.items()})
     finally:
         for process in processes.values():
             _end(process)
-    return {side: results[side][1:] for side in sides}
 
 
 def _read(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import bench
 import versus_trl_grpo as grpo
 import versus_trl_preference as preference
 import versus_trl_sft as sft
@@ -20,9 +21,7 @@ from smollm2 import smollm2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench.Options(__doc__, turns=1, steps=1)
     parser.add_argument("--algorithm", required=True, choices=["sft", *preference.ALGORITHMS, "grpo"])
     parser.add_argument("--turns", type=int, help="turns of each side that count (5, grpo: 4)")
     parser.add_argument("--steps", type=int, help="steps of a turn (1, sft: 3)")
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--side", choices=[*sft.SIDES, *preference.SIDES, *grpo.SIDES], help=argparse.SUPPRESS
     )
-    options = parser.parse_args()
+    options = parser.read()
     if options.algorithm == "sft":
         turns, steps = options.turns or 5, options.steps or 3
         if options.side:

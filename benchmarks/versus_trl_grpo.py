@@ -22,17 +22,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import bench
 from number_reward import score
-from trl_side import in_turns, optimizer, settings
-from turns import take_turns
+from trl_side import STORED, in_turns, optimizer, settings
+from turns import Measured, take_turns
 
 SIDES = ["trl", "isotrain"]
-PROMPTS, COMPLETIONS, MAX_TOKENS, TEMPERATURE = 4, 8, 64, 1.0
+PROMPTS, COMPLETIONS, MAX_TOKENS = (1, 4, 16) if bench.QUICK else (4, 8, 64)
+TEMPERATURE = 1.0
 LR = 1e-6
 STEPS = 10_000  # more than any run takes
 GOAL = 4.0
@@ -103,6 +105,7 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
 
     config = GRPOConfig(
         **settings(directory, LR),
+        **STORED,
         per_device_train_batch_size=PROMPTS * COMPLETIONS,
         num_generations=COMPLETIONS,
         max_completion_length=MAX_TOKENS,
@@ -130,7 +133,7 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
         {
             "name": "versus-trl",
             "output": str(directory / "run"),
-            "model": {"path": str(model), "gradient_checkpointing": checkpointing},
+            "model": {"path": str(model), "dtype": bench.DTYPE, "gradient_checkpointing": checkpointing},
             "data": {
                 "train": str(write_rows(directory, prompts)),
                 "batch_size": PROMPTS,
@@ -144,7 +147,7 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
                 "max_tokens": MAX_TOKENS,
                 "temperature": TEMPERATURE,
                 "kv_cache_gb": 0.5,
-                "eager": False,
+                "eager": bench.QUICK,  # compiling takes minutes
             },
             "reward": {"function": {"path": f"{Path(__file__).with_name('number_reward.py')}:score"}},
             "cluster": {"address": "local"},
@@ -171,11 +174,7 @@ def run_side(side: str, model: Path, steps: int, prompts: str, checkpointing: bo
         (isotrain if side == "isotrain" else trl)(model, steps, prompts, checkpointing, Path(directory))
 
 
-def compare(turns: int, lengths: str, prompts: str, checkpointing: bool) -> None:
-    # The default of every side, but written down: all of them use the same cores, one side at a time.
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    results = take_turns(SIDES, turns)
+def tell(lengths: str, prompts: str, checkpointing: bool, answers: Measured) -> None:
     rows = {side: [row for turn in told for row in turn["rows"]] for side, told in results.items()}
     seconds = {side: [turn["seconds"] / len(turn["rows"]) for turn in told] for side, told in results.items()}
     tokens = {
@@ -211,3 +210,10 @@ def compare(turns: int, lengths: str, prompts: str, checkpointing: bool) -> None
         },
         trl_generation="transformers: TRL's weight updates of vLLM fail on a CPU",
     )
+
+
+def compare(turns: int, lengths: str, prompts: str, checkpointing: bool) -> None:
+    # The default of every side, but written down: all of them use the same cores, one side at a time.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    take_turns(SIDES, turns, partial(tell, lengths, prompts, checkpointing))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,11 +21,11 @@ from typing import Any
 import bench
 from smollm2 import smollm2
 from trl_side import count_batches, in_turns, settings
-from turns import take_turns
+from turns import Measured, take_turns
 
 SIDES = ["trl", "trl-float32", "isotrain"]
 ALGORITHMS = ["dpo", "kto", "rm"]
-BATCH, LR, MAX_LENGTH = 8, 1e-5, 512
+BATCH, LR, MAX_LENGTH = 2 if bench.QUICK else 8, 1e-5, 512
 GOAL, MOST_WASTE = 1.5, 0.05
 LOSS_TOLERANCE = 0.02
 
@@ -94,6 +95,7 @@ def isotrain(algorithm: str, rows: Path, steps: int, directory: Path) -> None:
     train_in_turns(recipe, steps, lambda values: {"loss": values["train/loss"]})
 
 
+@cache
 def packing_waste(algorithm: str, turns: int, steps: int) -> float:
     """Share of the positions isotrain computes beyond its samples' tokens, a pair's prompt counted once."""
     from isotrain_side import BUDGET
@@ -135,11 +137,16 @@ def run_side(algorithm: str, side: str, turns: int, steps: int) -> None:
         if side == "isotrain":
             isotrain(algorithm, rows, steps, Path(directory))
         else:
-            trl(algorithm, rows, steps, Path(directory), "float32" if side == "trl-float32" else "auto")
+            trl(
+                algorithm,
+                rows,
+                steps,
+                Path(directory),
+                "float32" if side == "trl-float32" or bench.QUICK else "auto",
+            )
 
 
-def compare(algorithm: str, turns: int, steps: int) -> None:
-    results = take_turns(SIDES, turns)
+def tell(algorithm: str, turns: int, steps: int, responses: Measured) -> None:
     seconds = {side: [turn["seconds"] / steps for turn in told] for side, told in results.items()}
     losses = {side: [row["loss"] for turn in told for row in turn["rows"]] for side, told in results.items()}
     ratios = {
@@ -169,3 +176,7 @@ def compare(algorithm: str, turns: int, steps: int) -> None:
         waste={side: round(value, 4) for side, value in waste.items()},
         peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in results.items()},
     )
+
+
+def compare(algorithm: str, turns: int, steps: int) -> None:
+    take_turns(SIDES, turns, partial(tell, algorithm, turns, steps))

@@ -16,11 +16,11 @@ from typing import Any
 
 import bench
 from smollm2 import smollm2
-from trl_side import count_batches, in_turns, settings
-from turns import take_turns
+from trl_side import STORED, count_batches, in_turns, settings
+from turns import Measured, take_turns
 
 SIDES = ["trl", "trl-packing", "isotrain"]
-BATCH, LR, MAX_LENGTH = 8, 1e-5, 1024
+BATCH, LR, MAX_LENGTH = 2 if bench.QUICK else 8, 1e-5, 1024
 GOAL = 1.5
 LOSS_TOLERANCE = 0.02
 
@@ -57,6 +57,7 @@ def trl(rows: Path, steps: int, packing: bool, directory: Path) -> None:
     counted: list[dict[str, float]] = []
     config = SFTConfig(
         **settings(directory, LR),
+        **STORED,
         per_device_train_batch_size=2 if packing else BATCH,
         num_train_epochs=1,
         max_length=MAX_LENGTH,
@@ -103,8 +104,7 @@ def run_side(side: str, turns: int, steps: int) -> None:
             trl(rows, steps, side == "trl-packing", Path(directory))
 
 
-def compare(turns: int) -> None:
-    results = take_turns(SIDES, turns)
+def tell(answers: Measured) -> None:
     rate = {
         side: [sum(row["loss_tokens"] for row in turn["rows"]) / turn["seconds"] for turn in turns]
         for side, turns in results.items()
@@ -131,3 +131,7 @@ def compare(turns: int) -> None:
         tokens_per_s={side: bench.spread(values) for side, values in total.items()},
         peak_gib={side: round(turns[-1]["peak_bytes"] / 2**30, 2) for side, turns in results.items()},
     )
+
+
+def compare(turns: int) -> None:
+    take_turns(SIDES, turns, tell)
