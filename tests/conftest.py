@@ -16,6 +16,19 @@ from isotrain.data.prepare.tiny import make_tiny  # noqa: E402
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks that can be read off a test: what it is given, and what it calls by name."""
+    if not isinstance(item, pytest.Function):
+        return
+    if getattr(item, "callspec", None) and item.callspec.params.get("ranks") == 2:
+        item.add_marker(pytest.mark.ranks)
+    called = item.function.__code__.co_names
+    if "run_ranks" in called:
+        item.add_marker(pytest.mark.ranks)
+    if "run_cli" in called:  # a process that imports everything
+        item.add_marker(pytest.mark.heavy)
+
+
 @pytest.fixture(params=["cpu", "npu"])
 def device_type(request: pytest.FixtureRequest) -> str:
     """Every test that trains runs on the host and on the simulated accelerator."""

@@ -32,6 +32,8 @@ from isotrain.device.detect import DEVICES
 from isotrain.errors import ClusterError, DeviceError
 from isotrain.recipe.online import ClusterSection
 
+pytestmark = pytest.mark.ray
+
 TOKEN = "5e" * 32
 
 # A driver that starts a private cluster with one worker, says its token, and waits or ends as it is told.

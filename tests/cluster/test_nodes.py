@@ -22,6 +22,8 @@ from isotrain.errors import ClusterError, LaunchError
 from isotrain.recipe.online import ClusterSection
 from ray_machines import two_machines
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Machines]:

@@ -24,6 +24,8 @@ from isotrain.device.npu import NPU
 from isotrain.errors import ClusterError, DataError, NonFiniteError
 from isotrain.recipe.online import ClusterSection
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:

@@ -25,7 +25,7 @@ from contract.sources import Package
 
 from preference_runs import write_preferences
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.heavy, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 SIMULATED = ("npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu")

@@ -40,6 +40,8 @@ from isotrain.trainers.launch import launch
 from isotrain.trainers.setup import open_feeds
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 LORA = {"rank": 4, "dropout": 0.1}
 
 

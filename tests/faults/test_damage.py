@@ -14,6 +14,8 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 STEPS = (3, 6, 9)
 
 

@@ -23,6 +23,8 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
 from support import command, run_cli, stable_metrics, tiny_recipe, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 PAGE = 4096
 STEPS = (2, 4, 6, 8)
 

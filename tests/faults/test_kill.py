@@ -20,6 +20,8 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
 from support import command, stable_metrics, tiny_recipe, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 SECONDS_TO_END = 30.0
 
 

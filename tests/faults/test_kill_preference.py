@@ -12,6 +12,8 @@ from isotrain.trainers.launch import launch
 from preference_runs import ALGORITHMS, KIND, preference_recipe, write_preferences
 from support import stable_metrics
 
+pytestmark = pytest.mark.heavy
+
 # One in CI, the others in the slow suite.
 CASES = [
     pytest.param(name, on, marks=() if (name, on) == ("dpo", "cpu") else pytest.mark.slow)

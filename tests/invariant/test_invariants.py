@@ -31,6 +31,8 @@ from isotrain.recipe.schema import ModelSection, OptimizerSection
 from isotrain.trainers.launch import launch
 from support import FUSED_VARIABLE, how_computed, run_cli, stable_metrics, tiny_recipe, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 STEPS, BATCH = 24, 8
 LR = 1e-3
 

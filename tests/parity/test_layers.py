@@ -22,6 +22,8 @@ from isotrain.trainers import run as supervised
 from support import run_cli, tiny_recipe, write_recipe
 from traced_runs import layers_level
 
+pytestmark = pytest.mark.heavy
+
 Tamper = Callable[[TrainingEngine], None]
 FIRST = "step-000001-rank-00000.safetensors"
 

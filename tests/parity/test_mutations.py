@@ -16,6 +16,8 @@ sys.path.append(str(SITE))
 
 from mutation_patches import PATCHES
 
+pytestmark = pytest.mark.heavy
+
 STEPS = 8
 # One of each part in every run of the tests, the others in the slow suite.
 QUICK = {

@@ -14,7 +14,10 @@ import pytest
 
 import isotrain
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 CHILD = Path(__file__).with_name("vllm_child.py")
 TOLERANCE = 1e-4

@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 
 import npusim
+import pytest
 
 from isotrain.engine.checkpoint.layout import MARKER, steps_in
 from isotrain.observe.console import LineConsole
 from isotrain.trainers.interrupted import FINISHING, how_to_go_on
 from isotrain.trainers.recorder import Recorder
 from support import command, tiny_recipe, write_recipe
+
+pytestmark = pytest.mark.heavy
 
 
 def test_the_newest_checkpoint_that_is_complete_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from isotrain.trainers.launch import launch
 from preference_runs import ALGORITHMS, KIND, assert_same_run, preference_recipe, write_preferences
 from support import run_cli, stable_metrics, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 LN2 = math.log(2)
 LORA = {"lora": {"rank": 4, "alpha": 8}}
 

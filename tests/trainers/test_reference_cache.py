@@ -16,6 +16,8 @@ from isotrain.trainers.launch import launch
 from preference_runs import assert_same_run, preference_recipe, write_preferences
 from support import run_cli, stable_metrics, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 ALGORITHMS = ("dpo", "kto")
 ANCHOR = {"dpo": np.log(2), "kto": 0.5}
 

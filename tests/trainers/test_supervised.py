@@ -20,6 +20,8 @@ from isotrain.trainers.launch import launch
 from isotrain.trainers.start import run_lock
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
+pytestmark = pytest.mark.heavy
+
 
 def test_it_learns_and_leaves_a_whole_run_directory(tiny: Path, tmp_path: Path, device_type: str) -> None:
     out = tmp_path / "run"

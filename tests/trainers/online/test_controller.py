@@ -32,6 +32,8 @@ from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_progress import RolloutProgress
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
+pytestmark = pytest.mark.ray
+
 PROMPTS, N, RANKS = 8, 4, 2
 SHORT, LONG = 128, 8192
 BUDGET = 16384

@@ -17,6 +17,8 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
 from support import stable_metrics
 
+pytestmark = pytest.mark.ray
+
 # An async reward that tells when it sleeps, and sleeps long enough to be killed in it.
 SLEEPING = """
 import asyncio, pathlib

@@ -17,6 +17,8 @@ from isotrain.recipe.library import locate
 from isotrain.recipe.load import load_recipe
 from isotrain.recipe.schema import Recipe
 
+pytestmark = pytest.mark.ray
+
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

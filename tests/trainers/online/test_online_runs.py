@@ -18,6 +18,8 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
 from support import stable_metrics
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -50,6 +50,8 @@ from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.recorder import Recorder
 from support import stable_metrics
 
+pytestmark = pytest.mark.ray
+
 N, MAX_TOKENS, BATCH, STEPS = 3, 6, 4, 3
 Rows = list[dict[str, float]]
 

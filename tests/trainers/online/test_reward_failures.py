@@ -19,6 +19,8 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.online.batches import Batch
 from isotrain.trainers.online.failures import Failures
 
+pytestmark = pytest.mark.ray
+
 N = 2
 # Hanging beyond the limit, and ending in two ways, as the row asks for.
 FUNCTION = """

@@ -19,7 +19,7 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
 from support import stable_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,7 @@ def check_critic(rows: Rows, draws: Draws) -> None:
 
 
 def check_replaced(rows: Rows, draws: Draws) -> None:
-    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes
-    twice."""
+    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes twice."""
     assert sum(row["rollout/resampled"] for row in rows) > 0
     taken = 0
     for row, step in zip(rows, draws, strict=True):

@@ -14,6 +14,8 @@ from online_runs import OnlineRun, online_recipe
 import isotrain
 from isotrain.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.ray
+
 RECORDER = Path(__file__).parents[2] / "rollout" / "sglang_recorder"
 
 

@@ -15,7 +15,7 @@ from isotrain.data.record import read_trajectories
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS, BATCH, N = 8, 4, 4
 

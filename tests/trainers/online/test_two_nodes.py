@@ -20,7 +20,7 @@ from isotrain.rollout.transfer import PREFIX
 from ray_machines import two_machines
 from support import stable_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # An engine on the other node than the only rank; ranks on both nodes, each with an engine.
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {

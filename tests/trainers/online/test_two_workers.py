@@ -15,6 +15,8 @@ import pytest
 CHILD = Path(__file__).with_name("two_workers_child.py")
 
 pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1100),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

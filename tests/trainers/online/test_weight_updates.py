@@ -35,6 +35,8 @@ from isotrain.trainers.online.build import WEIGHT_CHECK_TOLERANCE, _check_tokens
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
+pytestmark = pytest.mark.ray
+
 CHECK_T = np.arange(3, 35, dtype=np.int32)
 TIMEOUT = 20.0
 
