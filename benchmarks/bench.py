@@ -9,12 +9,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICK = "--quick" in sys.argv
 # Processors without units for bfloat16 compute in it far more slowly than in float32.
-DTYPE = "float32" if QUICK else "bfloat16"
+DTYPE: Literal["float32", "bfloat16"] = "float32" if QUICK else "bfloat16"
 
 
 class Options(argparse.ArgumentParser):

@@ -22,10 +22,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         return
     if getattr(item, "callspec", None) and item.callspec.params.get("ranks") == 2:
         item.add_marker(pytest.mark.ranks)
-    called = item.function.__code__.co_names
+    called = set(item.function.__code__.co_names)
     if "run_ranks" in called:
         item.add_marker(pytest.mark.ranks)
-    if "run_cli" in called:  # a process that imports everything
+    # A process that imports everything, or a whole run.
+    if called & {"run_cli", "launch", "train_supervised"}:
         item.add_marker(pytest.mark.heavy)
 
 

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
 from isotrain.recipe.load import write_resolved
 from isotrain.recipe.schema import Recipe
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
+
+pytestmark = pytest.mark.heavy
 
 
 def parity(*arguments: str | Path) -> Result:

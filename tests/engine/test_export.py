@@ -29,6 +29,8 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.launch import launch
 from support import run_cli, tiny_recipe
 
+pytestmark = pytest.mark.heavy
+
 STEPS = (3, 6)
 
 

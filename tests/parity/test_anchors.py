@@ -18,6 +18,8 @@ from isotrain.trainers import run as supervised
 from preference_runs import preference_recipe, write_preferences
 from traced_runs import layers_level
 
+pytestmark = pytest.mark.heavy
+
 
 def run_of(metrics: dict[str, float], algorithm: dict[str, Any], **recipe: Any) -> Run:
     series = {name: Series(np.array([1, 2]), np.array([value, 7.0])) for name, value in metrics.items()}
