@@ -1,4 +1,5 @@
-"""The share of a model's responses to GSM8K test questions in the trained form `#### number`. Higher is better.
+"""The share of a model's responses to GSM8K test questions in the trained form `#### number`. Higher is
+better.
 
 `ratio` is that share; a response that goes round in circles until the token limit, as greedy responses of a
 small model do, does not count. `correct` counts those whose number is right as well.

@@ -1,8 +1,8 @@
 """Time of an update whose layers are recorded over that of a plain one, on the tiny model. Smaller is better.
 
-Updates of one engine take turns: a plain one, one with `observe.layer_trace` looking on, and one after it has gone,
-whose share of a plain one's time is `afterwards`. A traced update is one of the first few of a run, so that
-the goal is about waiting for a diagnosis and not about training.
+Updates of one engine take turns: a plain one, one with `observe.layer_trace` looking on, and one after it has
+gone, whose share of a plain one's time is `afterwards`. A traced update is one of the first few of a run, so
+that the goal is about waiting for a diagnosis and not about training.
 
     python benchmarks/layer_trace_overhead.py [--dtype float32|bfloat16] [--turns 15] [--device cpu]
 """

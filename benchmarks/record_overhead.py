@@ -1,9 +1,9 @@
 """Steps that record their trajectories against steps that do not. Lower is better.
 
-One run of the recipe `tiny-grpo` (128 responses a step) as `isotrain train` runs it, without validation; within
-it, recording is on in one step of every pair and off in the other, and the next pair has them the other way
-round. `ratio` is the median over pairs of the time of the step that records over that of the one that does
-not. `record_s` is what recording itself takes, `share` that as a part of its step.
+One run of the recipe `tiny-grpo` (128 responses a step) as `isotrain train` runs it, without validation;
+within it, recording is on in one step of every pair and off in the other, and the next pair has them the
+other way round. `ratio` is the median over pairs of the time of the step that records over that of the one
+that does not. `record_s` is what recording itself takes, `share` that as a part of its step.
 
     python benchmarks/record_overhead.py [--pairs 30] [--engine vllm|hf]
 """

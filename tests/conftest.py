@@ -20,10 +20,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks that can be read off a test: what it is given, and what it calls by name."""
     if not isinstance(item, pytest.Function):
         return
-    if getattr(item, "callspec", None) and item.callspec.params.get("ranks") == 2:
-        item.add_marker(pytest.mark.ranks)
     called = set(item.function.__code__.co_names)
-    if "run_ranks" in called:
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    # `outcome` is that of jobs on one rank and on two.
+    if given.get("ranks") == 2 or "outcome" in item.fixturenames or "run_ranks" in called:
         item.add_marker(pytest.mark.ranks)
     # A process that imports everything, or a whole run.
     if called & {"run_cli", "launch", "train_supervised"}:

@@ -68,7 +68,6 @@ def test_accumulation(job: Job) -> None:
     torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["policy", "lora", "critic"])
 def test_ranks(outcome: Outcome, device_type: str, kind: str) -> None:
     """1 rank == 2 ranks, of which one has an empty micro-batch; both know the same numbers."""

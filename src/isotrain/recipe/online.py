@@ -321,7 +321,8 @@ class ProcessRewardSection(Section):
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the response; without a step it is 0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is
+    0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 

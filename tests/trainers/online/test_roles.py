@@ -138,7 +138,8 @@ def check_critic(rows: Rows, draws: Draws) -> None:
 
 
 def check_replaced(rows: Rows, draws: Draws) -> None:
-    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes twice."""
+    """Replaced draws are not learnt from, those in their prompt_index are the next ones, and none comes
+    twice."""
     assert sum(row["rollout/resampled"] for row in rows) > 0
     taken = 0
     for row, step in zip(rows, draws, strict=True):
