@@ -124,7 +124,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
         ).train(done=0)
 
 
-def tell(dtype: str, steps: int, answers: Measured) -> None:
+def tell(dtype: str, steps: int, results: Measured) -> None:
     seconds = {side: [turn["seconds"] / steps for turn in turns] for side, turns in results.items()}
     losses = {
         side: [row["loss"] for turn in turns for row in turn["rows"]] for side, turns in results.items()

@@ -57,7 +57,7 @@ def take_turns(sides: Sequence[str], turns: int, tell: Callable[[Measured], None
         )
         for side in sides
     }
-    answers: Measured = {side: [] for side in sides}
+    results: Measured = {side: [] for side in sides}
     try:
         for process in processes.values():
             assert _read(process)["ready"]

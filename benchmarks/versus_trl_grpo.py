@@ -174,7 +174,7 @@ def run_side(side: str, model: Path, steps: int, prompts: str, checkpointing: bo
         (isotrain if side == "isotrain" else trl)(model, steps, prompts, checkpointing, Path(directory))
 
 
-def tell(lengths: str, prompts: str, checkpointing: bool, answers: Measured) -> None:
+def tell(lengths: str, prompts: str, checkpointing: bool, results: Measured) -> None:
     rows = {side: [row for turn in told for row in turn["rows"]] for side, told in results.items()}
     seconds = {side: [turn["seconds"] / len(turn["rows"]) for turn in told] for side, told in results.items()}
     tokens = {

@@ -104,7 +104,7 @@ def run_side(side: str, turns: int, steps: int) -> None:
             trl(rows, steps, side == "trl-packing", Path(directory))
 
 
-def tell(answers: Measured) -> None:
+def tell(results: Measured) -> None:
     rate = {
         side: [sum(row["loss_tokens"] for row in turn["rows"]) / turn["seconds"] for turn in turns]
         for side, turns in results.items()
