@@ -1,24 +1,27 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from isotrain.data.mismatched import donors
 from isotrain.data.preference_items import Item
 from isotrain.data.preference_loader import PreferenceLoader
 from isotrain.data.preference_store import PreferenceStore, build_preferences
 from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
+from isotrain.errors import DataError
 
 
-def make_store(directory: Path, pairs: bool, count: int = 7) -> PreferenceStore:
-    """Prompts of one token each more; responses say which item and side they belong to."""
+def make_store(directory: Path, pairs: bool, prompts: Sequence[int] = range(7)) -> PreferenceStore:
+    """Prompts of as many tokens and one more; responses say which item and side they belong to."""
 
     def items(row: Row) -> list[Item]:
         number = row.values["number"]
-        prompt = [1] * (number + 1)
+        prompt = [1] * (prompts[number] + 1)
         responses = [[100 + number] * (2 + number % 3), [200 + number] * 3][: 2 if pairs else 1]
         samples = tuple(
             Sample(
@@ -29,7 +32,7 @@ def make_store(directory: Path, pairs: bool, count: int = 7) -> PreferenceStore:
         )
         return [Item(samples, np.array([] if pairs else [number % 2], np.float32))]
 
-    rows = [Row({"number": number}, str(number)) for number in range(count)]
+    rows = [Row({"number": number}, str(number)) for number in range(len(prompts))]
     return build_preferences(rows, items, directory / "store", "key")
 
 
@@ -67,19 +70,55 @@ def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
     assert stored(plain) - stored(shared) == prompts and plain.tokens == shared.tokens
 
 
-def test_mismatched_responses_are_those_of_another_item(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param([0, 0, 1, 1, 2, 2, 3, 3], id="chosen and rejected"),
+        pytest.param([0, 1, 2, 3, 4], id="one response each"),
+        pytest.param([0, 0, 0, 0, 1, 1, 1, 2, 2, 2], id="several in a row"),
+        pytest.param([0, 1, 2, 0, 1, 2, 0, 0, 3], id="far apart"),
+        pytest.param([0, 1, 0, 0, 0, 0, 0, 0, 0, 0], id="one prompt has almost all"),
+        pytest.param([1, 0, 0, 0], id="at the end"),
+    ],
+)
+def test_a_mismatched_response_is_to_another_prompt(tmp_path: Path, prompts: list[int]) -> None:
+    store = make_store(tmp_path, pairs=False, prompts=prompts)
+    given: dict[int, dict[int, int]] = {}
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            own = feed(store, rank, ranks, longest=24)
+            for step in (own.next_step() for _ in range(8)):
+                for batch in step.mismatched:
+                    targets = batch.packed.targets_N.split(batch.lengths) if batch.lengths else ()
+                    for number, part in zip(batch.numbers, targets, strict=True):
+                        (response,) = set(part.tolist())
+                        given.setdefault(ranks, {})[number] = response - 100
+    assert given[1] == given[2] and sorted(given[1]) == list(range(len(prompts)))
+    for number, donor in given[1].items():
+        assert prompts[number] != prompts[donor]
+
+
+def test_mismatched_responses_are_used_evenly() -> None:
+    ids = np.random.default_rng(0).integers(0, 50, 400)
+    found = donors(ids)
+    assert np.all(ids[found] != ids)
+    assert np.bincount(found, minlength=400).max() <= 4
+    assert sorted(donors(np.repeat(np.arange(9), 3))) == list(range(27)), "each once"
+
+
+def test_one_prompt_has_no_mismatched_response(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 3 responses are to one prompt.*add rows of a second prompt"):
+        feed(make_store(tmp_path, pairs=False, prompts=[4, 4, 4]), longest=24)
+
+
+def test_a_mismatched_sample_is_as_long_as_allowed(tmp_path: Path) -> None:
     store = make_store(tmp_path, pairs=False)
-    step = feed(store, longest=24).next_step()
+    step = feed(store, longest=6).next_step()
     assert step.labels == 5
-    for batch in step.mismatched:
-        targets = batch.packed.targets_N.split(batch.lengths)
-        for number, part in zip(batch.numbers, targets, strict=True):
-            assert set(part.tolist()) == {100 + (number + 2) % 7}
     assert sorted(n for b in step.mismatched for n in b.numbers) == sorted(
         n for b in step.batches for n in b.numbers
     )
-    cut = feed(store, longest=6).next_step()
-    ends = [[0, *(batch.packed.last_S + 1).tolist()] for batch in cut.mismatched]
+    ends = [[0, *(batch.packed.last_S + 1).tolist()] for batch in step.mismatched]
     assert max(length for own in ends for length in np.diff(own)) == 6
 
 

@@ -5,6 +5,7 @@ T: tokens of one sample, V: labels of an item.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from isotrain.data.steps import join_steps, separator_tokens
 from isotrain.errors import DataError
 
 # Raise it when the same rows and settings give other items than before, or the store another layout.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Kind = Literal["pairs", "responses", "steps"]
 
@@ -46,6 +47,16 @@ class Item:
     def prompts(self) -> tuple[int, ...]:
         """Tokens of each sample before the first that is marked."""
         return tuple(int(np.argmax(sample.mask_T)) for sample in self.samples)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """A hash of each sample's prompt tokens: equal prompts have equal ones."""
+        return tuple(
+            int.from_bytes(
+                hashlib.sha256(sample.tokens_T[:end].tobytes()).digest()[:8], "little", signed=True
+            )
+            for sample, end in zip(self.samples, self.prompts, strict=True)
+        )
 
 
 class PreferenceEncoder:

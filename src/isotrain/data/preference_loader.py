@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from isotrain.data.mismatched import Numbers, donors
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
 from isotrain.data.preference_items import Item
 from isotrain.data.preference_store import PreferenceStore
@@ -62,6 +63,9 @@ class PreferenceLoader:
     longest: int | None = None
     """Where set, there are mismatched samples of at most this length as well."""
     reference: ReferenceLogProbs | None = None
+
+    def __post_init__(self) -> None:
+        self._donors: Numbers | None = donors(self.store.prompt_ids()) if self.longest else None
 
     @property
     def own_columns(self) -> slice:
@@ -121,7 +125,7 @@ class PreferenceLoader:
         return torch.from_numpy(self.reference[numbers][:, columns].reshape(-1))
 
     def _mismatched(self, numbers: Sequence[int]) -> list[PreferenceBatch]:
-        """Each prompt with the response of another item; which one depends on the store alone."""
+        """Each prompt with the response to another one; which one depends on the store alone."""
         assert self.longest is not None
         tokens = []
         for number in numbers:
@@ -134,8 +138,8 @@ class PreferenceLoader:
         ]
 
     def _donor(self, number: int) -> int:
-        # Not the next one: that of a row with a chosen and a rejected response has the same prompt.
-        return (number + 2) % len(self.store)
+        assert self._donors is not None
+        return int(self._donors[number])
 
     def _swapped(self, number: int) -> Item:
         item, donor = self.store[number], self.store[self._donor(number)]

@@ -15,10 +15,10 @@ from isotrain.data.sample import Sample
 from isotrain.data.store import store_key
 
 _TOKENS, _MASK, _LENGTHS, _VALUES = "tokens.bin", "mask.bin", "lengths.bin", "values.bin"
-_PROMPTS = "prompts.bin"
+_PROMPTS, _PROMPT_IDS = "prompts.bin", "prompt-ids.bin"
 _LAYOUT = (
     Ragged("tokens", {_TOKENS: "<i4", _MASK: "|u1"}, "offsets.bin"),
-    Ragged("samples", {_LENGTHS: "<i8", _PROMPTS: "<i8"}, "sample-offsets.bin"),
+    Ragged("samples", {_LENGTHS: "<i8", _PROMPTS: "<i8", _PROMPT_IDS: "<i8"}, "sample-offsets.bin"),
     Ragged("values", {_VALUES: "<f4"}, "value-offsets.bin"),
 )
 
@@ -51,6 +51,10 @@ class PreferenceStore:
         """Tokens of each sample of an item, and how many of them are its prompt; no token is read."""
         lengths, prompts = self._mapped.get(_LENGTHS, number), self._mapped.get(_PROMPTS, number)
         return list(zip(lengths.tolist(), prompts.tolist(), strict=True))
+
+    def prompt_ids(self) -> npt.NDArray[np.int64]:
+        """Of each item's first sample."""
+        return np.array(self._mapped.arrays[_PROMPT_IDS][self._mapped.offsets[_PROMPT_IDS][:-1]], np.int64)
 
     def labels(self, number: int) -> int:
         """How many an item has; none is read."""
@@ -107,6 +111,7 @@ def _entry(item: Item | None) -> Entry | None:
             _MASK: np.concatenate([sample.mask_T for sample in item.samples]),
             _LENGTHS: np.array([len(sample) for sample in item.samples]),
             _PROMPTS: np.array(item.prompts),
+            _PROMPT_IDS: np.array(item.prompt_ids),
             _VALUES: item.values_V,
         }
     )
