@@ -73,14 +73,17 @@ def bare(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
 
 def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
+    from types import SimpleNamespace
+
     from isotrain_side import recorder_in_turns
 
     from isotrain.algorithms import sft_loss
-    from isotrain.data.feed import Feed
+    from isotrain.data.items import SAMPLES, Item
+    from isotrain.data.loader import BatchLoader
     from isotrain.data.rows import Row
     from isotrain.data.sample import Sample
     from isotrain.data.sampler import Sampler
-    from isotrain.data.store import build_store
+    from isotrain.data.tokenise import build_store
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
     from isotrain.engine.checkpoint.writer import CheckpointWriter
@@ -100,9 +103,10 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     device = choose_device("cpu")
     with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
         named = [Row({"tokens": tokens_T}, "rows") for tokens_T in rows]
-        store = build_store(
-            named, lambda row: Sample(row.values["tokens"], mask), Path(directory) / "tokens", "rows"
+        encoder = SimpleNamespace(
+            codec=SAMPLES, values=lambda row: [Item((Sample(row.values["tokens"], mask),))]
         )
+        store = build_store(named, encoder, Path(directory) / "tokens", "rows", processes=1)
         engine = build_engine(model, optimizer, device=device, world=world, seed=0)
         recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Console())
         recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")
@@ -111,7 +115,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
             device=device,
             task=SftTask(engine, sft_loss),
             schedule=lambda step: LR,
-            feed=Feed(store, Sampler(len(store), BATCH, 0, shuffle=False), tokens, 0, 1),
+            feed=BatchLoader(store, Sampler(len(store), BATCH, 0, shuffle=False), tokens, 0, 1),
             validation=None,
             writer=CheckpointWriter(Path(directory) / "checkpoints", 0, 1, keep=1),
             recorder=recorder,

@@ -100,19 +100,19 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
     """Share of the positions isotrain computes beyond its samples' tokens, a pair's prompt counted once."""
     from isotrain_side import BUDGET
 
+    from isotrain.data.loader import BatchLoader
     from isotrain.data.preference_items import PreferenceEncoder
-    from isotrain.data.preference_loader import PreferenceLoader
-    from isotrain.data.preference_store import build_preferences
     from isotrain.data.rows import read_rows
     from isotrain.data.sampler import Sampler
+    from isotrain.data.tokenise import build_store
     from isotrain.models.load import load_tokenizer
 
     kind = "responses" if algorithm == "kto" else "pairs"
     with tempfile.TemporaryDirectory() as directory:
         rows = write_rows(algorithm, Path(directory), (turns + 2) * steps * BATCH)
         encoder = PreferenceEncoder(load_tokenizer(smollm2()), kind, MAX_LENGTH, "error")  # type: ignore[arg-type]
-        store = build_preferences(read_rows(str(rows)), encoder, Path(directory) / "store", "rows")
-        feed = PreferenceLoader(
+        store = build_store(read_rows(str(rows)), encoder, Path(directory) / "store", "rows")
+        feed = BatchLoader(
             store,
             Sampler(len(store), BATCH, 0, shuffle=False),
             BUDGET,

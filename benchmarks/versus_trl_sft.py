@@ -37,12 +37,12 @@ def trl(rows: Path, steps: int, packing: bool, directory: Path) -> None:
     from trl import SFTConfig, SFTTrainer
 
     from isotrain.data.encode import Encoder
-    from isotrain.data.store import cached_store
+    from isotrain.data.tokenise import cached_store
     from isotrain.models.load import load_tokenizer
 
     encoder = Encoder(load_tokenizer(smollm2()), "auto", "question", "answer", MAX_LENGTH, "error")
     store = cached_store(str(rows), encoder, directory / "tokens")
-    samples = [store[i] for i in range(len(store))]
+    samples = [store[i].samples[0] for i in range(len(store))]
     data = Dataset.from_list(
         [
             {

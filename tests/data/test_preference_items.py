@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from isotrain.data.encode import TooLong
-from isotrain.data.preference_items import Item, Kind, PreferenceEncoder
-from isotrain.data.preference_store import build_preferences, cached_preferences
+from isotrain.data.items import Item
+from isotrain.data.preference_items import Kind, PreferenceEncoder
 from isotrain.data.rows import Row
+from isotrain.data.tokenise import build_store, cached_store
 from isotrain.errors import DataError
 
 PAIR = {"prompt": "What is 12 plus 30?", "chosen": "It is 42.", "rejected": "It is 43 or so."}
@@ -108,8 +109,8 @@ def test_a_separator_needs_a_token(make_encoder: MakeEncoder) -> None:
 def test_store(make_encoder: MakeEncoder, tmp_path: Path) -> None:
     encoder = make_encoder("pairs", max_length=60, too_long="drop")
     rows = [Row(PAIR, "a"), Row({**PAIR, "prompt": "long " * 90}, "b"), Row({**PAIR, "margin": 2.0}, "c")]
-    store = build_preferences(rows, encoder, tmp_path / "store", "key")
-    assert (len(store), store.dropped, store.samples) == (2, 1, 4)
+    store = build_store(rows, encoder, tmp_path / "store", "key")
+    assert (len(store), store.meta["dropped"], store.meta["samples"]) == (2, 1, 4)
     for number, values in enumerate([PAIR, {**PAIR, "margin": 2.0}]):
         expected, found = one(encoder, values), store[number]
         assert found.values_V.tolist() == expected.values_V.tolist()
@@ -125,7 +126,7 @@ def test_the_cache_knows_what_items_depend_on(make_encoder: MakeEncoder, tmp_pat
     file.write_text(json.dumps(PAIR) + "\n")
 
     def digest(**options: Any) -> tuple[str, str]:
-        store = cached_preferences(str(file), make_encoder(**options), tmp_path / "cache")
+        store = cached_store(str(file), make_encoder(**options), tmp_path / "cache")
         return store.directory.name, store.digest
 
     first = digest(kind="pairs")

@@ -13,14 +13,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from encoders import Encoding
 
-from isotrain.data import prompts as module
+from isotrain.data import tokenise as module
 from isotrain.data.encode import Encoder, TooLong
 from isotrain.data.formats import value_at
 from isotrain.data.prepare.gsm8k import prepare_gsm8k
-from isotrain.data.prompts import PromptEncoder, PromptStore, build_prompts, cached_prompts
+from isotrain.data.prompts import PROMPTS, Prompt, PromptEncoder, json_line
 from isotrain.data.rows import Row, read_rows
-from isotrain.data.store import cached_store
+from isotrain.data.store import SampleStore
+from isotrain.data.tokenise import build_store, cached_store
 from isotrain.errors import DataError
 
 QUESTION = [{"role": "user", "content": "What is 12 plus 30?"}]
@@ -121,12 +123,13 @@ class TestEncoder:
 
 def characters(row: Row) -> Any:
     """Code points for tokens; empty prompts are left out."""
-    return np.array([ord(c) for c in row.values["prompt"]], np.int32) if row.values["prompt"] else None
+    text = row.values["prompt"]
+    return [Prompt(np.array([ord(c) for c in text], np.int32), json_line(row))] if text else []
 
 
-def store_of(directory: Path, *values: dict[str, Any]) -> PromptStore:
+def store_of(directory: Path, *values: dict[str, Any]) -> SampleStore[Prompt]:
     rows = [Row(v, f"a:{number}") for number, v in enumerate(values, start=1)]
-    return build_prompts(rows, characters, directory, "key")
+    return build_store(rows, Encoding(PROMPTS, characters), directory, "key")
 
 
 class TestStore:
@@ -136,18 +139,16 @@ class TestStore:
             {"prompt": "cde", "answer": 10**30},
         ]
         store = store_of(tmp_path / "s", kept[0], {"prompt": "", "answer": "dropped"}, kept[1])
-        assert (len(store), store.rows, store.dropped, store.tokens) == (2, 3, 1, 5)
+        assert (len(store), store.meta["rows"], store.meta["dropped"], store.tokens) == (2, 3, 1, 5)
         assert store.lengths.tolist() == [2, 3] and store.lengths.dtype == np.int64
-        assert [store.prompt(i).tolist() for i in range(2)] == [[97, 98], [99, 100, 101]]
-        assert [store.row(i) for i in range(2)] == kept
-        assert store.prompt(0).dtype == np.int32 and store.prompt(0).flags.writeable
+        assert [store[i].tokens_P.tolist() for i in range(2)] == [[97, 98], [99, 100, 101]]
+        assert [store[i].row for i in range(2)] == kept
+        assert store[0].tokens_P.dtype == np.int32 and store[0].tokens_P.flags.writeable
         for number in (-1, 2):
             with pytest.raises(IndexError):
-                store.prompt(number)
-            with pytest.raises(IndexError):
-                store.row(number)
-        again = PromptStore.open(tmp_path / "s")
-        assert again.digest == store.digest and again.row(1) == kept[1]
+                store[number]
+        again = SampleStore(tmp_path / "s", PROMPTS)
+        assert again.digest == store.digest and again[1].row == kept[1]
 
     def test_the_digest_covers_tokens_and_rows(self, tmp_path: Path) -> None:
         variants = [
@@ -170,7 +171,7 @@ class TestStore:
         columns = {"prompt": ["a"], "day": [day], "moment": [moment], "price": [price]}
         pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
         (given,) = read_rows(str(tmp_path / "a.parquet"))
-        assert store_of(tmp_path / "s", dict(given.values)).row(0) == {
+        assert store_of(tmp_path / "s", dict(given.values))[0].row == {
             "prompt": "a",
             "day": "2024-02-29",
             "moment": "2024-02-29T12:30:00",
@@ -193,7 +194,7 @@ class TestStore:
         else:
             file.write_bytes({"short": data[:-8], "long": data + b"\0" * 8, "empty": b""}[damage])
         with pytest.raises(DataError, match="delete"):
-            PromptStore.open(tmp_path / "s")
+            SampleStore(tmp_path / "s", PROMPTS)
 
     @pytest.mark.parametrize("name", ["offsets.bin", "row_offsets.bin"])
     @pytest.mark.parametrize("bounds", [[0, -8, 3], [0, 2**60, 3], [1, 2, 3], [0, 2, 2]])
@@ -201,7 +202,7 @@ class TestStore:
         store_of(tmp_path / "s", {"prompt": "ab"}, {"prompt": "c"})
         np.array(bounds, "<i8").tofile(tmp_path / "s" / name)
         with pytest.raises(DataError, match=f"{name}: damaged; delete"):
-            PromptStore.open(tmp_path / "s")
+            SampleStore(tmp_path / "s", PROMPTS)
 
     @pytest.mark.parametrize(
         "meta", ["[]", "3", "{}", '{"rows": "2", "dropped": 0}', '{"rows": 2, "dropped": 0, "tokens": null}']
@@ -210,7 +211,7 @@ class TestStore:
         store_of(tmp_path / "s", {"prompt": "ab"}, {"prompt": "c"})
         (tmp_path / "s" / "meta.json").write_text(meta)
         with pytest.raises(DataError, match="delete"):
-            PromptStore.open(tmp_path / "s")
+            SampleStore(tmp_path / "s", PROMPTS)
 
     @pytest.mark.parametrize("line", [b"\xff" * 16, b"[" * 16, b"[1,2,3,4,5,6, 7]"])
     def test_a_damaged_row(self, tmp_path: Path, line: bytes) -> None:
@@ -218,9 +219,9 @@ class TestStore:
         assert (tmp_path / "s" / "rows.jsonl").read_bytes()[:16] == b'{"prompt": "a"}\n'
         with (tmp_path / "s" / "rows.jsonl").open("r+b") as file:
             file.write(line)
-        with pytest.raises(DataError, match=r"rows\.jsonl: entry 0 is damaged; delete"):
-            store.row(0)
-        assert store.row(1) == {"prompt": "b"}
+        with pytest.raises(DataError, match="entry 0 is damaged; delete"):
+            store[0]
+        assert store[1].row == {"prompt": "b"}
 
 
 class TestCache:
@@ -234,11 +235,10 @@ class TestCache:
     def test_builds_once(
         self, tmp_path: Path, source: str, make_encoder: MakeEncoder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        seen: list[int] = []
-        first = cached_prompts(source, make_encoder(), tmp_path / "cache", seen.append)
-        assert seen == [5] and [first.row(i)["answer"] for i in range(5)] == list(range(5))
-        monkeypatch.setattr(module, "build_prompts", None)
-        second = cached_prompts([source], make_encoder(), tmp_path / "cache")
+        first = cached_store(source, make_encoder(), tmp_path / "cache")
+        assert [first[i].row["answer"] for i in range(5)] == list(range(5))
+        monkeypatch.setattr(module, "build_store", None)
+        second = cached_store([source], make_encoder(), tmp_path / "cache")
         assert first.directory == second.directory and first.digest == second.digest
 
     def test_settings_have_stores_of_their_own(
@@ -252,14 +252,14 @@ class TestCache:
             make_encoder(styles.PHI3),
             make_encoder(None),
         ]
-        directories = {cached_prompts(source, encoder, root).directory for encoder in encoders}
+        directories = {cached_store(source, encoder, root).directory for encoder in encoders}
         samples = Encoder(encoders[0].tokenizer, "prompt-completion", "prompt", "prompt", 100, "error")
         directories.add(cached_store(source, samples, root).directory)
         assert len(directories) == len(encoders) + 1
 
     def test_all_left_out(self, tmp_path: Path, source: str, make_encoder: MakeEncoder) -> None:
         with pytest.raises(DataError, match=r"5 rows were read and 5 left out; see data\.too_long"):
-            cached_prompts(source, make_encoder(max_length=2, too_long="drop"), tmp_path / "cache")
+            cached_store(source, make_encoder(max_length=2, too_long="drop"), tmp_path / "cache")
 
     def test_gsm8k(self, tmp_path: Path, make_encoder: MakeEncoder) -> None:
         (tmp_path / "in").mkdir()
@@ -268,10 +268,10 @@ class TestCache:
             (tmp_path / "in" / f"{split}.jsonl").write_text(line + "\n")
         prepare_gsm8k(tmp_path / "in", tmp_path / "out")
         encoder = make_encoder()
-        store = cached_prompts(str(tmp_path / "out" / "train.parquet"), encoder, tmp_path / "cache")
-        text = encoder.tokenizer.decode(store.prompt(0))
+        store = cached_store(str(tmp_path / "out" / "train.parquet"), encoder, tmp_path / "cache")
+        text = encoder.tokenizer.decode(store[0].tokens_P)
         assert "<|im_start|>user\nHow many? Let's" in text and text.endswith("assistant\n")
-        assert value_at(store.row(0), "reward_model.ground_truth") == "1001"
+        assert value_at(store[0].row, "reward_model.ground_truth") == "1001"
 
 
 def test_value_at() -> None:

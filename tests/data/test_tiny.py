@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotrain.data.encode import Encoder
 from isotrain.data.prepare.tiny import Architecture, make_tiny
-from isotrain.data.prompts import PromptEncoder, cached_prompts
+from isotrain.data.prompts import PromptEncoder
 from isotrain.data.rows import read_rows
+from isotrain.data.tokenise import cached_store
 
 
 def sums(directory: Path) -> dict[str, str]:
@@ -69,12 +70,12 @@ def test_the_task_for_rewards(tmp_path: Path) -> None:
     make_tiny(tmp_path, train_rows=200, validation_rows=20)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     encoder = PromptEncoder(tokenizer, "prompt", 64, "error")
-    store = cached_prompts(str(tmp_path / "prompts.jsonl"), encoder, tmp_path / "cache")
+    store = cached_store(str(tmp_path / "prompts.jsonl"), encoder, tmp_path / "cache")
     assert len(store) == 200
     for number in range(len(store)):
-        text, answer = tokenizer.decode(store.prompt(number)), store.row(number)["answer"]
+        text, answer = tokenizer.decode(store[number].tokens_P), store[number].row["answer"]
         assert answer in text and text.endswith("<|im_start|>assistant\n")
-    answers = [store.row(number)["answer"] for number in range(len(store))]
+    answers = [store[number].row["answer"] for number in range(len(store))]
     assert 70 < answers.count("digits") < 130 and set(answers) == {"digits", "capitals"}
 
 

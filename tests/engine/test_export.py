@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotrain.data.encode import Encoder
+from isotrain.data.items import Item
 from isotrain.data.prepare.tiny import make_tiny
-from isotrain.data.store import TokenStore, cached_store
+from isotrain.data.store import SampleStore
+from isotrain.data.tokenise import cached_store
 from isotrain.engine import export
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
@@ -65,19 +67,19 @@ def copied(full_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(full_run, tmp_path / "copied"))
 
 
-def validation_store(tiny: Path, cache: Path) -> TokenStore:
+def validation_store(tiny: Path, cache: Path) -> SampleStore[Item]:
     tokenizer = load_tokenizer(tiny / "model")
     encoder = Encoder(tokenizer, "auto", "prompt", "completion", 128, "error")
     return cached_store(str(tiny / "validation.jsonl"), encoder, cache / "tokens")
 
 
 @torch.no_grad()
-def loss_of(model: Any, store: TokenStore) -> float:
+def loss_of(model: Any, store: SampleStore[Item]) -> float:
     """Mean negative log-likelihood of the tokens that bear loss, sample by sample, by the book."""
     model.eval()
     total, count = 0.0, 0
     for number in range(len(store)):
-        sample = store[number]
+        (sample,) = store[number].samples
         tokens_1T = torch.from_numpy(sample.tokens_T).long()[None]
         mask_T = torch.from_numpy(sample.mask_T)[1:]
         logp_TV = model(input_ids=tokens_1T).logits[0, :-1].double().log_softmax(-1)

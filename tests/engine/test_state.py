@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from isotrain.algorithms import SUPERVISED_LOSSES
-from isotrain.data.feed import Feed
+from isotrain.data.loader import BatchLoader
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
@@ -51,13 +51,14 @@ class Job:
 
     device: Device
     engine: TrainingEngine
-    feed: Feed
+    feed: BatchLoader
 
     def step(self, lr: float = 3e-3) -> UpdateResult:
         # Draws on every generator, an odd number of normal ones: NumPy keeps the second of a pair for later.
         random.random()
         np.random.standard_normal()
-        return self.engine.step(self.feed.next_step().batches, SUPERVISED_LOSSES["sft"], lr)
+        batches = [batch.packed for batch in self.feed.next_step().batches]
+        return self.engine.step(batches, SUPERVISED_LOSSES["sft"], lr)
 
     def shards(self) -> dict[str, Shard]:
         return engine_shards(self.engine) | generator_shards(self.device)

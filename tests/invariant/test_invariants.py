@@ -18,9 +18,11 @@ import torch
 
 from isotrain.algorithms import sft_loss
 from isotrain.data.encode import Encoder
+from isotrain.data.items import Item
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
-from isotrain.data.store import TokenStore, cached_store
+from isotrain.data.store import SampleStore
+from isotrain.data.tokenise import cached_store
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.engine import Loss
@@ -48,7 +50,7 @@ def one_by_one(samples: Sequence[Sample]) -> list[PackedBatch]:
 
 
 @pytest.fixture(scope="module")
-def store(tiny: Path, cache: Path) -> TokenStore:
+def store(tiny: Path, cache: Path) -> SampleStore[Item]:
     tokenizer = load_tokenizer(tiny / "model")
     encoder = Encoder(tokenizer, "auto", "prompt", "completion", max_length=128, too_long="error")
     return cached_store(str(tiny / "train.jsonl"), encoder, cache)
@@ -56,7 +58,7 @@ def store(tiny: Path, cache: Path) -> TokenStore:
 
 def losses(
     tiny: Path,
-    store: TokenStore,
+    store: SampleStore[Item],
     device_type: str,
     *,
     group: Grouping = together,
@@ -73,7 +75,7 @@ def losses(
         engine = build_engine(section, OptimizerSection(lr=lr), device=device, world=world, seed=1)
         numbers = []
         for step in range(STEPS):
-            samples = [store[step * BATCH + i] for i in range(BATCH)]
+            samples = [store[step * BATCH + i].samples[0] for i in range(BATCH)]
             numbers.append(engine.step(group(samples), loss, lr).loss)
         return numbers
 
@@ -86,38 +88,40 @@ def assert_same(a: Sequence[float], b: Sequence[float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Path, store: TokenStore) -> list[float]:
+def reference(tiny: Path, store: SampleStore[Item]) -> list[float]:
     """All samples of a step in one packed micro-batch, on the host."""
     numbers = losses(tiny, store, "cpu")
     assert numbers[-1] < 0.9 * numbers[0], "nothing is learned, so nothing would be compared"
     return numbers
 
 
-def test_the_devices_agree(tiny: Path, store: TokenStore, reference: list[float]) -> None:
+def test_the_devices_agree(tiny: Path, store: SampleStore[Item], reference: list[float]) -> None:
     assert_same(losses(tiny, store, "npu"), reference)
 
 
-def test_accumulation(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+def test_accumulation(tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str) -> None:
     """1 micro-batch of 8 samples == 8 micro-batches of 1."""
     assert_same(losses(tiny, store, device_type, group=one_by_one), reference)
 
 
-def test_packed_is_padded(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+def test_packed_is_padded(
+    tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str
+) -> None:
     assert_same(losses(tiny, store, device_type, attention="padded"), reference)
 
 
 def test_gradient_checkpointing(
-    tiny: Path, store: TokenStore, reference: list[float], device_type: str
+    tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str
 ) -> None:
     assert_same(losses(tiny, store, device_type, gradient_checkpointing=False), reference)
 
 
-def test_logits_chunks(tiny: Path, store: TokenStore, reference: list[float], device_type: str) -> None:
+def test_logits_chunks(tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str) -> None:
     assert_same(losses(tiny, store, device_type, logits_chunk=7), reference)
 
 
 def test_loss_through_log_probs(
-    tiny: Path, store: TokenStore, reference: list[float], device_type: str
+    tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str
 ) -> None:
     """The cross-entropy path, whose gradient is taken early, == token log-probs with an ordinary backward."""
 
@@ -137,7 +141,9 @@ def test_loss_through_log_probs(
     ],
     ids=["packed", "accumulated", "padded", "layers only"],
 )
-def test_fused_operators(tiny: Path, store: TokenStore, reference: list[float], way: dict[str, Any]) -> None:
+def test_fused_operators(
+    tiny: Path, store: SampleStore[Item], reference: list[float], way: dict[str, Any]
+) -> None:
     """The device's fused operators == the model as it is, on the host."""
     found = losses(tiny, store, "npu", **{**way, "fused": "on"})
     difference = max(abs(a - b) for a, b in zip(found, reference, strict=True))
@@ -145,12 +151,12 @@ def test_fused_operators(tiny: Path, store: TokenStore, reference: list[float], 
     assert_same(found, reference)
 
 
-def test_adapters_over_fused_operators(tiny: Path, store: TokenStore) -> None:
+def test_adapters_over_fused_operators(tiny: Path, store: SampleStore[Item]) -> None:
     plain = losses(tiny, store, "npu", lora={"rank": 8}, fused="off")
     assert_same(losses(tiny, store, "npu", lora={"rank": 8}, fused="on"), plain)
 
 
-def test_adapters_start_as_the_base_model(tiny: Path, store: TokenStore, device_type: str) -> None:
+def test_adapters_start_as_the_base_model(tiny: Path, store: SampleStore[Item], device_type: str) -> None:
     """With a learning rate of 0 every step's loss is the untrained model's."""
     base = losses(tiny, store, device_type, lr=0.0)
     adapted = losses(tiny, store, device_type, lr=0.0, lora={"rank": 8})

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.chat import ChatTemplate, encode_text
 from isotrain.data.formats import Columns, Format, Text, detect, normalise
+from isotrain.data.items import SAMPLES, Item
 from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.errors import DataError
@@ -19,6 +20,8 @@ TooLong = Literal["error", "truncate", "drop"]
 
 class Encoder:
     """The first row decides the format; every row after it must fit. None stands for a row left out."""
+
+    codec = SAMPLES
 
     def __init__(
         self,
@@ -47,10 +50,6 @@ class Encoder:
             **asdict(self._columns),
         }
 
-    def start(self) -> None:
-        """Forget the format that was found: the next row is the first of another data set."""
-        self._format = self._asked_format
-
     def __call__(self, row: Row) -> Sample | None:
         if self._format == "auto":
             self._format = detect(row, self._columns)
@@ -64,6 +63,9 @@ class Encoder:
         except DataError as error:
             raise DataError(f"{row.origin}: {error}") from error
         return self._fitted(sample, row)
+
+    def values(self, row: Row) -> list[Item]:
+        return [] if (sample := self(row)) is None else [Item((sample,))]
 
     def _fitted(self, sample: Sample, row: Row) -> Sample | None:
         length = len(sample)

@@ -5,17 +5,15 @@ T: tokens of one sample, V: labels of an item.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.chat import encode_prompt_text
 from isotrain.data.encode import Encoder, TooLong
+from isotrain.data.items import ITEMS, Item
 from isotrain.data.preference_rows import read_pair, read_responses, read_steps
 from isotrain.data.prompts import PromptEncoder
 from isotrain.data.rows import Row
@@ -23,44 +21,13 @@ from isotrain.data.sample import Sample
 from isotrain.data.steps import join_steps, separator_tokens
 from isotrain.errors import DataError
 
-# Raise it when the same rows and settings give other items than before, or the store another layout.
-FORMAT_VERSION = 3
-
 Kind = Literal["pairs", "responses", "steps"]
-
-
-@dataclass(frozen=True)
-class Item:
-    """What is compared or labelled together: the two samples of a pair, a response, or a solution.
-
-    Pairs: chosen, then rejected; the label is the margin, or nothing. Responses: 1 for desirable, 0 for
-    not. Solutions: the mask is true at the last token of each step, and there are as many labels.
-    """
-
-    samples: tuple[Sample, ...]
-    values_V: npt.NDArray[np.float32]
-
-    def __len__(self) -> int:
-        return sum(len(sample) for sample in self.samples)
-
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        """Tokens of each sample before the first that is marked."""
-        return tuple(int(np.argmax(sample.mask_T)) for sample in self.samples)
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """A hash of each sample's prompt tokens: equal prompts have equal ones."""
-        return tuple(
-            int.from_bytes(
-                hashlib.sha256(sample.tokens_T[:end].tobytes()).digest()[:8], "little", signed=True
-            )
-            for sample, end in zip(self.samples, self.prompts, strict=True)
-        )
 
 
 class PreferenceEncoder:
     """One kind of preference rows to items. A row may hold several, or be left out."""
+
+    codec = ITEMS
 
     def __init__(
         self,
@@ -72,7 +39,7 @@ class PreferenceEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self.settings: dict[str, Any] = {
-            "preference": FORMAT_VERSION,
+            "judged": ITEMS.version,
             "kind": kind,
             "max_length": max_length,
             "too_long": too_long,
@@ -95,6 +62,8 @@ class PreferenceEncoder:
 
     def __call__(self, row: Row) -> list[Item]:
         return self._read(row)
+
+    values = __call__
 
     def _pair(self, row: Row) -> list[Item]:
         pair = read_pair(row)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,23 +18,56 @@ from transformers import PreTrainedTokenizerBase
 from isotrain.data.chat import ChatTemplate, encode_prompt_text
 from isotrain.data.encode import TooLong
 from isotrain.data.formats import prompt_of
-from isotrain.data.mapped import Entry, Mapped, Progress, Ragged, build_mapped
-from isotrain.data.rows import Row, read_rows, source_digest
-from isotrain.data.store import store_key
+from isotrain.data.rows import Row
+from isotrain.data.store import Codec, Columns, Ragged
 from isotrain.errors import DataError
 
 # Raise it when the same rows and settings give other prompts than before, or the files another layout.
 PROMPT_VERSION = 1
 
 _TOKENS, _ROWS = "tokens.bin", "rows.jsonl"
-_LAYOUT = (
-    Ragged("tokens", {_TOKENS: "<i4"}, "offsets.bin"),
-    Ragged("row_bytes", {_ROWS: "|u1"}, "row_offsets.bin"),
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens_P: npt.NDArray[np.int32]
+    line: bytes
+    """The row that the prompt came from, as JSON."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """All values of the row."""
+        values = json.loads(self.line)
+        if not isinstance(values, dict):
+            raise ValueError("a row must be a JSON object")
+        return values
+
+
+def _write(prompt: Prompt) -> Columns:
+    return {_TOKENS: prompt.tokens_P, _ROWS: np.frombuffer(prompt.line, np.uint8)}
+
+
+def _read(columns: Columns) -> Prompt:
+    prompt = Prompt(columns[_TOKENS], columns[_ROWS].tobytes())
+    _ = prompt.row  # a damaged one is told where the store is known
+    return prompt
+
+
+PROMPTS = Codec(
+    PROMPT_VERSION,
+    (
+        Ragged("tokens", {_TOKENS: "<i4"}, "offsets.bin"),
+        Ragged("row_bytes", {_ROWS: "|u1"}, "row_offsets.bin"),
+    ),
+    _write,
+    _read,
 )
 
 
 class PromptEncoder:
     """A row's prompt as token ids, up to where the response begins. None stands for a row left out."""
+
+    codec = PROMPTS
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, max_length: int, too_long: TooLong
@@ -82,80 +114,11 @@ class PromptEncoder:
             "raise it, or set data.too_long to 'drop'"
         )
 
-
-class PromptStore:
-    """Prompts and their rows by number. Only the pages that are read take memory."""
-
-    def __init__(self, mapped: Mapped) -> None:
-        meta = mapped.meta
-        self.directory = mapped.directory
-        self.rows: int = meta["rows"]
-        """Rows that were read."""
-        self.dropped: int = meta["dropped"]
-        """Rows that were left out."""
-        self.tokens: int = meta["tokens"]
-        self.digest: str = meta["digest"]
-        """SHA-256 over the SHA-256 sums of tokens, rows and bounds: the identity of the training data."""
-        self.lengths: npt.NDArray[np.int64] = np.diff(mapped.offsets[_TOKENS])
-        self._mapped = mapped
-
-    @classmethod
-    def open(cls, directory: Path) -> PromptStore:
-        """An existing store; files that do not fit their description are an error."""
-        return cls(Mapped.open(directory, _LAYOUT))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def prompt(self, number: int) -> npt.NDArray[np.int32]:
-        # A copy: prompts outlive the map.
-        return np.array(self._mapped.get(_TOKENS, number), np.int32)
-
-    def row(self, number: int) -> dict[str, Any]:
-        """All values of the row that a prompt came from."""
-        line = self._mapped.get(_ROWS, number).tobytes()
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise self._damaged(number) from error
-        if not isinstance(values, dict):
-            raise self._damaged(number)
-        return values
-
-    def _damaged(self, number: int) -> DataError:
-        return DataError(f"{self.directory / _ROWS}: entry {number} is damaged; delete {self.directory}")
+    def values(self, row: Row) -> list[Prompt]:
+        return [] if (prompt_P := self(row)) is None else [Prompt(prompt_P, json_line(row))]
 
 
-def cached_prompts(
-    source: str | Sequence[str], encoder: PromptEncoder, root: Path, progress: Progress | None = None
-) -> PromptStore:
-    """The prompts of a source under `root`, built if they are not there."""
-    key = store_key(source_digest(source), encoder.tokenizer, encoder.settings)
-    directory = root / key
-    if directory.is_dir():
-        return PromptStore.open(directory)
-    return build_prompts(read_rows(source), encoder, directory, key, progress)
-
-
-def build_prompts(
-    rows: Iterable[Row],
-    encode: Callable[[Row], npt.NDArray[np.int32] | None],
-    directory: Path,
-    key: str,
-    progress: Progress | None = None,
-) -> PromptStore:
-    """Encode all prompts into a directory that appears whole or not at all."""
-
-    def entry(row: Row) -> Entry | None:
-        if (prompt_P := encode(row)) is None:
-            return None
-        return Entry({_TOKENS: prompt_P, _ROWS: np.frombuffer(_json_line(row), np.uint8)})
-
-    build_mapped(rows, entry, directory, _LAYOUT, {"version": PROMPT_VERSION, "key": key}, progress)
-    return PromptStore.open(directory)
-
-
-def _json_line(row: Row) -> bytes:
+def json_line(row: Row) -> bytes:
     try:
         return json.dumps(row.values, ensure_ascii=False, default=_plain).encode() + b"\n"
     except TypeError:

@@ -8,11 +8,12 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,12 @@ STORE_VARIABLE = "ISOTRAIN_STORE"
 
 # Long enough for the slowest rank to read its shard of a large model, short enough to end a hang.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+# Between two looks at how far other ranks are, where no collective may wait for them.
+WAIT_SECONDS = 0.2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,31 @@ class World:
 
     def barrier(self) -> None:
         self.sum([0.0])
+
+    def machine_first(self, name: str, work: Callable[[], T]) -> T:
+        """`work` on all ranks, on one of each machine before the others, which wait as long as it takes.
+
+        Collectives have a time limit that work on data may exceed, so ranks ask their store instead. Names
+        are used once.
+        """
+        if self.size == 1:
+            return work()
+        store = dist.distributed_c10d._get_default_store()
+        done, failed = f"isotrain/{name}/done", f"isotrain/{name}/failed"
+        result = None
+        if self.local_rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                store.set(failed, str(error))
+                raise
+        if store.add(f"isotrain/{name}", 1) == self.size:
+            store.set(done, "")
+        while not store.check([done]):
+            if store.check([failed]):
+                raise LaunchError(store.get(failed).decode())
+            time.sleep(WAIT_SECONDS)
+        return work() if result is None else result
 
     def agree(self, find: Callable[[], str], complaint: str) -> str:
         """The SHA-256 that one rank of each machine finds; `complaint` is for machines that differ."""

@@ -11,8 +11,7 @@ import torch
 from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.algorithms.preference import PREFERENCE_LOSSES
 from isotrain.algorithms.preference.metrics import pair_metrics, response_metrics, step_metrics
-from isotrain.data.feed import Feed
-from isotrain.data.preference_loader import PreferenceLoader
+from isotrain.data.loader import BatchLoader
 from isotrain.data.steps import single_token
 from isotrain.device.base import Device
 from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
@@ -34,7 +33,7 @@ from isotrain.trainers.tasks.base import Task
 from isotrain.trainers.tasks.kto import KtoWork
 from isotrain.trainers.tasks.pairs import DpoWork, RmWork
 from isotrain.trainers.tasks.preference import PreferenceTask
-from isotrain.trainers.tasks.reference import Reference, beside, remembered, without_adapters
+from isotrain.trainers.tasks.reference import Reference, beside, precomputed, without_adapters
 from isotrain.trainers.tasks.sft import SftTask
 from isotrain.trainers.tasks.steps import PrmWork
 
@@ -44,8 +43,8 @@ def build_trainer(
     device: Device,
     world: World,
     run: RunDirectory,
-    feed: Feed | PreferenceLoader,
-    validation: Feed | PreferenceLoader | None,
+    feed: BatchLoader,
+    validation: BatchLoader | None,
     recorder: Recorder,
 ) -> SupervisedTrainer:
     model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
@@ -159,5 +158,5 @@ def _reference(recipe: Recipe, engine: TrainingEngine, device: Device) -> Refere
         case "live":
             return beside(build_reference(recipe.model, device=device, world=engine.world))
         case "cached":
-            return remembered(engine.world.device)
+            return precomputed(engine.world.device)
     return None

@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-from isotrain.data.preference_loader import PreferenceLoader
-from isotrain.data.store import TokenStore
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
@@ -15,7 +13,7 @@ from isotrain.engine.identity import model_digest
 from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.world import join_world
 from isotrain.models.load import model_directory
-from isotrain.observe.console import Progress, open_console
+from isotrain.observe.console import Console, open_console
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
@@ -36,7 +34,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
         silent = "console" not in recipe.observe.loggers
         with (
             run_lock(Path(recipe.output), world.leads),
-            open_console(silent=silent, devices=world.size) if world.leads else Progress() as console,
+            open_console(silent=silent, devices=world.size) if world.leads else Console() as console,
         ):
             check_run(recipe)
             feed, validation = open_feeds(recipe, device, world, console)
@@ -70,11 +68,11 @@ def train_supervised(recipe: Recipe, source: str) -> None:
                 console.message(f"next: isotrain export {run.path} --out DIR")
 
 
-def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Progress) -> None:
+def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Console) -> None:
     """Before a checkpoint is read: the model must be the one that training starts from."""
     identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
     for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
-        if isinstance(feed, PreferenceLoader):
+        if feed is not None:
             precompute_reference(trainer.engine, feed, identity, steps, cache("references"), console)
 
 
@@ -83,10 +81,8 @@ def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) ->
     engine, store = trainer.engine, trainer.feed.store
     everything = sum(p.numel() for p in engine.model.parameters())
     trained = sum(p.numel() for p in engine.trained.values())
-    told = f"{len(store):,} samples, {store.tokens:,} tokens"
-    if isinstance(store, TokenStore):
-        told += f", {store.loss_tokens:,} of them with loss"
-    elif isinstance(recipe.algorithm, PreferenceSection):
+    told = f"{len(store):,} samples, {store.tokens:,} tokens, {store.meta['loss_tokens']:,} of them with loss"
+    if isinstance(recipe.algorithm, PreferenceSection):
         told = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
     return (
         f"{recipe.name}: {trainer.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"

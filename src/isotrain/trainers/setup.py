@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.encode import Encoder
-from isotrain.data.feed import Feed
+from isotrain.data.items import Item
+from isotrain.data.loader import BatchLoader
 from isotrain.data.preference_items import PreferenceEncoder
-from isotrain.data.preference_loader import PreferenceLoader
-from isotrain.data.preference_store import PreferenceStore, cached_preferences
 from isotrain.data.sampler import Sampler
-from isotrain.data.store import TokenStore, cached_store
+from isotrain.data.store import SampleStore
+from isotrain.data.tokenise import RowEncoder, cached_store
 from isotrain.device.base import Device
 from isotrain.engine.build import choose_attention
 from isotrain.engine.world import World
@@ -30,37 +28,34 @@ CACHE_VARIABLE = "ISOTRAIN_CACHE"
 
 def open_feeds(
     recipe: Recipe, device: Device, world: World, console: Console
-) -> tuple[Feed | PreferenceLoader, Feed | PreferenceLoader | None]:
+) -> tuple[BatchLoader, BatchLoader | None]:
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
-    opened = _store_opener(recipe, world, console)
-    train = opened(data.train)
+    train = _open_store(recipe, "train", data.train, world, console)
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
-    sampler = Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit)
-    share_prompts = _pairs_share_prompts(recipe, device)
-    feed = _feed(recipe, train, sampler, share_prompts, world)
+    feed = _feed(
+        recipe, train, Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit), device, world
+    )
     if not data.validation:
         return feed, None
-    validation = opened(data.validation)
+    validation = _open_store(recipe, "validation", data.validation, world, console)
     rows = min(len(validation), data.validation_rows or len(validation))
     in_order = Sampler(rows, data.batch_size, recipe.seed, shuffle=False, limit=rows)
-    return feed, _feed(recipe, validation, in_order, share_prompts, world)
+    return feed, _feed(recipe, validation, in_order, device, world)
 
 
 def _feed(
-    recipe: Recipe, store: TokenStore | PreferenceStore, sampler: Sampler, share_prompts: bool, world: World
-) -> Feed | PreferenceLoader:
-    data, algorithm = recipe.data, recipe.algorithm
-    if isinstance(store, TokenStore):
-        return Feed(store, sampler, data.tokens_per_micro_batch, world.rank, world.size)
-    return PreferenceLoader(
+    recipe: Recipe, store: SampleStore[Item], sampler: Sampler, device: Device, world: World
+) -> BatchLoader:
+    data = recipe.data
+    return BatchLoader(
         store,
         sampler,
         data.tokens_per_micro_batch,
         world.rank,
         world.size,
-        share_prompts=share_prompts,
-        longest=data.max_length if isinstance(algorithm, KtoSection) else None,
+        share_prompts=_pairs_share_prompts(recipe, device),
+        longest=data.max_length if isinstance(recipe.algorithm, KtoSection) else None,
     )
 
 
@@ -78,32 +73,23 @@ def preference_encoder(
     return PreferenceEncoder(tokenizer, algorithm.kind, data.max_length, data.too_long, separator)
 
 
-def _store_opener(
-    recipe: Recipe, world: World, console: Console
-) -> Callable[[str | list[str]], TokenStore | PreferenceStore]:
-    """From a source of rows to its store, of the kind that the algorithm learns from."""
+def _open_store(
+    recipe: Recipe, name: str, source: str | list[str], world: World, console: Console
+) -> SampleStore[Item]:
+    """The store of a source of rows, encoded as the algorithm learns from them."""
     data, algorithm = recipe.data, recipe.algorithm
     tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    cached: Callable[..., TokenStore | PreferenceStore]
-    if isinstance(algorithm, PreferenceSection):
-        cached = partial(cached_preferences, encoder=preference_encoder(tokenizer, data, algorithm))
-    else:
-        encoder = Encoder(
+    encoder: RowEncoder[Item] = (
+        preference_encoder(tokenizer, data, algorithm)
+        if isinstance(algorithm, PreferenceSection)
+        else Encoder(
             tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
         )
-        cached = partial(cached_store, encode=encoder)
-
-    def opened(source: str | list[str]) -> TokenStore | PreferenceStore:
-        def report(rows: int) -> None:
-            if rows % 10000 == 0:
-                console.message(f"tokenising {source}: {rows:,} rows")
-
-        # One rank of a machine builds the store while its others wait; then all map the same files.
-        store = cached(source, root=cache("tokens"), progress=report) if world.local_rank == 0 else None
-        world.barrier()
-        return store or cached(source, root=cache("tokens"))
-
-    return opened
+    )
+    # One rank of a machine builds the store while its others wait; then all map the same files.
+    return world.machine_first(
+        f"data.{name}", lambda: cached_store(source, encoder, cache("tokens"), console.message)
+    )
 
 
 def cache(kind: str) -> Path:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotrain.data.feed import Feed, StepData
-from isotrain.data.preference_loader import PreferenceLoader, PreferenceStep
+from isotrain.data.loader import BatchLoader, StepData
 from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
@@ -30,8 +29,8 @@ class SupervisedTrainer:
     device: Device
     task: Task[Any]
     schedule: Schedule
-    feed: Feed | PreferenceLoader
-    validation: Feed | PreferenceLoader | None
+    feed: BatchLoader
+    validation: BatchLoader | None
     writer: CheckpointWriter
     recorder: Recorder
     steps: int
@@ -76,15 +75,13 @@ class SupervisedTrainer:
         if failure := self.writer.failure():
             raise CheckpointError(failure)
 
-    def _validate(self, feed: Feed | PreferenceLoader) -> dict[str, float]:
+    def _validate(self, feed: BatchLoader) -> dict[str, float]:
         return {f"val/{name}": value for name, value in self.task.evaluate(feed.one_pass()).items()}
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def _values(
-        self, step: int, result: UpdateResult, data: StepData | PreferenceStep, seconds: float
-    ) -> dict[str, float]:
+    def _values(self, step: int, result: UpdateResult, data: StepData, seconds: float) -> dict[str, float]:
         ranks = self.engine.world.size
         values = {
             "train/loss": result.loss,

@@ -251,7 +251,7 @@ def _stale_weights(hf: Any) -> None:
 
 _ENGINE = "isotrain.engine.engine"
 _BUILD = "isotrain.engine.build"
-_FEED = "isotrain.data.feed"
+_FEED = "isotrain.data.loader"
 
 PATCHES: dict[str, dict[str, Patch]] = {
     "none": {},

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
-from isotrain.data.prompts import PromptStore
+from isotrain.data.prompts import Prompt
 from isotrain.data.sampler import Sampler
+from isotrain.data.store import SampleStore
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.models.load import model_directory, read_config
 from isotrain.observe.run_directory import RunDirectory
@@ -42,7 +43,7 @@ WEIGHT_CHECK_TOLERANCE = {"float32": Tolerance(1e-3, 1e-3, 1e-3), "bfloat16": To
 def build_trainer(
     recipe: Recipe,
     cluster: ClusterSection,
-    stores: Mapping[str, PromptStore],
+    stores: Mapping[str, SampleStore[Prompt]],
     groups: WorkerGroups,
     described: Description,
     recorder: Recorder,
@@ -95,7 +96,7 @@ def build_trainer(
 def _maker(
     recipe: Recipe,
     settings: LoopSettings,
-    prompts: PromptStore,
+    prompts: SampleStore[Prompt],
     collector: Collector,
     sampler: Sampler,
     done: int,
@@ -128,9 +129,9 @@ def _tolerance(dtype: str, wanted: float | None) -> Tolerance:
     return WEIGHT_CHECK_TOLERANCE[dtype] if wanted is None else Tolerance(wanted, wanted, wanted)
 
 
-def _check_tokens(store: PromptStore) -> npt.NDArray[np.int32]:
+def _check_tokens(store: SampleStore[Prompt]) -> npt.NDArray[np.int32]:
     """The longest of the first prompts, cut; a single token is repeated, because log-probs need a second."""
-    prompts = [store.prompt(number) for number in range(min(len(store), 16))]
+    prompts = [store[number].tokens_P for number in range(min(len(store), 16))]
     longest_P = max(prompts, key=len)[:WEIGHT_CHECK_TOKENS]
     return np.resize(longest_P, max(2, len(longest_P)))
 
@@ -147,7 +148,7 @@ def _reward_models(reward: RewardSection) -> dict[str, float]:
 def _settings(
     recipe: Recipe,
     cluster: ClusterSection,
-    stores: Mapping[str, PromptStore],
+    stores: Mapping[str, SampleStore[Prompt]],
     described: Description,
     colocated: bool,
 ) -> LoopSettings:

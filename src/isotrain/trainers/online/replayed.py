@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from isotrain.cluster.objects import put
-from isotrain.data.prompts import PromptStore
+from isotrain.data.prompts import Prompt
 from isotrain.data.record import Record, read_others, read_step, step_file
 from isotrain.data.sampler import Sampler
+from isotrain.data.store import SampleStore
 from isotrain.errors import DataError
 from isotrain.trainers.online.batches import Batch, Make
 from isotrain.trainers.online.collector import Seconds
@@ -34,7 +35,7 @@ class Replayed:
     def __init__(
         self,
         directory: Path,
-        prompts: PromptStore,
+        prompts: SampleStore[Prompt],
         sampler: Sampler,
         *,
         done: int,
@@ -92,7 +93,7 @@ class Replayed:
         if [t.sample for t in group] != list(range(self.n)):
             raise self._wrong(f"has not {self.n} responses to draw {prompt_index}")
         drawn = self._row(prompt_index)
-        prompt_P = self.prompts.prompt(drawn)
+        prompt_P = self.prompts[drawn].tokens_P
         for t in group:
             if t.row != drawn or not np.array_equal(t.tokens_T[: t.prompt_length], prompt_P):
                 raise self._wrong(f"has another prompt for draw {prompt_index} than the data of this recipe")

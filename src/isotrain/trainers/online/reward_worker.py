@@ -37,7 +37,7 @@ class RewardWorker:
         """Of each group, given by its row: the data set it is from and its scores; None if it is lost."""
         assert self.scorer is not None
         groups = fetch([handle for _, handle in items])
-        rows = [self.stores[store].row(row) for row, _ in items]
+        rows = [self.stores[store][row].row for row, _ in items]
         samples = [
             sample
             for group, values in zip(groups, rows, strict=True)

@@ -1,5 +1,4 @@
-"""An engine that generates responses for the controller, and keeps the trajectories where the ranks find
-them."""
+"""An engine that generates responses for the controller, and keeps the trajectories where the ranks find them."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class RolloutWorker:
                 prompt_index,
                 sample,
                 sample_seed(self.recipe.seed, prompt_index, sample),
-                prompts.prompt(row),
+                prompts[row].tokens_P,
             )
             for prompt_index, row in prompt_requests
             for sample in range(n)

@@ -13,7 +13,7 @@ import torch
 from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.preference.kto import kto, reference_point
 from isotrain.algorithms.segments import sums
-from isotrain.data.preference_loader import PreferenceBatch, PreferenceStep
+from isotrain.data.loader import MicroBatch, StepData
 from isotrain.engine.engine import Objective, TrainingEngine
 from isotrain.models.head import TokenHead
 from isotrain.trainers.tasks.preference import Work
@@ -26,7 +26,7 @@ class KtoWork:
     reference: Reference
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, data: PreferenceStep) -> Work:
+    def __call__(self, data: StepData) -> Work:
         kl = self._reference_point(data)
         references = self.reference(data.batches)
         return [
@@ -34,15 +34,13 @@ class KtoWork:
             for batch, ref_logp_S in zip(data.batches, references, strict=True)
         ]
 
-    def _reference_point(self, data: PreferenceStep) -> float:
+    def _reference_point(self, data: StepData) -> float:
         policy = response_logps(self.engine, data.mismatched)
         reference = self.reference(data.mismatched)
         own = sum((p - r).sum().item() for p, r in zip(policy, reference, strict=True))
         return reference_point(self.engine.world.sum([own])[0], data.items)
 
-    def _objective(
-        self, batch: PreferenceBatch, ref_logp_S: torch.Tensor, kl: float, responses: int
-    ) -> Objective:
+    def _objective(self, batch: MicroBatch, ref_logp_S: torch.Tensor, kl: float, responses: int) -> Objective:
         def objective(head: TokenHead) -> Loss:
             logp_S = sums(head.logps(), batch.lengths)
             desirable_S = batch.values_V.to(logp_S.device) > 0.5

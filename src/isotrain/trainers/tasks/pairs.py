@@ -15,7 +15,7 @@ from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
 from isotrain.algorithms.preference.reward_model import rm
 from isotrain.algorithms.segments import sums
-from isotrain.data.preference_loader import PreferenceBatch, PreferenceStep
+from isotrain.data.loader import MicroBatch, StepData
 from isotrain.engine.engine import Objective
 from isotrain.engine.scores import at_last_tokens
 from isotrain.models.head import TokenHead
@@ -31,7 +31,7 @@ class DpoWork:
     reference: Reference | None
     """None for losses that have none."""
 
-    def __call__(self, data: PreferenceStep) -> Work:
+    def __call__(self, data: StepData) -> Work:
         references: list[torch.Tensor | None] = [None] * len(data.batches)
         if self.reference is not None:
             references = list(self.reference(data.batches))
@@ -40,7 +40,7 @@ class DpoWork:
             for batch, ref_logp_S in zip(data.batches, references, strict=True)
         ]
 
-    def _objective(self, batch: PreferenceBatch, ref_logp_S: torch.Tensor | None, pairs: int) -> Objective:
+    def _objective(self, batch: MicroBatch, ref_logp_S: torch.Tensor | None, pairs: int) -> Objective:
         def objective(head: TokenHead) -> Loss:
             logp_S = sums(head.logps(), batch.lengths)
             tokens_S = torch.tensor(batch.lengths, device=logp_S.device)
@@ -59,10 +59,10 @@ class RmWork:
     """Whether the items' labels are margins to be used."""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, data: PreferenceStep) -> Work:
+    def __call__(self, data: StepData) -> Work:
         return [(at_last_tokens(batch.packed), self._objective(batch, data.items)) for batch in data.batches]
 
-    def _objective(self, batch: PreferenceBatch, pairs: int) -> Objective:
+    def _objective(self, batch: MicroBatch, pairs: int) -> Objective:
         def objective(head: ScalarHead) -> Loss:
             # The stand-in of an empty micro-batch has a score as well, which belongs to no pair.
             scores_S = head.values()[: 2 * len(batch.numbers)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.preference_loader import PreferenceBatch, PreferenceLoader
+from isotrain.data.loader import BatchLoader, MicroBatch
 from isotrain.data.reference_logprobs import COLUMNS, MISMATCHED, ReferenceLogProbs, make_table, table_path
 from isotrain.engine.engine import TrainingEngine
 from isotrain.observe.console import Console
@@ -25,7 +25,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 def precompute_reference(
     engine: TrainingEngine,
-    feed: PreferenceLoader,
+    feed: BatchLoader,
     model: Mapping[str, str],
     steps: int,
     root: Path,
@@ -70,7 +70,7 @@ def precompute_reference(
     feed.reference = table
 
 
-def _identity(engine: TrainingEngine, feed: PreferenceLoader, model: Mapping[str, str]) -> dict[str, Any]:
+def _identity(engine: TrainingEngine, feed: BatchLoader, model: Mapping[str, str]) -> dict[str, Any]:
     """All that decides which numbers come out; devices and kernels round differently."""
     return {
         "model": dict(model),
@@ -82,14 +82,12 @@ def _identity(engine: TrainingEngine, feed: PreferenceLoader, model: Mapping[str
     }
 
 
-def _compute(
-    engine: TrainingEngine, feed: PreferenceLoader, numbers: Sequence[int]
-) -> npt.NDArray[np.float32]:
+def _compute(engine: TrainingEngine, feed: BatchLoader, numbers: Sequence[int]) -> npt.NDArray[np.float32]:
     data = feed.step_of(numbers)
     places = {number: place for place, number in enumerate(numbers)}
     own_IC = np.zeros((len(numbers), COLUMNS), np.float64)
 
-    def fill(batches: Sequence[PreferenceBatch], columns: slice) -> None:
+    def fill(batches: Sequence[MicroBatch], columns: slice) -> None:
         for batch, logp_S in zip(batches, response_logps(engine, batches), strict=True):
             rows = np.array([places[number] for number in batch.numbers], np.int64)  # may be empty
             own_IC[rows, columns] = logp_S.cpu().numpy().reshape(own_IC[rows, columns].shape)

@@ -1,5 +1,4 @@
-"""Learning from preference items, whatever they are: the same for every algorithm but for the work of a
-step."""
+"""Learning from preference items, whatever they are: the same for every algorithm but for the work of a step."""
 
 from __future__ import annotations
 
@@ -7,32 +6,32 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from isotrain.data.loader import StepData
 from isotrain.data.packing import PackedBatch
-from isotrain.data.preference_loader import PreferenceStep
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
 
 Work = Sequence[tuple[PackedBatch, Objective]]
 """A step's micro-batches, each with what is to be made of it: shares of the step's loss and metrics."""
 
 
-def _items(data: PreferenceStep) -> int:
+def _items(data: StepData) -> int:
     return data.items
 
 
 @dataclass(frozen=True)
 class PreferenceTask:
     engine: TrainingEngine
-    work: Callable[[PreferenceStep], Work]
+    work: Callable[[StepData], Work]
     metrics: Callable[[dict[str, float]], dict[str, float]]
     """From summed shares to what people read."""
-    size: Callable[[PreferenceStep], int] = _items
+    size: Callable[[StepData], int] = _items
     """What the shares of a step are divided by."""
 
-    def update(self, data: PreferenceStep, lr: float) -> UpdateResult:
+    def update(self, data: StepData, lr: float) -> UpdateResult:
         result = self.engine.update(self.work(data), lr)
         return replace(result, metrics=self.metrics(result.metrics))
 
-    def evaluate(self, steps: Iterable[PreferenceStep]) -> dict[str, float]:
+    def evaluate(self, steps: Iterable[StepData]) -> dict[str, float]:
         """Means over all steps, each of which counts by its size."""
         totals: dict[str, float] = {}
         weight = 0

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from isotrain.algorithms.segments import sums
-from isotrain.data.preference_loader import PreferenceBatch
+from isotrain.data.loader import MicroBatch
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.models.lora import adapters_off
 
-Reference = Callable[[Sequence[PreferenceBatch]], list[torch.Tensor]]
+Reference = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
 """From micro-batches to the summed log-probs of each of their samples, `logp_S`."""
 
 
 def response_logps(
-    model: TrainingEngine | InferenceModel, batches: Sequence[PreferenceBatch]
+    model: TrainingEngine | InferenceModel, batches: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
     """The summed log-probs of each sample's response; ranks must bring equally many micro-batches."""
     found = model.infer([batch.packed for batch in batches], lambda head: head.logps())
@@ -30,7 +30,7 @@ def response_logps(
 def without_adapters(engine: TrainingEngine) -> Reference:
     """The policy's own base model: adapters are all that learns."""
 
-    def reference(batches: Sequence[PreferenceBatch]) -> list[torch.Tensor]:
+    def reference(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         with adapters_off(engine.model):
             return response_logps(engine, batches)
 
@@ -45,7 +45,7 @@ def beside(model: InferenceModel) -> Reference:
 def precomputed(device: torch.device) -> Reference:
     """What the feed took from its table."""
 
-    def reference(batches: Sequence[PreferenceBatch]) -> list[torch.Tensor]:
+    def reference(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         found = [batch.ref_logp_S for batch in batches]
         return [logp_S.to(device) for logp_S in found if logp_S is not None]
 

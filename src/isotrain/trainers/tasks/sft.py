@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from isotrain.data.feed import StepData
+from isotrain.data.loader import StepData
 from isotrain.engine.engine import Loss, TrainingEngine, UpdateResult
 
 
@@ -15,7 +15,8 @@ class SftTask:
     loss: Loss
 
     def update(self, data: StepData, lr: float) -> UpdateResult:
-        return self.engine.step(data.batches, self.loss, lr)
+        return self.engine.step([batch.packed for batch in data.batches], self.loss, lr)
 
     def evaluate(self, steps: Iterable[StepData]) -> dict[str, float]:
-        return {"loss": self.engine.evaluate((step.batches for step in steps), self.loss)}
+        batches = ([batch.packed for batch in step.batches] for step in steps)
+        return {"loss": self.engine.evaluate(batches, self.loss)}

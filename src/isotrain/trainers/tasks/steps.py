@@ -13,7 +13,7 @@ import torch
 from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.preference.metrics import calibration_sums
 from isotrain.algorithms.preference.process_reward import prm
-from isotrain.data.preference_loader import PreferenceBatch, PreferenceStep
+from isotrain.data.loader import MicroBatch, StepData
 from isotrain.engine.engine import Objective
 from isotrain.engine.step_scores import StepScores, at_ends
 from isotrain.trainers.tasks.preference import Work
@@ -23,10 +23,10 @@ from isotrain.trainers.tasks.preference import Work
 class PrmWork:
     step_scores: StepScores
 
-    def __call__(self, data: PreferenceStep) -> Work:
+    def __call__(self, data: StepData) -> Work:
         return [(at_ends(batch.packed), self._objective(batch, data.labels)) for batch in data.batches]
 
-    def _objective(self, batch: PreferenceBatch, steps: int) -> Objective:
+    def _objective(self, batch: MicroBatch, steps: int) -> Objective:
         def objective(head: Any) -> Loss:
             bad_N, good_N = self.step_scores(head)
             labels_N = batch.values_V.to(bad_N.device)

@@ -1,4 +1,4 @@
-"""From a preference store to the micro-batches of each step, for one rank.
+"""From a store to the micro-batches of each step, for one rank.
 
 S: samples of a micro-batch, V: its labels.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from isotrain.data.items import PROMPT_IDS, Item, Size, labels, sizes
 from isotrain.data.mismatched import Numbers, donors
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
-from isotrain.data.preference_items import Item
-from isotrain.data.preference_store import PreferenceStore
 from isotrain.data.reference_logprobs import ANSWER, MISMATCHED, PAIR, ReferenceLogProbs
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
 from isotrain.data.shared_prompts import pack_shared
+from isotrain.data.store import SampleStore
 
 
 @dataclass(frozen=True)
-class PreferenceBatch:
+class MicroBatch:
     packed: PackedBatch
     lengths: tuple[int, ...]
     """Marked tokens of each sample, on the host."""
@@ -31,15 +31,15 @@ class PreferenceBatch:
     numbers: tuple[int, ...]
     """Of the items, in their store."""
     ref_logp_S: torch.Tensor | None = None
-    """Log-probs under the reference, where the feed has them."""
+    """Log-probs under the reference, where the loader has them."""
 
 
 @dataclass(frozen=True)
-class PreferenceStep:
+class StepData:
     """One rank's part of a step, and the size of the whole."""
 
-    batches: list[PreferenceBatch]
-    mismatched: list[PreferenceBatch]
+    batches: list[MicroBatch]
+    mismatched: list[MicroBatch]
     """Each prompt with the response to another one, where the algorithm asks for that."""
     items: int
     labels: int
@@ -50,10 +50,10 @@ class PreferenceStep:
 
 
 @dataclass
-class PreferenceLoader:
+class BatchLoader:
     """Every rank draws the same items and keeps its own share of the plan: nothing is exchanged."""
 
-    store: PreferenceStore
+    store: SampleStore[Item]
     sampler: Sampler
     budget: int
     rank: int
@@ -65,30 +65,36 @@ class PreferenceLoader:
     reference: ReferenceLogProbs | None = None
 
     def __post_init__(self) -> None:
-        self._donors: Numbers | None = donors(self.store.prompt_ids()) if self.longest else None
+        self._donors: Numbers | None = None
+        if self.longest:
+            first = self.store.offsets[PROMPT_IDS][:-1]
+            self._donors = donors(self.store.columns[PROMPT_IDS][first])
 
     @property
     def own_columns(self) -> slice:
         """Where a reference table has the log-probs of an item's own samples."""
         return ANSWER if self.longest else PAIR
 
-    def next_step(self) -> PreferenceStep:
+    def next_step(self) -> StepData:
         return self.step_of([int(row) for row in self.sampler.next_batch()])
 
-    def step_of(self, numbers: Sequence[int]) -> PreferenceStep:
+    def step_of(self, numbers: Sequence[int]) -> StepData:
         """These items as one step."""
-        sizes = [self.store.sizes(number) for number in numbers]
-        lengths = [length for item in sizes for length, _ in item]
-        return PreferenceStep(
-            batches=[self._pack(own) for own in self._own(numbers, [self._stored(item) for item in sizes])],
+        of_items = [sizes(self.store, number) for number in numbers]
+        lengths = [size.tokens for item in of_items for size in item]
+        own = self._own(numbers, [self._stored(item) for item in of_items])
+        return StepData(
+            batches=[
+                self._packed([self.store[n] for n in chosen], chosen, self.own_columns) for chosen in own
+            ],
             mismatched=self._mismatched(numbers) if self.longest else [],
             items=len(numbers),
-            labels=sum(self.store.labels(number) for number in numbers),
+            labels=sum(labels(self.store, number) for number in numbers),
             tokens=sum(lengths),
             lengths=lengths,
         )
 
-    def one_pass(self) -> Iterator[PreferenceStep]:
+    def one_pass(self) -> Iterator[StepData]:
         """The sampler's items once, from the beginning; it is left at the end of the pass."""
         self.sampler.taken = 0
         while self.sampler.taken < self.sampler.rows:
@@ -98,20 +104,15 @@ class PreferenceLoader:
         plan = plan_micro_batches(tokens, self.budget, self.ranks)[self.rank]
         return [[numbers[i] for i in chosen] for chosen in plan]
 
-    def _stored(self, item: Sequence[tuple[int, int]]) -> int:
-        total = sum(length for length, _ in item)
-        same_prompt = len({prompt for _, prompt in item}) == 1
-        return total - (len(item) - 1) * item[0][1] * (self.share_prompts and same_prompt)
+    def _stored(self, item: Sequence[Size]) -> int:
+        same_prompt = self.share_prompts and len({size.prompt_id for size in item}) == 1
+        return sum(size.tokens for size in item) - (len(item) - 1) * item[0].prompt * same_prompt
 
-    def _pack(self, numbers: Sequence[int]) -> PreferenceBatch:
-        items = [self.store[number] for number in numbers]
-        return self._packed(items, numbers, self.own_columns)
-
-    def _packed(self, items: Sequence[Item], numbers: Sequence[int], columns: slice) -> PreferenceBatch:
+    def _packed(self, items: Sequence[Item], numbers: Sequence[int], columns: slice) -> MicroBatch:
         samples = [sample for item in items for sample in item.samples]
         prompts = [prompt for item in items for prompt in item.prompts]
         values_V = np.concatenate([np.zeros(0, np.float32), *(item.values_V for item in items)])
-        return PreferenceBatch(
+        return MicroBatch(
             packed=pack_shared(samples, prompts) if self.share_prompts else pack(samples),
             lengths=tuple(int(sample.mask_T.sum()) for sample in samples),
             values_V=torch.from_numpy(values_V),
@@ -124,27 +125,24 @@ class PreferenceLoader:
             return None
         return torch.from_numpy(self.reference[numbers][:, columns].reshape(-1))
 
-    def _mismatched(self, numbers: Sequence[int]) -> list[PreferenceBatch]:
+    def _mismatched(self, numbers: Sequence[int]) -> list[MicroBatch]:
         """Each prompt with the response to another one; which one depends on the store alone."""
-        assert self.longest is not None
+        assert self.longest is not None and self._donors is not None
         tokens = []
         for number in numbers:
-            ((_, prompt),) = self.store.sizes(number)
-            ((length, start),) = self.store.sizes(self._donor(number))
-            tokens.append(min(self.longest, prompt + length - start))
+            ((own,), (other,)) = (sizes(self.store, n) for n in (number, int(self._donors[number])))
+            tokens.append(min(self.longest, own.prompt + other.tokens - other.prompt))
         return [
-            self._packed([self._swapped(number) for number in own], own, MISMATCHED)
+            self._packed(
+                [self._swapped(number, int(self._donors[number])) for number in own], own, MISMATCHED
+            )
             for own in self._own(numbers, tokens)
         ]
 
-    def _donor(self, number: int) -> int:
-        assert self._donors is not None
-        return int(self._donors[number])
-
-    def _swapped(self, number: int) -> Item:
-        item, donor = self.store[number], self.store[self._donor(number)]
+    def _swapped(self, number: int, donor: int) -> Item:
+        item, other_item = self.store[number], self.store[donor]
         (sample,), (prompt,) = item.samples, item.prompts
-        (other,), (start,) = donor.samples, donor.prompts
+        (other,), (start,) = other_item.samples, other_item.prompts
         tokens_T = np.concatenate([sample.tokens_T[:prompt], other.tokens_T[start:]])[: self.longest]
         mask_T = np.concatenate([sample.mask_T[:prompt], other.mask_T[start:]])[: self.longest]
         return Item((Sample(tokens_T, mask_T),), item.values_V)

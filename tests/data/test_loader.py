@@ -5,40 +5,44 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from encoders import Encoding
 
-from isotrain.data.feed import Feed
-from isotrain.data.packing import PackedBatch
+from isotrain.data.items import SAMPLES, Item
+from isotrain.data.loader import BatchLoader, MicroBatch
 from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
-from isotrain.data.store import TokenStore, build_store
+from isotrain.data.store import SampleStore
+from isotrain.data.tokenise import build_store
 
 ROWS = 23
 
 
-def encode(row: Row) -> Sample:
+def encode(row: Row) -> list[Item]:
     """Row number n as n + 1 tokens of the value n + 1, so that a token tells its row."""
     count = row.values["number"] + 1
-    return Sample(np.full(count, count, np.int32), np.ones(count, np.bool_))
+    return [Item((Sample(np.full(count, count, np.int32), np.ones(count, np.bool_)),))]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> TokenStore:
+def store(tmp_path: Path) -> SampleStore[Item]:
     rows = [Row({"number": number}, f"a:{number}") for number in range(ROWS)]
-    return build_store(rows, encode, tmp_path / "store", "key")
+    return build_store(rows, Encoding(SAMPLES, encode), tmp_path / "store", "key")
 
 
-def feeds(store: TokenStore, ranks: int, *, limit: int | None = None, shuffle: bool = True) -> list[Feed]:
+def feeds(
+    store: SampleStore[Item], ranks: int, *, limit: int | None = None, shuffle: bool = True
+) -> list[BatchLoader]:
     return [
-        Feed(store, Sampler(ROWS, 8, 3, shuffle, limit), budget=30, rank=rank, ranks=ranks)
+        BatchLoader(store, Sampler(ROWS, 8, 3, shuffle, limit), budget=30, rank=rank, ranks=ranks)
         for rank in range(ranks)
     ]
 
 
-def rows_of(batches: list[PackedBatch]) -> list[int]:
+def rows_of(batches: list[MicroBatch]) -> list[int]:
     """The rows of packed samples, checked to be whole; those of placeholders are left out."""
     rows = []
-    for batch in batches:
+    for batch in (micro.packed for micro in batches):
         assert batch.tokens_T.numel() <= 30
         for part in batch.tokens_T.split(batch.lengths):
             value = int(part[0])
@@ -49,7 +53,7 @@ def rows_of(batches: list[PackedBatch]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_an_epoch_without_overlap(store: TokenStore, ranks: int) -> None:
+def test_ranks_share_an_epoch_without_overlap(store: SampleStore[Item], ranks: int) -> None:
     own = feeds(store, ranks, limit=2 * ROWS)
     seen: list[int] = []
     for expected in (8, 8, 8, 8, 8, 6):
@@ -61,13 +65,14 @@ def test_ranks_share_an_epoch_without_overlap(store: TokenStore, ranks: int) -> 
             assert step.lengths == steps[0].lengths and step.tokens == sum(step.lengths)
             assert sorted(step.lengths) == sorted(row + 1 for row in rows)
         assert (
-            sum(batch.loss_tokens for step in steps for batch in step.batches) == steps[0].tokens - expected
+            sum(batch.packed.loss_tokens for step in steps for batch in step.batches)
+            == steps[0].tokens - expected
         )
         seen += rows
     assert sorted(seen) == sorted([*range(ROWS), *range(ROWS)])
 
 
-def test_the_rows_of_a_step_do_not_depend_on_the_ranks(store: TokenStore) -> None:
+def test_the_rows_of_a_step_do_not_depend_on_the_ranks(store: SampleStore[Item]) -> None:
     def steps(ranks: int) -> list[list[int]]:
         own = feeds(store, ranks)
         return [sorted(row for feed in own for row in rows_of(feed.next_step().batches)) for _ in range(6)]
@@ -75,17 +80,18 @@ def test_the_rows_of_a_step_do_not_depend_on_the_ranks(store: TokenStore) -> Non
     assert steps(1) == steps(2) == steps(5)
 
 
-def test_more_ranks_than_samples(store: TokenStore) -> None:
+def test_more_ranks_than_samples(store: SampleStore[Item]) -> None:
     steps = [feed.next_step() for feed in feeds(store, 9, limit=2)]
     rows = [rows_of(step.batches) for step in steps]
     assert sorted(map(len, rows)) == [0] * 7 + [1, 1]
     for step, own in zip(steps, rows, strict=True):
-        (batch,) = step.batches
+        (micro,) = step.batches
+        batch = micro.packed
         assert own or (batch.lengths == (1,) and batch.loss_tokens == 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_pass(store: TokenStore, ranks: int) -> None:
+def test_one_pass(store: SampleStore[Item], ranks: int) -> None:
     own = feeds(store, ranks, limit=ROWS, shuffle=False)
     passes = []
     for _ in range(2):  # each pass begins anew
@@ -95,11 +101,11 @@ def test_one_pass(store: TokenStore, ranks: int) -> None:
         ]
         assert in_order == [list(range(8)), list(range(8, 16)), list(range(16, ROWS))]
         assert all(feed.sampler.taken == ROWS for feed in own)
-        passes.append([batch.tokens_T for parts in steps for part in parts for batch in part])
+        passes.append([batch.packed.tokens_T for parts in steps for part in parts for batch in part])
     assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 
-def test_a_pass_interrupts_nothing_else(store: TokenStore) -> None:
+def test_a_pass_interrupts_nothing_else(store: SampleStore[Item]) -> None:
     feed = feeds(store, 1, limit=ROWS, shuffle=False)[0]
     feed.next_step()
     assert len(list(feed.one_pass())) == 3, "it begins at the first row wherever the sampler was"

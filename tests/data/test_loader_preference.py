@@ -5,18 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from encoders import Encoding
 
+from isotrain.data.items import ITEMS, Item
+from isotrain.data.loader import BatchLoader
 from isotrain.data.mismatched import donors
-from isotrain.data.preference_items import Item
-from isotrain.data.preference_loader import PreferenceLoader
-from isotrain.data.preference_store import PreferenceStore, build_preferences
 from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
+from isotrain.data.store import SampleStore
+from isotrain.data.tokenise import build_store
 from isotrain.errors import DataError
 
 
-def make_store(directory: Path, pairs: bool, prompts: Sequence[int] = range(7)) -> PreferenceStore:
+def make_store(directory: Path, pairs: bool, prompts: Sequence[int] = range(7)) -> SampleStore[Item]:
     """Prompts of as many tokens and one more; responses say which item and side they belong to."""
 
     def items(row: Row) -> list[Item]:
@@ -33,12 +35,12 @@ def make_store(directory: Path, pairs: bool, prompts: Sequence[int] = range(7)) 
         return [Item(samples, np.array([] if pairs else [number % 2], np.float32))]
 
     rows = [Row({"number": number}, str(number)) for number in range(len(prompts))]
-    return build_preferences(rows, items, directory / "store", "key")
+    return build_store(rows, Encoding(ITEMS, items), directory / "store", "key")
 
 
-def feed(store: PreferenceStore, rank: int = 0, ranks: int = 1, **options: object) -> PreferenceLoader:
+def feed(store: SampleStore[Item], rank: int = 0, ranks: int = 1, **options: object) -> BatchLoader:
     sampler = Sampler(len(store), 5, 0, shuffle=True, limit=None)
-    return PreferenceLoader(store, sampler, 24, rank, ranks, **options)  # type: ignore[arg-type]
+    return BatchLoader(store, sampler, 24, rank, ranks, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -124,7 +126,7 @@ def test_a_mismatched_sample_is_as_long_as_allowed(tmp_path: Path) -> None:
 
 def test_one_pass_sees_every_item_once(tmp_path: Path) -> None:
     store = make_store(tmp_path, pairs=True)
-    once = PreferenceLoader(store, Sampler(7, 5, 0, shuffle=False, limit=7), 24, 0, 1)
+    once = BatchLoader(store, Sampler(7, 5, 0, shuffle=False, limit=7), 24, 0, 1)
     for _ in range(2):
         seen = [n for step in once.one_pass() for batch in step.batches for n in batch.numbers]
         assert sorted(seen) == list(range(7))

@@ -1,0 +1,107 @@
+"""Samples that are learned from together, with their labels.
+
+T: tokens of one sample, V: labels of an item.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.data.sample import Sample
+from isotrain.data.store import Codec, Columns, Ragged, SampleStore
+
+TOKENS, MASK, LENGTHS, PROMPTS, PROMPT_IDS, VALUES = (
+    f"{name}.bin" for name in ("tokens", "mask", "lengths", "prompts", "prompt-ids", "values")
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A sample alone, the two samples of a pair, a labelled response, or a solution in steps.
+
+    Pairs: chosen, then rejected; the label is the margin, or nothing. Responses: 1 for desirable, 0 for
+    not. Solutions: the mask is true at the last token of each step, and there are as many labels.
+    """
+
+    samples: tuple[Sample, ...]
+    values_V: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def __len__(self) -> int:
+        return sum(len(sample) for sample in self.samples)
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Tokens of each sample before the first that is marked."""
+        return tuple(int(np.argmax(sample.mask_T)) for sample in self.samples)
+
+
+class Size(NamedTuple):
+    """Of a sample: its tokens, how many of them are the prompt, and a hash of these."""
+
+    tokens: int
+    prompt: int = 0
+    prompt_id: int = 0
+
+
+def sizes(store: SampleStore[Item], number: int) -> list[Size]:
+    """Of each sample of an item; no token is read."""
+    if LENGTHS not in store.columns:
+        return [Size(int(store.lengths[number]))]
+    columns = (store.entry(name, number).tolist() for name in (LENGTHS, PROMPTS, PROMPT_IDS))
+    return [Size(*size) for size in zip(*columns, strict=True)]
+
+
+def labels(store: SampleStore[Item], number: int) -> int:
+    """How many an item has; none is read."""
+    return int(np.diff(store.offsets[VALUES][number : number + 2])[0]) if VALUES in store.offsets else 0
+
+
+def _prompt_id(prompt_P: npt.NDArray[np.int32]) -> int:
+    return int.from_bytes(hashlib.sha256(prompt_P.tobytes()).digest()[:8], "little", signed=True)
+
+
+def _write_sample(item: Item) -> Columns:
+    return {
+        TOKENS: np.concatenate([sample.tokens_T for sample in item.samples]),
+        MASK: np.concatenate([sample.mask_T for sample in item.samples]),
+    }
+
+
+def _write_item(item: Item) -> Columns:
+    ends = list(zip(item.samples, item.prompts, strict=True))
+    return {
+        **_write_sample(item),
+        LENGTHS: np.array([len(sample) for sample in item.samples]),
+        PROMPTS: np.array(item.prompts),
+        PROMPT_IDS: np.array([_prompt_id(sample.tokens_T[:end]) for sample, end in ends]),
+        VALUES: item.values_V,
+    }
+
+
+def _read(columns: Columns) -> Item:
+    bounds = np.cumsum(columns[LENGTHS])[:-1] if LENGTHS in columns else []
+    mask_T = columns[MASK].astype(np.bool_)
+    samples = zip(np.split(columns[TOKENS], bounds), np.split(mask_T, bounds), strict=True)
+    return Item(tuple(Sample(*sample) for sample in samples), columns.get(VALUES, np.zeros(0, np.float32)))
+
+
+# Raise a codec's version when the same rows and settings give other items than before, or another layout.
+_TOKEN_FILES = Ragged("tokens", {TOKENS: "<i4", MASK: "|u1"}, "offsets.bin")
+SAMPLES = Codec(1, (_TOKEN_FILES,), _write_sample, _read, {"loss_tokens": MASK})
+"""Of items that are one sample without labels."""
+ITEMS = Codec(
+    3,
+    (
+        _TOKEN_FILES,
+        Ragged("samples", {LENGTHS: "<i8", PROMPTS: "<i8", PROMPT_IDS: "<i8"}, "sample-offsets.bin"),
+        Ragged("values", {VALUES: "<f4"}, "value-offsets.bin"),
+    ),
+    _write_item,
+    _read,
+    {"loss_tokens": MASK},
+)

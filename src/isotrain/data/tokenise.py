@@ -1,0 +1,305 @@
+"""Rows of a source to a store that is built once, in several processes where that is worth it."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from isotrain.data.rows import Row, count_rows, read_rows, source_digest
+from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
+from isotrain.data.tokenise_pool import Pool
+from isotrain.errors import DataError
+
+CHUNK_ROWS = 1024
+# Starting a process takes about as long.
+SECONDS_ALONE = 5.0
+# One process reads the rows and puts the results together: more than this many wait for it.
+MOST_PROCESSES = 16
+SECONDS_BETWEEN_LINES = 10.0
+
+T = TypeVar("T")
+Tell = Callable[[str], None]
+
+
+class RowEncoder(Protocol[T]):
+    """Rows to values of one kind; its first row may decide how it reads the others."""
+
+    tokenizer: PreTrainedTokenizerBase
+    codec: Codec[T]
+
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+    def values(self, row: Row) -> Sequence[T]: ...
+
+
+def cached_store(
+    source: str | Sequence[str], encoder: RowEncoder[T], root: Path, tell: Tell | None = None
+) -> SampleStore[T]:
+    """The store of a source under `root`, built if it is not there."""
+    key = store_key(source_digest(source), encoder.tokenizer, encoder.settings)
+    directory = root / key
+    if not directory.is_dir():
+        progress = Progress(source, tell) if tell else None
+        with _kept(root), _one_builder(directory, progress):
+            if not directory.is_dir():
+                build_store(read_rows(source), encoder, directory, key, progress)
+    return SampleStore(directory, encoder.codec)
+
+
+def build_store(
+    rows: Iterable[Row],
+    encoder: RowEncoder[T],
+    directory: Path,
+    key: str,
+    progress: Progress | None = None,
+    processes: int | None = None,
+) -> SampleStore[T]:
+    """Encode all rows into a directory that appears whole or not at all.
+
+    Finished chunks of rows are kept beside it until then: the next attempt goes on with them. Two builders
+    at once do the same work; the first to finish wins and the other takes its result.
+    """
+    partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
+    chunks = directory.with_name(f".{directory.name}.chunks")
+    processes = processes or min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    with _kept(directory.parent):
+        try:
+            partial.mkdir(parents=True)
+            chunks.mkdir(exist_ok=True)
+            # A copy: what the first row decides holds for this source alone.
+            with closing(_encoded(rows, copy.copy(encoder), chunks, processes)) as found:
+                _write(found, partial, encoder.codec, key, progress)
+            partial.rename(directory)
+        except DataError:
+            shutil.rmtree(chunks, ignore_errors=True)  # other rows or settings have another key
+            raise
+        except OSError:
+            if not (directory / META).is_file():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(chunks, ignore_errors=True)
+    return SampleStore(directory, encoder.codec)
+
+
+@dataclass
+class Progress:
+    """Tells now and then how far the rows of a source are."""
+
+    source: str | Sequence[str]
+    tell: Tell
+
+    def __post_init__(self) -> None:
+        self._started = self._told = time.monotonic()
+        self._total = 0
+
+    def update(self, rows: int) -> None:
+        now = time.monotonic()
+        if now - self._told < SECONDS_BETWEEN_LINES:
+            return
+        self._told = now
+        self._total = self._total or count_rows(self.source)
+        speed = rows / (now - self._started)
+        share = f", {min(1.0, rows / self._total):.0%}" if self._total else ""
+        self.tell(f"tokenising {self.source}: {rows:,} rows{share}, {speed:,.0f} rows/s")
+
+
+@contextmanager
+def _kept(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{root}: the tokens cannot be kept there ({error.strerror or error}); "
+            "make room, or set ISOTRAIN_CACHE to another directory"
+        ) from error
+
+
+@contextmanager
+def _one_builder(directory: Path, progress: Progress | None) -> Iterator[None]:
+    """Others wait, without a limit; the system frees the lock however the builder ends, and the next goes on.
+
+    Where a file system has no locks, each machine builds, and the first to finish wins.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    path = directory.with_name(f".{directory.name}.lock")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                progress.tell(f"tokenising {progress.source}: another process does, waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+        path.unlink(missing_ok=True)
+
+
+def _encoded(
+    rows: Iterable[Row], encoder: RowEncoder[Any], chunks: Path, processes: int
+) -> Generator[dict[str, npt.NDArray[Any]], None, None]:
+    """Encoded chunks in the order of the rows, and so the first error of all rows."""
+    started = time.monotonic()
+    pool: Pool | None = None
+    pending: deque[Callable[[], bytes]] = deque()
+    failure: DataError | None = None
+    first = 0
+    with ExitStack() as stack:
+        for chunk in _chunks(rows):
+            if isinstance(chunk, DataError):
+                failure = chunk
+                break
+            path = chunks / f"{first}-{len(chunk)}"
+            if first == 0:
+                encoder.values(chunk[0])
+            first += len(chunk)
+            if (kept := read_chunk(path)) is not None:
+                pending.append(lambda kept=kept: kept)  # type: ignore[misc]
+            elif processes == 1 or (pool is None and time.monotonic() - started < SECONDS_ALONE):
+                while pending:
+                    yield _arrays(pending.popleft()())
+                encode_chunk(encoder, chunk, path)
+                pending.append(lambda path=path: _reread(path))  # type: ignore[misc]
+            else:
+                pool = pool or stack.enter_context(Pool(encoder, processes))
+                done = pool.submit(chunk, path)
+                pending.append(lambda done=done, path=path: done.result() or _reread(path))  # type: ignore[misc]
+            while len(pending) > 2 * processes:
+                yield _arrays(pending.popleft()())
+        while pending:
+            yield _arrays(pending.popleft()())
+    if failure:
+        raise failure
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row] | DataError]:
+    """Rows in chunks; a row that cannot be read is the last thing, after all rows before it."""
+    chunk: list[Row] = []
+    try:
+        for row in rows:
+            chunk.append(row)
+            if len(chunk) == CHUNK_ROWS:
+                yield chunk
+                chunk = []
+    except DataError as error:
+        if chunk:
+            yield chunk
+        yield error
+        return
+    if chunk:
+        yield chunk
+
+
+def encode_chunk(encoder: RowEncoder[Any], rows: Sequence[Row], path: Path) -> None:
+    """Write what rows are encoded to, with its SHA-256 before it."""
+    codec = encoder.codec
+    found = [encoder.values(row) for row in rows]
+    entries = [codec.write(value) for values in found for value in values]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "rows": np.array([len(rows), sum(not values for values in found)], np.int64)
+    }
+    for part in codec.layout:
+        for name, kind in part.types.items():
+            whole = [np.zeros(0, kind), *(entry[name] for entry in entries)]
+            arrays[name] = np.concatenate([values.astype(kind) for values in whole])
+            lengths = np.array([len(entry[name]) for entry in entries], OFFSETS)
+            assert np.array_equal(arrays.setdefault(part.offsets, lengths), lengths), "equally many elements"
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    data = file.getvalue()
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    partial.write_bytes(hashlib.sha256(data).digest() + data)
+    partial.rename(path)
+
+
+def read_chunk(path: Path) -> bytes | None:
+    """What is in a chunk, or None where there is none, or another than was written."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            return content[32:]
+    return None
+
+
+def _reread(path: Path) -> bytes:
+    if (data := read_chunk(path)) is None:
+        raise OSError(f"{path.name} is not what was written")
+    return data
+
+
+def _arrays(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as found:
+        return dict(found)
+
+
+def _write(
+    chunks: Iterable[dict[str, npt.NDArray[Any]]],
+    directory: Path,
+    codec: Codec[Any],
+    key: str,
+    progress: Progress | None,
+) -> None:
+    types = codec.types()
+    sums = {name: hashlib.sha256() for name in types}
+    offsets = {part.offsets: array("q", [0]) for part in codec.layout}
+    totals = Counter(dict.fromkeys(codec.sums, 0))
+    rows = dropped = 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((directory / name).open("wb")) for name in types}
+
+        def put(name: str, values: npt.NDArray[Any]) -> None:
+            data = values.tobytes()
+            files[name].write(data)
+            sums[name].update(data)
+
+        for chunk in chunks:
+            for name in types:
+                if name in offsets:
+                    ends = offsets[name][-1] + np.cumsum(chunk[name])
+                    offsets[name].frombytes(ends.astype(np.int64).tobytes())
+                else:
+                    put(name, chunk[name])
+            totals.update({name: int(chunk[column].sum()) for name, column in codec.sums.items()})
+            rows, dropped = rows + int(chunk["rows"][0]), dropped + int(chunk["rows"][1])
+            if progress is not None:
+                console.update(rows)
+        if rows == dropped:
+            raise DataError(f"no samples: {rows} rows were read and {dropped} left out; see data.too_long")
+        for name, bounds in offsets.items():
+            put(name, np.frombuffer(bounds, np.int64).astype(OFFSETS))
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    meta = {
+        "version": codec.version,
+        "key": key,
+        "rows": rows,
+        "dropped": dropped,
+        **{part.count: offsets[part.offsets][-1] for part in codec.layout},
+        **totals,
+        "digest": hashlib.sha256(b"".join(sums[name].digest() for name in types)).hexdigest(),
+    }
+    with (directory / META).open("w", encoding="utf-8") as text:
+        text.write(json.dumps(meta, indent=2) + "\n")
+        text.flush()
+        os.fsync(text.fileno())
