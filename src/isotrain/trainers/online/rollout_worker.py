@@ -1,4 +1,5 @@
-"""An engine that generates responses for the controller, and keeps the trajectories where the ranks find them."""
+"""An engine that generates responses for the controller, and keeps the trajectories where the ranks find
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Learning from preference items, whatever they are: the same for every algorithm but for the work of a step."""
+"""Learning from preference items, whatever they are: the same for every algorithm but for the work of a
+step."""
 
 from __future__ import annotations
 
