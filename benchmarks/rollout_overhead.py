@@ -236,7 +236,7 @@ def run_side(options: argparse.Namespace) -> None:
                 )
 
 
-def tell(responses: Measured) -> None:
+def tell(results: Measured) -> None:
     rows = {side: [turn["rows"][0] for turn in told] for side, told in results.items()}
 
     def column(side: str, name: str) -> Sequence[float]:

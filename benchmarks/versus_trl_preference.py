@@ -146,7 +146,7 @@ def run_side(algorithm: str, side: str, turns: int, steps: int) -> None:
             )
 
 
-def tell(algorithm: str, turns: int, steps: int, responses: Measured) -> None:
+def tell(algorithm: str, turns: int, steps: int, results: Measured) -> None:
     seconds = {side: [turn["seconds"] / steps for turn in told] for side, told in results.items()}
     losses = {side: [row["loss"] for turn in told for row in turn["rows"]] for side, told in results.items()}
     ratios = {

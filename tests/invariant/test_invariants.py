@@ -116,7 +116,9 @@ def test_gradient_checkpointing(
     assert_same(losses(tiny, store, device_type, gradient_checkpointing=False), reference)
 
 
-def test_logits_chunks(tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str) -> None:
+def test_logits_chunks(
+    tiny: Path, store: SampleStore[Item], reference: list[float], device_type: str
+) -> None:
     assert_same(losses(tiny, store, device_type, logits_chunk=7), reference)
 
 

@@ -282,7 +282,7 @@ def _write(
             totals.update({name: int(chunk[column].sum()) for name, column in codec.sums.items()})
             rows, dropped = rows + int(chunk["rows"][0]), dropped + int(chunk["rows"][1])
             if progress is not None:
-                console.update(rows)
+                progress.update(rows)
         if rows == dropped:
             raise DataError(f"no samples: {rows} rows were read and {dropped} left out; see data.too_long")
         for name, bounds in offsets.items():
