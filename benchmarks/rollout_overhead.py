@@ -259,7 +259,7 @@ def tell(results: Measured) -> None:
         over_defaults={
             side: over(seconds_a_token(side), seconds_a_token("defaults"))
             for side in ("layer", "vllm")
-            if "defaults" in responses
+            if "defaults" in results
         },
         responses_equal=equal,
         seconds={side: bench.spread(column(side, "seconds")) for side in SIDES},
