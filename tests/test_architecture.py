@@ -13,7 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 
-# Lowest first. A package may import itself and packages of lower layers; `cli` may import everything.
+# Lowest first. A package may import itself and packages of lower layers; `cli` may import everything, `api`
+# everything but `cli`.
 LAYERS = (
     {"device", "recipe", "observe", "compat"},
     {"models", "data", "algorithms"},
@@ -23,7 +24,7 @@ LAYERS = (
 # They stand beside the layers and read run directories and machines.
 BESIDE = {"parity", "doctor"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
-OPEN_TO_ALL = {"errors", "hidden_modules"}
+OPEN_TO_ALL = {"errors", "hidden_modules", "lifetime", "plugins"}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
@@ -68,6 +69,10 @@ def room(path: Path, root: Path) -> str:
 
 def may_import(package: str) -> set[str] | None:
     """The packages that one package may import; None for a package that the design does not know."""
+    if package == "api":
+        return BESIDE.union(*LAYERS)
+    if package == "__init__":
+        return {"api"}
     if package in BESIDE:
         return BESIDE_MAY_IMPORT
     lower: set[str] = set()
@@ -82,7 +87,7 @@ def check_arrows(path: Path, root: Path) -> Iterator[str]:
     package = room(path, root)
     if package in ("cli", "__main__"):
         return
-    allowed = set() if package in {"__init__", *OPEN_TO_ALL} else may_import(package)
+    allowed = set() if package in OPEN_TO_ALL else may_import(package)
     if allowed is None:
         yield f"{path.relative_to(root)}: the design has no package {package!r}"
         return
@@ -197,6 +202,9 @@ def violations(checker: Checker, root: Path, name: str, source: str) -> list[str
         ("parity/a.py", "import isotrain.device"),
         ("doctor/a.py", "import isotrain.parity"),
         ("errors.py", "import isotrain.recipe"),
+        ("__init__.py", "from isotrain.trainers import launch"),
+        ("api/a.py", "import isotrain.cli.main"),
+        ("trainers/a.py", "from isotrain import api"),
         ("helpers/a.py", ""),
         ("utils.py", ""),
     ],
@@ -208,7 +216,9 @@ def test_arrows_that_point_the_wrong_way(tmp_path: Path, name: str, source: str)
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("cli/a.py", "import isotrain.trainers, isotrain.parity"),
+        ("cli/a.py", "import isotrain.trainers, isotrain.parity, isotrain.api"),
+        ("api/a.py", "import isotrain.trainers.launch, isotrain.parity, isotrain.doctor"),
+        ("__init__.py", "def f():\n    from isotrain import api"),
         ("trainers/a.py", "import isotrain.engine, isotrain.recipe.load, isotrain.data"),
         (
             "models/a.py",

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isotrain.doctor.examine import Report, examine, visible_devices
+from isotrain import api
+from isotrain.doctor.examine import Report, visible_devices
 from isotrain.doctor.findings import Finding
 from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.recorded import RecordedMachine, Recording
 from isotrain.doctor.self_test import self_test
 from isotrain.doctor.summary import describe
 from isotrain.doctor.system import System, ThisMachine
-from isotrain.recipe import library
-from isotrain.recipe.load import parse_recipe, read_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,13 +71,7 @@ def doctor(
         typer.echo("error: --saved is about another machine: no --save or --self-test with it", err=True)
         raise typer.Exit(2)
     system: System = RecordedMachine(saved) if saved else ThisMachine()
-    checked = None
-    if recipe is not None:
-        path = library.locate(recipe)
-        checked = parse_recipe(read_source(path), str(path))
-        if target is None and checked.device.type in TARGETS:
-            target = checked.device.type
-    report = examine(Recording(system, save) if save else system, target, checked)
+    report = api.doctor(target, recipe, system=Recording(system, save) if save else system)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from isotrain.api import Run
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
@@ -24,6 +26,4 @@ def export(
 
         isotrain export runs/tiny-sft --out models/tiny-sft
     """
-    from isotrain.engine.export import export_run
-
-    typer.echo(f"wrote {export_run(run, out, step, adapter)}")
+    typer.echo(f"wrote {Run(run).export(out, step, adapter_only=adapter)}")

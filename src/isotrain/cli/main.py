@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import isotrain
+from isotrain.api.child import missing_package
 from isotrain.cli.arguments import RecipeName
 from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
@@ -21,15 +22,6 @@ from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
 from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import IsotrainError
-
-# Packages that `pip install isotrain` leaves out, and the extra that brings them.
-_EXTRAS = {
-    "datasets": "hub",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "swanlab": "swanlab",
-    "ray": "online",
-}
 
 
 class CleanErrors(TyperGroup):
@@ -45,11 +37,9 @@ class CleanErrors(TyperGroup):
             # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
             raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
         except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package in ("", "isotrain"):
+            if (words := missing_package(error)) is None:
                 raise
-            extra = _EXTRAS.get(package, "train")
-            _say(f"error: this needs the package {package!r}: pip install 'isotrain[{extra}]'")
+            _say(f"error: {words}")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             _say("interrupted")
@@ -92,9 +82,8 @@ def preview(
 ) -> None:
     """Show the first training samples token by token, with the tokens that the loss is taken on."""
     from isotrain.cli.preview import preview as show
-    from isotrain.recipe.library import locate
 
-    show(str(locate(recipe)), overrides or [], rows)
+    show(recipe, overrides or [], rows)
 
 
 app.command()(export)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isotrain import api
+from isotrain.errors import DataError
+
 # numpy comes in only where runs are compared: every command reads this file.
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,14 +75,10 @@ def compare(
 
         isotrain parity compare here.log there.log --metric critic/rewards/mean --allow steps
     """
-    from isotrain.errors import DataError
-    from isotrain.parity.protocol import Companions, verdict_on
-
     if reference is not None and reference not in (first, second):
         raise DataError(f"--reference {reference}: is neither {first} nor {second}")
     one, other = (second, first) if reference == second else (first, second)
-    companions = Companions(envelope or [])
-    verdict = verdict_on(one, other, companions, metrics=metric or [], allow=allow or [])
+    verdict = api.compare(one, other, metrics=metric or [], allow=allow or [], envelope=envelope or [])
     tell(verdict, report, as_json)
     raise typer.Exit(verdict.exit_code)
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isotrain import api
+
 if TYPE_CHECKING:
     from isotrain.parity.certificate import Certificate, Subject
     from isotrain.parity.certify import Certified
@@ -62,12 +64,11 @@ def certify(
     from isotrain.parity.certify import certify as run_protocol
     from isotrain.parity.children import Children
     from isotrain.recipe import library
-    from isotrain.recipe.load import parse_recipe, read_source
 
     reference, candidate = _sides(devices)
     _check_counts(members, seeds)
     path = library.locate(recipe)
-    checked = parse_recipe(read_source(path), str(path), overrides or [])
+    checked = api.load_recipe(path, *(overrides or []))
     online = checked.rollout is not None
     if free and not online:
         raise RecipeError("--free: only online recipes sample responses")

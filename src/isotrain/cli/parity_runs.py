@@ -7,14 +7,12 @@ from typing import Annotated
 
 import typer
 
+from isotrain import api
 from isotrain.cli.arguments import RecipeName
 from isotrain.cli.parity import compare
-from isotrain.cli.train import start
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe import library
-from isotrain.recipe.document import to_yaml
-from isotrain.recipe.load import load_resolved, parse_recipe, path_override, read_source, resolved
+from isotrain.recipe.load import load_resolved, path_override
 from isotrain.recipe.online import OnlineSection
 
 
@@ -35,15 +33,13 @@ def record(
     """
     from isotrain.parity.certify import TRACED
 
-    path = library.locate(recipe)
-    source, changed = read_source(path), [*TRACED, *(overrides or [])]
-    if isinstance(parse_recipe(source, str(path), changed).algorithm, OnlineSection):
+    changed = [*TRACED, *(overrides or [])]
+    if isinstance(api.load_recipe(recipe, *changed).algorithm, OnlineSection):
         changed.append("rollout.record=true")
-    checked = parse_recipe(source, str(path), changed)
-    start(checked, source)
+    run = api.train(recipe, *changed, in_process=True)
     typer.echo(
-        f"recorded: {checked.output}\nnext, on the other device: "
-        f"isotrain parity replay {checked.output} --out DIR device.type=TYPE"
+        f"recorded: {run.path}\nnext, on the other device: "
+        f"isotrain parity replay {run.path} --out DIR device.type=TYPE"
     )
 
 
@@ -57,9 +53,8 @@ def replay(
 ) -> None:
     """Train a recorded run once more, on this device and from the same data, and compare the two.
 
-    Of an online run the responses and their scores are those that were recorded: no engine samples, so
-    rounding cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses,
-    updates.
+    Of an online run the responses and their scores are those that were recorded: no engine samples, so rounding
+    cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses, updates.
 
     Prints and exits as `isotrain parity compare RUN DIR` does; the first layer that differs is named.
 
@@ -75,7 +70,6 @@ def replay(
     first, last = [], [path_override("output", out)]
     if isinstance(load_resolved(recorded).algorithm, OnlineSection):
         first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]
-    recipe = load_resolved(recorded, [*first, *(overrides or []), *last])
-    start(recipe, to_yaml(resolved(recipe)))
+    api.train(load_resolved(recorded), *first, *(overrides or []), *last, in_process=True)
     typer.echo()
     compare(run, out)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from isotrain.api import load_recipe
 from isotrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,13 +29,12 @@ SIDES = {"pairs": ("chosen", "rejected"), "responses": ("response",), "steps": (
 _SIGNS = f"{_BETWEEN} token boundary  · space  ⏎ newline  ⇥ tab"
 
 
-def preview(recipe_path: str, overrides: list[str], rows: int) -> None:
+def preview(name: str, overrides: list[str], rows: int) -> None:
     """Print the first `rows` training samples of a recipe, or the first prompts of an online one."""
-    from isotrain.recipe.load import load_recipe
     from isotrain.recipe.online import OnlineSection
     from isotrain.recipe.preference import PreferenceSection
 
-    recipe = load_recipe(Path(recipe_path), overrides)
+    recipe = load_recipe(name, *overrides)
     if isinstance(recipe.algorithm, OnlineSection):
         _preview_prompts(recipe, rows)
     elif isinstance(recipe.algorithm, PreferenceSection):
@@ -73,8 +72,7 @@ def _preview_samples(recipe: Recipe, rows: int) -> None:
 
 
 def _preview_preferences(recipe: Recipe, algorithm: PreferenceSection, rows: int) -> None:
-    """Both sides of each pair, answers with their label, or steps with theirs; loss-bearing tokens are
-    marked."""
+    """Both sides of each pair, answers with their label, or steps with theirs; loss-bearing tokens are marked."""
     from isotrain.data.rows import read_rows
     from isotrain.models.load import load_tokenizer, model_directory
     from isotrain.trainers.setup import preference_encoder

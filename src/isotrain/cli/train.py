@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
+from isotrain import api
 from isotrain.cli.arguments import RecipeName
-from isotrain.doctor.preflight import preflight
-from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe import library
 from isotrain.recipe.document import to_yaml
-from isotrain.recipe.load import parse_recipe, read_source, resolved
+from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection, OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.precheck import look_online
@@ -42,30 +40,14 @@ def train(
 
         isotrain train my.yaml --dry-run
     """
-    path = library.locate(recipe)
-    source = read_source(path)
-    checked = parse_recipe(source, str(path), overrides or [])
     if dry_run:
+        checked = api.load_recipe(recipe, *(overrides or []))
         warnings = look_online(checked) if isinstance(checked.algorithm, OnlineSection) else []
         show(checked)
         for warning in warnings:
             typer.echo(f"warning: {warning}", err=True)
         return
-    start(checked, source)
-
-
-def start(recipe: Recipe, source: str) -> None:
-    """Train a checked recipe; `source` is its text as the user wrote it."""
-    for warning in preflight(recipe):
-        typer.echo(f"warning: {warning}", err=True)
-    from isotrain.trainers.interrupted import how_to_go_on
-    from isotrain.trainers.launch import launch
-
-    try:
-        launch(recipe, source)
-    except KeyboardInterrupt:
-        typer.echo(how_to_go_on(RunDirectory(recipe.output).checkpoints), err=True)
-        raise
+    api.train(recipe, *(overrides or []), in_process=True)
 
 
 def show(recipe: Recipe) -> None:

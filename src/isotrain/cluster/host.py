@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from typing import Any
 import ray
 
 from isotrain.errors import ClusterError, IsotrainError
+from isotrain.lifetime import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,10 @@ class Crash(Exception):
     """The traceback of an error that is not one of ours; the error itself may not survive pickling."""
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 class Host:
     def start(self, directory: str, worker: type, *args: Any, **kwargs: Any) -> Whereabouts:
         # Ray asks a worker whose node has ended to end itself, which one deep in a computation hears late.
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         # Paths in a recipe are relative to where the user is, on every machine.
         try:
             os.chdir(directory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from isotrain.parity.compare import Comparison
@@ -23,7 +23,10 @@ class Verdict:
     """A paragraph for people, before any figure."""
     levels: tuple[Level, ...]
     """All of `LEVELS`, in their order."""
-    comparison: Comparison
+    comparison: Comparison = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.words
 
     @property
     def exit_code(self) -> int:

@@ -57,7 +57,7 @@ def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recip
     return _checked(document)
 
 
-def path_override(field: str, path: Path) -> str:
+def path_override(field: str, path: Path | str) -> str:
     """`field=path` as an override that no parser takes for anything but text."""
     return f"{field}={json.dumps(str(path), ensure_ascii=False)}"
 
@@ -85,7 +85,12 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: not a resolved recipe: {error}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: not a resolved recipe: expected a JSON object")
-    document = Document(str(path), values)
+    return check_values(values, str(path), overrides)
+
+
+def check_values(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of plain values, which are changed; `source` is what problems call it."""
+    document = Document(source, values)
     for number, override in enumerate(overrides):
         _apply(document, override, number)
     return _checked(document)

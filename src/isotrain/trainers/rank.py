@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
 
 from isotrain.errors import IsotrainError
+from isotrain.lifetime import die_with_parent
 from isotrain.recipe.load import load_resolved
 from isotrain.trainers.run import train_supervised
 
@@ -19,11 +18,10 @@ ERROR_FILE = "error-{rank}.txt"
 CRASH_FILE = "crash-{rank}.txt"
 LAUNCHER_VARIABLE = "ISOTRAIN_LAUNCHER"
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(job: Path) -> int:
-    _die_with_parent()
+    # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
+    die_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
     rank = os.environ["RANK"]
     try:
         train_supervised(load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text())
@@ -34,14 +32,6 @@ def main(job: Path) -> int:
         (job / CRASH_FILE.format(rank=rank)).write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         return 1
     return 0
-
-
-def _die_with_parent() -> None:
-    # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
-        os._exit(1)  # it was killed while this process was still starting
 
 
 if __name__ == "__main__":

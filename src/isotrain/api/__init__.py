@@ -1,0 +1,134 @@
+"""The Python interface: what the command line calls, as functions. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from isotrain.api.run import Run
+from isotrain.errors import RecipeError
+from isotrain.recipe import library
+from isotrain.recipe.document import to_yaml
+from isotrain.recipe.load import check_values, parse_recipe, path_override, read_source, resolved
+from isotrain.recipe.schema import Recipe
+
+# numpy and the doctor's tables come in only where they are needed: every command reads this file.
+if TYPE_CHECKING:
+    from isotrain.doctor.examine import Report
+    from isotrain.doctor.system import System
+    from isotrain.parity.verdict import Verdict
+
+__all__ = ["Recipe", "Report", "Run", "Verdict", "compare", "doctor", "load_recipe", "read_recipe", "train"]
+
+RecipeLike = Recipe | str | os.PathLike[str] | Mapping[str, Any]
+"""A recipe, the name of one that comes with isotrain, a file, or the same as a dict."""
+RunLike = Run | str | os.PathLike[str]
+
+
+def load_recipe(recipe: RecipeLike, *overrides: str) -> Recipe:
+    """The checked recipe, with overrides such as `"optimizer.lr=1e-4"`."""
+    return read_recipe(recipe, overrides)[0]
+
+
+def read_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, str]:
+    """The same, with its text as it was written; of a dict, as YAML."""
+    if isinstance(recipe, (str, os.PathLike)):
+        path = library.locate(os.fspath(recipe))
+        source = read_source(path)
+        return parse_recipe(source, str(path), overrides), source
+    values = resolved(recipe) if isinstance(recipe, Recipe) else _plain(recipe)
+    return check_values(values, "the recipe", overrides), to_yaml(values)
+
+
+def train(
+    recipe: RecipeLike, *overrides: str, reward: Callable[..., Any] | None = None, in_process: bool = False
+) -> Run:
+    """Train as a recipe says; an interrupted run goes on where it was when it is trained again.
+
+    `reward` is a function for `reward.function` in place of a file. Training is done in a child process, so
+    that this one keeps its environment, threads, random numbers and memory; `in_process` is for programs that
+    do nothing else, such as the command line.
+    """
+    from isotrain.api.child import train_here, train_in_child
+
+    if reward is not None:
+        from isotrain.api.functions import function_path
+
+        # Only to know the run directory: a recipe may do without a reward of its own.
+        output = load_recipe(recipe, *overrides, "reward.function.path=any.py:any").output
+        chosen = path_override("reward.function.path", function_path(reward, Path(output)))
+        overrides = (*overrides, chosen)
+    checked, source = read_recipe(recipe, overrides)
+    (train_here if in_process else train_in_child)(checked, source)
+    return Run(checked.output)
+
+
+def compare(
+    a: RunLike,
+    b: RunLike,
+    *,
+    metrics: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    envelope: Sequence[RunLike] = (),
+) -> Verdict:
+    """Whether `b` is the same training as the reference `a`; the arguments are those of `parity compare`."""
+    from isotrain.parity.protocol import Companions, verdict_on
+
+    members = Companions([_path(run) for run in envelope])
+    return verdict_on(_path(a), _path(b), members, metrics=metrics, allow=allow)
+
+
+def doctor(
+    device: str | None = None, recipe: RecipeLike | None = None, *, system: System | None = None
+) -> Report:
+    """What on this machine does not fit together, for a device or for what a recipe needs.
+
+    `system` is another machine, such as one that `isotrain doctor --save` kept.
+    """
+    from isotrain.doctor.examine import examine
+    from isotrain.doctor.matrix import TARGETS, Target
+    from isotrain.doctor.system import ThisMachine
+
+    if device is not None and device not in TARGETS:
+        raise RecipeError(f"device {device!r}: give one of {', '.join(TARGETS)}")
+    checked = None if recipe is None else load_recipe(recipe)
+    if device is None and checked is not None and checked.device.type in TARGETS:
+        device = checked.device.type
+    return examine(system or ThisMachine(), cast("Target | None", device), checked)
+
+
+def _path(run: RunLike) -> Path:
+    return run.path if isinstance(run, Run) else Path(run)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict as a file would have it: paths are text, tuples are lists."""
+
+    def text(value: object) -> str:
+        if isinstance(value, os.PathLike):
+            return str(os.fspath(value))
+        hint = "; give a reward function as train(recipe, reward=function)" if callable(value) else ""
+        raise RecipeError(f"the recipe holds {value!r}, which no file could{hint}")
+
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=text, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError(f"the recipe cannot be written as a file: {error}") from None
+    return plain
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Verdict":
+        from isotrain.parity.verdict import Verdict
+
+        return Verdict
+    if name == "Report":
+        from isotrain.doctor.examine import Report
+
+        return Report
+    raise AttributeError(f"module 'isotrain.api' has no attribute {name!r}")

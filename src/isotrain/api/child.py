@@ -1,0 +1,146 @@
+"""A training in a process of its own, of which this one sees the output and the errors.
+
+In this process, training would change what cannot be changed back: variables that libraries read once,
+torch's switches and threads, random numbers, memory of devices. And where torch has been used before, the
+numbers would not be those of the command line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from isotrain import errors
+from isotrain.errors import IsotrainError, LaunchError
+from isotrain.lifetime import die_with_parent
+from isotrain.recipe.load import load_resolved, write_resolved
+from isotrain.recipe.schema import Recipe
+
+_RECIPE, _SOURCE, _ERROR = "recipe.json", "recipe.yaml", "error.json"
+_LAUNCHER = "ISOTRAIN_LAUNCHER"
+_INTERRUPTED = 130
+
+# Packages that `pip install isotrain` leaves out, and the extra that brings them.
+_EXTRAS = {
+    "datasets": "hub",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "swanlab": "swanlab",
+    "ray": "online",
+}
+
+
+def train_here(recipe: Recipe, source: str) -> None:
+    """Train in this process; `source` is the recipe's text as the user wrote it."""
+    from isotrain.doctor.preflight import preflight
+
+    for warning in preflight(recipe):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    from isotrain.observe.run_directory import RunDirectory
+    from isotrain.trainers.interrupted import how_to_go_on
+    from isotrain.trainers.launch import launch
+
+    try:
+        launch(recipe, source)
+    except KeyboardInterrupt:
+        print(how_to_go_on(RunDirectory(recipe.output).checkpoints), file=sys.stderr, flush=True)
+        raise
+
+
+def train_in_child(recipe: Recipe, source: str) -> None:
+    """Train in a child; what it prints is printed here, what it raises is raised here."""
+    with tempfile.TemporaryDirectory(prefix="isotrain-") as directory:
+        job = Path(directory)
+        write_resolved(recipe, job / _RECIPE)
+        (job / _SOURCE).write_text(source, encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "isotrain.api.child", directory],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, _LAUNCHER: str(os.getpid()), "PYTHONIOENCODING": "utf-8"},
+            start_new_session=True,  # an interruption is passed on below, once
+        )
+        try:
+            _relay(process)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            _relay(process)  # it may be finishing a checkpoint
+            raise
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode == -signal.SIGINT or process.returncode == _INTERRUPTED:
+            raise KeyboardInterrupt
+        if process.returncode:
+            raise _error(job / _ERROR, process.returncode)
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """What to install for an import that failed; None for one that no installation would mend."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "isotrain"):
+        return None
+    return f"this needs the package {package!r}: pip install 'isotrain[{_EXTRAS.get(package, 'train')}]'"
+
+
+def _relay(process: subprocess.Popen[bytes]) -> None:
+    """Print what a process prints until it ends; what it has started may hold the pipe open for longer."""
+    assert process.stdout is not None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while True:
+        ended = process.poll() is not None
+        if select.select([process.stdout], [], [], 0 if ended else 0.2)[0]:
+            if not (said := os.read(process.stdout.fileno(), 1 << 16)):
+                process.wait()
+                return
+            sys.stdout.write(decoder.decode(said))
+            sys.stdout.flush()
+        elif ended:
+            return
+
+
+def _error(path: Path, code: int) -> IsotrainError:
+    """The child's own error, or how it ended without one."""
+    if path.is_file():
+        told = json.loads(path.read_text(encoding="utf-8"))
+        kind = getattr(errors, told["kind"], LaunchError)
+        error: IsotrainError = kind(told["message"])
+        return error
+    if code < 0:
+        memory = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return LaunchError(f"training was killed by signal {-code}{memory}")
+    return LaunchError(f"training ended with exit code {code}; what it said is above")
+
+
+def _main(job: Path) -> int:
+    from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
+
+    die_with_parent(int(os.environ[_LAUNCHER]))
+    hide_a_plugin_that_cannot_load()
+    try:
+        recipe = load_resolved(job / _RECIPE)
+        train_here(recipe, (job / _SOURCE).read_text(encoding="utf-8"))
+    except IsotrainError as error:
+        told = {"kind": type(error).__name__, "message": str(error)}
+    except ModuleNotFoundError as error:
+        if (words := missing_package(error)) is None:
+            raise
+        told = {"kind": LaunchError.__name__, "message": words}
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    else:
+        return 0
+    (job / _ERROR).write_text(json.dumps(told), encoding="utf-8")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))
