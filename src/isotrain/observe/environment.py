@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from isotrain.plugins import plugin_packages
+
 # Families, so that a device's own builds and plug-ins (`torch-*`, `vllm-*`) are seen without being named.
 PACKAGES = (
     "accelerate",
@@ -93,12 +95,17 @@ def describe_environment(
 
 def _packages() -> dict[str, str]:
     versions: dict[str, str] = {}
+    patterns = (*PACKAGES, *map(package_name, plugin_packages()))
     for distribution in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", distribution.name or "").lower()
+        name = package_name(distribution.name or "")
         # The first on the path is the one that is imported.
-        if name not in versions and any(fnmatch.fnmatchcase(name, pattern) for pattern in PACKAGES):
+        if name not in versions and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             versions[name] = distribution.version
     return dict(sorted(versions.items()))
+
+
+def package_name(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def _variables(asked: Iterable[str]) -> dict[str, str]:

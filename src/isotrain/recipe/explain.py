@@ -20,6 +20,9 @@ EXAMPLES = {
     "data.train": "train: data/train.jsonl",
     "algorithm.name": "name: sft",
     "reward.function.path": "path: rewards.py:score",
+    "reward.plugin.name": "name: my-reward",
+    "algorithm.advantage.name": "name: my-advantage",
+    "algorithm.loss.plugin.name": "name: my-loss",
     "reward.model.path": "path: models/my-reward-model",
     "reward.process.path": "path: models/my-process-reward-model",
 }

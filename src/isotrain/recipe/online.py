@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,13 @@ from isotrain.recipe.section import Affects, DefaultFor, Section
 COLDEST = 0.01
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class PluginSection(Section):
+    name: str
+    """Name of the entry point that an installed package has for it."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments that it is called with."""
 
 
 class LossSection(Section):
@@ -30,6 +37,8 @@ class LossSection(Section):
     """How losses of tokens become one number; by default `token-mean`, for `gspo` `seq-mean-token-mean`."""
     entropy: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
+    plugin: PluginSection | None = None
+    """A policy loss of an installed package, in place of `name`."""
 
 
 class KlSection(Section):
@@ -118,6 +127,8 @@ class OnlineSection(Section):
     """Passes over the responses of a step."""
     convention: Literal["verl", "openrlhf", "trl"] = "verl"
     """Whose constants the advantages and their whitening have, and whose default `loss.dual_clip`."""
+    advantage: PluginSection | None = None
+    """An advantage estimator of an installed package, in place of the algorithm's own."""
     loss: LossSection = LossSection()
     """The policy loss."""
     kl: KlSection = KlSection()
@@ -303,6 +314,19 @@ class FunctionSection(Section):
     """Factor of this reward in the sum."""
 
 
+class RewardPluginSection(PluginSection):
+    concurrency: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
+    """Calls at the same time in one worker, as for `reward.function`."""
+    start_timeout: Annotated[float, Affects.EXECUTION] = Field(default=120.0, gt=0)
+    """Seconds within which the package must be imported."""
+    memory_gb: Annotated[float | None, Affects.COURSE] = Field(default=None, gt=0)
+    """Most GiB of address space of one process; by default there is no limit."""
+    environment: Annotated[list[str], Affects.EXECUTION] = Field(default=[])
+    """Names of environment variables that it needs, as for `reward.function`."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
 class RewardModelSection(Section):
     path: str
     """A Hugging Face directory of a sequence classifier with one label."""
@@ -321,8 +345,7 @@ class ProcessRewardSection(Section):
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the response; without a step it is
-    0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is 0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
@@ -334,6 +357,8 @@ class RewardSection(Section):
     """Final answers compared as mathematics, with math-verify."""
     function: FunctionSection | None = None
     """A function of yours."""
+    plugin: RewardPluginSection | None = None
+    """A reward of an installed package."""
     model: RewardModelSection | None = None
     """A reward model."""
     process: ProcessRewardSection | None = None
@@ -349,9 +374,10 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        if not (self.gsm8k or self.math or self.function or self.reward_models):
+        if not (self.gsm8k or self.math or self.function or self.plugin or self.reward_models):
             raise ValueError(
-                "no reward is named; add one of gsm8k, math, function, model, process, such as gsm8k: {}"
+                "no reward is named; add one of gsm8k, math, function, plugin, model, process, such as "
+                "gsm8k: {}"
             )
         return self
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal
 
-from isotrain.recipe.online import Gsm8kSection, RewardSection
+from isotrain.recipe.online import FunctionSection, Gsm8kSection, RewardPluginSection, RewardSection
 from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
-from isotrain.reward.function import function_setup, read_source
+from isotrain.reward.function import function_setup, plugin_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
 
-# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
-# machine's.
+# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the machine's.
 MATH_MEMORY = 2 << 30
 # Its parser keeps tables that grow with every new text.
 MATH_LIFETIME = 5000
@@ -119,18 +118,31 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
         parts["math"] = pool, math.weight
     if function := reward.function:
         assert source is not None
-        pool = Pool(
-            function_setup(function.path, source),
-            name="reward.function",
-            timeout=reward.timeout,
-            processes=function.concurrency or cores,
-            concurrency=function.concurrency or CALLS_AT_ONCE,
-            start_timeout=function.start_timeout,
-            memory=int(function.memory_gb * 2**30) if function.memory_gb else None,
-            passed=function.environment,
-        )
-        parts["function"] = pool, function.weight
+        setup = function_setup(function.path, source)
+        parts["function"] = _pool("function", function, setup, reward.timeout, cores), function.weight
+    if plugin := reward.plugin:
+        setup = plugin_setup(plugin.name, plugin.options)
+        parts["plugin"] = _pool("plugin", plugin, setup, reward.timeout, cores), plugin.weight
     return WeightedSum(parts, reward.failed_score)
+
+
+def _pool(
+    name: str,
+    section: FunctionSection | RewardPluginSection,
+    setup: dict[str, Any],
+    timeout: float,
+    cores: int,
+) -> Pool:
+    return Pool(
+        setup,
+        name=f"reward.{name}",
+        timeout=timeout,
+        processes=section.concurrency or cores,
+        concurrency=section.concurrency or CALLS_AT_ONCE,
+        start_timeout=section.start_timeout,
+        memory=int(section.memory_gb * 2**30) if section.memory_gb else None,
+        passed=section.environment,
+    )
 
 
 def _gsm8k_rule(gsm8k: Gsm8kSection) -> Gsm8kRule:

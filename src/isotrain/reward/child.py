@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -21,13 +20,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from isotrain.errors import RewardError
+from isotrain.errors import IsotrainError
+from isotrain.lifetime import die_with_parent
 from isotrain.reward.base import one_line
-from isotrain.reward.function import RewardFunction, load_function, read_result, where
+from isotrain.reward.function import RewardFunction, load_function, load_plugin, read_result, where
 from isotrain.reward.mathematics import PythonRefused, load_math
 
 Message = dict[str, Any]
-PR_SET_PDEATHSIG = 1
 SLICES = 10
 
 
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> None:
     # A process that the user's function starts must not hold the pipes open when this one is gone.
     for descriptor in map(int, arguments[:2]):
         os.set_inheritable(descriptor, False)
-    _die_with_parent()
+    die_with_parent()  # elsewhere than on Linux only the end of the pipe tells
     with os.fdopen(requests, "rb") as lines:
         _run(lines, replies)
 
@@ -62,9 +61,11 @@ def _run(lines: BinaryIO, replies: Replies) -> None:
         if setup["kind"] == "math":
             score = load_math()
             function = RewardFunction(score, ("response", "answer"), asynchronous=False)
+        elif setup["kind"] == "plugin":
+            function = load_plugin(setup["name"], setup["options"])
         else:
             function = load_function(setup["path"], setup["source"])
-    except RewardError as error:
+    except IsotrainError as error:
         replies.send({"refused": str(error)[:4000]})
         return
     replies.send({"ready": True, "asynchronous": function.asynchronous})
@@ -72,13 +73,6 @@ def _run(lines: BinaryIO, replies: Replies) -> None:
         asyncio.run(_serve_async(function, lines, replies, setup["timeout"], setup["concurrency"]))
     else:
         _serve(function, lines, replies)
-
-
-def _die_with_parent() -> None:
-    """Linux ends this process with the thread that started it; elsewhere only the end of the pipe tells."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _read(lines: BinaryIO, deliver: Callable[[Message], object]) -> None:

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from symtable import symtable
@@ -18,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from isotrain.errors import RewardError
+from isotrain.plugins import REWARDS, find_plugin
 
 MODULE = "isotrain_reward_file"
 MOST_PARTS = 64
@@ -64,10 +66,31 @@ def load_function(path: str, source: str) -> RewardFunction:
             if inspect.isfunction(value) and value.__module__ == MODULE
         )
         raise _no_function(file, name, known)
+    return _called(function, name, str(file))
+
+
+def plugin_setup(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a reward of an installed package, which is imported in the child alone."""
+    return {"kind": "plugin", "name": name, "options": dict(options)}
+
+
+def load_plugin(name: str, options: Mapping[str, Any]) -> RewardFunction:
+    """A reward of an installed package: a function like a user's own, with options by their names."""
+    plugin = find_plugin(REWARDS, name, "reward.plugin.name")
+    function = plugin.load()
+    if not callable(function):
+        raise plugin.wrong("is not a function")
+    if taken := sorted(options.keys() & ARGUMENTS.keys()):
+        raise plugin.wrong(f"has no option {taken[0]!r}: that is what the reward is given")
+    plugin.check_options(function, options)
+    return _called(partial(function, **options) if options else function, name, plugin.package)
+
+
+def _called(function: Callable[..., Any], name: str, place: str) -> RewardFunction:
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async
     )
-    return RewardFunction(function, _names(function, name, str(file)), asynchronous)
+    return RewardFunction(function, _names(function, name, place), asynchronous)
 
 
 def function_file(path: str) -> tuple[Path, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from isotrain.algorithms import ADVANTAGES
+from isotrain.algorithms import ADVANTAGES, POLICY_LOSSES
 from isotrain.data.chat import closing_tokens
 from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device
@@ -38,6 +38,7 @@ from isotrain.recipe.online import (
 from isotrain.recipe.schema import ModelSection, Recipe
 from isotrain.rollout.stopping import end_tokens
 from isotrain.trainers.online.models import Models
+from isotrain.trainers.online.plugins import plugin_estimator, plugin_loss
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
     ProcessRewardModel,
@@ -116,8 +117,8 @@ def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
     return UpdateSettings(
         temperature=rollout.temperature,
         ppo_epochs=algorithm.ppo_epochs,
-        loss_name=loss.name,
-        loss_options=_loss_options(loss),
+        loss=plugin_loss(loss.plugin) if loss.plugin else POLICY_LOSSES[loss.name],
+        loss_options=loss.plugin.options if loss.plugin else _loss_options(loss),
         aggregation=loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean"),
         horizon=rollout.max_tokens,
         entropy=loss.entropy,
@@ -147,6 +148,11 @@ def _correction_options(rollout_correction: RolloutCorrectionSection) -> dict[st
 
 def advantage_settings(algorithm: Online) -> AdvantageSettings:
     convention = algorithm.convention
+    # What TRL has is not whitened.
+    whitening: Literal["verl", "openrlhf"] = "openrlhf" if convention == "openrlhf" else "verl"
+    if plugin := algorithm.advantage:
+        has_critic = isinstance(algorithm, PpoSection)
+        return AdvantageSettings(plugin_estimator(plugin, has_critic), plugin.options, whitening)
     estimator = ADVANTAGES[algorithm.name]
     options: dict[str, Any] = {} if isinstance(algorithm, RemaxSection) else {"convention": convention}
     if isinstance(algorithm, GrpoSection):
@@ -155,5 +161,4 @@ def advantage_settings(algorithm: Online) -> AdvantageSettings:
         options["gamma"] = algorithm.gamma
     if isinstance(algorithm, PpoSection):
         options["lam"] = algorithm.lam
-    # What TRL has is not whitened.
-    return AdvantageSettings(estimator, options, "openrlhf" if convention == "openrlhf" else "verl")
+    return AdvantageSettings(estimator, options, whitening)

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from shutil import which
 
-from isotrain.errors import IsotrainError, RewardError, RolloutError
-from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
+from isotrain.errors import IsotrainError, RecipeError, RewardError, RolloutError
+from isotrain.observe.environment import package_name
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.plugins import ADVANTAGES, POLICY_LOSSES, REWARDS, find_plugin
+from isotrain.recipe.online import Online, OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import
@@ -16,15 +19,16 @@ from isotrain.rollout.vllm import cannot_import
 def check_online(recipe: Recipe) -> list[str]:
     """Raise where the run would fail once its workers have started; returns warnings."""
     algorithm, rollout, reward = _sections(recipe)
-    for problem in _not_here(rollout, reward, recipe.device.type):
+    for problem in _not_here(recipe):
         raise problem
+    _check_plugins(algorithm, reward)
     return [*_check_models(recipe, algorithm, reward), *_warnings(algorithm, rollout)]
 
 
 def look_online(recipe: Recipe) -> list[str]:
     """The same for a dry run, without torch; what this machine lacks is a warning: another may have it."""
-    algorithm, rollout, reward = _sections(recipe)
-    problems = _not_here(rollout, reward, recipe.device.type)
+    algorithm, rollout, _ = _sections(recipe)
+    problems = _not_here(recipe)
     lacking = [f"a run on this machine would end with: {problem}" for problem in problems]
     return [*lacking, *_warnings(algorithm, rollout)]
 
@@ -66,12 +70,56 @@ def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSectio
     return warnings
 
 
-def _not_here(rollout: RolloutSection, reward: RewardSection, device_type: str) -> Iterator[IsotrainError]:
+def _check_plugins(algorithm: OnlineSection, reward: RewardSection) -> None:
+    """Load what packages have for the maths, which must fit the recipe."""
+    from isotrain.trainers.online.settings import advantage_settings, plugin_loss
+
+    assert isinstance(algorithm, Online)
+    if algorithm.loss.plugin:
+        plugin_loss(algorithm.loss.plugin)
+    if "greedy_R" in advantage_settings(algorithm).estimator.needs and reward.reward_models:
+        raise RecipeError(
+            f"reward.{reward.reward_models[0]} cannot be used with algorithm.advantage, whose greedy responses "
+            "never reach the ranks: use another advantage or another reward"
+        )
+
+
+def _plugins(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Group, name and field of what a run takes from installed packages."""
+    algorithm, rollout, reward = _sections(recipe)
+    if algorithm.loss.plugin:
+        yield POLICY_LOSSES, algorithm.loss.plugin.name, "algorithm.loss.plugin.name"
+    if algorithm.advantage:
+        yield ADVANTAGES, algorithm.advantage.name, "algorithm.advantage.name"
+    if reward.plugin and rollout.generates:
+        yield REWARDS, reward.plugin.name, "reward.plugin.name"
+
+
+def changed_plugins(recipe: Recipe) -> list[str]:
+    """Warnings of plugins whose package had another version when the run was last started."""
+    starts = RunDirectory(recipe.output).starts()
+    before = starts[-1].get("packages", {}) if starts else {}
+    found = [find_plugin(*wanted) for wanted in _plugins(recipe)]
+    return [
+        f"{plugin.field}: {plugin.package} is installed, {recipe.output} was last started with {old}"
+        for plugin in found
+        if (dist := plugin.entry.dist)
+        and (old := before.get(package_name(dist.name))) not in (None, dist.version)
+    ]
+
+
+def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
     """What this machine lacks to make responses and scores; a replay has both."""
+    _, rollout, reward = _sections(recipe)
+    for group, name, field in _plugins(recipe):
+        try:
+            find_plugin(group, name, field)
+        except RecipeError as problem:
+            yield problem
     if not rollout.generates:
         return
     if rollout.engine == "vllm" and find_spec("vllm") is None:
-        yield cannot_import(ModuleNotFoundError(name="vllm"), device_type)
+        yield cannot_import(ModuleNotFoundError(name="vllm"), recipe.device.type)
     python = rollout.server_python
     if rollout.engine == "sglang" and python is None and find_spec("sglang") is None:
         yield RolloutError(

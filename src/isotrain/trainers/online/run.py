@@ -19,7 +19,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.reward.build import reward_source
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.policy_rank import Description
-from isotrain.trainers.online.precheck import check_online
+from isotrain.trainers.online.precheck import changed_plugins, check_online
 from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.recording import (
     check_recording,
@@ -61,6 +61,8 @@ def train_online(recipe: Recipe, source: str) -> None:
                 f"warning: {field}: the file has changed since the run in {recipe.output} was last started; "
                 "scores from now on are those of the new one"
             )
+        for warning in changed_plugins(recipe):
+            console.message(f"warning: {warning}")
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, steps)
         console.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")

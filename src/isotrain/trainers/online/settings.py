@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from isotrain.algorithms.advantages import Estimator
+from isotrain.algorithms.aggregate import Loss
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class UpdateSettings:
 
     temperature: float
     ppo_epochs: int
-    loss_name: str
+    loss: Callable[..., Loss]
     loss_options: dict[str, Any]
     aggregation: str
     horizon: int

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from isotrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES
+from isotrain.algorithms import KL_ESTIMATORS
 from isotrain.algorithms.aggregate import Loss, LossNormalizer
 from isotrain.algorithms.correction import rollout_correction
 from isotrain.algorithms.entropy import entropy_bonus
@@ -207,7 +207,7 @@ def policy_objective(
                 old_logp_N, micro.batch.rollout_logp_N, share, **settings.correction
             )
         assert micro.advantages_N is not None
-        loss, told = POLICY_LOSSES[settings.loss_name](
+        loss, told = settings.loss(
             logp_N,
             old_logp_N,
             micro.advantages_N,
