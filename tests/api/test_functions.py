@@ -25,6 +25,7 @@ def helper(text: str) -> int:
 
 
 def test_a_function_of_a_file_is_named_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert function_path(at_the_top, tmp_path) == f"{__file__}:at_the_top"
     assert not list(tmp_path.iterdir())
     monkeypatch.chdir(Path(__file__).parents[1])

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from isotrain.api.run import Run
 from isotrain.errors import RecipeError
@@ -89,7 +89,7 @@ def doctor(
     `system` is another machine, such as one that `isotrain doctor --save` kept.
     """
     from isotrain.doctor.examine import examine
-    from isotrain.doctor.matrix import TARGETS, Target
+    from isotrain.doctor.matrix import TARGETS
     from isotrain.doctor.system import ThisMachine
 
     if device is not None and device not in TARGETS:
@@ -97,7 +97,7 @@ def doctor(
     checked = None if recipe is None else load_recipe(recipe)
     if device is None and checked is not None and checked.device.type in TARGETS:
         device = checked.device.type
-    return examine(system or ThisMachine(), cast("Target | None", device), checked)
+    return examine(system or ThisMachine(), device, checked)
 
 
 def _path(run: RunLike) -> Path:
