@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal
 
-from isotrain.recipe.online import FunctionSection, Gsm8kSection, RewardPluginSection, RewardSection
+from isotrain.recipe.online import Gsm8kSection, RewardSection
 from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
 from isotrain.reward.function import function_setup, plugin_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
@@ -116,32 +117,51 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
             memory=MATH_MEMORY,
         )
         parts["math"] = pool, math.weight
+    start = partial(_start, timeout=reward.timeout, cores=cores)
     if function := reward.function:
         assert source is not None
-        setup = function_setup(function.path, source)
-        parts["function"] = _pool("function", function, setup, reward.timeout, cores), function.weight
+        pool = start(
+            "reward.function",
+            function_setup(function.path, source),
+            concurrency=function.concurrency,
+            start_timeout=function.start_timeout,
+            memory_gb=function.memory_gb,
+            environment=function.environment,
+        )
+        parts["function"] = pool, function.weight
     if plugin := reward.plugin:
-        setup = plugin_setup(plugin.name, plugin.options)
-        parts["plugin"] = _pool("plugin", plugin, setup, reward.timeout, cores), plugin.weight
+        pool = start(
+            "reward.plugin",
+            plugin_setup(plugin.name, plugin.options),
+            concurrency=plugin.concurrency,
+            start_timeout=plugin.start_timeout,
+            memory_gb=plugin.memory_gb,
+            environment=plugin.environment,
+        )
+        parts["plugin"] = pool, plugin.weight
     return WeightedSum(parts, reward.failed_score)
 
 
-def _pool(
+def _start(
     name: str,
-    section: FunctionSection | RewardPluginSection,
     setup: dict[str, Any],
+    *,
+    concurrency: int | None,
+    start_timeout: float,
+    memory_gb: float | None,
+    environment: Sequence[str],
     timeout: float,
     cores: int,
 ) -> Pool:
     return Pool(
         setup,
-        name=f"reward.{name}",
+        name=name,
         timeout=timeout,
-        processes=section.concurrency or cores,
-        concurrency=section.concurrency or CALLS_AT_ONCE,
-        start_timeout=section.start_timeout,
-        memory=int(section.memory_gb * 2**30) if section.memory_gb else None,
-        passed=section.environment,
+        processes=concurrency or cores,
+        concurrency=concurrency or CALLS_AT_ONCE,
+        start_timeout=start_timeout,
+        memory=int(memory_gb * 2**30) if memory_gb else None,
+        passed=environment,
     )
 
 

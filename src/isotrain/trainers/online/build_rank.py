@@ -150,9 +150,9 @@ def advantage_settings(algorithm: Online) -> AdvantageSettings:
     convention = algorithm.convention
     # What TRL has is not whitened.
     whitening: Literal["verl", "openrlhf"] = "openrlhf" if convention == "openrlhf" else "verl"
-    if plugin := algorithm.advantage:
+    if advantage := algorithm.advantage:
         has_critic = isinstance(algorithm, PpoSection)
-        return AdvantageSettings(plugin_estimator(plugin, has_critic), plugin.options, whitening)
+        return AdvantageSettings(plugin_estimator(advantage, has_critic), advantage.options, whitening)
     estimator = ADVANTAGES[algorithm.name]
     options: dict[str, Any] = {} if isinstance(algorithm, RemaxSection) else {"convention": convention}
     if isinstance(algorithm, GrpoSection):
