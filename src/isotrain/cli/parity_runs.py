@@ -53,8 +53,9 @@ def replay(
 ) -> None:
     """Train a recorded run once more, on this device and from the same data, and compare the two.
 
-    Of an online run the responses and their scores are those that were recorded: no engine samples, so rounding
-    cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses, updates.
+    Of an online run the responses and their scores are those that were recorded: no engine samples, so
+    rounding cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses,
+    updates.
 
     Prints and exits as `isotrain parity compare RUN DIR` does; the first layer that differs is named.
 

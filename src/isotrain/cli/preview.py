@@ -72,7 +72,8 @@ def _preview_samples(recipe: Recipe, rows: int) -> None:
 
 
 def _preview_preferences(recipe: Recipe, algorithm: PreferenceSection, rows: int) -> None:
-    """Both sides of each pair, answers with their label, or steps with theirs; loss-bearing tokens are marked."""
+    """Both sides of each pair, answers with their label, or steps with theirs; loss-bearing tokens are
+    marked."""
     from isotrain.data.rows import read_rows
     from isotrain.models.load import load_tokenizer, model_directory
     from isotrain.trainers.setup import preference_encoder

@@ -345,7 +345,8 @@ class ProcessRewardSection(Section):
     bad_token: str = "-"
     """And for a wrong one."""
     aggregate: Literal["min", "mean", "product", "last"] = "min"
-    """From the probabilities that the steps are right to the score of the response; without a step it is 0."""
+    """From the probabilities that the steps are right to the score of the response; without a step it is
+    0."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
 
@@ -357,12 +358,12 @@ class RewardSection(Section):
     """Final answers compared as mathematics, with math-verify."""
     function: FunctionSection | None = None
     """A function of yours."""
-    plugin: RewardPluginSection | None = None
-    """A reward of an installed package."""
     model: RewardModelSection | None = None
     """A reward model."""
     process: ProcessRewardSection | None = None
     """A process reward model, which scores the steps of responses."""
+    plugin: RewardPluginSection | None = None
+    """A reward of an installed package."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the right answer; a dotted path reaches into structures."""
     timeout: Annotated[float, Affects.COURSE] = Field(default=10.0, gt=0)

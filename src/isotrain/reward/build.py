@@ -14,7 +14,8 @@ from isotrain.reward.function import function_setup, plugin_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
 
-# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the machine's.
+# sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
+# machine's.
 MATH_MEMORY = 2 << 30
 # Its parser keeps tables that grow with every new text.
 MATH_LIFETIME = 5000
