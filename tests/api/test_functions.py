@@ -33,8 +33,7 @@ def test_a_function_of_a_file_is_named_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_function_from_elsewhere_is_written_to_the_run(tmp_path: Path) -> None:
-    # type: ignore[name-defined]  # noqa: F821
-    def score(response: str, response: Missing | None = None) -> float:
+    def score(response: str, answer: Missing | None = None) -> float:  # type: ignore[name-defined]  # noqa: F821
         """Annotations may name what is not there."""
         import math as maths
 

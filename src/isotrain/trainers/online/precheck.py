@@ -80,8 +80,8 @@ def _check_plugins(algorithm: OnlineSection, reward: RewardSection) -> None:
         plugin_loss(algorithm.loss.plugin)
     if "greedy_R" in advantage_settings(algorithm).estimator.needs and reward.reward_models:
         raise RecipeError(
-            f"reward.{reward.reward_models[0]} cannot be used with algorithm.advantage, whose greedy responses "
-            "never reach the ranks: use another advantage or another reward"
+            f"reward.{reward.reward_models[0]} cannot be used with algorithm.advantage, whose greedy "
+            "responses never reach the ranks: use another advantage or another reward"
         )
 
 
