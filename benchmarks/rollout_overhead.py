@@ -145,7 +145,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
             for prompt_index, _ in work.prompt_requests(turn)
             for sample in range(recipe.rollout.n)
         ]
-        prompts = [{"prompt_token_ids": store.prompt(prompt_index).tolist()} for prompt_index, _ in wanted]
+        prompts = [{"prompt_token_ids": store[prompt_index].tokens_P.tolist()} for prompt_index, _ in wanted]
         seeds = [sample_seed(recipe.seed, prompt_index, sample) for prompt_index, sample in wanted]
         started = time.perf_counter()
         parameters = [

@@ -100,6 +100,7 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
     """Share of the positions isotrain computes beyond its samples' tokens, a pair's prompt counted once."""
     from isotrain_side import BUDGET
 
+    from isotrain.data.items import sizes
     from isotrain.data.loader import BatchLoader
     from isotrain.data.preference_items import PreferenceEncoder
     from isotrain.data.rows import read_rows
@@ -124,9 +125,9 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
         computed = wanted = 0
         for batch in (batch for data in feed.one_pass() for batch in data.batches):
             computed += batch.packed.tokens_T.numel()
-            for sizes in map(store.sizes, batch.numbers):
+            for own in (sizes(store, number) for number in batch.numbers):
                 # The responses of a pair have one prompt.
-                wanted += sizes[0][1] + sum(length - prompt for length, prompt in sizes)
+                wanted += own[0].prompt + sum(size.tokens - size.prompt for size in own)
     return 1 - wanted / computed
 
 

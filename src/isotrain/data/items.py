@@ -84,7 +84,7 @@ def _write_item(item: Item) -> Columns:
 
 
 def _read(columns: Columns) -> Item:
-    bounds = np.cumsum(columns[LENGTHS])[:-1] if LENGTHS in columns else []
+    bounds: npt.NDArray[np.int64] = np.cumsum(columns.get(LENGTHS, np.zeros(1, np.int64)))[:-1]
     mask_T = columns[MASK].astype(np.bool_)
     samples = zip(np.split(columns[TOKENS], bounds), np.split(mask_T, bounds), strict=True)
     return Item(tuple(Sample(*sample) for sample in samples), columns.get(VALUES, np.zeros(0, np.float32)))

@@ -14,7 +14,7 @@ from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped, inside
 from isotrain.parity.sources.columns import Columns
 from isotrain.parity.sources.json_lines import objects, value_of
-from isotrain.recipe.load import changes
+from isotrain.recipe.difference import changes
 
 _MAX_FACTS = 64 << 20
 # What makes it another device; `rollout` is beside them in online runs.

@@ -1,0 +1,215 @@
+"""Trackers that metrics can go to besides `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from isotrain.errors import RecipeError
+from isotrain.observe.run_directory import write_atomically
+
+logger = logging.getLogger("isotrain")
+
+
+class Logger(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLogger:
+    """Event files under `tensorboard/`, one for each start of the run, written without torch."""
+
+    def __init__(self, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
+        self._protos = _package("tensorboard", "tensorboard.compat.proto.event_pb2")
+        self._summary = _package("tensorboard", "tensorboard.compat.proto.summary_pb2")
+        records = _package("tensorboard", "tensorboard.summary.writer.record_writer")
+        directory = run_directory / "tensorboard"
+        directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names, hence the padded time.
+        file = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard's own file writer hides a full disk in a thread; here the failing step raises.
+        self._records = records.RecordWriter(open(directory / file, "xb", buffering=0))  # noqa: SIM115
+        self._started = False
+        self._add(file_version="brain.Event:2")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._started:
+            # Tells the reader to forget what a killed start wrote from this step on.
+            start = self._protos.SessionLog(status=self._protos.SessionLog.START)
+            self._add(step=step, session_log=start)
+            self._started = True
+        summary = self._summary.Summary()
+        for name, value in values.items():
+            summary.value.add(tag=name, simple_value=value)
+        self._add(step=step, summary=summary)
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _add(self, **fields: Any) -> None:
+        event = self._protos.Event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
+
+
+class WandbLogger:
+    """Weights & Biases; `WANDB_MODE=offline` keeps the run in `wandb/` until `wandb sync`."""
+
+    def __init__(self, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
+        self._run = _package("wandb").init(
+            project=project,
+            name=name,
+            dir=str(run_directory),
+            config=dict(config),
+            id=_tracker_id(run_directory),
+            resume="allow",
+            # A program may start several runs one after another.
+            reinit="finish_previous",
+        )
+        self._next_step: int = self._run.step
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        # The service keeps what a killed start sent, and complains about each step that comes again.
+        if step >= self._next_step:
+            self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanLabLogger:
+    """SwanLab; `SWANLAB_MODE=offline` keeps the run in `swanlab/` until `swanlab sync`."""
+
+    def __init__(self, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
+        swanlab = _package("swanlab")
+        directory = run_directory / "swanlab"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._run = swanlab.init(
+            project=project,
+            name=name,
+            log_dir=str(directory),
+            config=dict(config),
+            id=_tracker_id(run_directory),
+            resume="allow",
+            reinit=True,
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LOGGERS: dict[str, Callable[[Path, str, str, Mapping[str, Any]], Logger]] = {
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "swanlab": SwanLabLogger,
+}
+
+# What to do about a tracker that cannot be opened.
+HINTS = {
+    "tensorboard": "see that the run directory can be written to",
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline",
+    "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
+}
+
+
+class GuardedLogger:
+    """A logger that may fail without stopping the run: at its first error it is dropped with one warning."""
+
+    def __init__(self, name: str, logger: Logger, warn: Callable[[str], None]) -> None:
+        self._name, self._warn = name, warn
+        self._logger: Logger | None = logger
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._call(lambda logger: logger.write(step, values), f"at step {step}")
+
+    def close(self) -> None:
+        self._call(lambda logger: logger.close(), "while closing")
+        self._logger = None
+
+    def _call(self, action: Callable[[Logger], None], when: str) -> None:
+        if self._logger is None:
+            return
+        try:
+            action(self._logger)
+        except Exception as error:
+            self._logger = None
+            self._warn(
+                f"{self._name} failed {when} and gets no more metrics; metrics.jsonl has them all. "
+                f"({type(error).__name__}: {error})"
+            )
+
+
+def open_loggers(
+    names: Iterable[str],
+    *,
+    run_directory: Path,
+    project: str,
+    name: str,
+    config: Mapping[str, Any],
+    warn: Callable[[str], None] = logger.warning,
+) -> list[Logger]:
+    """Opens the named trackers; `console`, which a recipe lists beside them, belongs to `progress`.
+
+    One that cannot be opened is an error, since the user is still there to mend it. One that fails later is
+    dropped, and `warn` is called once.
+    """
+    opened: list[Logger] = []
+    try:
+        for kind in names:
+            if kind == "console":
+                continue
+            if kind not in LOGGERS:
+                known = ", ".join(["console", *LOGGERS])
+                raise RecipeError(f"observe.loggers: there is no {kind!r}; known are {known}")
+            opened.append(GuardedLogger(kind, _open(kind, run_directory, project, name, config), warn))
+    except BaseException:
+        for logger in opened:
+            logger.close()
+        raise
+    return opened
+
+
+def _open(kind: str, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
+    try:
+        return LOGGERS[kind](run_directory, project, name, config)
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(
+            f"observe.loggers: {kind} cannot be opened ({type(error).__name__}: {error}): {HINTS[kind]}, "
+            f"or take {kind} out of observe.loggers"
+        ) from error
+
+
+def _package(extra: str, module: str | None = None) -> Any:
+    try:
+        return importlib.import_module(module or extra)
+    except ImportError as error:
+        raise RecipeError(
+            f"observe.loggers: {extra} cannot be imported ({error}): pip install 'isotrain[{extra}]', "
+            f"or take {extra} out of observe.loggers"
+        ) from error
+
+
+def _tracker_id(run_directory: Path) -> str:
+    """The id under which trackers know this run, kept so that a resumed run goes on in the same curve.
+
+    It is not made from the path: a new run in a directory that was cleared is a new run to a tracker too.
+    """
+    path = run_directory / "trackers.json"
+    if path.exists():
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    identity = uuid.uuid4().hex
+    write_atomically(path, json.dumps({"id": identity}) + "\n")
+    return identity
