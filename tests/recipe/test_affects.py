@@ -20,7 +20,7 @@ ON_RESUME_ONLY = {
     *(f"trainer.{name}" for name in ("non_finite", "max_skipped_steps")),
     *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
     *(f"rollout.validation.{name}" for name in ("n", "temperature")),
-    *(f"reward.{name}" for name in ("timeout", "function.memory_gb")),
+    *(f"reward.{name}" for name in ("timeout", "function.memory_gb", "plugin.memory_gb")),
 }
 IN_PARITY_ONLY = {"rollout.replay"}
 BOTH = {
@@ -33,7 +33,11 @@ BOTH = {
         for name in ("eager", "server_python", "update_timeout", "weight_check_tolerance", "record")
     ),
     *("reward.workers", "reward.math.processes"),
-    *(f"reward.function.{name}" for name in ("concurrency", "start_timeout")),
+    *(
+        f"reward.{part}.{name}"
+        for part in ("function", "plugin")
+        for name in ("concurrency", "start_timeout", "environment")
+    ),
     *(leaf.path for leaf in leaves(Recipe) if leaf.path.startswith(("device.", "observe.", "cluster."))),
 }
 

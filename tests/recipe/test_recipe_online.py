@@ -282,7 +282,7 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, 
         (
             GRPO + "  kl: {place: reward, controller: adaptive, horizon: 204}\n" + PARTS,
             [
-                "r.yaml:7: algorithm.kl.horizon (204) is so short that one step of 1024 responses could take "
+                "r.yaml:7: algorithm.kl.horizon (204) is too short: one step of 1024 responses could take "
                 "the coefficient to 0 or below: set more than 204"
             ],
         ),
