@@ -106,7 +106,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
         encoder = SimpleNamespace(
             codec=SAMPLES, values=lambda row: [Item((Sample(row.values["tokens"], mask),))]
         )
-        store = build_store(named, encoder, Path(directory) / "tokens", "rows", processes=1)
+        store = build_store(named, encoder, Path(directory) / "tokens", "rows")
         engine = build_engine(model, optimizer, device=device, world=world, seed=0)
         recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Console())
         recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Stores do not depend on how they were built: in how many processes, in how many attempts."""
+"""Stores do not depend on how they were built: in how many chunks, in how many attempts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ SLOW = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenise, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(tokenise, "SECONDS_ALONE", 0.0)
 
 
 @pytest.fixture
 def encoder(make_tokenizer: Callable[..., Any]) -> Encoder:
     tokenizer = make_tokenizer(styles.CHATML, eos="<|im_end|>")
-    return Encoder(tokenizer, "auto", "prompt", "completion", 60, "drop")
+    return Encoder(tokenizer, "auto", "prompt", "completion", 30, "drop")
 
 
 def write(file: Path, **changes: Any) -> Path:
@@ -46,25 +45,23 @@ def write(file: Path, **changes: Any) -> Path:
     return file
 
 
-def test_processes_do_not_change_a_store(tmp_path: Path, encoder: Encoder) -> None:
+def test_chunks_do_not_change_a_store(
+    tmp_path: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = read_rows(str(write(tmp_path / "a.jsonl")))
-    alone, many = (
-        build_store(rows, encoder, tmp_path / str(processes), "key", processes=processes)
-        for processes in (1, 3)
-    )
-    assert alone.meta == many.meta and alone.meta["dropped"] > 0
-    for file in (tmp_path / "1").iterdir():
-        assert file.read_bytes() == (tmp_path / "3" / file.name).read_bytes()
+    many = build_store(rows, encoder, tmp_path / "many", "key")
+    monkeypatch.setattr(tokenise, "CHUNK_ROWS", 1000)
+    whole = build_store(rows, encoder, tmp_path / "whole", "key")
+    assert whole.meta == many.meta and whole.meta["dropped"] > 0
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "many" / file.name).read_bytes()
 
 
 def test_the_first_error_by_row_is_told(tmp_path: Path, encoder: Encoder) -> None:
     """A row that cannot be encoded comes before a later one that cannot be read."""
-    source = write(
-        tmp_path / "a.jsonl", row31='{"prompt": 3, "completion": "x"}', row33="{", row50='{"x": 1}'
-    )
-    for processes in (1, 3):
-        with pytest.raises(DataError, match=r"a\.jsonl:32: "):
-            build_store(read_rows(str(source)), encoder, tmp_path / "s", "key", processes=processes)
+    source = write(tmp_path / "a.jsonl", row31='{"prompt": 3, "completion": "x"}', row33="{")
+    with pytest.raises(DataError, match=r"a\.jsonl:32: "):
+        build_store(read_rows(str(source)), encoder, tmp_path / "s", "key")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.jsonl"], "no chunks of a key that has no store"
 
 
@@ -75,7 +72,7 @@ from isotrain.data import tokenise
 from isotrain.data.rows import read_rows
 tokenise.CHUNK_ROWS = 7
 encoder = pickle.loads(Path(sys.argv[1]).read_bytes())
-tokenise.build_store(read_rows(sys.argv[2]), encoder, Path(sys.argv[3]), "key", processes=1)
+tokenise.build_store(read_rows(sys.argv[2]), encoder, Path(sys.argv[3]), "key")
 """
 
 
@@ -116,7 +113,7 @@ def test_a_killed_builder_leaves_what_it_has_done(
         encode(encoder, rows, path)
 
     monkeypatch.setattr(tokenise, "encode_chunk", counted)
-    again = build_store(read_rows(str(source)), slow, tmp_path / "s", "key", processes=1)
+    again = build_store(read_rows(str(source)), slow, tmp_path / "s", "key")
     assert not kept - {"7-7"} & set(encoded) and "7-7" in encoded
-    fresh = build_store(read_rows(str(source)), slow, tmp_path / "fresh", "key", processes=1)
+    fresh = build_store(read_rows(str(source)), slow, tmp_path / "fresh", "key")
     assert again.digest == fresh.digest and not chunks.exists()

@@ -1,4 +1,4 @@
-"""Rows of a source to a store that is built once, in several processes where that is worth it."""
+"""Rows of a source to a store, built once and in chunks, so that an interrupted build goes on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import secrets
 import shutil
 import time
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,14 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from isotrain.data.rows import Row, count_rows, read_rows, source_digest
 from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
-from isotrain.data.tokenise_pool import Pool
 from isotrain.errors import DataError
 
 CHUNK_ROWS = 1024
-# Starting a process takes about as long.
-SECONDS_ALONE = 5.0
-# One process reads the rows and puts the results together: more than this many wait for it.
-MOST_PROCESSES = 16
+_SUM = 32  # bytes of a SHA-256
 SECONDS_BETWEEN_LINES = 10.0
 
 T = TypeVar("T")
@@ -71,7 +67,6 @@ def build_store(
     directory: Path,
     key: str,
     progress: Progress | None = None,
-    processes: int | None = None,
 ) -> SampleStore[T]:
     """Encode all rows into a directory that appears whole or not at all.
 
@@ -80,14 +75,13 @@ def build_store(
     """
     partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
     chunks = directory.with_name(f".{directory.name}.chunks")
-    processes = processes or min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     with _kept(directory.parent):
         try:
             partial.mkdir(parents=True)
             chunks.mkdir(exist_ok=True)
             # A copy: what the first row decides holds for this source alone.
-            with closing(_encoded(rows, copy.copy(encoder), chunks, processes)) as found:
-                _write(found, partial, encoder.codec, key, progress)
+            found = _encoded(rows, copy.copy(encoder), chunks)
+            _write(found, partial, encoder.codec, key, progress)
             partial.rename(directory)
         except DataError:
             shutil.rmtree(chunks, ignore_errors=True)  # other rows or settings have another key
@@ -156,44 +150,24 @@ def _one_builder(directory: Path, progress: Progress | None) -> Iterator[None]:
 
 
 def _encoded(
-    rows: Iterable[Row], encoder: RowEncoder[Any], chunks: Path, processes: int
-) -> Generator[dict[str, npt.NDArray[Any]], None, None]:
-    """Encoded chunks in the order of the rows, and so the first error of all rows."""
-    started = time.monotonic()
-    pool: Pool | None = None
-    pending: deque[Callable[[], bytes]] = deque()
-    failure: DataError | None = None
+    rows: Iterable[Row], encoder: RowEncoder[Any], chunks: Path
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Encoded chunks in the order of the rows; those of an earlier attempt are taken from their files."""
     first = 0
-    with ExitStack() as stack:
-        for chunk in _chunks(rows):
-            if isinstance(chunk, DataError):
-                failure = chunk
-                break
-            path = chunks / f"{first}-{len(chunk)}"
-            if first == 0:
-                encoder.values(chunk[0])
-            first += len(chunk)
-            if (kept := read_chunk(path)) is not None:
-                pending.append(lambda kept=kept: kept)  # type: ignore[misc]
-            elif processes == 1 or (pool is None and time.monotonic() - started < SECONDS_ALONE):
-                while pending:
-                    yield _arrays(pending.popleft()())
-                encode_chunk(encoder, chunk, path)
-                pending.append(lambda path=path: _reread(path))  # type: ignore[misc]
-            else:
-                pool = pool or stack.enter_context(Pool(encoder, processes))
-                done = pool.submit(chunk, path)
-                pending.append(lambda done=done, path=path: done.result() or _reread(path))  # type: ignore[misc]
-            while len(pending) > 2 * processes:
-                yield _arrays(pending.popleft()())
-        while pending:
-            yield _arrays(pending.popleft()())
-    if failure:
-        raise failure
+    for chunk in _chunks(rows):
+        if first == 0:
+            encoder.values(chunk[0])  # it may decide how the others are read
+        path = chunks / f"{first}-{len(chunk)}"
+        first += len(chunk)
+        if (data := read_chunk(path)) is None:
+            encode_chunk(encoder, chunk, path)
+            data = path.read_bytes()[_SUM:]
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            yield dict(found)
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row] | DataError]:
-    """Rows in chunks; a row that cannot be read is the last thing, after all rows before it."""
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows in chunks. Those before a row that cannot be read come first: they may have an earlier error."""
     chunk: list[Row] = []
     try:
         for row in rows:
@@ -201,11 +175,10 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row] | DataError]:
             if len(chunk) == CHUNK_ROWS:
                 yield chunk
                 chunk = []
-    except DataError as error:
+    except DataError:
         if chunk:
             yield chunk
-        yield error
-        return
+        raise
     if chunk:
         yield chunk
 
@@ -236,20 +209,9 @@ def read_chunk(path: Path) -> bytes | None:
     """What is in a chunk, or None where there is none, or another than was written."""
     with suppress(OSError):
         content = path.read_bytes()
-        if hashlib.sha256(content[32:]).digest() == content[:32]:
-            return content[32:]
+        if hashlib.sha256(content[_SUM:]).digest() == content[:_SUM]:
+            return content[_SUM:]
     return None
-
-
-def _reread(path: Path) -> bytes:
-    if (data := read_chunk(path)) is None:
-        raise OSError(f"{path.name} is not what was written")
-    return data
-
-
-def _arrays(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    with np.load(io.BytesIO(data), allow_pickle=False) as found:
-        return dict(found)
 
 
 def _write(
