@@ -74,6 +74,7 @@ def bare(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
 def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from types import SimpleNamespace
+    from typing import Any
 
     from isotrain_side import recorder_in_turns
 
@@ -103,7 +104,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     device = choose_device("cpu")
     with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
         named = [Row({"tokens": tokens_T}, "rows") for tokens_T in rows]
-        encoder = SimpleNamespace(
+        encoder: Any = SimpleNamespace(
             codec=SAMPLES, values=lambda row: [Item((Sample(row.values["tokens"], mask),))]
         )
         store = build_store(named, encoder, Path(directory) / "tokens", "rows")

@@ -79,7 +79,7 @@ ONLINE = (
 rollout: {{n: 2, max_tokens: 8}}
 reward:
   function: {{path: reward.py:score}}
-  answer_key: extra.response
+  answer_key: extra.answer
 """
 )
 
@@ -107,15 +107,15 @@ class TestPrompts:
         )
         first, second, _ = out.split("\n\n")
         assert "train.jsonl:1: " in first and "\\u001b" in first
-        assert first.endswith("<|im_start|>│assistant│⏎\nresponse (extra.response): 4⏎\\u001b2")
-        assert "user│⏎\n" in second and second.endswith("response (extra.response): [3]")
+        assert first.endswith("<|im_start|>│assistant│⏎\nanswer (extra.answer): 4⏎\\u001b2")
+        assert "user│⏎\n" in second and second.endswith("answer (extra.answer): [3]")
         assert "2 prompts: " in out and "token boundary" in out and "warning" not in out
 
     def test_a_missing_response(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
         preview(str(online), [], 3)
         out = capsys.readouterr().out
         assert out.count("warning: ") == 1
-        assert "warning: no 'extra.response'" in out and "the row has 'prompt', 'extra'" in out
+        assert "warning: no 'extra.answer'" in out and "the row has 'prompt', 'extra'" in out
         preview(str(online), ["reward.function=null", "reward.model.path=somewhere"], 3)
         out = capsys.readouterr().out
         assert "warning" not in out and "a reward model needs none" in out

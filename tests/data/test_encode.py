@@ -39,8 +39,6 @@ def test_the_first_row_decides(encoder: Callable[..., Encoder]) -> None:
     assert encode.tokenizer.decode(sample.tokens_T[sample.mask_T]) == "Paris<|im_end|>"
     with pytest.raises(DataError, match=r"a\.jsonl:2: no 'messages'"):
         encode(Row({"text": "a"}, "a.jsonl:2"))
-    encode.start()
-    assert encode(Row({"text": "a b"}, "b.jsonl:1")) is not None
 
 
 def test_too_long(encoder: Callable[..., Encoder]) -> None:

@@ -36,7 +36,7 @@ def test_files(tmp_path: Path) -> None:
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     written = prepare_gsm8k_preferences(tmp_path, tmp_path / "out")
     assert written == {
-        f"{name}-{split}.jsonl": 40 for split in ("train", "test") for name in ("pairs", "answers", "steps")
+        f"{name}-{split}.jsonl": 40 for split in ("train", "test") for name in ("pairs", "responses", "steps")
     }
 
     def rows(name: str) -> list[Row]:
@@ -47,7 +47,7 @@ def test_files(tmp_path: Path) -> None:
         pair = read_pair(row)
         assert pair.chosen.values["completion"][0]["content"] == "\n".join(STEPS)
         assert pair.rejected.values["completion"][0]["content"] != "\n".join(STEPS)
-    preference = [answer for row in rows("answers") for answer in read_responses(row)]
+    preference = [answer for row in rows("responses") for answer in read_responses(row)]
     right = ["\n".join(STEPS) == answer.answer.values["completion"][0]["content"] for answer in preference]
     assert right == [answer.desirable for answer in preference] and 8 < sum(right) < 32
     wrong = [read_steps(row).labels.count(0.0) for row in rows("steps")]

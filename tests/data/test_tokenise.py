@@ -65,6 +65,60 @@ def test_the_first_error_by_row_is_told(tmp_path: Path, encoder: Encoder) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.jsonl"], "no chunks of a key that has no store"
 
 
+@pytest.fixture
+def shared_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two more processes from the first chunk on; the chunks that the builder encodes itself."""
+    monkeypatch.setattr(tokenise, "SECONDS_ALONE", -1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    own: list[str] = []
+    encode = tokenise.encode_chunk
+
+    def counted(encoder: Any, rows: Any, path: Path) -> None:
+        own.append(path.name)
+        encode(encoder, rows, path)
+
+    monkeypatch.setattr(tokenise, "encode_chunk", counted)
+    return own
+
+
+def test_processes_do_not_change_a_store(tmp_path: Path, encoder: Encoder, shared_work: list[str]) -> None:
+    source = str(write(tmp_path / "a.jsonl"))
+    alone = build_store(read_rows(source), encoder, tmp_path / "alone", "key")
+    assert len(shared_work) == 9, "without a source there is nothing to share"
+    shared_work.clear()
+    together = build_store(read_rows(source), encoder, tmp_path / "together", "key", source=source)
+    assert together.meta == alone.meta and shared_work == ["0-7", "21-7", "42-7"]
+    for file in (tmp_path / "alone").iterdir():
+        assert file.read_bytes() == (tmp_path / "together" / file.name).read_bytes()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a.jsonl", "alone", "together"}
+
+
+def test_the_builder_does_what_a_lost_process_leaves(
+    tmp_path: Path, encoder: Encoder, shared_work: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(write(tmp_path / "a.jsonl"))
+    start = tokenise.Workers.start
+
+    def lost(workers: Any) -> None:
+        start(workers)
+        for process in workers._processes:
+            process.kill()
+
+    monkeypatch.setattr(tokenise.Workers, "start", lost)
+    together = build_store(read_rows(source), encoder, tmp_path / "together", "key", source=source)
+    assert len(shared_work) == 9 and together.meta["rows"] == ROWS
+
+
+def test_the_first_error_of_several_processes(
+    tmp_path: Path, encoder: Encoder, shared_work: list[str]
+) -> None:
+    wrong = '{"prompt": 3, "completion": "x"}'
+    source = str(write(tmp_path / "a.jsonl", row31=wrong, row38=wrong))
+    with pytest.raises(DataError, match=r"a\.jsonl:32: "):
+        build_store(read_rows(source), encoder, tmp_path / "s", "key", source=source)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 BUILD = """
 import sys, pickle
 from pathlib import Path

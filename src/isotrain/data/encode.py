@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +20,7 @@ TooLong = Literal["error", "truncate", "drop"]
 class Encoder:
     """The first row decides the format; every row after it must fit. None stands for a row left out."""
 
+    name: ClassVar[str] = "samples"
     codec = SAMPLES
 
     def __init__(
@@ -33,9 +33,14 @@ class Encoder:
         too_long: TooLong,
     ) -> None:
         self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.too_long = too_long
-        self._asked_format: Format = format
+        self.max_length, self.too_long = max_length, too_long
+        self.arguments: dict[str, Any] = {
+            "format": format,
+            "prompt_key": prompt_key,
+            "completion_key": completion_key,
+            "max_length": max_length,
+            "too_long": too_long,
+        }
         self._format: Format = format
         self._columns = Columns(prompt_key, completion_key, has_template=bool(tokenizer.chat_template))
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
@@ -43,12 +48,7 @@ class Encoder:
     @property
     def settings(self) -> dict[str, Any]:
         """All that the samples depend on besides rows and tokenizer."""
-        return {
-            "format": self._asked_format,
-            "max_length": self.max_length,
-            "too_long": self.too_long,
-            **asdict(self._columns),
-        }
+        return {**self.arguments, "has_template": self._columns.has_template}
 
     def __call__(self, row: Row) -> Sample | None:
         if self._format == "auto":

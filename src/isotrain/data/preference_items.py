@@ -6,7 +6,7 @@ T: tokens of one sample, V: labels of an item.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ Kind = Literal["pairs", "responses", "steps"]
 class PreferenceEncoder:
     """One kind of preference rows to items. A row may hold several, or be left out."""
 
+    name: ClassVar[str] = "preference"
     codec = ITEMS
 
     def __init__(
@@ -35,11 +36,11 @@ class PreferenceEncoder:
         kind: Kind,
         max_length: int,
         too_long: TooLong,
-        step_separator: str = "\n",
+        step_separator: str | None = "\n",
     ) -> None:
         self.tokenizer = tokenizer
-        self.settings: dict[str, Any] = {
-            "judged": ITEMS.version,
+        assert step_separator is not None or kind != "steps"
+        self.arguments: dict[str, Any] = {
             "kind": kind,
             "max_length": max_length,
             "too_long": too_long,
@@ -51,7 +52,9 @@ class PreferenceEncoder:
             tokenizer, "prompt", max_length, "drop" if too_long == "drop" else "error"
         )
         self._separator = (
-            separator_tokens(tokenizer, step_separator, "algorithm.step_separator") if kind == "steps" else []
+            separator_tokens(tokenizer, step_separator, "algorithm.step_separator")
+            if kind == "steps" and step_separator is not None
+            else []
         )
         readers: dict[Kind, Callable[[Row], list[Item]]] = {
             "pairs": self._pair,
@@ -59,6 +62,11 @@ class PreferenceEncoder:
             "steps": self._steps,
         }
         self._read = readers[kind]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the items depend on besides rows and tokenizer."""
+        return {"preference": ITEMS.version, **self.arguments}
 
     def __call__(self, row: Row) -> list[Item]:
         return self._read(row)

@@ -9,7 +9,7 @@ import datetime
 import decimal
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,7 @@ PROMPTS = Codec(
 class PromptEncoder:
     """A row's prompt as token ids, up to where the response begins. None stands for a row left out."""
 
+    name: ClassVar[str] = "prompts"
     codec = PROMPTS
 
     def __init__(
@@ -78,20 +79,18 @@ class PromptEncoder:
                 "set data.too_long to 'error' or 'drop'"
             )
         self.tokenizer = tokenizer
-        self.prompt_key = prompt_key
-        self.max_length = max_length
-        self.too_long = too_long
+        self.prompt_key, self.max_length, self.too_long = prompt_key, max_length, too_long
+        self.arguments: dict[str, Any] = {
+            "prompt_key": prompt_key,
+            "max_length": max_length,
+            "too_long": too_long,
+        }
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
     @property
     def settings(self) -> dict[str, Any]:
         """All that the prompts depend on besides rows and tokenizer."""
-        return {
-            "prompts": PROMPT_VERSION,
-            "prompt_key": self.prompt_key,
-            "max_length": self.max_length,
-            "too_long": self.too_long,
-        }
+        return {"prompts": PROMPT_VERSION, **self.arguments}
 
     def __call__(self, row: Row) -> npt.NDArray[np.int32] | None:
         prompt = prompt_of(row, self.prompt_key, has_template=self._template is not None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Rows of a row group: what is in memory at one time, and far below the 2^31 tokens of an Arrow list column.
 _GROUP = 1024
 
-_NUMBERS = {"row": "int64", "place": "int64", "sample": "int64", "seed": "int64", "finished": "bool"}
+_NUMBERS = {"row": "int64", "prompt_index": "int64", "sample": "int64", "seed": "int64", "finished": "bool"}
 _RANKS, _OTHERS = b"ranks", b"others"
 _MOST_RANKS = 100_000
 _LISTS: dict[str, type[np.generic]] = {

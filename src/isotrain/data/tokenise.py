@@ -1,4 +1,4 @@
-"""Rows of a source to a store, built once and in chunks, so that an interrupted build goes on."""
+"""Rows of a source to a store that is built once, by several processes where that is worth it."""
 
 from __future__ import annotations
 
@@ -14,37 +14,29 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
+from isotrain.data.chunks import CHUNK_ROWS, RowEncoder, chunk_path, chunked, encode_chunk, read_chunk
 from isotrain.data.rows import Row, count_rows, read_rows, source_digest
 from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
+from isotrain.data.tokenise_workers import Workers
 from isotrain.errors import DataError
 
-CHUNK_ROWS = 1024
-_SUM = 32  # bytes of a SHA-256
+# Starting a process takes about as long.
+SECONDS_ALONE = 10.0
+# One process puts the results together: more than this many would wait for it.
+MOST_PROCESSES = 16
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LOOKS = 0.05
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
-
-
-class RowEncoder(Protocol[T]):
-    """Rows to values of one kind; its first row may decide how it reads the others."""
-
-    tokenizer: PreTrainedTokenizerBase
-    codec: Codec[T]
-
-    @property
-    def settings(self) -> dict[str, Any]: ...
-
-    def values(self, row: Row) -> Sequence[T]: ...
 
 
 def cached_store(
@@ -57,7 +49,7 @@ def cached_store(
         progress = Progress(source, tell) if tell else None
         with _kept(root), _one_builder(directory, progress):
             if not directory.is_dir():
-                build_store(read_rows(source), encoder, directory, key, progress)
+                build_store(read_rows(source), encoder, directory, key, progress, source)
     return SampleStore(directory, encoder.codec)
 
 
@@ -67,21 +59,24 @@ def build_store(
     directory: Path,
     key: str,
     progress: Progress | None = None,
+    source: str | Sequence[str] | None = None,
 ) -> SampleStore[T]:
     """Encode all rows into a directory that appears whole or not at all.
 
     Finished chunks of rows are kept beside it until then: the next attempt goes on with them. Two builders
-    at once do the same work; the first to finish wins and the other takes its result.
+    at once do the same work; the first to finish wins and the other takes its result. Where `source` says
+    where the rows are from, more processes read it too and encode a share of the chunks each.
     """
+    own = copy.copy(encoder)  # what the first row decides holds for this source alone
+    processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if source else 1
     partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
     chunks = directory.with_name(f".{directory.name}.chunks")
     with _kept(directory.parent):
         try:
             partial.mkdir(parents=True)
             chunks.mkdir(exist_ok=True)
-            # A copy: what the first row decides holds for this source alone.
-            found = _encoded(rows, copy.copy(encoder), chunks)
-            _write(found, partial, encoder.codec, key, progress)
+            with Workers(source, encoder, chunks, processes - 1, CHUNK_ROWS) as workers:
+                _write(_encoded(rows, own, chunks, workers), partial, encoder.codec, key, progress)
             partial.rename(directory)
         except DataError:
             shutil.rmtree(chunks, ignore_errors=True)  # other rows or settings have another key
@@ -150,68 +145,27 @@ def _one_builder(directory: Path, progress: Progress | None) -> Iterator[None]:
 
 
 def _encoded(
-    rows: Iterable[Row], encoder: RowEncoder[Any], chunks: Path
+    rows: Iterable[Row], encoder: RowEncoder[Any], chunks: Path, workers: Workers
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Encoded chunks in the order of the rows; those of an earlier attempt are taken from their files."""
-    first = 0
-    for chunk in _chunks(rows):
+    """Encoded chunks in the order of the rows; what an earlier attempt or a worker has written is taken."""
+    first, started = 0, time.monotonic()
+    for number, chunk in enumerate(chunked(rows, CHUNK_ROWS)):
         if first == 0:
             encoder.values(chunk[0])  # it may decide how the others are read
-        path = chunks / f"{first}-{len(chunk)}"
+        path = chunk_path(chunks, first, chunk)
         first += len(chunk)
-        if (data := read_chunk(path)) is None:
+        if time.monotonic() - started > SECONDS_ALONE:
+            workers.start()
+        busy = True
+        while (data := read_chunk(path)) is None and busy:
+            busy = workers.busy_with(number)  # asked before the last look
+            time.sleep(SECONDS_BETWEEN_LOOKS if busy else 0)
+        if data is None:
             encode_chunk(encoder, chunk, path)
-            data = path.read_bytes()[_SUM:]
+            data = read_chunk(path)
+            assert data is not None
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             yield dict(found)
-
-
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows in chunks. Those before a row that cannot be read come first: they may have an earlier error."""
-    chunk: list[Row] = []
-    try:
-        for row in rows:
-            chunk.append(row)
-            if len(chunk) == CHUNK_ROWS:
-                yield chunk
-                chunk = []
-    except DataError:
-        if chunk:
-            yield chunk
-        raise
-    if chunk:
-        yield chunk
-
-
-def encode_chunk(encoder: RowEncoder[Any], rows: Sequence[Row], path: Path) -> None:
-    """Write what rows are encoded to, with its SHA-256 before it."""
-    codec = encoder.codec
-    found = [encoder.values(row) for row in rows]
-    entries = [codec.write(value) for values in found for value in values]
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "rows": np.array([len(rows), sum(not values for values in found)], np.int64)
-    }
-    for part in codec.layout:
-        for name, kind in part.types.items():
-            whole = [np.zeros(0, kind), *(entry[name] for entry in entries)]
-            arrays[name] = np.concatenate([values.astype(kind) for values in whole])
-            lengths = np.array([len(entry[name]) for entry in entries], OFFSETS)
-            assert np.array_equal(arrays.setdefault(part.offsets, lengths), lengths), "equally many elements"
-    file = io.BytesIO()
-    np.savez(file, **arrays)  # type: ignore[arg-type]
-    data = file.getvalue()
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    partial.write_bytes(hashlib.sha256(data).digest() + data)
-    partial.rename(path)
-
-
-def read_chunk(path: Path) -> bytes | None:
-    """What is in a chunk, or None where there is none, or another than was written."""
-    with suppress(OSError):
-        content = path.read_bytes()
-        if hashlib.sha256(content[_SUM:]).digest() == content[:_SUM]:
-            return content[_SUM:]
-    return None
 
 
 def _write(

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from isotrain.data.chunks import RowEncoder
 from isotrain.data.encode import Encoder
 from isotrain.data.items import Item
 from isotrain.data.loader import BatchLoader
 from isotrain.data.preference_items import PreferenceEncoder
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
-from isotrain.data.tokenise import RowEncoder, cached_store
+from isotrain.data.tokenise import cached_store
 from isotrain.device.base import Device
 from isotrain.engine.build import choose_attention
 from isotrain.engine.world import World

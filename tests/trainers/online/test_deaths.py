@@ -28,7 +28,7 @@ async def score(response, answer):
     mark.touch()
     await asyncio.sleep(0.3)
     mark.unlink(missing_ok=True)
-    return sum(c.isdigit() == (response == "digits") for c in response) / max(len(response), 1)
+    return sum(c.isdigit() == (answer == "digits") for c in response) / max(len(response), 1)
 """
 
 

@@ -9,4 +9,4 @@ def score(response: str, answer: str) -> float:
     """The share of the response's characters that are of the kind `answer`; 0 for an empty response."""
     if not response:
         return 0.0
-    return sum(character in KINDS[response] for character in response) / len(response)
+    return sum(character in KINDS[answer] for character in response) / len(response)
