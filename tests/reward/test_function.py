@@ -64,7 +64,7 @@ def test_an_object_with_an_async_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "score", "parts"),
-    [("short", 0.997, {}), ("graded", 1.0, {"length": 8.0}), ("preference", 1.0, {})],
+    [("short", 0.997, {}), ("graded", 1.0, {"length": 8.0}), ("llm_judge", 1.0, {})],
 )
 def test_the_examples_of_the_guide(tmp_path: Path, name: str, score: float, parts: dict[str, float]) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
