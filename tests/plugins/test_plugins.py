@@ -21,7 +21,7 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.plugins import ADVANTAGES, REWARDS, find_plugin
 from isotrain.recipe.online import GrpoSection, PluginSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.base import Response
+from isotrain.reward.base import RewardInput
 from isotrain.reward.build import build_scorer
 from isotrain.trainers.online.plugins import plugin_loss
 from isotrain.trainers.online.precheck import changed_plugins, check_online, look_online
@@ -60,7 +60,7 @@ def test_a_reward_by_name_in_its_own_process(site: Path) -> None:
     scorer = build_scorer(RewardSection.model_validate({"plugin": plugin}), None)
     try:
         scorer.start()
-        (scored,) = scorer.score([Response("12ab", None)])
+        (scored,) = scorer.score([RewardInput("12ab", None)])
     finally:
         scorer.close()
     assert (scored.score, scored.parts) == (1.5, {"plugin": 0.75, "plugin/length": 4.0})
