@@ -103,7 +103,7 @@ class StandInCollector(Collector):
         self.asked.append(
             (store, [request.prompt_index for request in prompt_requests], n, sampling.temperature)
         )
-        version = self.engines.result(self.engines.submit(0, "answer", self.wait))
+        version = self.engines.result(self.engines.submit(0, "generate", self.wait))
         engine_is_free()
         return [self._group(request, n, version) for request in prompt_requests], Seconds(0.0, 0.0)
 
