@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +211,7 @@ class _Record:
 
 def _read(run: Path) -> _Record:
     source = Source(inside(run, RECORD), RECORD)
-    content = _json(source)
+    content = source.json_object(_MAX_BYTES)
     listed, without = content.get("operators"), content.get("no_oracle", [])
     if not isinstance(listed, list) or len(listed) > _MAX_OPERATORS:
         raise source.error(f'no list "operators" of at most {_MAX_OPERATORS:,}')
@@ -227,17 +226,6 @@ def _read(run: Path) -> _Record:
             )
         operators[operator.key] = operator
     return _Record(operators, [name[:200] for name in without[:_MAX_OPERATORS]])
-
-
-def _json(source: Source) -> dict[str, Any]:
-    data = source.whole(_MAX_BYTES)
-    try:
-        content = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise source.error(f"not JSON ({clipped(str(error))}): record the step again") from error
-    if not isinstance(content, dict):
-        raise source.error("not a JSON object: record the step again")
-    return content
 
 
 _STATISTICS = ("error", "cosine", "max_abs", "max_rel", "within_0.1%", "within_0.5%")

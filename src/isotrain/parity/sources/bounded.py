@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from isotrain.errors import DataError
 
@@ -61,6 +63,16 @@ class Source:
             if size > longest:
                 raise self.error(f"larger than {longest} bytes")
         return b"".join(pieces)
+
+    def json_object(self, longest: int) -> dict[str, Any]:
+        data = self.whole(longest)
+        try:
+            content = json.loads(data.decode())
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"not JSON ({clipped(str(error))})") from error
+        if not isinstance(content, dict):
+            raise self.error("not a JSON object")
+        return content
 
     def lines(self) -> Iterator[tuple[int, bytes, bool]]:
         """Number, content and whether its newline was there; a line beyond the bound is an error."""

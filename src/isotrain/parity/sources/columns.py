@@ -8,8 +8,9 @@ from bisect import bisect_left
 
 import numpy as np
 
-from isotrain.parity.run import Series
+from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.bounded import Source, clipped
+from isotrain.parity.sources.numbers import whole_number
 
 MAX_METRICS = 10_000
 MAX_VALUES = 20_000_000
@@ -45,6 +46,12 @@ class Columns:
         steps.append(step)
         values.append(value)
 
+    def run(self, kind: str, expected: str) -> Run:
+        """The run of these metrics; without any, an error that says what was expected."""
+        if not self._columns:
+            raise self._source.error(f"no metrics in it: {expected}")
+        return Run(self._source.path, kind, self.series(), sha256=self._source.sha256)
+
     def series(self) -> dict[str, Series]:
         return {
             name: Series(np.frombuffer(steps, np.int64), np.frombuffer(values, np.float64))
@@ -69,6 +76,13 @@ class Columns:
                 "Remove what it did twice",
                 line,
             )
+
+
+def step_of(source: Source, name: str, value: object, line: int) -> int:
+    step = whole_number(value)
+    if step is None:
+        raise source.error(f"{name} is not a whole number: {clipped(str(value))}", line)
+    return step
 
 
 def check_new_metric(source: Source, known: int, name: str, line: int | None = None) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped
-from isotrain.parity.sources.columns import MAX_METRICS, Columns
+from isotrain.parity.sources.columns import MAX_METRICS, Columns, step_of
 from isotrain.parity.sources.json_lines import STEP_NAMES, step_name
-from isotrain.parity.sources.numbers import number, whole_number
+from isotrain.parity.sources.numbers import number
 
 _DELIMITERS = ",\t;"
 
@@ -36,9 +36,7 @@ def read_csv(path: Path) -> Run:
             if not ended:
                 break  # the torn last line of a live run
             raise source.error(f"{len(row)} cells, and the header has {len(header)}", line)
-        step = whole_number(row[at])
-        if step is None:
-            raise source.error(f"{header[at]} is not a whole number: {clipped(row[at])}", line)
+        step = step_of(source, header[at], row[at], line)
         for name, cell in zip(header, row, strict=True):
             # Only an index of rows, as pandas writes it, has no name.
             if not name or name == header[at]:
@@ -51,9 +49,7 @@ def read_csv(path: Path) -> Run:
     for name, line in text.items():
         if name in columns:
             raise source.error(f"column {clipped(name)} holds text here and numbers elsewhere", line)
-    if not columns:
-        raise source.error("no metrics in it: no row has a step and a number")
-    return Run(path=path, format="CSV", metrics=columns.series(), sha256=source.sha256)
+    return columns.run("CSV", "no row has a step and a number")
 
 
 def _step_column(source: Source, header: list[str], line: int) -> int:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_FLOAT, _DOUBLE = struct.Struct("<f"), struct.Struct("<d")
-# TensorFlow's numbers for types, with how one element is stored.
-_CONTENT = {
-    1: struct.Struct("<f"),
-    2: struct.Struct("<d"),
-    3: struct.Struct("<i"),
-    9: struct.Struct("<q"),
-    19: struct.Struct("<e"),
-}
-_LONGEST_SCALAR = 16
+# How one element is stored, by TensorFlow's numbers for types.
+_CONTENT = {1: "<f", 2: "<d", 3: "<i", 9: "<q", 19: "<e"}
+
+Message = dict[int, list[int | bytes]]
 
 
 class WireError(ValueError):
@@ -41,96 +33,76 @@ def signed(value: int) -> int:
 
 def scalars(data: bytes, at: int, end: int, plugins: dict[str, str]) -> tuple[int, list[tuple[str, float]]]:
     """`plugins` remembers what a tag is for: writers say it with a tag's first value only."""
-    step = 0
-    found: list[tuple[str, float]] = []
-    for field, kind, value, start in _fields(data, at, end):
-        if field == 2 and kind == _VARINT:
-            step = signed(value)
-        elif field == 5 and kind == _BYTES:
-            for inner, inner_kind, inner_end, inner_start in _fields(data, start, value):
-                if inner == 1 and inner_kind == _BYTES:
-                    scalar = _summary_value(data, inner_start, inner_end, plugins)
-                    if scalar is not None:
-                        found.append(scalar)
-    return step, found
+    event = _message(data[at:end])
+    steps = [step for step in event.get(2, []) if isinstance(step, int)]
+    found = []
+    for value in map(_message, _inner(event, 5, 1)):
+        tag = _name(_inner(value, 1))
+        plugin = _name(_inner(value, 9, 1, 1))
+        # Bounded, because nothing says that a tag will ever be a scalar.
+        if plugin and tag and len(plugins) < 100_000:
+            plugins.setdefault(tag, plugin)
+        number = _element("<f", _inner(value, 2))
+        if number is None and plugins.get(tag) == "scalars":
+            number = next(map(_one_element, _inner(value, 8)), None)
+        if number is not None:
+            found.append((tag, number))
+    return signed(steps[-1]) if steps else 0, found
 
 
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Number, kind, value and start of each field; the value of bytes is where they end."""
+def _message(data: bytes) -> Message:
+    """The values of each field: numbers, and bytes for all that is not a varint."""
+    fields: Message = {}
+    at, end = 0, len(data)
     while at < end:
         key, at = varint(data, at, end)
         kind = key & 7
-        if kind == _VARINT:
-            start = at
+        values = fields.setdefault(key >> 3, [])
+        if kind == 0:
             value, at = varint(data, at, end)
-            yield key >> 3, kind, value, start
+            values.append(value)
             continue
-        start = at
-        if kind == _BYTES:
-            length, start = varint(data, at, end)
-            at = start + length
-        elif kind in (_FIXED64, _FIXED32):
-            at += 8 if kind == _FIXED64 else 4
+        if kind == 2:
+            length, at = varint(data, at, end)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
         else:
             raise WireError(f"unknown kind {kind}")
-        if at > end:
+        if at + length > end:
             raise WireError("a field is longer than its message")
-        yield key >> 3, kind, at, start
+        values.append(data[at : at + length])
+        at += length
+    return fields
 
 
-def _summary_value(data: bytes, at: int, end: int, plugins: dict[str, str]) -> tuple[str, float] | None:
-    tag, number, tensor = "", None, None
-    for field, kind, stop, start in _fields(data, at, end):
-        if field == 1 and kind == _BYTES:
-            tag = _string(data[start:stop])
-        elif field == 2 and kind == _FIXED32:
-            number = float(_FLOAT.unpack_from(data, start)[0])
-        elif field == 8 and kind == _BYTES:
-            tensor = (start, stop)
-        elif field == 9 and kind == _BYTES:
-            plugin = _plugin(data, start, stop)
-            # Bounded, because nothing says that a tag will ever be a scalar.
-            if plugin and tag and len(plugins) < 100_000:
-                plugins.setdefault(tag, plugin)
-    if number is None and tensor and plugins.get(tag) == "scalars":
-        number = _one_element(data, *tensor)
-    return (tag, number) if number is not None else None
+def _inner(message: Message, field: int, *below: int) -> list[bytes]:
+    """The bytes in a field, or in the fields of the messages in it."""
+    found = [value for value in message.get(field, []) if isinstance(value, bytes)]
+    return [part for value in found for part in _inner(_message(value), *below)] if below else found
 
 
-def _plugin(data: bytes, at: int, end: int) -> str:
-    for field, kind, stop, start in _fields(data, at, end):
-        if field == 1 and kind == _BYTES:
-            for inner, inner_kind, inner_stop, inner_start in _fields(data, start, stop):
-                if inner == 1 and inner_kind == _BYTES:
-                    return _string(data[inner_start:inner_stop])
-    return ""
-
-
-def _one_element(data: bytes, at: int, end: int) -> float | None:
+def _one_element(data: bytes) -> float | None:
     """A tensor's only element: as raw content, or in the list of its type, packed or not."""
-    dtype, raw, number = 0, b"", None
-    for field, kind, stop, start in _fields(data, at, end):
-        if field == 1 and kind == _VARINT:
-            dtype = stop
-        elif field == 4 and kind == _BYTES:
-            raw = data[start : min(stop, start + _LONGEST_SCALAR)]
-        elif field == 5 and stop - start == 4:
-            number = float(_FLOAT.unpack_from(data, start)[0])
-        elif field == 6 and stop - start == 8:
-            number = float(_DOUBLE.unpack_from(data, start)[0])
-        elif field in (7, 10) and kind == _VARINT:
-            number = float(signed(stop))
-        elif field in (7, 10) and kind == _BYTES:
-            value, after = varint(data, start, stop)
-            number = float(signed(value)) if after == stop else None
-    layout = _CONTENT.get(dtype)
-    if raw and layout and len(raw) == layout.size:
-        return float(layout.unpack(raw)[0])
-    return number
+    tensor = _message(data)
+    kinds = [_CONTENT[kind] for kind in tensor.get(1, []) if isinstance(kind, int) and kind in _CONTENT]
+    for layout, field in (*((kind, 4) for kind in kinds), ("<f", 5), ("<d", 6)):
+        number = _element(layout, _inner(tensor, field))
+        if number is not None:
+            return number
+    for value in (*tensor.get(7, []), *tensor.get(10, [])):
+        whole, rest = (value, 0) if isinstance(value, int) else varint(value, 0, len(value))
+        if isinstance(value, int) or rest == len(value):
+            return float(signed(whole))
+    return None
 
 
-def _string(content: bytes) -> str:
+def _element(layout: str, contents: list[bytes]) -> float | None:
+    content = contents[-1] if contents else b""
+    return float(struct.unpack(layout, content)[0]) if len(content) == struct.calcsize(layout) else None
+
+
+def _name(contents: list[bytes]) -> str:
     try:
-        return content.decode()
+        return contents[-1].decode() if contents else ""
     except UnicodeDecodeError as error:
         raise WireError("a name is not UTF-8") from error

@@ -5,7 +5,6 @@ Its metrics are exact through every resume, so a step that comes twice is damage
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,6 @@ def _facts(path: Path, name: str, digests: dict[str, str]) -> dict[str, Any] | N
     if not (path / name).exists():
         return None
     source = Source(inside(path, name))
-    pieces, size = [], 0
-    for chunk in source.chunks():
-        pieces.append(chunk)
-        size += len(chunk)
-        if size > _MAX_FACTS:
-            raise source.error(f"larger than {_MAX_FACTS >> 20} MiB")
-    try:
-        content = json.loads(b"".join(pieces).decode())
-    except (ValueError, RecursionError) as error:
-        raise source.error(f"not JSON ({clipped(str(error))})") from error
-    if not isinstance(content, dict):
-        raise source.error("not a JSON object")
+    content = source.json_object(_MAX_FACTS)
     digests.update(source.sha256)
     return content

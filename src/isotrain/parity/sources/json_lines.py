@@ -9,8 +9,7 @@ from typing import Any
 
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped
-from isotrain.parity.sources.columns import MAX_METRICS, Columns
-from isotrain.parity.sources.numbers import whole_number
+from isotrain.parity.sources.columns import MAX_METRICS, Columns, step_of
 
 STEP_NAMES = ("step", "global_step", "_step")
 # JSON has no word for these; writers that keep to the standard use strings.
@@ -61,32 +60,21 @@ def read_json_lines(path: Path) -> Run:
             step_key = step_name(list(row))
             if step_key is None:
                 raise source.error(f"no {', '.join(STEP_NAMES[:-1])} or {STEP_NAMES[-1]} in it", line)
-        step = whole_number(row.get(step_key))
-        if step is None:
-            raise source.error(f"{step_key} is not a whole number: {clipped(str(row.get(step_key)))}", line)
+        step = step_of(source, step_key, row.get(step_key), line)
         for name, value in row.items():
-            if type(value) is float and name != step_key:
-                columns.add(name, step, value, line)
-            elif name != step_key and value is not None:
-                _add_other(source, columns, text, name, step, value, line)
+            if name == step_key or value is None:
+                continue
+            # Integers, and words for what is not finite, too; lists, objects and text are no metrics.
+            found = value if type(value) is float else value_of(value)
+            if found is not None:
+                columns.add(name, step, found, line)
+            elif isinstance(value, int):
+                raise source.error(f"{clipped(name)} is too large for a number", line)
+            elif name in text or len(text) < MAX_METRICS:
+                text.setdefault(name, line)
+            else:
+                raise source.error(f"more than {MAX_METRICS} names: is this a log of metrics?", line)
     for name, line in text.items():
         if name in columns:
             raise source.error(f"{clipped(name)} is no number here, but is one elsewhere", line)
-    if not columns:
-        raise source.error("no metrics in it: no line has a step and a number")
-    return Run(path=path, format="JSONL", metrics=columns.series(), sha256=source.sha256)
-
-
-def _add_other(
-    source: Source, columns: Columns, text: dict[str, int], name: str, step: int, value: object, line: int
-) -> None:
-    """Integers, and words for what is not finite; lists, objects and text are no metrics."""
-    found = value_of(value)
-    if found is not None:
-        columns.add(name, step, found, line)
-    elif isinstance(value, int):
-        raise source.error(f"{clipped(name)} is too large for a number", line)
-    elif name in text or len(text) < MAX_METRICS:
-        text.setdefault(name, line)
-    else:
-        raise source.error(f"more than {MAX_METRICS} names: is this a log of metrics?", line)
+    return columns.run("JSONL", "no line has a step and a number")

@@ -57,9 +57,7 @@ def read_openrlhf(path: Path) -> Run:
     bars.end()
     # PPO has bars inside its steps too: where there are lines of whole steps, only they count.
     columns = lines if lines else bars.columns
-    if not columns:
-        raise source.error("no metrics in it: no `Global step 3: {...}` and no progress bar with values")
-    return Run(path=path, format="OpenRLHF log", metrics=columns.series(), sha256=source.sha256)
+    return columns.run("OpenRLHF log", "no `Global step 3: {...}` and no progress bar with values")
 
 
 def _text(line: bytes) -> str | None:

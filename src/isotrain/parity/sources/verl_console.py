@@ -10,8 +10,8 @@ from pathlib import Path
 
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped
-from isotrain.parity.sources.columns import Columns
-from isotrain.parity.sources.numbers import number, whole_number
+from isotrain.parity.sources.columns import Columns, step_of
+from isotrain.parity.sources.numbers import number
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # At the start, or after a prefix or a progress bar that shares the line.
@@ -40,9 +40,7 @@ def read_verl_console(path: Path) -> Run:
         if not found:
             continue
         text, pairs = found
-        step = whole_number(text)
-        if step is None:
-            raise source.error(f"step is not a whole number: {clipped(text)}", line)
+        step = step_of(source, "step", text, line)
         for pair in pairs:
             metric = _pair(pair)
             if metric is None:
@@ -51,9 +49,7 @@ def read_verl_console(path: Path) -> Run:
                     line,
                 )
             columns.add(metric[0], step, metric[1], line)
-    if not columns:
-        raise source.error("no metrics in it: no line `step:3 - name:0.5 - ...`")
-    return Run(path=path, format="verl console log", metrics=columns.series(), sha256=source.sha256)
+    return columns.run("verl console log", "no line `step:3 - name:0.5 - ...`")
 
 
 def _pair(text: str) -> tuple[str, float] | None:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from isotrain.parity.run import Run
-from isotrain.parity.sources.bounded import Source, clipped
-from isotrain.parity.sources.columns import Columns
+from isotrain.parity.sources.bounded import Source
+from isotrain.parity.sources.columns import Columns, step_of
 from isotrain.parity.sources.json_lines import objects, value_of
-from isotrain.parity.sources.numbers import whole_number
 
 
 def is_verl_row(row: dict[str, Any]) -> bool:
@@ -26,13 +25,9 @@ def read_verl_file(path: Path) -> Run:
     for line, row in objects(source):
         if not is_verl_row(row):
             raise source.error('no "step" and "data" in it, as the lines before have', line)
-        step = whole_number(row["step"])
-        if step is None:
-            raise source.error(f"step is not a whole number: {clipped(str(row['step']))}", line)
+        step = step_of(source, "step", row["step"], line)
         for name, value in row["data"].items():
             found = math.nan if value is None else value_of(value)
             if found is not None:
                 columns.add(name, step, found, line)
-    if not columns:
-        raise source.error("no metrics in it: no line has a number")
-    return Run(path=path, format="verl file log", metrics=columns.series(), sha256=source.sha256)
+    return columns.run("verl file log", "no line has a number")
