@@ -85,9 +85,6 @@ class Accelerator:
         _, total = self.module.mem_get_info()
         return Memory(self.module.memory_allocated(), self.module.max_memory_allocated(), total)
 
-    def reset_peak_memory(self) -> None:
-        self.module.reset_peak_memory_stats()
-
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         # Only the 16-bit peak is tabulated: float32 runs on other units or in reduced precision modes.
         if dtype not in (torch.bfloat16, torch.float16):

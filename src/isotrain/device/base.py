@@ -100,8 +100,5 @@ class Device(Protocol):
     def memory(self) -> Memory:
         """What this process holds on its device."""
 
-    def reset_peak_memory(self) -> None:
-        """Start a new peak-memory measurement."""
-
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Dense peak in FLOP/s, None where it is not known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -74,10 +73,6 @@ class Cpu:
         status = _read("/proc/self/status")
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Memory(_kib(status, "VmRSS"), _kib(status, "VmHWM"), total)
-
-    def reset_peak_memory(self) -> None:
-        with contextlib.suppress(OSError):  # a kernel without it goes on reporting the peak since the start
-            Path("/proc/self/clear_refs").write_text("5")
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         return None

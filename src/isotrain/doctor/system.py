@@ -32,17 +32,12 @@ class Output:
 class System(Protocol):
     """A machine, this one or a recorded one."""
 
-    @property
-    def machine(self) -> str:
-        """What `uname -m` says."""
-
-    @property
-    def python(self) -> str:
-        """The version of Python that training would run on."""
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Environment variables."""
+    machine: str
+    """What `uname -m` says."""
+    python: str
+    """The version of Python that training would run on."""
+    variables: Mapping[str, str]
+    """Environment variables."""
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
         """Versions of those packages that are installed with one that can be read."""
@@ -65,10 +60,7 @@ class ThisMachine:
 
     machine = platform.machine()
     python = platform.python_version()
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        return os.environ
+    variables: Mapping[str, str] = os.environ
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
         found = {}

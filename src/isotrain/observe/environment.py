@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import fnmatch
 import importlib.metadata
 import os
 import platform
@@ -17,46 +16,17 @@ from typing import Any
 from isotrain.plugins import plugin_packages
 
 # Families, so that a device's own builds and plug-ins (`torch-*`, `vllm-*`) are seen without being named.
-PACKAGES = (
-    "accelerate",
-    "datasets",
-    "flash-attn*",
-    "intel-openmp",
-    "isotrain",
-    "math-verify",
-    "mkl*",
-    "numpy",
-    "peft",
-    "pyarrow",
-    "ray",
-    "safetensors",
-    "scipy",
-    "sglang*",
-    "tokenizers",
-    "torch*",
-    "transformers",
-    "triton*",
-    "vllm*",
+PACKAGES = re.compile(
+    r"""accelerate|datasets|flash-attn.*|intel-openmp|isotrain|math-verify|mkl.*|numpy|peft|pyarrow|ray
+    |safetensors|scipy|sglang.*|tokenizers|torch.*|transformers|triton.*|vllm.*""",
+    re.VERBOSE,
 )
 
 # Variables that change numbers on any device; a device adds its own.
-VARIABLES = (
-    "ATEN_*",
-    "DNNL_*",
-    "GOMP_*",
-    "KMP_*",
-    "MKL_*",
-    "OMP_*",
-    "ONEDNN_*",
-    "OPENBLAS_*",
-    "PYTHONHASHSEED",
-    "PYTORCH_*",
-    "TORCHINDUCTOR_*",
-    "TORCH_*",
-    "VLLM_ATTENTION_*",
-    "VLLM_BATCH_INVARIANT",
-    "VLLM_CPU_*",
-    "VLLM_USE_*",
+VARIABLES = re.compile(
+    r"""(ATEN|DNNL|GOMP|KMP|MKL|OMP|ONEDNN|OPENBLAS|PYTORCH|TORCHINDUCTOR|TORCH)_.*|PYTHONHASHSEED
+    |VLLM_((ATTENTION|CPU|USE)_.*|BATCH_INVARIANT)""",
+    re.VERBOSE,
 )
 
 SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -95,11 +65,11 @@ def describe_environment(
 
 def _packages() -> dict[str, str]:
     versions: dict[str, str] = {}
-    patterns = (*PACKAGES, *map(package_name, plugin_packages()))
+    plugins = set(map(package_name, plugin_packages()))
     for distribution in importlib.metadata.distributions():
         name = package_name(distribution.name or "")
         # The first on the path is the one that is imported.
-        if name not in versions and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if name not in versions and (name in plugins or PACKAGES.fullmatch(name)):
             versions[name] = distribution.version
     return dict(sorted(versions.items()))
 
@@ -124,7 +94,7 @@ def numerics(environment: Mapping[str, str], asked: Iterable[str]) -> dict[str, 
         if SECRET.search(name):
             continue
         # A path in a variable that only matched a pattern is somebody's cache, not a numerical setting.
-        general = "/" not in value and any(fnmatch.fnmatchcase(name, pattern) for pattern in VARIABLES)
+        general = "/" not in value and VARIABLES.fullmatch(name)
         if name in names or general:
             found[name] = value
     return found

@@ -52,34 +52,25 @@ def _mask(scene: Scene) -> Iterator[Finding]:
         return
     parts = [part.strip() for part in text.split(",")]
     if not all(is_number(part) for part in parts):
-        yield Finding(
-            "mask-is-not-numbers",
-            "error",
-            f"{_MASK}={text}: not a list of device numbers, so that no device is visible",
-            f"export {_MASK}=0,1,... or unset it",
-        )
+        problem = f"{_MASK}={text}: not a list of device numbers, so that no device is visible"
+        remedy = f"export {_MASK}=0,1,... or unset it"
+        yield Finding("mask-is-not-numbers", "error", problem, remedy)
         return
     numbers = [int(part) for part in parts]
     ascending = sorted(set(numbers))
     if numbers != ascending:
-        yield Finding(
-            "mask-out-of-order",
-            "error",
-            f"{_MASK}={text}: not strictly ascending, so that the device count is 0",
-            f"export {_MASK}={','.join(map(str, ascending))}",
-        )
+        problem = f"{_MASK}={text}: not strictly ascending, so that the device count is 0"
+        remedy = f"export {_MASK}={','.join(map(str, ascending))}"
+        yield Finding("mask-out-of-order", "error", problem, remedy)
     facts = scene.facts
     present = {npu.number for npu in facts.npus}
     missing = sorted(set(numbers) - present) if present else []
     if missing:
         # Containers count the devices that they were given from 0, whatever npu-smi calls them.
         counted = facts.container and max(numbers) < len(facts.npus)
-        yield Finding(
-            "mask-names-missing-devices",
-            "warning" if counted else "error",
-            f"{_MASK}={text}: this machine has no device {', '.join(map(str, missing))}",
-            f"choose among {','.join(map(str, sorted(present)))}",
-        )
+        problem = f"{_MASK}={text}: this machine has no device {', '.join(map(str, missing))}"
+        remedy = f"choose among {','.join(map(str, sorted(present)))}"
+        yield Finding("mask-names-missing-devices", "warning" if counted else "error", problem, remedy)
     if scene.generation == "A3" and not missing and len(ascending) > 1:
         modules = {npu.number: npu.module for npu in scene.facts.npus}
         halves = sorted(
@@ -88,84 +79,59 @@ def _mask(scene: Scene) -> Iterator[Finding]:
             if sum(modules[other] == modules[number] for other in ascending) == 1
         )
         if halves:
-            yield Finding(
-                "half-modules",
-                "warning",
+            problem = (
                 f"{_MASK}={text}: one die of a module without the other ({', '.join(map(str, halves))}); "
-                "jobs on an A3 take whole modules",
-                "name both dies of each module",
+                "jobs on an A3 take whole modules"
             )
+            remedy = "name both dies of each module"
+            yield Finding("half-modules", "warning", problem, remedy)
 
 
 def _npus(scene: Scene) -> Iterator[Finding]:
     facts = scene.facts
     if facts.npu_smi and "-8005" in facts.npu_smi:
-        yield Finding(
-            "no-permission-for-the-driver",
-            "error",
-            f"npu-smi may not talk to the driver: {facts.npu_smi}",
-            "run as root or as a member of the group HwHiAiUser; in a container also mount the devices",
-        )
+        problem = f"npu-smi may not talk to the driver: {facts.npu_smi}"
+        remedy = "run as root or as a member of the group HwHiAiUser; in a container also mount the devices"
+        yield Finding("no-permission-for-the-driver", "error", problem, remedy)
     elif facts.npu_smi:
-        yield Finding(
-            "npu-smi-fails",
-            "error",
-            f"npu-smi fails: {facts.npu_smi}",
-            "look at `dmesg` and the driver's installation (npu-smi info -t board -i 0)",
-        )
+        problem = f"npu-smi fails: {facts.npu_smi}"
+        remedy = "look at `dmesg` and the driver's installation (npu-smi info -t board -i 0)"
+        yield Finding("npu-smi-fails", "error", problem, remedy)
     elif not facts.npus and not facts.npu_devices:
         inside = facts.container
-        yield Finding(
-            "no-npu-visible",
-            "error",
-            "no NPU is visible " + ("in this container" if inside else "on this machine"),
-            _MOUNTS if inside else "install the driver and firmware, or use device.type=cpu",
-        )
+        problem = "no NPU is visible " + ("in this container" if inside else "on this machine")
+        remedy = _MOUNTS if inside else "install the driver and firmware, or use device.type=cpu"
+        yield Finding("no-npu-visible", "error", problem, remedy)
     elif facts.npu_smi is None and facts.driver is None:
-        yield Finding(
-            "driver-not-mounted",
-            "error",
-            "device files are here, but neither npu-smi nor the driver's directory is",
-            _MOUNTS if facts.container else "install the driver",
-        )
+        problem = "device files are here, but neither npu-smi nor the driver's directory is"
+        remedy = _MOUNTS if facts.container else "install the driver"
+        yield Finding("driver-not-mounted", "error", problem, remedy)
     mask = facts.variables.get(_MASK)
     used = None if mask is None else {part.strip() for part in mask.split(",")}
     for npu in facts.npus:
         if npu.health not in ("OK", "-") and (used is None or str(npu.number) in used):
-            yield Finding(
-                "unhealthy-device",
-                "error",
-                f"device {npu.number} ({npu.name}) reports {npu.health}",
-                f"leave it out of {_MASK}, and see npu-smi info -t health -i {npu.module}",
-            )
+            problem = f"device {npu.number} ({npu.name}) reports {npu.health}"
+            remedy = f"leave it out of {_MASK}, and see npu-smi info -t health -i {npu.module}"
+            yield Finding("unhealthy-device", "error", problem, remedy)
     if facts.npu_holders:
-        yield Finding(
-            "devices-in-use",
-            "warning",
-            f"other processes hold devices: {', '.join(map(str, sorted(set(facts.npu_holders))))}",
-            f"wait for them, or choose free devices with {_MASK}",
-        )
+        problem = f"other processes hold devices: {', '.join(map(str, sorted(set(facts.npu_holders))))}"
+        remedy = f"wait for them, or choose free devices with {_MASK}"
+        yield Finding("devices-in-use", "warning", problem, remedy)
     if facts.npus and scene.generation in (None, "A1", "inference only"):
         name = facts.npus[0].name
         kind = f"{scene.generation} hardware" if scene.generation else "not in the matrix"
-        yield Finding(
-            "unknown-hardware",
-            "warning",
-            f"{name} is {kind}: no published stack trains on it",
-            "expect to be the first; the matrix is in docs/ascend.md",
-        )
+        problem = f"{name} is {kind}: no published stack trains on it"
+        remedy = "expect to be the first; the matrix is in docs/ascend.md"
+        yield Finding("unknown-hardware", "warning", problem, remedy)
 
 
 def _driver(scene: Scene) -> Iterator[Finding]:
     facts = scene.facts
     if facts.driver and facts.firmware and order(facts.driver) != order(facts.firmware):
         newer = max(facts.driver, facts.firmware, key=order)
-        yield Finding(
-            "driver-and-firmware",
-            "warning",
-            f"the driver is of {facts.driver}, the firmware of {facts.firmware}",
-            f"install driver and firmware of one release, such as {newer}",
-        )
+        problem = f"the driver is of {facts.driver}, the firmware of {facts.firmware}"
+        remedy = f"install driver and firmware of one release, such as {newer}"
+        yield Finding("driver-and-firmware", "warning", problem, remedy)
     if not facts.driver or not facts.cann:
         return
     published = [
@@ -176,12 +142,11 @@ def _driver(scene: Scene) -> Iterator[Finding]:
     # The driver of the newest stack that is not newer than this toolkit.
     wanted = max(published, key=order, default=None)
     if wanted and order(facts.driver) < order(wanted):
-        yield Finding(
-            "driver-older-than-cann",
-            "warning",
-            f"stacks up to CANN {facts.cann} were published with driver {wanted}, this one is {facts.driver}",
-            f"install driver {wanted} or newer on the host, or a CANN of its age",
+        problem = (
+            f"stacks up to CANN {facts.cann} were published with driver {wanted}, this one is {facts.driver}"
         )
+        remedy = f"install driver {wanted} or newer on the host, or a CANN of its age"
+        yield Finding("driver-older-than-cann", "warning", problem, remedy)
 
 
 def _gpus(scene: Scene) -> Iterator[Finding]:
@@ -191,29 +156,22 @@ def _gpus(scene: Scene) -> Iterator[Finding]:
         why = facts.nvidia_smi or (
             "nvidia-smi is not installed" if facts.nvidia_smi is None else "it lists none"
         )
-        yield Finding(
-            "no-gpu-visible",
-            "error",
-            f"no NVIDIA GPU is visible: {why}",
+        problem = f"no NVIDIA GPU is visible: {why}"
+        remedy = (
             "start the container with --gpus all"
             if facts.container
-            else "install the driver, or use device.type=cpu",
+            else "install the driver, or use device.type=cpu"
         )
+        yield Finding("no-gpu-visible", "error", problem, remedy)
         return
     if torch.endswith("+cpu"):
-        yield Finding(
-            "cpu-build-of-torch",
-            "error",
-            f"torch {torch} is a CPU build",
-            f"pip install torch=={torch.removesuffix('+cpu')} (a CUDA build)",
-        )
+        problem = f"torch {torch} is a CPU build"
+        remedy = f"pip install torch=={torch.removesuffix('+cpu')} (a CUDA build)"
+        yield Finding("cpu-build-of-torch", "error", problem, remedy)
     found = re.search(r"\+cu(\d{2})\d", torch)
     wanted = matrix().cuda_driver.get(found[1]) if found else None
     driver = facts.gpus[0].driver
     if found and wanted and Version(driver) < Version(wanted):
-        yield Finding(
-            "old-nvidia-driver",
-            "error",
-            f"torch {torch} needs driver {wanted} or newer, this one is {driver}",
-            f"update the driver, or install a torch built for an older CUDA than {found[1]}",
-        )
+        problem = f"torch {torch} needs driver {wanted} or newer, this one is {driver}"
+        remedy = f"update the driver, or install a torch built for an older CUDA than {found[1]}"
+        yield Finding("old-nvidia-driver", "error", problem, remedy)

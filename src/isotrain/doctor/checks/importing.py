@@ -39,9 +39,6 @@ def check(scene: Scene) -> Iterator[Finding]:
     if not said:
         return
     remedy = next((remedy for pattern, remedy in _CAUSES if re.search(pattern, said)), None)
-    yield Finding(
-        "torch-import",
-        "error",
-        f"import torch fails: {said}",
-        remedy or "run python -c 'import torch' to see all of it; reinstall torch first and alone",
-    )
+    problem = f"import torch fails: {said}"
+    remedy = remedy or "run python -c 'import torch' to see all of it; reinstall torch first and alone"
+    yield Finding("torch-import", "error", problem, remedy)

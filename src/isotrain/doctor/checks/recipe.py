@@ -41,12 +41,9 @@ def devices_needed(recipe: Recipe) -> int:
 def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     present, needed = visible(scene), devices_needed(recipe)
     if scene.target == "npu" and scene.generation == "A3" and needed > 1 and needed % 2:
-        yield Finding(
-            "half-a-module",
-            "warning",
-            f"the recipe needs {needed} devices; on an A3 two are one module, and jobs take whole ones",
-            f"write device.ranks={recipe.device.ranks + 1}",
-        )
+        problem = f"the recipe needs {needed} devices; on an A3 two are one module, and jobs take whole ones"
+        remedy = f"write device.ranks={recipe.device.ranks + 1}"
+        yield Finding("half-a-module", "warning", problem, remedy)
     if scene.target == "cpu" or present is None or present >= needed:
         return
     address = (recipe.cluster or ClusterSection()).address if recipe.rollout else "local"
@@ -57,32 +54,27 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     # A Ray cluster may have more machines than this one; `auto` joins one that is there.
     if address != "local":
         remedy = f"the Ray cluster's other machines must have {needed - present}, or {remedy}"
-    yield Finding(
-        "too-few-devices",
-        levels.get(address, "note"),
-        f"the recipe needs {needed} devices, {present} are visible" + (" here" if address != "local" else ""),
-        remedy,
+    problem = f"the recipe needs {needed} devices, {present} are visible" + (
+        " here" if address != "local" else ""
     )
+    remedy = remedy
+    yield Finding("too-few-devices", levels.get(address, "note"), problem, remedy)
 
 
 def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     shared, disk = scene.facts.free.get(SHARED_MEMORY), scene.facts.free.get(recipe.output)
     if recipe.rollout and shared is not None and shared < _LEAST_SHARED_MEMORY:
-        yield Finding(
-            "little-shared-memory",
-            "warning",
-            f"{SHARED_MEMORY} has {shared / _GIB:.2f} GiB free; new weights reach engines through it",
+        problem = f"{SHARED_MEMORY} has {shared / _GIB:.2f} GiB free; new weights reach engines through it"
+        remedy = (
             "start the container with --shm-size=16g"
             if scene.facts.container
-            else f"mount -o remount,size=16g {SHARED_MEMORY}",
+            else f"mount -o remount,size=16g {SHARED_MEMORY}"
         )
+        yield Finding("little-shared-memory", "warning", problem, remedy)
     if disk is not None and disk < _LEAST_DISK:
-        yield Finding(
-            "little-disk",
-            "warning",
-            f"{disk / _GIB:.1f} GiB are free where the run is written ({recipe.output})",
-            "write output= somewhere larger, or trainer.keep_checkpoints=1",
-        )
+        problem = f"{disk / _GIB:.1f} GiB are free where the run is written ({recipe.output})"
+        remedy = "write output= somewhere larger, or trainer.keep_checkpoints=1"
+        yield Finding("little-disk", "warning", problem, remedy)
 
 
 def _ports(scene: Scene) -> Iterator[Finding]:
@@ -92,10 +84,8 @@ def _ports(scene: Scene) -> Iterator[Finding]:
     base = int(text) if is_number(text) else _HCCL_BASE_PORT
     taken = sorted(scene.facts.ports & set(range(base, base + _HCCL_PORTS)))
     if taken:
-        yield Finding(
-            "hccl-ports-taken",
-            "warning",
-            f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, somebody listens on "
-            + ", ".join(map(str, taken)),
-            "export HCCL_IF_BASE_PORT=50000 (a free range of 16), the same on every node",
+        problem = f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, somebody listens on " + ", ".join(
+            map(str, taken)
         )
+        remedy = "export HCCL_IF_BASE_PORT=50000 (a free range of 16), the same on every node"
+        yield Finding("hccl-ports-taken", "warning", problem, remedy)

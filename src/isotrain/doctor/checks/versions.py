@@ -94,39 +94,31 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
         return
     wanted = _release(plugin)
     if not _release_is(torch, plugin):
-        yield Finding(
-            "torch-and-torch-npu",
-            "error",
-            f"torch {torch} and torch_npu {plugin} do not fit: undefined symbols at import",
-            f"pip install torch=={wanted}{_build(facts.machine, plugin)}",
-        )
+        problem = f"torch {torch} and torch_npu {plugin} do not fit: undefined symbols at import"
+        remedy = f"pip install torch=={wanted}{_build(facts.machine, plugin)}"
+        yield Finding("torch-and-torch-npu", "error", problem, remedy)
         return
     build = _built_for(torch)
     if _build(facts.machine, plugin) and build != "cpu":
-        yield Finding(
-            "cuda-build-of-torch",
-            "warning",
-            f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 asks for {wanted}+cpu",
-            f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)",
-        )
+        problem = f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 asks for {wanted}+cpu"
+        remedy = f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)"
+        yield Finding("cuda-build-of-torch", "warning", problem, remedy)
     vision = facts.packages.get("torchvision")
     if vision and _built_for(vision) != build:
-        yield Finding(
-            "torchvision-of-another-build",
-            "error",
+        problem = (
             f"torchvision {vision} and torch {torch} are builds for different devices: "
-            '"operator torchvision::nms does not exist"',
-            "install the torchvision of this torch and of its build, or pip uninstall torchvision",
+            '"operator torchvision::nms does not exist"'
         )
+        remedy = "install the torchvision of this torch and of its build, or pip uninstall torchvision"
+        yield Finding("torchvision-of-another-build", "error", problem, remedy)
     hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if facts.gpus and build != "cpu" and not hidden:
-        yield Finding(
-            "two-accelerators",
-            "error",
+        problem = (
             "torch_npu in an environment that sees an NVIDIA GPU: "
-            '"Two accelerators cannot be used at the same time"',
-            "keep one environment per device: pip uninstall torch_npu, or set CUDA_VISIBLE_DEVICES= ",
+            '"Two accelerators cannot be used at the same time"'
         )
+        remedy = "keep one environment per device: pip uninstall torch_npu, or set CUDA_VISIBLE_DEVICES= "
+        yield Finding("two-accelerators", "error", problem, remedy)
 
 
 def _built_for(version: str) -> str:
@@ -150,28 +142,25 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
     belongs = sorted({toolkit for toolkit, build in pairs if Version(build).public == version}, key=order)
     fitting = _newest_for(cann)
     if not belongs:
-        yield Finding(
-            "torch-npu-not-in-the-table",
-            "note",
-            f"no published table says which CANN torch_npu {plugin} belongs to",
-            "if import torch_npu fails, choose a pair of the nearest stack (below)",
-        )
+        problem = f"no published table says which CANN torch_npu {plugin} belongs to"
+        remedy = "if import torch_npu fails, choose a pair of the nearest stack (below)"
+        yield Finding("torch-npu-not-in-the-table", "note", problem, remedy)
     elif order(final(cann)) < order(belongs[0]):
-        yield Finding(
-            "torch-npu-newer-than-cann",
-            "error",
+        problem = (
             f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed: "
-            "undefined symbols at import, or operators that are missing",
-            f"install CANN {belongs[0]}" + (f", or torch_npu {fitting} with its torch" if fitting else ""),
+            "undefined symbols at import, or operators that are missing"
         )
+        remedy = f"install CANN {belongs[0]}" + (
+            f", or torch_npu {fitting} with its torch" if fitting else ""
+        )
+        yield Finding("torch-npu-newer-than-cann", "error", problem, remedy)
     elif all(order(final(cann)) != order(toolkit) for toolkit in belongs):
-        yield Finding(
-            "torch-npu-older-than-cann",
-            "warning",
+        problem = (
             f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed; nobody "
-            "publishes this pair",
-            f"install torch_npu {fitting}" if fitting else f"install CANN {belongs[-1]}",
+            "publishes this pair"
         )
+        remedy = f"install torch_npu {fitting}" if fitting else f"install CANN {belongs[-1]}"
+        yield Finding("torch-npu-older-than-cann", "warning", problem, remedy)
 
 
 def _release_is(version: str, wanted: str) -> bool:
@@ -194,12 +183,9 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
     engine, plugin = packages.get("vllm"), packages.get("vllm-ascend")
     wanted = scene.needs is not None and "vllm" in scene.needs
     if engine and not plugin:
-        yield Finding(
-            "vllm-without-its-plugin",
-            "error" if wanted else "warning",
-            f"vLLM {engine} without vllm-ascend does not know this device",
-            "install the vllm-ascend of this vLLM, or write rollout.engine: hf",
-        )
+        problem = f"vLLM {engine} without vllm-ascend does not know this device"
+        remedy = "install the vllm-ascend of this vLLM, or write rollout.engine: hf"
+        yield Finding("vllm-without-its-plugin", "error" if wanted else "warning", problem, remedy)
     if not plugin:
         return
     stacks = [stack for stack in matrix().stacks if fits(plugin, stack.packages.get("vllm-ascend", "0"))]
@@ -209,10 +195,13 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
         # Post releases of torch_npu are for other toolkits, which is looked at by itself.
         same = _release_is if name == "torch-npu" else fits
         if versions and not (have and any(same(have, version) for version in versions)):
+            problem = f"vllm-ascend {plugin} was published with {name} {' or '.join(versions)}, not with " + (
+                have or "none"
+            )
+            remedy = f"pip install {name}=={versions[-1]}"
             yield Finding(
                 f"vllm-ascend-and-{name}",
                 "error" if wanted or scene.needs is None else "warning",
-                f"vllm-ascend {plugin} was published with {name} {' or '.join(versions)}, not with "
-                + (have or "none"),
-                f"pip install {name}=={versions[-1]}",
+                problem,
+                remedy,
             )
