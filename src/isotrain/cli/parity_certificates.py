@@ -41,13 +41,12 @@ def verify(
     """
     from rich.console import Console
 
-    from isotrain.parity.again import levels_again
     from isotrain.parity.verify import is_valid
     from isotrain.parity.verify import verify as check
 
     given = {"reference": reference, "candidate": candidate}
     runs = {role: path for role, path in given.items() if path is not None}
-    findings = check(certificate, runs, allowed_signers, again=levels_again)
+    findings = check(certificate, runs, allowed_signers)
     console = Console(highlight=False, markup=False)
     for finding in findings:
         mark, style = _MARKS[finding.state]

@@ -220,6 +220,10 @@ class Certificate(Part):
         return self.model_dump(mode="json", exclude={"digest"})
 
     @property
+    def sides(self) -> dict[str, Side]:
+        return {"reference": self.reference, "candidate": self.candidate}
+
+    @property
     def file_name(self) -> str:
         """From the content alone, whatever that is: letters, digits and dashes."""
         subject = self.subject

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from isotrain.errors import DataError, IsotrainError
-from isotrain.parity.again import levels_again
 from isotrain.parity.certificate import Certificate, Side, read_certificate
 from isotrain.parity.levels import LEVELS
 from isotrain.parity.signing import Signature, signature_of
@@ -35,27 +34,6 @@ What the levels ask is told in [parity.md](parity.md). `isotrain parity verify F
 figures again from the curves in it, and with the runs' directories compares their files too.
 """
 _NONE = "There are no certificates yet: no pair of devices has been shown to train the same.\n"
-_COLUMNS = (
-    "algorithm",
-    "model",
-    "reference",
-    "candidate",
-    "engine",
-    "kind",
-    "steps",
-    "loss error, hundredths",
-    "published by others, hundredths",
-    "loss error, relative, %",
-    "reward error, hundredths",
-    "throughput, candidate / reference",
-    "same at",
-    "not run",
-    "power",
-    "date",
-    "signed by",
-    "certificate",
-)
-_SIDES = ("certificate", "side", "hardware", "ranks", "isotrain at", "versions", "variables")
 # Versions that decide numbers; the certificate has the others as well.
 _SHOWN_PACKAGES = ("isotrain", "torch", "transformers", "vllm", "sglang", "triton", "flash-attn", "numpy")
 # Text of certificates is a stranger's: it must stay text, in its cell.
@@ -82,7 +60,7 @@ def _entries(directory: Path) -> Iterator[_Entry]:
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; certificates are in isotrain's repository")
     for path in sorted(directory.glob("*.json")):
-        for finding in verify(path, again=levels_again):
+        for finding in verify(path):
             if finding.state == "wrong":
                 raise DataError(f"{path.name}: {finding.name}: {finding.words}")
         certificate = read_certificate(path)
@@ -101,32 +79,7 @@ def _order(entry: _Entry) -> tuple[str, ...]:
 def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
     published = published_figures()
     yield "## Certified pairs\n"
-    yield table_row(*_COLUMNS)
-    yield "|" + "---|" * len(_COLUMNS)
-    for entry in entries:
-        one = entry.certificate
-        subject, figures = one.subject, one.figures
-        yield table_row(
-            _cell(subject.algorithm),
-            _cell(_model(one)),
-            _device(one.reference),
-            _device(one.candidate),
-            subject.engine,
-            _kind(one),
-            str(figures.steps),
-            _number(figures.loss_error),
-            _number(published["loss_error_hundredths"].get(subject.algorithm)),
-            _number(figures.loss_relative),
-            _number(figures.reward_error),
-            _number(figures.throughput_ratio),
-            _same_at(one),
-            ", ".join(level.name for level in one.levels if level.state == "not run") or "-",
-            _power(one),
-            one.date[:10],
-            _signed(entry.signature),
-            _link(entry.name),
-        )
-    yield ""
+    yield from _table([_pair(entry, published["loss_error_hundredths"]) for entry in entries])
     yield (
         "Errors are means of absolute differences; hundredths are of the metric's own unit, which others "
         "write as %. What others published is not comparable in its setting (other models, data, devices) "
@@ -138,23 +91,55 @@ def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
     yield ""
 
 
+def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    yield table_row(*rows[0])
+    yield "|" + "---|" * len(rows[0])
+    yield from (table_row(*row.values()) for row in rows)
+    yield ""
+
+
+def _pair(entry: _Entry, published: dict[str, float]) -> dict[str, str]:
+    one = entry.certificate
+    subject, figures = one.subject, one.figures
+    return {
+        "algorithm": _cell(subject.algorithm),
+        "model": _cell(_model(one)),
+        "reference": _device(one.reference),
+        "candidate": _device(one.candidate),
+        "engine": subject.engine,
+        "kind": _kind(one),
+        "steps": str(figures.steps),
+        "loss error, hundredths": _number(figures.loss_error),
+        "published by others, hundredths": _number(published.get(subject.algorithm)),
+        "loss error, relative, %": _number(figures.loss_relative),
+        "reward error, hundredths": _number(figures.reward_error),
+        "throughput, candidate / reference": _number(figures.throughput_ratio),
+        "same at": _same_at(one),
+        "not run": ", ".join(level.name for level in one.levels if level.state == "not run") or "-",
+        "power": _power(one),
+        "date": one.date[:10],
+        "signed by": _signed(entry.signature),
+        "certificate": _link(entry.name),
+    }
+
+
 def _sides(entries: Sequence[_Entry]) -> Iterator[str]:
     yield "## What they ran on\n"
-    yield table_row(*_SIDES)
-    yield "|" + "---|" * len(_SIDES)
-    for entry in entries:
-        one = entry.certificate
-        for role, side in (("reference", one.reference), ("candidate", one.candidate)):
-            yield table_row(
-                _link(entry.name),
-                f"{role}: {_device(side)}",
-                _cell(side.device),
-                str(side.ranks),
-                _cell(side.commit or "unknown"),
-                _cell(_versions(side)),
-                _cell(", ".join(f"{name}={value}" for name, value in sorted(side.variables.items()))) or "-",
-            )
-    yield ""
+    yield from _table(
+        [_side(entry.name, role, side) for entry in entries for role, side in entry.certificate.sides.items()]
+    )
+
+
+def _side(name: str, role: str, side: Side) -> dict[str, str]:
+    return {
+        "certificate": _link(name),
+        "side": f"{role}: {_device(side)}",
+        "hardware": _cell(side.device),
+        "ranks": str(side.ranks),
+        "isotrain at": _cell(side.commit or "unknown"),
+        "versions": _cell(_versions(side)),
+        "variables": _cell(", ".join(f"{k}={value}" for k, value in sorted(side.variables.items()))) or "-",
+    }
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from isotrain.errors import CertificateError, DataError
+from isotrain.parity.again import levels_again
 from isotrain.parity.canonical import digest_of
 from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, read_certificate
 from isotrain.parity.figures import comparison_of, figures_of
@@ -38,12 +39,11 @@ def verify(
     path: Path,
     runs: Mapping[str, Path] | None = None,
     allowed_signers: Path | None = None,
-    again: Again | None = None,
+    again: Again = levels_again,
 ) -> list[Finding]:
     """What holds and what does not; a certificate is valid where nothing is `wrong`.
 
-    `runs` are directories by role: `reference`, `candidate`, or a member of the envelope. `again` computes
-    levels anew from the certificate's curves.
+    `runs` are directories by role: `reference`, `candidate`, or a member of the envelope.
     """
     try:
         certificate = read_certificate(path)
@@ -51,7 +51,7 @@ def verify(
         return [Finding("digest", "wrong", str(error))]
     found = [Finding("digest", "right", f"the file is as it was made ({certificate.digest[:8]})")]
     found += _itself(certificate)
-    found += _again(certificate, again(certificate) if again else ())
+    found += _again(certificate, again(certificate))
     for role, directory in (runs or {}).items():
         found += _run(certificate, role, directory)
     if not runs:
@@ -154,20 +154,17 @@ def _other_curves(certificate: Certificate, role: str, run: Run) -> Iterator[str
         if values is None:
             continue
         series = run.metrics.get(metric)
-        there = (
-            {}
-            if series is None
-            else dict(zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True))
-        )
+        pairs = zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True) if series else ()
+        there = dict(pairs)
         if [there.get(step) for step in curve.steps] != list(values):
             yield metric
 
 
 def _told(certificate: Certificate, role: str, run: Run) -> Iterator[Finding]:
     """Device and recipe of the two sides; of a member of the envelope nothing is told."""
-    if role not in ("reference", "candidate"):
+    if role not in certificate.sides:
         return
-    side = certificate.reference if role == "reference" else certificate.candidate
+    side = certificate.sides[role]
     try:
         found = side_of(run, side.label, side.simulated)
         differ = [name for name, value in side if value != getattr(found, name)]

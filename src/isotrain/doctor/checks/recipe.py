@@ -57,7 +57,6 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     problem = f"the recipe needs {needed} devices, {present} are visible" + (
         " here" if address != "local" else ""
     )
-    remedy = remedy
     yield Finding("too-few-devices", levels.get(address, "note"), problem, remedy)
 
 

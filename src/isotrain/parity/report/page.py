@@ -11,7 +11,7 @@ from isotrain import __version__
 from isotrain.parity.levels import LEVELS
 from isotrain.parity.power import Power
 from isotrain.parity.report.facts import UNKNOWN, device_of, facts
-from isotrain.parity.report.markup import Markup, element, joined, text
+from isotrain.parity.report.markup import Markup, element, text
 from isotrain.parity.report.sections import around, inputs, level_block, power_table, published, statistics
 from isotrain.parity.run import Run
 from isotrain.parity.told import number
@@ -55,10 +55,8 @@ def page(
         _section("Would this test have caught a real bug?", power_table(power)),
         _section("What was read", inputs(verdict)),
     )
-    foot = element(
-        "footer", f"isotrain {__version__}, {date}. All figures are in verdict.json beside this page."
-    )
-    body = element("body", main, foot)
+    made = f"isotrain {__version__}, {date}. All figures are in verdict.json beside this page."
+    body = element("body", main, element("footer", made))
     return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
 
 
@@ -70,22 +68,14 @@ def _banner(verdict: Verdict, power: Power | None, date: str) -> Markup:
     mark, headline = _HEADLINES[verdict.outcome]
     known = facts(verdict)
     about = [part for part in (known.algorithm, known.model) if part != UNKNOWN]
+    title = element("span", mark, class_="mark", aria_hidden="true"), element("h1", headline)
+    runs = _run("reference", verdict.comparison.reference), _run("candidate", verdict.comparison.candidate)
     return element(
         "header",
-        element(
-            "div",
-            element("span", mark, class_="mark", aria_hidden="true"),
-            element("h1", headline),
-            class_="headline",
-        ),
+        element("div", *title, class_="headline"),
         element("p", verdict.words, class_="words"),
         element("p", " · ".join([*about, date]), class_="about"),
-        element(
-            "div",
-            _run("reference", verdict.comparison.reference),
-            _run("candidate", verdict.comparison.candidate),
-            class_="runs",
-        ),
+        element("div", *runs, class_="runs"),
         element("ol", *(_step(verdict, name) for name in LEVELS), class_="levels"),
         element("dl", *_tiles(verdict, power), class_="tiles"),
         class_=f"verdict {_css(verdict.outcome)}",
@@ -106,9 +96,8 @@ def _run(role: str, run: Run) -> Markup:
 def _step(verdict: Verdict, name: str) -> Markup:
     state = verdict.level(name).state
     title = LEVELS[name].partition(":")[0]
-    return element(
-        "li", element("b", name), " ", title, element("span", state, class_="state"), class_=_css(state)
-    )
+    shown = element("span", state, class_="state")
+    return element("li", element("b", name), " ", title, shown, class_=_css(state))
 
 
 def _tiles(verdict: Verdict, power: Power | None) -> list[Markup]:
@@ -136,11 +125,9 @@ def _tile(figure: str, words: str) -> Markup:
 def _pictures(pictures: Sequence[Picture], more_metrics: int) -> Markup:
     if not pictures:
         return _section("The curves", element("p", "There is nothing to draw: no metric is in both runs."))
-    figures = [_figure(picture) for picture in pictures]
-    rest = (
-        [element("p", f"{more_metrics:,} more metrics are not drawn.", class_="rest")] if more_metrics else []
-    )
-    return _section("The curves", element("div", *figures, class_="pictures"), joined(rest))
+    figures = element("div", *map(_figure, pictures), class_="pictures")
+    rest = element("p", f"{more_metrics:,} more metrics are not drawn.", class_="rest")
+    return _section("The curves", figures, *([rest] if more_metrics else []))
 
 
 def _figure(picture: Picture) -> Markup:

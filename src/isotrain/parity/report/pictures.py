@@ -114,16 +114,10 @@ def _difference(
     aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(found.largest)}"
     figure, axes = _headed(title, aside)
     if band is not None:
-        every = -(-len(band.steps_S) // MOST_POINTS)
-        axes.fill_between(
-            band.steps_S[::every],
-            band.low_S[::every],
-            band.high_S[::every],
-            color=GREEN,
-            alpha=0.16,
-            linewidth=0,
-            label=f"what harmless rounding does ({band.members} runs)",
-        )
+        every = slice(None, None, -(-len(band.steps) // MOST_POINTS))
+        label = f"what harmless rounding does ({band.members} runs)"
+        around = (band.steps[every], band.low[every], band.high[every])
+        axes.fill_between(*around, color=GREEN, alpha=0.16, linewidth=0, label=label)
     axes.axhline(0.0, color=INK, linewidth=1.1)
     curve(axes, steps_S, error_S, PURPLE, "candidate - reference")
     axes.axhspan(low, high, color=ORANGE, alpha=0.30, linewidth=0, label="mean, 95 % interval")

@@ -9,18 +9,6 @@ from isotrain.parity.report.facts import facts
 from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
 
-COLUMNS = (
-    "algorithm",
-    "model",
-    "reference device",
-    "candidate device",
-    "verdict",
-    "levels run",
-    "mean loss error, in hundredths",
-    "mean reward error, in hundredths",
-    "throughput ratio",
-    "date",
-)
 _LONGEST_CELL = 80
 
 
@@ -31,24 +19,20 @@ def markdown_row(verdict: Verdict, date: str) -> str:
     def hundredths(metric: str | None) -> str:
         return "-" if metric is None else number(100 * curves[metric].mean_absolute)
 
-    cells = (
-        found.algorithm,
-        found.model,
-        found.reference_device,
-        found.candidate_device,
-        verdict.outcome,
-        ", ".join(found.levels_run) or "none",
-        hundredths(found.loss),
-        hundredths(found.reward),
-        number(found.throughput),
-        date,
-    )
-    lines = [_line(COLUMNS), "|" + "---|" * len(COLUMNS), _line([_safe(cell) for cell in cells])]
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: tuple[str, ...] | list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    cells = {
+        "algorithm": found.algorithm,
+        "model": found.model,
+        "reference device": found.reference_device,
+        "candidate device": found.candidate_device,
+        "verdict": verdict.outcome,
+        "levels run": ", ".join(found.levels_run) or "none",
+        "mean loss error, in hundredths": hundredths(found.loss),
+        "mean reward error, in hundredths": hundredths(found.reward),
+        "throughput ratio": number(found.throughput),
+        "date": date,
+    }
+    header, row = " | ".join(cells), " | ".join(map(_safe, cells.values()))
+    return f"| {header} |\n|{'---|' * len(cells)}\n| {row} |\n"
 
 
 def _safe(text: str) -> str:

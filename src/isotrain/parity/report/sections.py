@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,11 +31,7 @@ def chip(words: str, state: str) -> Markup:
 def level_block(level: Level) -> Markup:
     name, _, question = LEVELS[level.name].partition(": ")
     title = element("h3", element("b", level.name), f" {name} ", chip(level.state, level.state))
-    parts: list[Markup] = [
-        title,
-        element("p", question, class_="question"),
-        element("p", _sentence(level.words)),
-    ]
+    parts = [title, element("p", question, class_="question"), element("p", _sentence(level.words))]
     if level.causes:
         parts += [element("p", "What may be behind it, most likely first:"), bullets(level.causes)]
     if level.checks:
@@ -51,16 +48,11 @@ def _sentence(words: str) -> str:
 
 def _check(check: Check) -> list[object]:
     state = {True: "same", False: "different", None: "not run"}[check.passed]
-    return [
-        check.name,
-        number(check.value),
-        number(check.limit),
-        chip(_RESULTS[check.passed], state),
-        check.note,
-    ]
+    result = chip(_RESULTS[check.passed], state)
+    return [check.name, number(check.value), number(check.limit), result, check.note]
 
 
-def _folded(what: str, columns: tuple[str, ...] | list[str], rows: list[list[object]]) -> Markup:
+def _folded(what: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
     shown = table(columns, rows)
     return shown if len(rows) <= _OPEN_ROWS else details(f"{len(rows):,} {what}", shown)
 
@@ -75,9 +67,7 @@ def _operators(level: Level) -> list[Markup]:
             for figure in evidence.OPERATOR_FIGURES
             for side in ("reference", "candidate")
         ]
-        rows: list[list[object]] = [
-            [one.name, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in found
-        ]
+        rows = [[one.operator, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in found]
         parts.append(_folded("operators, the worst first", columns + sides, rows))
     for title, names in (
         ("Called by one of the runs only", evidence.one_sided_operators(level)),
@@ -91,7 +81,7 @@ def _operators(level: Level) -> list[Markup]:
 
 def _both_sides(one: evidence.Operator) -> list[str]:
     sides = (one.reference, one.candidate)
-    return [number(values[figure]) for figure in evidence.OPERATOR_FIGURES for values in sides]
+    return [number(values.get(figure)) for figure in evidence.OPERATOR_FIGURES for values in sides]
 
 
 def _layers(level: Level) -> list[Markup]:
@@ -99,7 +89,7 @@ def _layers(level: Level) -> list[Markup]:
     if not found:
         return []
     worst = sorted(range(len(found)), key=lambda index: -found[index].decades)[:MOST_ROWS]
-    rows: list[list[object]] = [
+    rows = [
         [
             element("b", one.name) if one is first or one == first else one.name,
             one.kind,
@@ -114,17 +104,17 @@ def _layers(level: Level) -> list[Markup]:
     words = f"{len(found):,} comparisons of layers, in order of execution"
     if len(found) > len(rows):
         words += f": the {len(rows)} worst, beside their limits"
-    told = (
-        [] if first is None else [f"The first that differs: {first.name} ({first.kind}, step {first.step})."]
-    )
-    return [*(element("p", line, class_="first") for line in told), details(words, shown)]
+    if first is None:
+        return [details(words, shown)]
+    told = f"The first that differs: {first.name} ({first.kind}, step {first.step})."
+    return [element("p", told, class_="first"), details(words, shown)]
 
 
 def _table(level: Level) -> list[Markup]:
     found = evidence.table(level)
     if found is None:
         return []
-    rows: list[list[object]] = [[_cell(cell) for cell in row] for row in found.rows]
+    rows = [[_cell(cell) for cell in row] for row in found.rows]
     return [_folded("rows", found.columns, rows)]
 
 
@@ -139,13 +129,10 @@ def statistics(verdict: Verdict) -> Markup:
     if not curves or not verdict.comparison.comparable:
         return element("p", _NO_FIGURES)
     names = list(curves)[:_MOST_COLUMNS]
-    rows: list[list[object]] = [
-        [label, *(tell(curves[name]) for name in names)] for label, tell in STATISTICS
-    ]
+    rows = [[label, *(tell(curves[name]) for name in names)] for label, tell in STATISTICS]
     left = len(curves) - len(names)
-    rest = (
-        [element("p", f"and {left:,} more metrics: verdict.json has them all", class_="rest")] if left else []
-    )
+    more = f"and {left:,} more metrics: verdict.json has them all"
+    rest = [element("p", more, class_="rest")] if left else []
     speed = [
         f"Throughput, {what}: {ratio.ratio:.3f} of the reference's (inverse {ratio.inverse:.3f})."
         for what, ratio in verdict.comparison.speed.items()
@@ -159,7 +146,7 @@ def published(verdict: Verdict) -> Markup:
         return element("p", _NO_FIGURES)
     if not outcomes:
         return element("p", "No published rule is about these metrics.")
-    rows: list[list[object]] = [_rule(verdict, outcome) for outcome in outcomes]
+    rows = [_rule(verdict, outcome) for outcome in outcomes]
     columns = ("rule", "metric", "value", "at most", "unit", "result", "a flat line would have")
     wide = (
         "These rules are wide and decide nothing here. Their 2 % are 0.02 in the metric's own unit, whatever "
@@ -191,14 +178,10 @@ def around(verdict: Verdict) -> Markup:
     for title, found in (("In the way", comparison.obstacles), ("Allowed", comparison.allowed)):
         if found:
             parts += [element("h3", title), bullets([f"{one.name}: {one.message}" for one in found])]
+    environments = reference.environment, candidate.environment
     known = (
         ("Recipe", recipe_changes(reference, candidate), reference.recipe, candidate.recipe),
-        (
-            "Environment",
-            environment_changes(reference, candidate),
-            reference.environment,
-            candidate.environment,
-        ),
+        ("Environment", environment_changes(reference, candidate), *environments),
     )
     for title, changes, one, other in known:
         parts.append(element("h3", title))
@@ -215,10 +198,8 @@ def around(verdict: Verdict) -> Markup:
 
 def power_table(power: Power | None) -> Markup:
     if power is None:
-        words = (
-            "This version has no table of known bugs: how often a verdict misses one has not been measured."
-        )
-        return element("p", words)
+        words = "how often a verdict misses one has not been measured"
+        return element("p", f"This version has no table of known bugs: {words}.")
     caught, mutations = power.caught, len(power.mutations)
     lines = [
         f"Of {mutations} bugs that were put in on purpose it calls {caught} a different training"
@@ -229,35 +210,28 @@ def power_table(power: Power | None) -> Markup:
         f"Measured {power.date}: {power.protocol}. In the table, green is right and red is wrong.",
     ]
     columns = ("pair", "kind", "algorithm", "this test", "told by", "published 2 % and 4 %")
-    return joined(
-        [*(element("p", line) for line in lines), table(columns, [_pair(row) for row in power.rows])]
-    )
+    rows = [_pair(row) for row in power.rows]
+    return joined([*(element("p", line) for line in lines), table(columns, rows)])
 
 
 def _share(words: str, found: Interval | None) -> str:
     if found is None:
         return ""
-    return (
-        f"{words} between {math.floor(100 * found.low)} % and {math.ceil(100 * found.high)} % (95 % interval)"
-    )
+    low, high = math.floor(100 * found.low), math.ceil(100 * found.high)
+    return f"{words} between {low} % and {high} % (95 % interval)"
 
 
 def _pair(row: PowerRow) -> list[object]:
     kind = "bug" if row.kind == "mutation" else "honest"
     good = row.published == (row.kind == "honest")
-    return [
-        row.name,
-        kind,
-        row.algorithm,
-        chip(row.verdict, "same" if row.right else "different"),
-        row.caught_by or "-",
-        chip("same" if row.published else "different", "same" if good else "different"),
-    ]
+    ours = chip(row.verdict, "same" if row.right else "different")
+    theirs = chip("same" if row.published else "different", "same" if good else "different")
+    return [row.name, kind, row.algorithm, ours, row.caught_by or "-", theirs]
 
 
 def inputs(verdict: Verdict) -> Markup:
     comparison = verdict.comparison
-    rows: list[list[object]] = [
+    rows = [
         [role, name, element("code", digest)]
         for role, run in (("reference", comparison.reference), ("candidate", comparison.candidate))
         for name, digest in run.sha256.items()
