@@ -30,17 +30,15 @@ def doctor(
         str | None, typer.Option("--for", metavar="|".join(TARGETS), help="The device to be used.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="RECIPE", help="Also check what this recipe needs.")
+        str | None, typer.Option(metavar="RECIPE", help="Also check what this recipe needs.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
     notes: Annotated[bool, typer.Option("--notes", help="Also print what is only good to know.")] = False,
     save: Annotated[
-        Path | None,
-        typer.Option("--save", metavar="DIR", help="Keep what was looked at, to send to somebody."),
+        Path | None, typer.Option(metavar="DIR", help="Keep what was looked at, to send to somebody.")
     ] = None,
     saved: Annotated[
-        Path | None,
-        typer.Option("--saved", metavar="DIR", help="Examine what --save kept instead of this machine."),
+        Path | None, typer.Option(metavar="DIR", help="Examine what --save kept instead of this machine.")
     ] = None,
     trial: Annotated[
         Path | None,

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 import isotrain
 from isotrain.api.child import missing_package
-from isotrain.cli.arguments import RecipeName
+from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
 from isotrain.cli.parity import app as parity
@@ -60,25 +60,19 @@ app = typer.Typer(
         "Errors end with a message; ISOTRAIN_DEBUG=1 shows the traceback."
     ),
 )
-app.command()(train)
-app.command()(recipes)
-app.command()(doctor)
+for verb in (train, recipes, doctor):
+    app.command()(verb)
 app.add_typer(prepare, name="prepare")
-parity.command()(record)
-parity.command()(replay)
-parity.command()(certify)
-parity.command()(verify)
-parity.command()(sign)
+for part in (record, replay, certify, verify, sign):
+    parity.command()(part)
 app.add_typer(parity, name="parity")
 
 
 @app.command()
 def preview(
     recipe: RecipeName,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")
-    ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="How many samples to show.")] = 3,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many samples to show.")] = 3,
 ) -> None:
     """Show the first training samples token by token, with the tokens that the loss is taken on."""
     from isotrain.cli.preview import preview as show

@@ -25,39 +25,30 @@ app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or of
 _SHOWN_CHANGES = 12
 
 
-@app.callback()
-def _only_verbs() -> None:
-    pass
-
-
 @app.command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run: see below for what can be read.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The other run.")],
     reference: Annotated[
-        Path | None, typer.Option("--reference", help="Which of the two is the reference; by default A.")
+        Path | None, typer.Option(help="Which of the two is the reference; by default A.")
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", help="A metric to compare; may be repeated. By default losses and rewards."),
+        typer.Option(help="A metric to compare; may be repeated. By default losses and rewards."),
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow", metavar="NAME", help="A difference to accept, by the name that it is told with."
-        ),
+        typer.Option(metavar="NAME", help="A difference to accept, by the name that it is told with."),
     ] = None,
     envelope: Annotated[
         list[Path] | None,
         typer.Option(
-            "--envelope",
             metavar="RUN",
             help="A further run of the reference that differs harmlessly; repeat it, at least three times.",
         ),
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="DIR", help="Write verdict.json, report.html and pictures there."),
+        Path | None, typer.Option(metavar="DIR", help="Write verdict.json, report.html and pictures there.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:

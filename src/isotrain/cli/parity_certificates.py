@@ -13,17 +13,15 @@ _MARKS = {"right": ("right", "green"), "wrong": ("WRONG", "red"), "not checked":
 def verify(
     certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
     reference: Annotated[
-        Path | None, typer.Option("--reference", metavar="DIR", help="The reference's run, to compare with.")
+        Path | None, typer.Option(metavar="DIR", help="The reference's run, to compare with.")
     ] = None,
     candidate: Annotated[
-        Path | None, typer.Option("--candidate", metavar="DIR", help="The candidate's run, to compare with.")
+        Path | None, typer.Option(metavar="DIR", help="The candidate's run, to compare with.")
     ] = None,
     allowed_signers: Annotated[
         Path | None,
         typer.Option(
-            "--allowed-signers",
-            metavar="FILE",
-            help="Who may sign, as ssh has it; by default the list beside the certificate.",
+            metavar="FILE", help="Who may sign, as ssh has it; by default the list beside the certificate."
         ),
     ] = None,
 ) -> None:
@@ -60,8 +58,7 @@ def verify(
 def sign(
     certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
     key: Annotated[
-        Path,
-        typer.Option("--key", metavar="FILE", help="A private key of ssh, or a .pub of one in ssh-agent."),
+        Path, typer.Option(metavar="FILE", help="A private key of ssh, or a .pub of one in ssh-agent.")
     ],
 ) -> None:
     """Sign a certificate with a key of ssh; the signature is written beside it.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isotrain import api
+from isotrain.cli.arguments import Overrides, RecipeName
 
 if TYPE_CHECKING:
     from isotrain.parity.certificate import Certificate, Subject
@@ -20,30 +21,26 @@ _LONGEST_RUN = 7 * 86400.0
 
 
 def certify(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one.")],
+    recipe: RecipeName,
     devices: Annotated[
-        str, typer.Option("--devices", metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
+        str, typer.Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
     ],
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Where the runs go; finished ones are used again.")
+        Path, typer.Option(metavar="DIR", help="Where the runs go; finished ones are used again.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, for both devices.")
-    ] = None,
+    overrides: Overrides = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="Time for everything, such as 30m.")
+        str | None, typer.Option(metavar="TIME", help="Time for everything, such as 30m.")
     ] = None,
     members: Annotated[
-        int, typer.Option("--members", min=0, help="Without a budget: runs of the reference's envelope.")
+        int, typer.Option(min=0, help="Without a budget: runs of the reference's envelope.")
     ] = 8,
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=0, help="Without a budget: further seeds on both devices.")
-    ] = 0,
+    seeds: Annotated[int, typer.Option(min=0, help="Without a budget: further seeds on both devices.")] = 0,
     free: Annotated[
         bool, typer.Option("--free", help="Online recipes: both devices sample responses of their own.")
     ] = False,
     certificates: Annotated[
-        Path | None, typer.Option("--certificates", metavar="DIR", help="Where a certificate is written.")
+        Path | None, typer.Option(metavar="DIR", help="Where a certificate is written.")
     ] = None,
 ) -> None:
     """Train a recipe on two devices and certify that they agree, level by level.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isotrain import api
-from isotrain.cli.arguments import RecipeName
+from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.cli.parity import compare
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
@@ -18,9 +18,7 @@ from isotrain.recipe.online import OnlineSection
 
 def record(
     recipe: RecipeName,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe.")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train a recipe as the reference, with all that a later replay needs.
 
@@ -45,11 +43,8 @@ def record(
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that `isotrain parity record` made.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Run directory of the replay.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Changes to its recipe, such as device.type or model.path."),
-    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Run directory of the replay.")],
+    overrides: Overrides = None,
 ) -> None:
     """Train a recorded run once more, on this device and from the same data, and compare the two.
 

@@ -19,10 +19,7 @@ _Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives t
 
 
 @app.command()
-def gsm8k(
-    out: _Out,
-    source: _Gsm8k = None,
-) -> None:
+def gsm8k(out: _Out, source: _Gsm8k = None) -> None:
     """Write GSM8K (school mathematics) as train.parquet and test.parquet.
 
     Example:
@@ -45,10 +42,7 @@ def gsm8k(
 
 
 @app.command()
-def gsm8k_sums(
-    out: _Out,
-    source: _Gsm8k = None,
-) -> None:
+def gsm8k_sums(out: _Out, source: _Gsm8k = None) -> None:
     """Write the small calculations in GSM8K's solutions as prompts: a task for small models.
 
     Example:
@@ -64,11 +58,7 @@ def gsm8k_sums(
 
 
 @app.command()
-def gsm8k_preferences(
-    out: _Out,
-    source: _Gsm8k = None,
-    seed: _Seed = 0,
-) -> None:
+def gsm8k_preferences(out: _Out, source: _Gsm8k = None, seed: _Seed = 0) -> None:
     """Write GSM8K's solutions beside corrupted ones: pairs, labelled responses and labelled steps.
 
     Example:
@@ -86,8 +76,8 @@ def preferences(
     name: Annotated[
         Literal["ultrafeedback", "prm800k", "math-shepherd"], typer.Argument(help="Whose rows they are.")
     ],
-    source: Annotated[str, typer.Option("--source", help="JSON lines or Parquet files, or a Hub name.")],
-    out: Annotated[Path, typer.Option("--out", help="The .jsonl file to write.")],
+    source: Annotated[str, typer.Option(help="JSON lines or Parquet files, or a Hub name.")],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
 ) -> None:
     """Write a published set of preferences or step labels in the rows that training reads.
 
@@ -105,9 +95,9 @@ def preferences(
 def tiny(
     out: _Out,
     seed: _Seed = 0,
-    rows: Annotated[int, typer.Option("--rows", min=10, help="Training rows.")] = 2000,
+    rows: Annotated[int, typer.Option(min=10, help="Training rows.")] = 2000,
     architecture: Annotated[
-        Literal["llama", "qwen2", "qwen3"], typer.Option("--architecture", help="Kind of model.")
+        Literal["llama", "qwen2", "qwen3"], typer.Option(help="Kind of model.")
     ] = "llama",
 ) -> None:
     """Write a tiny random model, its tokenizer, and two tasks to learn. Nothing is downloaded.
@@ -121,10 +111,9 @@ def tiny(
     validation = max(1, rows // 10)
     make_tiny(out, seed=seed, train_rows=rows, validation_rows=validation, architecture=architecture)
     typer.echo(f"wrote {out / 'model'} (random weights)")
-    typer.echo(f"wrote {out / 'train.jsonl'} ({rows:,} rows)")
-    typer.echo(f"wrote {out / 'validation.jsonl'} ({validation:,} rows)")
-    typer.echo(f"wrote {out / 'prompts.jsonl'} ({rows:,} rows)")
-    typer.echo(f"wrote {out / 'prompts-validation.jsonl'} ({validation:,} rows)")
+    counts = {"train": rows, "validation": validation, "prompts": rows, "prompts-validation": validation}
+    for name, count in counts.items():
+        typer.echo(f"wrote {out / name}.jsonl ({count:,} rows)")
     for kind in ("pairs", "responses", "steps"):
         typer.echo(f"wrote {out / f'{kind}.jsonl'} ({rows:,} rows), {kind}-validation.jsonl ({validation:,})")
     typer.echo(f"wrote {out / 'reward.py'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from isotrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from isotrain.data.encode import Encoder
     from isotrain.data.rows import Row
     from isotrain.data.sample import Sample
     from isotrain.recipe.online import RewardSection
@@ -31,108 +31,120 @@ _SIGNS = f"{_BETWEEN} token boundary  · space  ⏎ newline  ⇥ tab"
 
 def preview(name: str, overrides: list[str], rows: int) -> None:
     """Print the first `rows` training samples of a recipe, or the first prompts of an online one."""
+    from isotrain.models.load import load_tokenizer, model_directory
     from isotrain.recipe.online import OnlineSection
     from isotrain.recipe.preference import PreferenceSection
 
     recipe = load_recipe(name, *overrides)
+    tokenizer = load_tokenizer(model_directory(recipe.model.path))
     if isinstance(recipe.algorithm, OnlineSection):
-        _preview_prompts(recipe, rows)
+        _preview_prompts(recipe, tokenizer, rows)
     elif isinstance(recipe.algorithm, PreferenceSection):
-        _preview_preferences(recipe, recipe.algorithm, rows)
+        _preview_preferences(recipe, recipe.algorithm, tokenizer, rows)
     else:
-        _preview_samples(recipe, rows)
+        _preview_samples(recipe, tokenizer, rows)
 
 
-def _preview_samples(recipe: Recipe, rows: int) -> None:
-    from isotrain.data.rows import read_rows
+def _preview_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    from isotrain.data.encode import Encoder
 
-    encoder = _encoder(recipe)
-    console = Console()
-    # Without colour (a pipe, NO_COLOR) brackets say the same.
-    coloured = console.is_terminal and not console.no_color
+    data, console = recipe.data, Console()
+    encoder = Encoder(
+        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
+    )
     shown: list[Sample] = []
-    left_out = 0
-    for row in read_rows(recipe.data.train):
+
+    def show(row: Row) -> bool:
         sample = encoder(row)
-        if sample is None:
-            left_out += 1
-            continue
-        shown.append(sample)
-        console.print(Text(f"{row.origin}: {_counts([sample])}", style="bold"), soft_wrap=True)
-        console.print(_as_text(sample, encoder.tokenizer, coloured), soft_wrap=True)
-        console.print()
-        if len(shown) == rows:
-            break
-    if not shown:
-        raise DataError(f"data.train has no sample to show: {left_out} rows were read and left out")
-    console.print(_legend(coloured), soft_wrap=True)
+        if sample is not None:
+            shown.append(sample)
+            _print_sample(console, f"{row.origin}: {_counts([sample])}", sample, tokenizer)
+            console.print()
+        return sample is not None
+
+    left_out = _show_rows(recipe, rows, show, "no sample")
+    console.print(_legend(console), soft_wrap=True)
     plural = "s" if len(shown) > 1 else ""
     console.print(Text(f"{len(shown)} sample{plural}: {_counts(shown)}"), soft_wrap=True)
     _print_left_out(console, left_out)
 
 
-def _preview_preferences(recipe: Recipe, algorithm: PreferenceSection, rows: int) -> None:
-    """Both sides of each pair, answers with their label, or steps with theirs; loss-bearing tokens are
-    marked."""
-    from isotrain.data.rows import read_rows
-    from isotrain.models.load import load_tokenizer, model_directory
+def _preview_preferences(
+    recipe: Recipe, algorithm: PreferenceSection, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> None:
+    """Both sides of each pair, responses with their label, or steps with theirs."""
     from isotrain.trainers.setup import preference_encoder
 
-    encoder = preference_encoder(load_tokenizer(model_directory(recipe.model.path)), recipe.data, algorithm)
-    console = Console()
-    coloured = console.is_terminal and not console.no_color
-    shown = left_out = 0
-    for row in read_rows(recipe.data.train):
+    encoder, console = preference_encoder(tokenizer, recipe.data, algorithm), Console()
+
+    def show(row: Row) -> bool:
         items = encoder(row)
-        left_out += not items
         for item in items:
             labels = ", ".join(f"{value:g}" for value in item.values_V)
             for side, sample in zip(SIDES[algorithm.kind], item.samples, strict=True):
                 told = f"{row.origin} {side}: {_counts([sample])}" + (f"; {labels}" if labels else "")
-                console.print(Text(told, style="bold"), soft_wrap=True)
-                console.print(_as_text(sample, encoder.tokenizer, coloured), soft_wrap=True)
+                _print_sample(console, told, sample, tokenizer)
             console.print()
-        shown += bool(items)
-        if shown == rows:
-            break
-    if not shown:
-        raise DataError(f"data.train has nothing to show: {left_out} rows were read and left out")
-    console.print(_legend(coloured), soft_wrap=True)
+        return bool(items)
+
+    left_out = _show_rows(recipe, rows, show, "nothing")
+    console.print(_legend(console), soft_wrap=True)
     _print_left_out(console, left_out)
 
 
-def _preview_prompts(recipe: Recipe, rows: int) -> None:
+def _preview_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     """Each prompt up to where the policy's response begins, and what its row tells the reward."""
     from isotrain.data.prompts import PromptEncoder
-    from isotrain.data.rows import read_rows
-    from isotrain.models.load import load_tokenizer, model_directory
 
-    data, reward = recipe.data, recipe.reward
+    data, reward, console = recipe.data, recipe.reward, Console()
     assert reward is not None, "recipes of online algorithms have one"
-    tokenizer = load_tokenizer(model_directory(recipe.model.path))
     encoder = PromptEncoder(tokenizer, data.prompt_key, data.max_length, data.too_long)
-    console = Console()
     lengths: list[int] = []
-    left_out = 0
-    for row in read_rows(data.train):
+
+    def show(row: Row) -> bool:
         prompt_P = encoder(row)
         if prompt_P is None:
-            left_out += 1
-            continue
+            return False
         lengths.append(len(prompt_P))
         console.print(Text(f"{row.origin}: {len(prompt_P):,} tokens", style="bold"), soft_wrap=True)
         pieces = [_visible(piece) for piece in token_texts(tokenizer, prompt_P.tolist())]
         console.print(Text(_joined(pieces).rstrip("\n")), soft_wrap=True)
         console.print(_answer(row, reward), soft_wrap=True)
         console.print()
-        if len(lengths) == rows:
-            break
-    if not lengths:
-        raise DataError(f"data.train has no prompt to show: {left_out} rows were read and left out")
+        return True
+
+    left_out = _show_rows(recipe, rows, show, "no prompt")
     console.print(Text(_SIGNS), soft_wrap=True)
     plural = "s" if len(lengths) > 1 else ""
     console.print(Text(f"{len(lengths)} prompt{plural}: {sum(lengths):,} tokens"), soft_wrap=True)
     _print_left_out(console, left_out)
+
+
+def _show_rows(recipe: Recipe, rows: int, show: Callable[[Row], bool], nothing: str) -> int:
+    """Show the first rows; returns how many before them were left out."""
+    from isotrain.data.rows import read_rows
+
+    shown = left_out = 0
+    for row in read_rows(recipe.data.train):
+        if show(row):
+            shown += 1
+        else:
+            left_out += 1
+        if shown == rows:
+            break
+    if not shown:
+        raise DataError(f"data.train has {nothing} to show: {left_out} rows were read and left out")
+    return left_out
+
+
+def _print_sample(console: Console, told: str, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
+    console.print(Text(told, style="bold"), soft_wrap=True)
+    console.print(_as_text(sample, tokenizer, _coloured(console)), soft_wrap=True)
+
+
+def _coloured(console: Console) -> bool:
+    """Without colour (a pipe, NO_COLOR) brackets say the same."""
+    return console.is_terminal and not console.no_color
 
 
 def _answer(row: Row, reward: RewardSection) -> Text:
@@ -145,27 +157,13 @@ def _answer(row: Row, reward: RewardSection) -> Text:
     if not (reward.gsm8k or reward.math or reward.function):
         return Text(f"no '{reward.answer_key}'; a reward model needs none")
     found = ", ".join(f"'{name}'" for name in row.values)
-    return Text(
-        f"warning: no '{reward.answer_key}' for the reward to compare with; the row has {found}: "
-        "set reward.answer_key",
-        style=_WARNING,
-    )
+    problem = f"no '{reward.answer_key}' for the reward to compare with; the row has {found}"
+    return Text(f"warning: {problem}: set reward.answer_key", style=_WARNING)
 
 
 def _print_left_out(console: Console, left_out: int) -> None:
     if left_out:
         console.print(Text(f"{left_out} rows on the way were left out (data.too_long: drop)"), soft_wrap=True)
-
-
-def _encoder(recipe: Recipe) -> Encoder:
-    from isotrain.data.encode import Encoder
-    from isotrain.models.load import load_tokenizer, model_directory
-
-    data = recipe.data
-    tokenizer = load_tokenizer(model_directory(recipe.model.path))
-    return Encoder(
-        tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
-    )
 
 
 def _counts(samples: list[Sample]) -> str:
@@ -174,15 +172,10 @@ def _counts(samples: list[Sample]) -> str:
     return f"{tokens:,} tokens, {loss:,} with loss ({loss / tokens:.0%})"
 
 
-def _legend(coloured: bool) -> Text:
-    text = Text()
-    if coloured:
-        text.append("loss", _LOSS)
-        text.append("  ")
-        text.append("no loss", _NO_LOSS)
-    else:
-        text.append(f"{_OPEN}loss{_CLOSE}  no loss")
-    return text.append(f"  {_SIGNS}")
+def _legend(console: Console) -> Text:
+    if _coloured(console):
+        return Text.assemble(("loss", _LOSS), "  ", ("no loss", _NO_LOSS), f"  {_SIGNS}")
+    return Text(f"{_OPEN}loss{_CLOSE}  no loss  {_SIGNS}")
 
 
 def _as_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, coloured: bool) -> Text:
@@ -219,10 +212,5 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[s
 
 def _visible(text: str, newline: str = "⏎\n") -> str:
     """White space made visible; control characters spelled out, so that data cannot steer the terminal."""
-    seen = []
-    for character in text:
-        if character in " \n\t":
-            seen.append({" ": "·", "\n": newline, "\t": "⇥"}[character])
-        else:
-            seen.append(character if character.isprintable() else f"\\u{ord(character):04x}")
-    return "".join(seen)
+    signs = {" ": "·", "\n": newline, "\t": "⇥"}
+    return "".join(signs.get(c) or (c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)

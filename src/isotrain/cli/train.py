@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from isotrain import api
-from isotrain.cli.arguments import RecipeName
+from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection, OnlineSection
@@ -19,10 +19,7 @@ from isotrain.trainers.online.precheck import look_online
 
 def train(
     recipe: RecipeName,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as optimizer.lr=1e-4."),
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe, print it with all defaults, and stop.")
     ] = False,
