@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from certified_runs import leaves, rewrite, run_of, written
-from isotrain.parity.again import levels_again
 from isotrain.parity.certificate import read_certificate
+from isotrain.parity.figures import levels_again
 from isotrain.parity.levels import Level
 from isotrain.parity.verify import Again, Finding, is_valid, verify
 

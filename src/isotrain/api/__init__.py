@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,12 +124,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Verdict":
-        from isotrain.parity.verdict import Verdict
-
-        return Verdict
-    if name == "Report":
-        from isotrain.doctor.examine import Report
-
-        return Report
-    raise AttributeError(f"module 'isotrain.api' has no attribute {name!r}")
+    modules = {"Verdict": "isotrain.parity.verdict", "Report": "isotrain.doctor.examine"}
+    if name not in modules:
+        raise AttributeError(f"module 'isotrain.api' has no attribute {name!r}")
+    return getattr(import_module(modules[name]), name)

@@ -9,6 +9,7 @@ import typer
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.errors import RecipeError
 
 if TYPE_CHECKING:
     from isotrain.parity.certificate import Certificate, Subject
@@ -55,7 +56,6 @@ def certify(
         isotrain parity certify tiny-sft --devices cpu-avx2,cpu --work work/parity --budget 10m
     """
     from isotrain.cli.parity import tell
-    from isotrain.errors import RecipeError
     from isotrain.parity.budget import seconds_of
     from isotrain.parity.certify import Protocol
     from isotrain.parity.certify import certify as run_protocol
@@ -91,7 +91,6 @@ def certify(
 
 def _sides(devices: str) -> tuple[Side, Side]:
     from isotrain.device.backends import backend
-    from isotrain.errors import RecipeError
     from isotrain.parity.children import Side
 
     labels = [label.strip() for label in devices.split(",")]
@@ -106,7 +105,6 @@ def _sides(devices: str) -> tuple[Side, Side]:
 
 def _check_counts(members: int, seeds: int) -> None:
     """Before anything is run for nothing."""
-    from isotrain.errors import RecipeError
     from isotrain.parity.envelope import FEWEST_MEMBERS
     from isotrain.parity.equivalence import FEWEST_SEEDS
 

@@ -16,10 +16,7 @@ from isotrain.recipe.load import load_resolved, path_override
 from isotrain.recipe.online import OnlineSection
 
 
-def record(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-) -> None:
+def record(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Train a recipe as the reference, with all that a later replay needs.
 
     An online recipe also writes every answer with its log-probs and scores (rollout.record). A supervised one

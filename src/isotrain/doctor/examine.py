@@ -47,13 +47,8 @@ class Report:
             "device": self.target,
             "fits": not self.errors,
             "findings": [asdict(finding) for finding in self.findings],
-            "nearest": None
-            if self.nearest is None
-            else {
-                "stack": self.nearest.stack.model_dump(mode="json"),
-                "changes": self.nearest.changes,
-                "commands": self.nearest.commands,
-            },
+            "nearest": self.nearest
+            and {**vars(self.nearest), "stack": self.nearest.stack.model_dump(mode="json")},
             "too_old_for_isotrain": [stack.name for stack in self.too_old],
             "facts": self.facts.as_json(),
         }
@@ -71,14 +66,9 @@ def examine(
 def judge(scene: Scene) -> Report:
     found = [finding for check in _CHECKS for finding in check(scene)]
     if scene.facts.simulated and scene.target == "npu":
-        found = [
-            Finding(
-                "simulated-device",
-                "warning",
-                "torch_npu is isotrain's stand-in: this device is simulated on the host",
-                "nothing that runs here says anything about Ascend's numbers or speed",
-            )
-        ]
+        problem = "torch_npu is isotrain's stand-in: this device is simulated on the host"
+        remedy = "nothing that runs here says anything about Ascend's numbers or speed"
+        found = [Finding("simulated-device", "warning", problem, remedy)]
     if scene.facts.torch_import == "":  # it was imported: whatever a variable says, the libraries are found
         found = [finding for finding in found if finding.id != "toolkit-not-switched-on"]
     names = {finding.id for finding in found}

@@ -59,9 +59,6 @@ class Matrix(Row):
     cuda_driver: dict[str, str]
     chips: dict[str, str]
 
-    def generation(self, chip: str) -> str | None:
-        return self.chips.get(chip)
-
 
 @lru_cache(maxsize=1)
 def matrix() -> Matrix:

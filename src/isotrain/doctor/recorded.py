@@ -8,11 +8,9 @@ commands/*.txt    `exit N`, then what the command wrote
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field
@@ -97,19 +95,13 @@ class Recording:
         self._folder = folder
         self.machine = system.machine
         self.python = system.python
-        self.variables: Mapping[str, str] = relevant(system.variables)
-        self._described: dict[str, Any] = {
-            "machine": self.machine,
-            "python": self.python,
-            "packages": {},
-            "variables": dict(self.variables),
-            "free": {},
-            "found": [],
-        }
+        variables = relevant(system.variables)
+        self.variables: Mapping[str, str] = variables
+        self._described = _Described(machine=self.machine, python=self.python, variables=variables)
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
         found = self._system.packages(names)
-        self._described["packages"] |= found
+        self._described.packages |= found
         self._save()
         return found
 
@@ -121,7 +113,7 @@ class Recording:
 
     def find(self, pattern: str) -> list[str]:
         found = self._system.find(pattern)
-        self._described["found"] += [path for path in found if path not in self._described["found"]]
+        self._described.found += [path for path in found if path not in self._described.found]
         self._save()
         return found
 
@@ -133,7 +125,7 @@ class Recording:
 
     def free(self, path: str) -> int | None:
         free = self._system.free(path)
-        self._described["free"][path] = free
+        self._described.free[path] = free
         self._save()
         return free
 
@@ -145,7 +137,7 @@ class Recording:
             file.write_text(text, encoding="utf-8")
 
     def _save(self) -> None:
-        self._keep("machine.json", json.dumps(self._described, indent=2) + "\n")
+        self._keep("machine.json", self._described.model_dump_json(indent=2) + "\n")
 
 
 def _listening(table: str) -> str:

@@ -12,8 +12,7 @@ from pydantic import Field, TypeAdapter, field_validator
 from isotrain.doctor.facts import PACKAGES
 from isotrain.doctor.findings import Finding, Level, milder
 from isotrain.doctor.matrix import Row, Target, fits, packaged, specifier
-from isotrain.doctor.needs import NEEDS
-from isotrain.doctor.scene import Scene
+from isotrain.doctor.scene import NEEDS, Scene
 from isotrain.doctor.versions import satisfies
 
 
@@ -62,12 +61,8 @@ class When(Row):
             and (not self.hardware or scene.generation in self.hardware)
             and _version_holds(facts.cann, self.cann, present=facts.cann_home is not None)
             and _version_holds(facts.driver, self.hdk, present=facts.driver is not None)
-            and all(
-                _package_holds(facts.packages.get(name), wanted) for name, wanted in self.packages.items()
-            )
-            and all(
-                _variable_holds(facts.variables.get(name), wanted) for name, wanted in self.variables.items()
-            )
+            and all(_package_holds(facts.packages.get(k), wanted) for k, wanted in self.packages.items())
+            and all(_variable_holds(facts.variables.get(k), wanted) for k, wanted in self.variables.items())
             # Without a recipe, it is not known that the trouble will not come.
             and (scene.needs is None or scene.needs.issuperset(self.recipe))
         )

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from isotrain.doctor.facts import Facts
 from isotrain.doctor.matrix import Target, matrix
-from isotrain.doctor.needs import needs_of
+from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+
+
+def _engine(recipe: Recipe) -> str | None:
+    return recipe.rollout.engine if recipe.rollout and recipe.rollout.generates else None
+
+
+def _cluster(recipe: Recipe) -> ClusterSection:
+    return recipe.cluster or ClusterSection()
+
+
+# By the names under which rules ask for them.
+NEEDS: dict[str, Callable[[Recipe], bool]] = {
+    "online": lambda recipe: recipe.rollout is not None,
+    "vllm": lambda recipe: _engine(recipe) == "vllm",
+    "sglang": lambda recipe: _engine(recipe) == "sglang",
+    "sleep": lambda recipe: (
+        _engine(recipe) in ("vllm", "sglang") and _cluster(recipe).placement == "colocated"
+    ),
+    "a given Ray cluster": lambda recipe: (
+        recipe.rollout is not None and _cluster(recipe).address not in ("auto", "local")
+    ),
+    "several ranks": lambda recipe: (
+        recipe.device.ranks > 1 or (recipe.rollout is not None and recipe.rollout.tensor_parallel > 1)
+    ),
+    "flash": lambda recipe: recipe.model.attention in ("auto", "flash") and recipe.model.dtype == "bfloat16",
+    "float32": lambda recipe: recipe.model.dtype == "float32",
+}
 
 
 @dataclass(frozen=True)
@@ -20,12 +48,13 @@ class Scene:
     @cached_property
     def needs(self) -> frozenset[str] | None:
         """What the recipe needs; None without a recipe."""
-        return None if self.recipe is None else needs_of(self.recipe)
+        recipe = self.recipe
+        return None if recipe is None else frozenset(name for name, has in NEEDS.items() if has(recipe))
 
     @property
     def generation(self) -> str | None:
         """Of the first device; machines with two kinds are not built."""
-        return matrix().generation(self.facts.npus[0].name) if self.facts.npus else None
+        return matrix().chips.get(self.facts.npus[0].name) if self.facts.npus else None
 
 
 def likely_target(facts: Facts) -> Target:

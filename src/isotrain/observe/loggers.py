@@ -60,24 +60,14 @@ class TensorBoardLogger:
         self._records.write(event.SerializeToString())
 
 
-class WandbLogger:
-    """Weights & Biases; `WANDB_MODE=offline` keeps the run in `wandb/` until `wandb sync`."""
+class TrackerLogger:
+    """A run of a tracker that goes on where it was when it is opened again."""
 
-    def __init__(self, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        self._run = _package("wandb").init(
-            project=project,
-            name=name,
-            dir=str(run_directory),
-            config=dict(config),
-            id=_tracker_id(run_directory),
-            resume="allow",
-            # A program may start several runs one after another.
-            reinit="finish_previous",
-        )
-        self._next_step: int = self._run.step
+    def __init__(self, run: Any, next_step: int = 0) -> None:
+        self._run, self._next_step = run, next_step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        # The service keeps what a killed start sent, and complains about each step that comes again.
+        # The service keeps what a killed start sent, and may complain about each step that comes again.
         if step >= self._next_step:
             self._run.log(dict(values), step=step)
 
@@ -85,34 +75,28 @@ class WandbLogger:
         self._run.finish()
 
 
-class SwanLabLogger:
+def _wandb(run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
+    """Weights & Biases; `WANDB_MODE=offline` keeps the run in `wandb/` until `wandb sync`."""
+    wandb, identity = _package("wandb"), _tracker_id(run_directory)
+    # A program may start several runs one after another.
+    settings = {"id": identity, "resume": "allow", "reinit": "finish_previous"}
+    run = wandb.init(project=project, name=name, dir=str(run_directory), config=dict(config), **settings)
+    return TrackerLogger(run, run.step)
+
+
+def _swanlab(run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> Logger:
     """SwanLab; `SWANLAB_MODE=offline` keeps the run in `swanlab/` until `swanlab sync`."""
-
-    def __init__(self, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        swanlab = _package("swanlab")
-        directory = run_directory / "swanlab"
-        directory.mkdir(parents=True, exist_ok=True)
-        self._run = swanlab.init(
-            project=project,
-            name=name,
-            log_dir=str(directory),
-            config=dict(config),
-            id=_tracker_id(run_directory),
-            resume="allow",
-            reinit=True,
-        )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    swanlab, directory = _package("swanlab"), run_directory / "swanlab"
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = {"id": _tracker_id(run_directory), "resume": "allow", "reinit": True}
+    run = swanlab.init(project=project, name=name, log_dir=str(directory), config=dict(config), **settings)
+    return TrackerLogger(run)
 
 
 LOGGERS: dict[str, Callable[[Path, str, str, Mapping[str, Any]], Logger]] = {
     "tensorboard": TensorBoardLogger,
-    "wandb": WandbLogger,
-    "swanlab": SwanLabLogger,
+    "wandb": _wandb,
+    "swanlab": _swanlab,
 }
 
 # What to do about a tracker that cannot be opened.

@@ -51,10 +51,7 @@ POLICY: tuple[Panel, ...] = (
     ),
 )
 ROLLOUT: tuple[Panel, ...] = (
-    (
-        "response tokens",
-        (("response_length/mean", "mean", BLUE), ("response_length/max", "longest", ORANGE)),
-    ),
+    ("response tokens", (("response_length/mean", "mean", BLUE), ("response_length/max", "longest", ORANGE))),
     ("responses cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
     ("mismatch", (("training/rollout_probs_diff_mean", "mean difference of probabilities", PURPLE),)),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from isotrain.parity.levels import Check
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, section
 
 # By how much rounding may move the log-prob of a whole response between two passes, in nats.
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
@@ -23,8 +23,8 @@ def anchors(run: Run) -> tuple[Check, ...]:
     `value` is the distance from the known number.
     """
     recipe = run.recipe or {}
-    algorithm = _section(recipe, "algorithm")
-    rounding = _ROUNDING.get(str(_section(recipe, "model").get("dtype")))
+    algorithm = section(recipe, "algorithm")
+    rounding = _ROUNDING.get(str(section(recipe, "model").get("dtype")))
     if rounding is None:
         return ()
     name = algorithm.get("name")
@@ -60,7 +60,7 @@ def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check
 def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
     updated_once = algorithm.get("ppo_epochs") == 1 and algorithm.get("mini_batch_size") in (
         None,
-        _section(recipe, "data").get("batch_size"),
+        section(recipe, "data").get("batch_size"),
     )
     if updated_once:
         for metric in ("actor/ppo_kl", "actor/pg_clipfrac"):
@@ -70,7 +70,7 @@ def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], roundin
     mean, name = "critic/advantages/mean", algorithm.get("name")
     if name in _WHITENED:
         yield from _check(run, mean, 0.0, _WHITENED_MEAN, "whitened over the tokens of the step")
-    responses = _number(_section(recipe, "rollout").get("n"), 1)
+    responses = _number(section(recipe, "rollout").get("n"), 1)
     # The metric is a mean over tokens: it is that over responses where all are of one length.
     lengths = {_first(run, f"response_length/{end}") for end in ("min", "max")}
     if name in _CENTRED and responses > 1 and len(lengths) == 1 and None not in lengths:
@@ -91,11 +91,6 @@ def _first(run: Run, metric: str) -> float | None:
         return None
     at = (series.steps_S == 1).nonzero()[0]
     return float(series.values_S[at[0]]) if len(at) else None
-
-
-def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
-    found = recipe.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _number(found: Any, default: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from isotrain.errors import DataError
 from isotrain.parity.obstacles import ALLOWED, Obstacle, environment_changes, obstacles, recipe_changes
 from isotrain.parity.published import Outcome, kind_of, outcomes
-from isotrain.parity.run import Numbers, Run, common
+from isotrain.parity.run import Numbers, Run, common, section
 from isotrain.parity.statistics import Apart, Throughput, apart, throughput
 
 # The published ratio is over the first steps; the first of them also compile and warm up.
@@ -67,11 +67,8 @@ def compare(
         )
     found = list(obstacles(reference, candidate, chosen))
     broken = {"nan", "no-common-steps"} & {obstacle.name for obstacle in found}
-    curves = (
-        {}
-        if broken
-        else {m: _apart(m, reference, candidate) for m in chosen if _both(m, reference, candidate)}
-    )
+    compared = [] if broken else [m for m in chosen if _both(m, reference, candidate)]
+    curves = {metric: _apart(metric, reference, candidate) for metric in compared}
     return Comparison(
         reference,
         candidate,
@@ -115,8 +112,7 @@ def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
 
 def _replays(run: Run) -> bool:
     """Whether a run trained on another's responses: it took no time to sample them."""
-    rollout = (run.recipe or {}).get("rollout")
-    return isinstance(rollout, dict) and rollout.get("replay") is not None
+    return section(run.recipe, "rollout").get("replay") is not None
 
 
 def _described(run: Run) -> dict[str, Any]:

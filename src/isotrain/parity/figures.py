@@ -1,16 +1,19 @@
-"""The figures of a certificate, computed from its curves alone."""
+"""The figures and levels of a certificate, computed again from its curves alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from isotrain.errors import DataError
-from isotrain.parity.certificate import Curve, Figures
+from isotrain.parity.certificate import Certificate, Curve, Figures
 from isotrain.parity.compare import SPEED, Comparison, compare
+from isotrain.parity.envelope import envelope_level
+from isotrain.parity.levels import Level, not_run
+from isotrain.parity.paired import paired_level, tempered
 from isotrain.parity.published import Kind, kind_of
 from isotrain.parity.run import Run, Series
 
@@ -72,3 +75,18 @@ def run_of(curves: Mapping[str, Curve], role: str) -> Run:
         if values is not None
     }
     return Run(Path(role), "certificate", metrics)
+
+
+def levels_again(certificate: Certificate) -> Iterator[Level]:
+    """P2 and P3, where the certificate has them."""
+    ran = {level.name for level in certificate.levels if level.state != "not run"}
+    curves = certificate.curves
+    envelope = not_run("P3")
+    if "P3" in ran:
+        roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
+        reference, candidate = run_of(curves, "reference"), run_of(curves, "candidate")
+        envelope = envelope_level(reference, candidate, [run_of(curves, role) for role in roles])
+        yield envelope
+    if "P2" in ran:
+        rated = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
+        yield tempered(paired_level(comparison_of(rated)), envelope)

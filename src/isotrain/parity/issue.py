@@ -33,7 +33,7 @@ from isotrain.parity.envelope import followed
 from isotrain.parity.figures import comparison_of, figures_of, first_of
 from isotrain.parity.levels import Check, Level
 from isotrain.parity.protocol import Companions
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, section
 from isotrain.parity.sources.bounded import sha256_of
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict
@@ -118,8 +118,8 @@ def side_of(run: Run, label: str, simulated: bool) -> Side:
     if run.environment is None:
         raise CertificateError(f"{run.path} has no environment.json: nobody can say what it ran on")
     environment = run.environment
-    device = _section(environment, "device")
-    packages = _section(environment, "packages")
+    device = section(environment, "device")
+    packages = section(environment, "packages")
     try:
         return Side(
             label=label,
@@ -129,8 +129,8 @@ def side_of(run: Run, label: str, simulated: bool) -> Side:
             ranks=device.get("ranks", 1),
             commit=environment.get("commit"),
             packages=packages,
-            variables={k: _line(portable(str(v))) for k, v in _section(environment, "variables").items()},
-            settings=portable(_section(run.recipe or {}, "device")),
+            variables={k: _line(portable(str(v))) for k, v in section(environment, "variables").items()},
+            settings=portable(section(run.recipe, "device")),
             environment_sha256=digest_of(environment),
         )
     except ValidationError as error:
@@ -141,11 +141,9 @@ def side_of(run: Run, label: str, simulated: bool) -> Side:
 
 def is_simulated(run: Run) -> bool:
     """Whether a run used the stand-in for a device, which marks its own packages."""
-    environment = run.environment or {}
-    packages = _section(environment, "packages").values()
-    return _section(environment, "device").get("type") != "cpu" and any(
-        str(v).endswith("+sim") for v in packages
-    )
+    versions = map(str, section(run.environment, "packages").values())
+    on_host = section(run.environment, "device").get("type") == "cpu"
+    return not on_host and any(version.endswith("+sim") for version in versions)
 
 
 def portable_recipe(run: Run) -> dict[str, Any]:
@@ -225,11 +223,6 @@ def _allowed(verdict: Verdict) -> dict[str, str]:
     for obstacle in verdict.comparison.allowed:
         found.setdefault(obstacle.name, []).append(_words(obstacle.message))
     return {name: _line("; ".join(messages)) for name, messages in found.items()}
-
-
-def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = content.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _last_part(text: str) -> str:

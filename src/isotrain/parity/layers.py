@@ -21,7 +21,7 @@ from isotrain.parity.layer_errors import (
     drift_after,
 )
 from isotrain.parity.levels import Check, Level, not_run
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, section
 from isotrain.parity.sources.layer_trace import KINDS, Entry, Update, read_layer_trace
 
 LEVEL = "P1"
@@ -89,7 +89,7 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
 def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
     """Attention that cannot share a prompt between responses reads it once for each: no layer sees the
     same."""
-    ways = [_attention(run) for run, _ in runs]
+    ways = [str(section(run.environment, "model").get("attention", "unknown")) for run, _ in runs]
     first = [updates[min(updates)] for _, updates in runs]
     if ways[0] == ways[1] or _digests(first[0], "tokens") == _digests(first[1], "tokens"):
         return None
@@ -97,11 +97,6 @@ def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
         f"attention is computed in other ways ({' and '.join(ways)}), which lay tokens out otherwise; train "
         "both with the same model.attention"
     )
-
-
-def _attention(run: Run) -> str:
-    model = (run.environment or {}).get("model")
-    return str(model.get("attention", "unknown")) if isinstance(model, dict) else "unknown"
 
 
 def _steps(a: Updates, b: Updates) -> list[int]:

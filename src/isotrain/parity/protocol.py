@@ -18,7 +18,7 @@ from isotrain.parity.obstacles import recipe_changes
 from isotrain.parity.operators import operators_level
 from isotrain.parity.outcome import outcome_level
 from isotrain.parity.paired import paired_level, tempered
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, section
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 
@@ -65,7 +65,8 @@ def paired_levels(comparison: Comparison, members: Sequence[Path], free_running:
         yield from (not_run(name, _FREE_RUNNING) for name in ("P1", "P2", "P3"))
         return
     around = _members(reference, members)
-    yield layers_level(reference, candidate, members, dtype=_dtype(reference))
+    dtype = str(section(reference.recipe, "model").get("dtype", "bfloat16"))
+    yield layers_level(reference, candidate, members, dtype=dtype)
     envelope = envelope_level(reference, candidate, around) if members else not_run("P3")
     yield tempered(paired_level(comparison), envelope)
     yield envelope
@@ -101,8 +102,3 @@ def _member(reference: Run, path: Path) -> Run:
     if other:
         raise DataError(f"{path}: is no member of the reference's envelope: {'; '.join(other)}")
     return member
-
-
-def _dtype(run: Run) -> str:
-    model = (run.recipe or {}).get("model")
-    return str(model.get("dtype", "bfloat16")) if isinstance(model, dict) else "bfloat16"

@@ -43,6 +43,12 @@ class Run:
     """Of every file that was read."""
 
 
+def section(content: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
+    """A part of a recipe or an environment; empty where a stranger's file has no such part."""
+    found = (content or {}).get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def common(series: Sequence[Series]) -> tuple[npt.NDArray[np.int64], list[Numbers]]:
     """The steps that all have, with each one's values there."""
     steps_S = series[0].steps_S

@@ -22,10 +22,7 @@ STATISTICS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
     ("first step", lambda a: number(a.first)),
     ("largest (at step)", lambda a: f"{number(a.largest)} ({a.largest_at})"),
     ("signed mean", lambda a: number(a.signed_mean)),
-    (
-        "its 95 % interval",
-        lambda a: f"{number(a.signed_interval.low)} to {number(a.signed_interval.high)}",
-    ),
+    ("its 95 % interval", lambda a: f"{number(a.signed_interval.low)} to {number(a.signed_interval.high)}"),
     ("the curves part at step", lambda a: "-" if a.parts_at is None else str(a.parts_at)),
     (
         "correlation of changes",

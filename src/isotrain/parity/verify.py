@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from isotrain.errors import CertificateError, DataError
-from isotrain.parity.again import levels_again
 from isotrain.parity.canonical import digest_of
 from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, read_certificate
-from isotrain.parity.figures import comparison_of, figures_of
+from isotrain.parity.figures import comparison_of, figures_of, levels_again
 from isotrain.parity.issue import level_found, portable_recipe, side_of
 from isotrain.parity.levels import Level
 from isotrain.parity.run import Run

@@ -14,15 +14,7 @@ from pydantic_core import ErrorDetails
 
 from isotrain.recipe import explain
 from isotrain.recipe.document import Document, Path, dotted
-from isotrain.recipe.fields import (
-    SectionType,
-    field_at,
-    may_be_null,
-    merged,
-    misplaced,
-    tag,
-    variants,
-)
+from isotrain.recipe.fields import SectionType, field_at, may_be_null, merged, misplaced, tag, variants
 from isotrain.recipe.names import all_names, near_section, nearest, note
 from isotrain.recipe.section import Section
 

@@ -1,28 +1,25 @@
-"""What must fit together between the sections of an online recipe; the schema gives it their values."""
+"""What must fit together between the sections of an online recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, RewardSection, RolloutSection
 
+if TYPE_CHECKING:
+    from isotrain.recipe.schema import Recipe
+
 
 def broken_rules(
-    algorithm: OnlineSection,
-    rollout: RolloutSection,
-    reward: RewardSection,
-    cluster: ClusterSection,
-    *,
-    ranks: int,
-    batch_size: int,
-    max_prompt: int,
-    budget: int,
+    recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSection
 ) -> Iterator[str]:
     """One line for each rule that an online recipe breaks, with the keys to change."""
-    yield from _sampling(algorithm, rollout, batch_size)
-    yield from _lengths(algorithm, rollout, max_prompt, budget)
-    yield from _controller(algorithm.kl, batch_size * rollout.n)
-    yield from _devices(ranks, rollout, cluster)
+    data = recipe.data
+    yield from _sampling(algorithm, rollout, data.batch_size)
+    yield from _lengths(algorithm, rollout, data.max_length, data.tokens_per_micro_batch)
+    yield from _controller(algorithm.kl, data.batch_size * rollout.n)
+    yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
     yield from _rewards(algorithm, reward)
 
 

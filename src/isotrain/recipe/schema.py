@@ -205,21 +205,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _online_sections_fit(self) -> Recipe:
-        algorithm, rollout, reward, data = self.algorithm, self.rollout, self.reward, self.data
-        if not isinstance(algorithm, OnlineSection) or rollout is None or reward is None:
-            return self
-        problems = broken_rules(
-            algorithm,
-            rollout,
-            reward,
-            self.cluster or ClusterSection(),
-            ranks=self.device.ranks,
-            batch_size=data.batch_size,
-            max_prompt=data.max_length,
-            budget=data.tokens_per_micro_batch,
-        )
-        if text := "\n".join(problems):
-            raise ValueError(text)
+        algorithm, rollout, reward = self.algorithm, self.rollout, self.reward
+        if isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None:
+            problems = "\n".join(broken_rules(self, algorithm, rollout, reward))
+            if problems:
+                raise ValueError(problems)
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from isotrain.parity.published import Kind, kind_of
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, section
 from isotrain.parity.verdict import Verdict
 
 UNKNOWN = "unknown"
@@ -47,9 +47,7 @@ def facts(verdict: Verdict) -> Facts:
 
 
 def device_of(run: Run) -> str:
-    device = (run.environment or {}).get("device")
-    if not isinstance(device, dict):
-        return UNKNOWN
+    device = section(run.environment, "device")
     name = _text(device.get("name") or device.get("type"))
     ranks = device.get("ranks")
     return f"{name} × {ranks}" if isinstance(ranks, int) and ranks > 1 else name

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.parity.run import Run
+from isotrain.parity.run import Run, section
 from isotrain.parity.sources.bounded import Source, clipped, inside
 from isotrain.parity.sources.columns import Columns
 from isotrain.parity.sources.json_lines import objects, value_of
@@ -83,9 +83,7 @@ def _last_start(
 
 def _device(start: dict[str, Any]) -> dict[str, Any]:
     """What a start tells of the device that it computed on."""
-    device, variables, host = (
-        found if isinstance(found := start.get(name), dict) else {} for name in ("device", "variables", "cpu")
-    )
+    device, variables, host = (section(start, name) for name in ("device", "variables", "cpu"))
     own = {name: device.get(name) for name in _OF_DEVICE}
     if device.get("type") == "cpu":
         own |= {name: variables.get(name) for name in INSTRUCTIONS} | {"features": host.get("features")}
