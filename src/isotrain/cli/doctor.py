@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from isotrain import api
 from isotrain.doctor.examine import Report, visible_devices
@@ -27,24 +28,20 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 def doctor(
     target: Annotated[
-        str | None, typer.Option("--for", metavar="|".join(TARGETS), help="The device to be used.")
+        str | None, Option("--for", metavar="|".join(TARGETS), help="The device to be used.")
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="Also check what this recipe needs.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
-    notes: Annotated[bool, typer.Option("--notes", help="Also print what is only good to know.")] = False,
+    recipe: Annotated[str | None, Option(metavar="RECIPE", help="Also check what this recipe needs.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
+    notes: Annotated[bool, Option("--notes", help="Also print what is only good to know.")] = False,
     save: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep what was looked at, to send to somebody.")
+        Path | None, Option(metavar="DIR", help="Keep what was looked at, to send to somebody.")
     ] = None,
     saved: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Examine what --save kept instead of this machine.")
+        Path | None, Option(metavar="DIR", help="Examine what --save kept instead of this machine.")
     ] = None,
     trial: Annotated[
         Path | None,
-        typer.Option(
-            "--self-test", metavar="DIR", help="Also train a small model on the device and on the host."
-        ),
+        Option("--self-test", metavar="DIR", help="Also train a small model on the device and on the host."),
     ] = None,
 ) -> None:
     """Say what on this machine does not fit together, and what to install.

@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from isotrain.api import Run
 
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
-    out: Annotated[Path, typer.Option(help="The directory to write the model to.")],
+    out: Annotated[Path, Option(help="The directory to write the model to.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="The checkpoint to export; the newest by default.")
+        int | None, Option(min=0, help="The checkpoint to export; the newest by default.")
     ] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the LoRA adapter, not the merged model.")
+        bool, Option("--adapter", help="Write only the LoRA adapter, not the merged model.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a model that transformers, vLLM and others load.

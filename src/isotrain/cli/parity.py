@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from isotrain import api
 from isotrain.errors import DataError
@@ -29,28 +30,26 @@ _SHOWN_CHANGES = 12
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run: see below for what can be read.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The other run.")],
-    reference: Annotated[
-        Path | None, typer.Option(help="Which of the two is the reference; by default A.")
-    ] = None,
+    reference: Annotated[Path | None, Option(help="Which of the two is the reference; by default A.")] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="A metric to compare; may be repeated. By default losses and rewards."),
+        Option(help="A metric to compare; may be repeated. By default losses and rewards."),
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A difference to accept, by the name that it is told with."),
+        Option(metavar="NAME", help="A difference to accept, by the name that it is told with."),
     ] = None,
     envelope: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             metavar="RUN",
             help="A further run of the reference that differs harmlessly; repeat it, at least three times.",
         ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write verdict.json, report.html and pictures there.")
+        Path | None, Option(metavar="DIR", help="Write verdict.json, report.html and pictures there.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
     """Whether two runs are the same training, by every published rule and by stricter ones.
 

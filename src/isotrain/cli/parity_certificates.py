@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 _MARKS = {"right": ("right", "green"), "wrong": ("WRONG", "red"), "not checked": ("-", "yellow")}
 
@@ -13,14 +14,14 @@ _MARKS = {"right": ("right", "green"), "wrong": ("WRONG", "red"), "not checked":
 def verify(
     certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
     reference: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The reference's run, to compare with.")
+        Path | None, Option(metavar="DIR", help="The reference's run, to compare with.")
     ] = None,
     candidate: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The candidate's run, to compare with.")
+        Path | None, Option(metavar="DIR", help="The candidate's run, to compare with.")
     ] = None,
     allowed_signers: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE", help="Who may sign, as ssh has it; by default the list beside the certificate."
         ),
     ] = None,
@@ -58,9 +59,7 @@ def verify(
 
 def sign(
     certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
-    key: Annotated[
-        Path, typer.Option(metavar="FILE", help="A private key of ssh, or a .pub of one in ssh-agent.")
-    ],
+    key: Annotated[Path, Option(metavar="FILE", help="A private key of ssh, or a .pub of one in ssh-agent.")],
 ) -> None:
     """Sign a certificate with a key of ssh; the signature is written beside it.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
@@ -23,25 +24,17 @@ _LONGEST_RUN = 7 * 86400.0
 
 def certify(
     recipe: RecipeName,
-    devices: Annotated[
-        str, typer.Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
-    ],
-    work: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the runs go; finished ones are used again.")
-    ],
+    devices: Annotated[str, Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")],
+    work: Annotated[Path, Option(metavar="DIR", help="Where the runs go; finished ones are used again.")],
     overrides: Overrides = None,
-    budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time for everything, such as 30m.")
-    ] = None,
-    members: Annotated[
-        int, typer.Option(min=0, help="Without a budget: runs of the reference's envelope.")
-    ] = 8,
-    seeds: Annotated[int, typer.Option(min=0, help="Without a budget: further seeds on both devices.")] = 0,
+    budget: Annotated[str | None, Option(metavar="TIME", help="Time for everything, such as 30m.")] = None,
+    members: Annotated[int, Option(min=0, help="Without a budget: runs of the reference's envelope.")] = 8,
+    seeds: Annotated[int, Option(min=0, help="Without a budget: further seeds on both devices.")] = 0,
     free: Annotated[
-        bool, typer.Option("--free", help="Online recipes: both devices sample responses of their own.")
+        bool, Option("--free", help="Online recipes: both devices sample responses of their own.")
     ] = False,
     certificates: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where a certificate is written.")
+        Path | None, Option(metavar="DIR", help="Where a certificate is written.")
     ] = None,
 ) -> None:
     """Train a recipe on two devices and certify that they agree, level by level.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
@@ -40,7 +41,7 @@ def record(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that `isotrain parity record` made.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Run directory of the replay.")],
+    out: Annotated[Path, Option(metavar="DIR", help="Run directory of the replay.")],
     overrides: Overrides = None,
 ) -> None:
     """Train a recorded run once more, on this device and from the same data, and compare the two.

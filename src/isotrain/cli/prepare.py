@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Option
 
 app = typer.Typer(no_args_is_help=True, help="Write data sets, or a tiny model with data, to a directory.")
 
-_Out = Annotated[Path, typer.Option("--out", help="The directory to write to.")]
+_Out = Annotated[Path, Option("--out", help="The directory to write to.")]
 _Gsm8k = Annotated[
     Path | None,
-    typer.Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
+    Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
 ]
-_Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same files.")]
+_Seed = Annotated[int, Option("--seed", min=0, help="The same seed gives the same files.")]
 
 
 @app.command()
@@ -76,8 +77,8 @@ def preferences(
     name: Annotated[
         Literal["ultrafeedback", "prm800k", "math-shepherd"], typer.Argument(help="Whose rows they are.")
     ],
-    source: Annotated[str, typer.Option(help="JSON lines or Parquet files, or a Hub name.")],
-    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    source: Annotated[str, Option(help="JSON lines or Parquet files, or a Hub name.")],
+    out: Annotated[Path, Option(help="The .jsonl file to write.")],
 ) -> None:
     """Write a published set of preferences or step labels in the rows that training reads.
 
@@ -95,10 +96,8 @@ def preferences(
 def tiny(
     out: _Out,
     seed: _Seed = 0,
-    rows: Annotated[int, typer.Option(min=10, help="Training rows.")] = 2000,
-    architecture: Annotated[
-        Literal["llama", "qwen2", "qwen3"], typer.Option(help="Kind of model.")
-    ] = "llama",
+    rows: Annotated[int, Option(min=10, help="Training rows.")] = 2000,
+    architecture: Annotated[Literal["llama", "qwen2", "qwen3"], Option(help="Kind of model.")] = "llama",
 ) -> None:
     """Write a tiny random model, its tokenizer, and two tasks to learn. Nothing is downloaded.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from isotrain.errors import RecipeError
 from isotrain.recipe import library
@@ -16,7 +17,7 @@ def recipes(
         str | None, typer.Argument(metavar="NAME", help="Print this recipe instead of the list.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Copy the recipe to this new file instead of printing it.")
+        Path | None, Option(help="Copy the recipe to this new file instead of printing it.")
     ] = None,
 ) -> None:
     """List the recipes that come with isotrain, print one, or copy one out to change it.

@@ -7,6 +7,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
@@ -21,7 +22,7 @@ def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe, print it with all defaults, and stop.")
+        bool, Option("--dry-run", help="Check the recipe, print it with all defaults, and stop.")
     ] = False,
 ) -> None:
     """Train a model as a recipe says.

@@ -47,9 +47,8 @@ class Cpu:
 
     def rank_environment(self, local_ranks: int) -> dict[str, str]:
         # Ranks that each use every core fight for them; a fixed share also fixes the order of sums.
-        return {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, self.count() // local_ranks))
-        }
+        share = max(1, self.count() // local_ranks)
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share)}
 
     def activate(self, local_rank: int) -> torch.device:
         return torch.device("cpu")

@@ -44,9 +44,8 @@ def profile(device: Device, level: str, environment: Mapping[str, str], *, start
     if not fixed and (_HASHES in environment or (not starts and sys.flags.hash_randomization)):
         del wanted[_HASHES]
         complaints.append(f"{_HASHES} is not a fixed number; export {_HASHES}=0 before the start")
-    return Profile(
-        level, {name: environment.get(name, value) for name, value in wanted.items()}, tuple(complaints)
-    )
+    variables = {name: environment.get(name, value) for name, value in wanted.items()}
+    return Profile(level, variables, tuple(complaints))
 
 
 def make_deterministic(level: str) -> None:

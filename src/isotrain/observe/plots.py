@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -32,50 +33,42 @@ from isotrain.observe.run_directory import write_atomically
 
 # A panel is its label and its curves: metric, name in the legend, colour.
 Panel = tuple[str, tuple[tuple[str, str, str], ...]]
+_DIVERGENCE = (
+    ("actor/kl_loss", "from the reference", BLUE),
+    ("actor/reward_kl_penalty", "from the reference", BLUE),
+    ("actor/ppo_kl", "from the old policy", ORANGE),
+)
+_CLIPPED = (
+    ("actor/pg_clipfrac", "share clipped", PURPLE),
+    ("actor/pg_clipfrac_lower", "by the dual clip", ORANGE),
+)
 POLICY: tuple[Panel, ...] = (
-    (
-        "divergence (nats)",
-        (
-            ("actor/kl_loss", "from the reference", BLUE),
-            ("actor/reward_kl_penalty", "from the reference", BLUE),
-            ("actor/ppo_kl", "from the old policy", ORANGE),
-        ),
-    ),
+    ("divergence (nats)", _DIVERGENCE),
     ("entropy (nats)", (("actor/entropy", "entropy", GREEN),)),
-    (
-        "tokens clipped",
-        (
-            ("actor/pg_clipfrac", "share clipped", PURPLE),
-            ("actor/pg_clipfrac_lower", "by the dual clip", ORANGE),
-        ),
-    ),
+    ("tokens clipped", _CLIPPED),
 )
 ROLLOUT: tuple[Panel, ...] = (
     ("response tokens", (("response_length/mean", "mean", BLUE), ("response_length/max", "longest", ORANGE))),
     ("responses cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
     ("mismatch", (("training/rollout_probs_diff_mean", "mean difference of probabilities", PURPLE),)),
 )
+
+
+def _both(metric: str) -> tuple[tuple[str, str, str], ...]:
+    return ((f"train/{metric}", "training", BLUE), (f"val/{metric}", "validation", ORANGE))
+
+
+def _sides(metric: str) -> tuple[tuple[str, str, str], ...]:
+    chosen, rejected = f"train/chosen_{metric}", f"train/rejected_{metric}"
+    return ((chosen, "of chosen responses", GREEN), (rejected, "of rejected", RED))
+
+
 PREFERENCE: tuple[Panel, ...] = (
-    ("accuracy", (("train/accuracy", "training", BLUE), ("val/accuracy", "validation", ORANGE))),
-    (
-        "reward",
-        (
-            ("train/chosen_reward", "of chosen responses", GREEN),
-            ("train/rejected_reward", "of rejected", RED),
-        ),
-    ),
-    (
-        "spread of rewards",
-        (
-            ("train/chosen_reward_std", "of chosen responses", GREEN),
-            ("train/rejected_reward_std", "of rejected", RED),
-        ),
-    ),
-    ("F1 of wrong steps", (("train/f1", "training", BLUE), ("val/f1", "validation", ORANGE))),
-    (
-        "calibration error",
-        (("train/calibration_error", "training", BLUE), ("val/calibration_error", "validation", ORANGE)),
-    ),
+    ("accuracy", _both("accuracy")),
+    ("reward", _sides("reward")),
+    ("spread of rewards", _sides("reward_std")),
+    ("F1 of wrong steps", _both("f1")),
+    ("calibration error", _both("calibration_error")),
 )
 # In the order in which they are stacked; what a step spends on anything else is `other`. The last two come on
 # top of a step's own seconds.
@@ -193,9 +186,8 @@ def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
     figure, (axes,) = new_figure("Time of a step", run, rows=1)
     if len(steps) >= LONG:
-        axes.stackplot(
-            steps, list(seconds.values()), colors=[TIMING[part] for part in seconds], labels=list(seconds)
-        )
+        colours = [TIMING[part] for part in seconds]
+        axes.stackplot(steps, list(seconds.values()), colors=colours, labels=list(seconds))
     else:
         below = np.zeros(len(steps))
         for part, values in seconds.items():
@@ -204,15 +196,8 @@ def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     finish(axes, "seconds")
     handles, labels = axes.get_legend_handles_labels()
     # Beside the picture, in the order in which the parts lie on each other.
-    axes.legend(
-        handles[::-1],
-        labels[::-1],
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        fontsize=12,
-        labelcolor=INK,
-    )
+    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
+    axes.legend(handles[::-1], labels[::-1], fontsize=12, labelcolor=INK, **beside)
     return figure
 
 
@@ -273,19 +258,9 @@ def _series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[Array, A
 
 
 def _validation(axes: Axes, steps: Array, values: Array, colour: str, label: str) -> None:
-    axes.plot(
-        steps,
-        values,
-        color=colour,
-        linewidth=1.4,
-        linestyle=(0, (4, 2)),
-        marker="o",
-        markersize=6.5,
-        markeredgecolor="white",
-        markeredgewidth=1.0,
-        label=plain(label),
-        zorder=5,
-    )
+    line: dict[str, Any] = {"color": colour, "linewidth": 1.4, "linestyle": (0, (4, 2)), "zorder": 5}
+    line |= {"marker": "o", "markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 1.0}
+    axes.plot(steps, values, label=plain(label), **line)
 
 
 def _spans_decades(values: Array) -> bool:

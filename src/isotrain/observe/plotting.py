@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,33 +57,15 @@ def curve(axes: Axes, steps: Array, values: Array, colour: str, label: str, *, d
         label = f"{label}, mean of {window:,} steps"
         axes.plot(*smooth, color=colour, linewidth=2.4, linestyle=style, label=label)
     elif len(steps):
-        marker = dots(steps)
-        axes.plot(
-            steps,
-            values,
-            color=colour,
-            linewidth=2.0,
-            linestyle=style,
-            marker=marker,
-            markersize=4.5,
-            label=label,
-        )
+        look: dict[str, Any] = {"color": colour, "linestyle": style, "marker": dots(steps), "markersize": 4.5}
+        axes.plot(steps, values, linewidth=2.0, label=label, **look)
     broken = ~np.isfinite(values)
     if broken.any():
         # On the axis itself: such a step has no height, and must not be overlooked.
         at_the_bottom = np.full(int(broken.sum()), 0.015)
-        axes.plot(
-            steps[broken],
-            at_the_bottom,
-            color=RED,
-            linestyle="",
-            marker="x",
-            markersize=8,
-            markeredgewidth=2,
-            label=f"not finite ({broken.sum()})",
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-        )
+        cross: dict[str, Any] = {"marker": "x", "markersize": 8, "markeredgewidth": 2, "linestyle": ""}
+        cross |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(steps[broken], at_the_bottom, color=RED, label=f"not finite ({broken.sum()})", **cross)
 
 
 def thinned(steps: Array, values: Array) -> tuple[Array, Array]:
@@ -141,15 +123,8 @@ def finish(axes: Axes, label: str, legend: Literal["best", "lower right", "below
         figure = axes.get_figure(root=True)
         assert figure is not None
         columns = 2 if 2 * max(map(len, labels)) < 80 else 1
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            fontsize=11,
-            labelcolor=INK,
-        )
+        place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+        figure.legend(handles, labels, frameon=False, fontsize=11, labelcolor=INK, **place)
     else:
         axes.legend(loc=legend, framealpha=0.9, edgecolor="white", fontsize=12, labelcolor=INK)
 

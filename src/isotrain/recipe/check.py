@@ -100,10 +100,10 @@ class _Walk:
         """Name the sections that the chosen variant needs or has no use for."""
         for name, purpose in model.needs.items():
             if not self.is_there((name,)):
-                self.missing.append(((name,), explain.needed(name, by, purpose)))
+                self.missing.append(((name,), f"{name!r} is missing; {by} needs it {purpose}"))
         for name, reason in model.refuses.items():
             if self.is_there((name,)):
-                self.document.complain((name,), explain.refused(name, by, reason))
+                self.document.complain((name,), f"{name!r} is not for {by}, which {reason}; remove it")
 
     def unknown(self, path: Path, value: Any, known: list[str]) -> None:
         name = dotted(path)
@@ -160,24 +160,15 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails], su
             continue
         # `text or a list of texts` fails twice on a list with a number in it: the item says it better.
         indices = [index for index in by_index if index is not None]
+        value, spelling = _value(document.values, path), document.spelling
         for index in indices:
-            _note_item(document, path, index, info)
-        if not indices:
-            _note_value(document, path, by_index[None], info)
-
-
-def _note_item(document: Document, path: Path, index: int, info: FieldInfo) -> None:
-    item = (*path, index)
-    value = _value(document.values, path)[index]
-    document.complain(item, explain.wrong_item(path, index, value, document.spelling.get(item), info))
-
-
-def _note_value(document: Document, path: Path, details: ErrorDetails, info: FieldInfo) -> None:
-    if details["type"] == "value_error":
-        document.complain(path, f"{dotted(path)!r}: {_own_words(details)}")
-        return
-    value = _value(document.values, path)
-    document.complain(path, explain.wrong_value(path, value, document.spelling.get(path), info))
+            item = (*path, index)
+            text = explain.wrong_item(path, index, value[index], spelling.get(item), info)
+            document.complain(item, text)
+        if not indices and by_index[None]["type"] == "value_error":
+            document.complain(path, f"{dotted(path)!r}: {_own_words(by_index[None])}")
+        elif not indices:
+            document.complain(path, explain.wrong_value(path, value, spelling.get(path), info))
 
 
 def _note_section(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:

@@ -53,16 +53,6 @@ def other_variant(name: str, whose: Misplaced) -> str:
     return f"unknown key {name!r}; it belongs to {_listed(whose.owners)}, not to {whose.chosen}: remove it"
 
 
-def needed(name: str, by: str, purpose: str) -> str:
-    """The sentence for a section that the chosen variant of another one needs."""
-    return f"{name!r} is missing; {by} needs it {purpose}"
-
-
-def refused(name: str, by: str, reason: str) -> str:
-    """The sentence for a section that the chosen variant of another one has no use for."""
-    return f"{name!r} is not for {by}, which {reason}; remove it"
-
-
 def not_a_section(path: Path, value: Any, spelling: str | None, info: FieldInfo) -> str:
     """The sentence for a value where keys were expected."""
     section = sections(info.annotation)[0]

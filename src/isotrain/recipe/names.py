@@ -204,9 +204,8 @@ def near_section(wanted: str, model: SectionType) -> str | None:
     if len(wanted) > _LONGEST:
         return None
     inside, _, last = wanted.rpartition(".")
-    siblings = {
-        name.rpartition(".")[2]: name for name in section_paths(model) if name.rpartition(".")[0] == inside
-    }
+    parted = [(name, *name.rpartition(".")) for name in section_paths(model)]
+    siblings = {own: name for name, above, _, own in parted if above == inside}
     near = get_close_matches(last, siblings, n=1, cutoff=_NEAR_SECTION)
     return siblings[near[0]] if near else None
 

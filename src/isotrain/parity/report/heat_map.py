@@ -70,9 +70,8 @@ def _map(words: str, found: Sequence[Layer], first: Layer | None) -> Figure:
         _figures(axes, worst)
     if first is not None:
         row, column = row_of[first.name], column_of[first.step]
-        axes.add_patch(
-            Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=2.5, zorder=6)
-        )
+        corner = (column - 0.5, row - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=INK, linewidth=2.5, zorder=6))
     return figure
 
 
@@ -89,11 +88,9 @@ def _cells(figure: Figure, axes: Axes, decades_RC: Array) -> None:
 
 def _figures(axes: Axes, worst: dict[tuple[int, int], Layer]) -> None:
     for (row, column), layer in worst.items():
-        dark = layer.decades > 1
+        colour = "white" if layer.decades > 1 else INK
         text = f"{layer.error:.1e}" if math.isfinite(layer.error) else "not finite"
-        axes.text(
-            column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else INK, zorder=5
-        )
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour, zorder=5)
 
 
 def _groups(count: int, most: int) -> list[range]:

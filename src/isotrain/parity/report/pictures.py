@@ -31,7 +31,7 @@ from isotrain.parity.report.evidence import Envelope, envelope
 from isotrain.parity.report.facts import UNKNOWN, device_of
 from isotrain.parity.report.heading import clipped, head
 from isotrain.parity.report.heat_map import layer_maps
-from isotrain.parity.run import Run, Series, common
+from isotrain.parity.run import Run, common
 from isotrain.parity.statistics import Apart
 from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
@@ -73,9 +73,7 @@ def _of_metrics(verdict: Verdict) -> Iterator[Picture]:
         yield Picture(f"curve-{name}.png", words, as_png(figure, DPI))
         if found is not None:
             band = envelope(verdict.level("P3"), metric)
-            words, figure = _difference(
-                metric, reference.metrics[metric], candidate.metrics[metric], found, band
-            )
+            words, figure = _difference(metric, reference, candidate, found, band)
             yield Picture(f"difference-{name}.png", words, as_png(figure, DPI))
 
 
@@ -105,9 +103,10 @@ def _overlay(metric: str, reference: Run, candidate: Run, found: Apart | None) -
 
 
 def _difference(
-    metric: str, reference: Series, candidate: Series, found: Apart, band: Envelope | None
+    metric: str, reference: Run, candidate: Run, found: Apart, band: Envelope | None
 ) -> tuple[str, Figure]:
-    common_S, (reference_S, candidate_S) = common([reference, candidate])
+    series = [run.metrics[metric] for run in (reference, candidate)]
+    common_S, (reference_S, candidate_S) = common(series)
     steps_S, error_S = common_S.astype(np.float64), candidate_S - reference_S
     low, high = found.signed_interval.low, found.signed_interval.high
     title = f"{clipped(metric)}: {_side(found)}"
