@@ -119,14 +119,12 @@ def _commands(stack: Stack, scene: Scene) -> list[str]:
     packages = _packages_to_change(stack, scene)
     lines = []
     if stack.cann and _differs(stack.cann, scene.facts.cann):
-        lines.append(
-            f"# install CANN {stack.cann} (toolkit and the kernels of your chip), then source its set_env.sh"
-        )
+        what = f"CANN {stack.cann} (toolkit and the kernels of your chip)"
+        lines.append(f"# install {what}, then source its set_env.sh")
     torch = packages.pop("torch", None)
     if torch:
-        build = (
-            "+cpu" if stack.device == "npu" and scene.facts.machine == "x86_64" and is_exact(torch) else ""
-        )
+        pinned = stack.device == "npu" and scene.facts.machine == "x86_64" and is_exact(torch)
+        build = "+cpu" if pinned else ""
         note = "   # from PyTorch's index of CPU builds" if build else ""
         lines.append(f"pip install {_pin('torch', torch + build)}{note}")
     if packages:

@@ -28,7 +28,6 @@ class Plan:
     """Runs of the reference for its envelope; 0 where there is no time for one."""
     seeds: int
     """Further pairs of runs; 0 likewise."""
-    seconds: float
 
     def words(self) -> list[str]:
         """What will be run, and what that can show."""
@@ -63,4 +62,4 @@ def plan(left: float, reference_seconds: float, candidate_seconds: float, *, env
     seeds = min(MOST_SEEDS, int(left / pair))
     if seeds + 1 < FEWEST_SEEDS:
         seeds = 0
-    return Plan(members, seeds, members * reference_seconds + seeds * pair)
+    return Plan(members, seeds)

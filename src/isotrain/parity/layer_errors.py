@@ -167,19 +167,12 @@ def _difference(
 ) -> Difference:
     if a.shapes != b.shapes or a.sketches_RKK.shape != b.sketches_RKK.shape:
         return Difference(step, kind, name, NOT_A_NUMBER, position)
-    distance = _distance(a, b)
-    return Difference(
-        step,
-        kind,
-        name,
-        _finite(_share(distance, a.norm)),
-        position,
-        _finite(_share(_bulk(a, b), a.norm)) if kind == "update" else None,
-        a.size,
-        _share(b.norm, a.norm) if a.norm or b.norm else 1.0,
-        _grain(a) if kind == "update" else 0.0,
-        drift,
-    )
+    error = _finite(_share(_distance(a, b), a.norm))
+    factor = _share(b.norm, a.norm) if a.norm or b.norm else 1.0
+    bulk, grain = None, 0.0
+    if kind == "update":
+        bulk, grain = _finite(_share(_bulk(a, b), a.norm)), _grain(a)
+    return Difference(step, kind, name, error, position, bulk, a.size, factor, grain, drift)
 
 
 def _grain(a: Entry) -> float:

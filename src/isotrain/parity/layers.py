@@ -265,10 +265,5 @@ def _explains(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool
 
 def _as_json(one: Rated) -> dict[str, Any]:
     found = one.difference
-    return {
-        "step": found.step,
-        "kind": found.kind,
-        "name": found.name,
-        "error": one.error,
-        "limit": one.limit,
-    }
+    place = {"step": found.step, "kind": found.kind, "name": found.name}
+    return {**place, "error": one.error, "limit": one.limit}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from isotrain.errors import DataError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from isotrain.parity.certificate import problems_of
 from isotrain.parity.levels import Check, Level, not_run
-from isotrain.parity.sources.bounded import Source, clipped, inside
+from isotrain.parity.sources.bounded import Source, inside
 
 RECORD = "layer_trace/operators.json"
 
@@ -21,26 +23,47 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 LARGEST_RATIO = {"float64": 30.0, "float32": 30.0, "float16": 4.0, "bfloat16": 4.0}
 LARGEST_ALONE = {"float64": 200.0, "float32": 200.0, "float16": 12.0, "bfloat16": 12.0}
 
-_MAX_BYTES, _MAX_OPERATORS, _MAX_TEXT = 64 << 20, 100_000, 20_000
+_MAX_BYTES, _MAX_OPERATORS = 64 << 20, 100_000
+_NO_STATISTICS = {"name", "shapes", "dtypes", "result", "terms", "non_finite"}
 _SHOWN = 500
 
 Key = tuple[str, str, str]
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One signature of a step: how far its results are from float64."""
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed")
+    return text
 
-    name: str
-    shapes: str
-    dtypes: str
-    result: str
+
+Text = Annotated[str, Field(max_length=20_000), AfterValidator(_printable)]
+Size = Annotated[float, Field(ge=0, lt=1e300)]
+
+
+class Operator(BaseModel):
+    """One signature of a step, as a stranger may have recorded it: how far its results are from float64."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    name: Text = Field(alias="operator")
+    shapes: Text
+    dtypes: Text
+    result: Literal["float64", "float32", "float16", "bfloat16"]
     """Type of the result that was furthest off."""
-    error: float
-    terms: float
+    error: Size
+    cosine: Annotated[float, Field(gt=-1e300, lt=1e300)]
+    max_abs: Size
+    max_rel: Size
+    within_thousandth: Size = Field(alias="within_0.1%")
+    within_two_hundredth: Size = Field(alias="within_0.5%")
+    calls: Size
+    terms: Size
     """How many numbers were summed for each number of the result, as far as shapes tell."""
-    non_finite: int
-    statistics: dict[str, float]
+    non_finite: Annotated[int, Field(ge=0)]
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        return self.model_dump(by_alias=True, exclude=_NO_STATISTICS)
 
     @property
     def key(self) -> Key:
@@ -49,7 +72,7 @@ class Operator:
     @property
     def unit(self) -> float:
         """The error of a result that was rounded once; sums are rounded in float32, term by term."""
-        return max(EPS[self.result], EPS["float32"] * math.sqrt(self.terms)) / 4
+        return max(EPS[self.result], EPS["float32"] * math.sqrt(max(1.0, self.terms))) / 4
 
     @property
     def units(self) -> float:
@@ -90,20 +113,18 @@ def operators_level(reference: Path, candidate: Path) -> Level:
             return not_run(
                 "P0", f"the {role} has no {RECORD}: set observe.operators=true in both recipes for it"
             )
-    theirs, ours = _read(reference), _read(candidate)
-    pairs = [
-        Pair(theirs.operators[key], own) for key, own in ours.operators.items() if key in theirs.operators
-    ]
+    (theirs, their_rest), (ours, our_rest) = _read(reference), _read(candidate)
+    pairs = [Pair(theirs[key], own) for key, own in ours.items() if key in theirs]
     pairs.sort(key=lambda pair: pair.excess, reverse=True)
-    alone = [own for key, own in ours.operators.items() if key not in theirs.operators]
+    alone = [own for key, own in ours.items() if key not in theirs]
     alone.sort(key=lambda own: own.excess, reverse=True)
     evidence = {
         "operators": [_shown(pair) for pair in pairs[:_SHOWN]],
         "missing": [
             *(_missing(own, "reference") for own in alone[:_SHOWN]),
-            *(_missing(o, "candidate") for k, o in theirs.operators.items() if k not in ours.operators),
+            *(_missing(o, "candidate") for k, o in theirs.items() if k not in ours),
         ][: 2 * _SHOWN],
-        "no_oracle": {"reference": theirs.no_oracle[:_SHOWN], "candidate": ours.no_oracle[:_SHOWN]},
+        "no_oracle": {"reference": their_rest, "candidate": our_rest},
     }
     return _preferences(pairs, alone, evidence)
 
@@ -203,64 +224,21 @@ def _missing(operator: Operator, where: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Record:
-    operators: dict[Key, Operator]
-    no_oracle: list[str]
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    operators: Annotated[list[Operator], Field(max_length=_MAX_OPERATORS)]
+    no_oracle: list[str] = []
 
 
-def _read(run: Path) -> _Record:
+def _read(run: Path) -> tuple[dict[Key, Operator], list[str]]:
+    """The operators by their signature, and the names of those without a float64 to be compared with."""
     source = Source(inside(run, RECORD), RECORD)
-    content = source.json_object(_MAX_BYTES)
-    listed, without = content.get("operators"), content.get("no_oracle", [])
-    if not isinstance(listed, list) or len(listed) > _MAX_OPERATORS:
-        raise source.error(f'no list "operators" of at most {_MAX_OPERATORS:,}')
-    if not isinstance(without, list) or not all(isinstance(name, str) for name in without):
-        raise source.error('"no_oracle" are not names')
-    operators: dict[Key, Operator] = {}
-    for number, row in enumerate(listed):
-        operator = _operator(source, number, row)
-        if operator.key in operators:
-            raise source.error(
-                f"operator {number}: {clipped(operator.name)} comes twice with the same shapes"
-            )
-        operators[operator.key] = operator
-    return _Record(operators, [name[:200] for name in without[:_MAX_OPERATORS]])
-
-
-_STATISTICS = ("error", "cosine", "max_abs", "max_rel", "within_0.1%", "within_0.5%")
-
-
-def _operator(source: Source, number: int, row: Any) -> Operator:
-    def wrong(what: str) -> DataError:
-        return source.error(f"operator {number}: {what}; record the step again")
-
-    if not isinstance(row, dict):
-        raise wrong("not a JSON object")
-    texts = [row.get(name) for name in ("operator", "shapes", "dtypes")]
-    if not all(isinstance(text, str) and len(text) <= _MAX_TEXT and text.isprintable() for text in texts):
-        raise wrong('"operator", "shapes" and "dtypes" are not short texts')
-    if str(row.get("result")) not in EPS:
-        raise wrong(f'"result" is {clipped(str(row.get("result")))}, not one of {", ".join(EPS)}')
-    numbers = {name: _number(row.get(name)) for name in (*_STATISTICS, "calls", "non_finite", "terms")}
-    for name, value in numbers.items():
-        if value is None or (value < 0 and name != "cosine"):
-            raise wrong(f'"{name}" is not a number: {clipped(str(row.get(name)))}')
-    known = {name: value for name, value in numbers.items() if value is not None}
-    name, shapes, dtypes = (str(text) for text in texts)
-    return Operator(
-        name=name,
-        shapes=shapes,
-        dtypes=dtypes,
-        result=str(row["result"]),
-        error=known["error"],
-        terms=max(1.0, known["terms"]),
-        non_finite=int(known["non_finite"]),
-        statistics={name: known[name] for name in (*_STATISTICS, "calls")},
-    )
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if -1e300 < value < 1e300 else None
+    try:
+        record = _Record.model_validate_json(source.whole(_MAX_BYTES))
+    except ValidationError as error:
+        raise source.error(f"{problems_of(error)}; record the step again") from error
+    operators = {operator.key: operator for operator in record.operators}
+    if len(operators) < len(record.operators):
+        raise source.error("an operator comes twice with the same shapes; record the step again")
+    return operators, [name[:200] for name in record.no_oracle[:_SHOWN]]

@@ -5,6 +5,7 @@ Its metrics are exact through every resume, so a step that comes twice is damage
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,11 @@ def read_isotrain_run(path: Path) -> Run:
             if found is None:
                 raise source.error(f"{clipped(name)} is not a number: {clipped(str(value))}", line)
             columns.add(name, step, found, line)
-    if not columns:
-        raise source.error("no metrics in it: has the run taken a step?")
+    curves = columns.run("isotrain run", "has the run taken a step?")
     digests = dict(source.sha256)
     recipe = _facts(path, run.resolved.name, digests)
     environment, data = _last_start(path, run.environment.name, digests)
-    return Run(
-        path=path,
-        format="isotrain run",
-        metrics=columns.series(),
-        recipe=recipe,
-        environment=environment,
-        data=data,
-        sha256=digests,
-    )
+    return replace(curves, path=path, recipe=recipe, environment=environment, data=data, sha256=digests)
 
 
 def _last_start(
