@@ -39,7 +39,7 @@ Kind = Literal["paired", "replayed", "free-running"]
 Engine = Literal["hf", "vllm", "sglang", "none"]
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("has characters that cannot be printed")
     return text
@@ -56,8 +56,8 @@ def _real_date(text: str) -> str:
     return text
 
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_printable)]
-Text = Annotated[str, StringConstraints(max_length=8000), AfterValidator(_printable)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(printable)]
+Text = Annotated[str, StringConstraints(max_length=8000), AfterValidator(printable)]
 Label = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$", max_length=60)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Date = Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from isotrain.parity.certificate import problems_of
+from isotrain.parity.certificate import printable, problems_of
 from isotrain.parity.levels import Check, Level, not_run
 from isotrain.parity.sources.bounded import Source, inside
 
@@ -30,13 +30,7 @@ _SHOWN = 500
 Key = tuple[str, str, str]
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("has characters that cannot be printed")
-    return text
-
-
-Text = Annotated[str, Field(max_length=20_000), AfterValidator(_printable)]
+Text = Annotated[str, Field(max_length=20_000), AfterValidator(printable)]
 Size = Annotated[float, Field(ge=0, lt=1e300)]
 
 
