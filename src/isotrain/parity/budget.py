@@ -28,6 +28,7 @@ class Plan:
     """Runs of the reference for its envelope; 0 where there is no time for one."""
     seeds: int
     """Further pairs of runs; 0 likewise."""
+    seconds: float
 
     def words(self) -> list[str]:
         """What will be run, and what that can show."""
@@ -62,4 +63,4 @@ def plan(left: float, reference_seconds: float, candidate_seconds: float, *, env
     seeds = min(MOST_SEEDS, int(left / pair))
     if seeds + 1 < FEWEST_SEEDS:
         seeds = 0
-    return Plan(members, seeds)
+    return Plan(members, seeds, members * reference_seconds + seeds * pair)

@@ -85,7 +85,7 @@ def _replay_of(run: Finished) -> tuple[str, ...]:
 def _plan(protocol: Protocol, one: Finished, other: Finished) -> Plan:
     if protocol.budget is None:
         members = 0 if protocol.free_running else protocol.members
-        return Plan(members, protocol.seeds)
+        return Plan(members, protocol.seeds, 0.0)
     left = protocol.budget - one.seconds - other.seconds
     return plan(left, one.seconds, other.seconds, envelope=not protocol.free_running)
 
