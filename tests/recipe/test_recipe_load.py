@@ -68,7 +68,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
         ("# only a comment\n", "r.yaml:1:1: the recipe is empty"),
         ("\n- a\n- b\n", "r.yaml:2:1: the file is a list"),
         ("sft", "r.yaml:1:1: the file is a single value"),
-        ("a: b: c", "r.yaml:1:5: not valid YAML: no ':' was expected here"),
+        ("a: b: c", "r.yaml:1:5: not valid YAML: unexpected ':'"),
         ("a: 1\n\tb: 2", "r.yaml:2:1: not valid YAML: a tab"),
         (
             "a: 1\nb: [1, 2\n",
@@ -133,7 +133,7 @@ def test_numbers_that_are_none_are_reported_once(number: str) -> None:
 
 def test_half_a_character_is_reported() -> None:
     (line,) = lines(MINIMAL + 'observe: {project: "\\ud800"}')
-    assert line == "r.yaml:9: 'observe.project' contains half a character (a lone surrogate)"
+    assert line == "r.yaml:9: 'observe.project' contains a lone surrogate (half a character): remove it"
 
 
 def test_overrides() -> None:

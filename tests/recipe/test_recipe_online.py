@@ -85,7 +85,7 @@ UNKNOWN_NAME = (
 )
 NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample responses: write 'rollout: {n: 4}'"
 NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score responses: write 'reward: {gsm8k: {}}'"
-NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, process, such as gsm8k: {}"
+NO_PART = "no reward is set; add one of gsm8k, math, function, plugin, model, process, such as gsm8k: {}"
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, 
         (
             HEAD + "algorithm: {name: sft}\nrollout:\n  n: 4\nreward: {gsm8k: {}}\ncluster:\n",
             [
-                "r.yaml:6: 'rollout' is not for sft, which samples no responses; remove it",
-                "r.yaml:8: 'reward' is not for sft, which scores no responses; remove it",
-                "r.yaml:9: 'cluster' is not for sft, which runs without one; remove it",
+                "r.yaml:6: 'rollout' cannot be used with sft, which samples no responses; remove it",
+                "r.yaml:8: 'reward' cannot be used with sft, which scores no responses; remove it",
+                "r.yaml:9: 'cluster' cannot be used with sft, which runs without one; remove it",
             ],
         ),
         (GRPO + "rollout:\nreward:\n", [f"r.yaml:8: reward: {NO_PART}"]),
@@ -195,13 +195,13 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, 
         ),
         (
             GRPO + "rollout:\n  n: 1\nreward: {gsm8k: {}}\n",
-            ["r.yaml:8: rollout.n (1) gives grpo nothing to compare: set 2 or more"],
+            ["r.yaml:8: rollout.n (1) is too small: grpo compares responses, set 2 or more"],
         ),
         (
             GRPO + "rollout:\n  n: 2\n  staleness: 1\nreward: {gsm8k: {}}\n",
             [
-                "r.yaml:9: rollout.staleness (1) lets engines work while ranks train, which needs devices of "
-                "their own: set cluster.placement: separate"
+                "r.yaml:9: rollout.staleness (1) lets engines run during training, which needs "
+                "separate devices: set cluster.placement: separate"
             ],
         ),
         (
@@ -241,12 +241,12 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, 
         (
             GRPO + "rollout:\n  n: 1\n  engine: hf\n  engines: 2\n  tensor_parallel: 2\nreward: {math: {}}\n",
             [
-                "r.yaml:8: rollout.n (1) gives grpo nothing to compare: set 2 or more",
-                "r.yaml:10: device.ranks (1) is below 4, the devices on which rollout.engines (2) with "
-                "rollout.tensor_parallel (2) take turns with training: raise it, lower one of the others, or "
+                "r.yaml:8: rollout.n (1) is too small: grpo compares responses, set 2 or more",
+                "r.yaml:10: device.ranks (1) is below 4, the number of devices that rollout.engines (2) with "
+                "rollout.tensor_parallel (2) share with training: raise it, lower one of the others, or "
                 "set cluster.placement: separate",
-                "r.yaml:11: rollout.tensor_parallel (2) is not for rollout.engine hf, which runs on one "
-                "device: leave it out",
+                "r.yaml:11: rollout.tensor_parallel (2) cannot be used with rollout.engine hf, "
+                "which runs on one device: remove it",
             ],
         ),
         (
@@ -259,23 +259,23 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, 
         (
             GRPO + "  rollout_correction: {level: token, mode: mask, upper: 0.5}\n" + PARTS,
             [
-                "r.yaml:7: algorithm.rollout_correction: upper (0.5) leaves nothing inside with mode: mask, "
+                "r.yaml:7: algorithm.rollout_correction: upper (0.5) masks every token with mode: mask, "
                 "where lower is 1 / upper: raise it above 1, or set lower"
             ],
         ),
         (
             GRPO + "  rollout_correction:\n    level: token\n    lower: 3.0\n" + PARTS,
             [
-                "r.yaml:9: algorithm.rollout_correction: lower (3) is not below upper (2): lower it, "
+                "r.yaml:9: algorithm.rollout_correction: lower (3) must be below upper (2): lower it, "
                 "or raise upper",
             ],
         ),
         (
             GRPO + "  rollout_correction: {level: sequence}\n" + PARTS.replace("n: 4", "n: 4\n  top_p: 0.9"),
             [
-                "r.yaml:7: algorithm.rollout_correction.level (sequence) does not go with rollout.top_p "
-                "(0.9): the engine's probabilities are among the tokens that are left, the trained model's "
-                "among all, so the weights of long responses vanish: write level: token, or sample from all "
+                "r.yaml:7: algorithm.rollout_correction.level (sequence) cannot be used with rollout.top_p "
+                "(0.9): the engine normalizes over the kept tokens, the trained model over all, so the "
+                "weights of long responses vanish: set level: token, or sample from all "
                 "tokens"
             ],
         ),
@@ -289,8 +289,8 @@ NO_PART = "no reward is named; add one of gsm8k, math, function, plugin, model, 
         (
             GRPO + "  kl:\n    controller: adaptive\n" + PARTS,
             [
-                "r.yaml:8: algorithm.kl: controller adaptive needs place: reward, "
-                "because it steers by that penalty"
+                "r.yaml:8: algorithm.kl: controller: adaptive needs place: reward: set it, or use "
+                "controller: fixed"
             ],
         ),
     ],
@@ -322,7 +322,10 @@ def test_what_is_wrong_is_said_at_its_line(text: str, expected: list[str]) -> No
             "expected one of 'clip', 'gspo', 'cispo', 'reinforce'; did you mean 'clip'?",
         ),
         (["reward=null"], NEEDS_REWARD.replace("r.yaml", "override 'reward=null'")),
-        (["algorithm.name=sft"], "r.yaml:9: 'reward' is not for sft, which scores no responses; remove it"),
+        (
+            ["algorithm.name=sft"],
+            "r.yaml:9: 'reward' cannot be used with sft, which scores no responses; remove it",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_override(overrides: list[str], last: str) -> None:
@@ -348,8 +351,8 @@ def test_a_convention_is_that_of_a_framework_which_has_the_algorithm(name: str) 
             parse_recipe(text, "r.yaml", [override])
             continue
         assert lines(text, override) == [
-            f"override '{override}': algorithm: convention ({convention}) is of a framework without {name}: "
-            f"write {' or '.join(CONVENTIONS[name])}"
+            f"override '{override}': algorithm: convention ({convention}) names a framework "
+            f"that does not have {name}: write {' or '.join(CONVENTIONS[name])}"
         ]
 
 

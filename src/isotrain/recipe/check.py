@@ -103,7 +103,7 @@ class _Walk:
                 self.missing.append(((name,), f"{name!r} is missing; {by} needs it {purpose}"))
         for name, reason in model.refuses.items():
             if self.is_there((name,)):
-                self.document.complain((name,), f"{name!r} is not for {by}, which {reason}; remove it")
+                self.document.complain((name,), f"{name!r} cannot be used with {by}, which {reason}; remove it")
 
     def unknown(self, path: Path, value: Any, known: list[str]) -> None:
         name = dotted(path)
@@ -172,13 +172,12 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails], su
 
 
 def _note_section(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:
-    """Rules between the fields of a section, one a line: each is shown where the first field of it stands
-    that was written."""
+    """Rules between the fields of a section, one a line, each at its first field that was written."""
     rejected = frozenset(document.rejected)
     for text in _own_words(details).splitlines():
         named: list[Path] = [(*path, *words.split(".")) for words in re.findall(r"\w+(?:\.\w+)*", text)]
         place = next((candidate for candidate in named if candidate in document.places), path)
-        # What is broken by a misspelled key is whole once the key is corrected.
+        # A rule that a misspelled key breaks holds once the key is corrected.
         if not any(candidate in rejected or dotted(candidate) in suggested for candidate in named):
             document.complain(place, f"{dotted(path)}: {text}" if path else text)
 

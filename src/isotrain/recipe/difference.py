@@ -1,4 +1,4 @@
-"""What differs between two recipes, and which of it makes another training."""
+"""Differences between two recipes, and which of them make it another training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABSENT = object()
 
 
 def names_where(holds: Callable[[Affects], bool], model: SectionType = Recipe) -> frozenset[str]:
-    """Fields of which this holds in all variants, and sections of which it holds throughout."""
+    """Fields for which this holds in all variants, and sections for which it holds throughout."""
     found: dict[str, bool] = {}
     for leaf in leaves(model):
         parts = leaf.path.split(".")
@@ -47,7 +47,7 @@ def difference(a: Recipe, b: Recipe) -> list[str]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The same of plain values: resolved recipes of any version, environments."""
+    """The same for plain values: resolved recipes of any version, environments."""
     return list(_changes(before, after, ""))
 
 

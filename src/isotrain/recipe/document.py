@@ -1,4 +1,4 @@
-"""YAML text to plain values that know the line they came from."""
+"""Parse YAML text to plain values, each with the line it came from."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Document:
         return Place((0, 1 << 30, 0), self.source)
 
     def complain(self, path: Path, text: str) -> None:
-        """Note a problem once per path: what follows from it is not news."""
+        """Note one problem per path: later ones follow from the first."""
         if path in self.rejected:
             return
         self.rejected.add(path)
@@ -176,7 +176,7 @@ class _Reader:
         return Place((0, line, column), f"{self.document.source}:{line}")
 
     def check_events(self, text: str) -> None:
-        """Refuse, before anything recursive runs, what recipes have no use for and attacks are made of."""
+        """Refuse what only attacks need (aliases, tags, deep nesting) before anything recursive runs."""
         depth = documents = 0
         for event in yaml.parse(text, Loader=RecipeLoader):
             where = self.point(event.start_mark)
@@ -241,19 +241,23 @@ class _Reader:
             number = float(plain) if kind == "float" else math.inf
             if not math.isfinite(number):
                 shown = text if len(text) <= MAX_DIGITS else f"{text[:MAX_DIGITS]}..."
-                self.document.complain(path, f"{named(path)} is {shown}; expected a finite, usual number")
+                self.document.complain(
+                    path, f"{named(path)} is {shown}; expected a finite number of ordinary size"
+                )
             return number
         if any("\ud800" <= character <= "\udfff" for character in text):
-            self.document.complain(path, f"{named(path)} contains half a character (a lone surrogate)")
+            self.document.complain(
+                path, f"{named(path)} contains a lone surrogate (half a character): remove it"
+            )
         return str(text)
 
 
 def _in_our_words(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be read"
     if "'\\t'" in problem:
-        return "a tab stands where YAML wants spaces; indent with spaces"
+        return "a tab where YAML needs spaces; indent with spaces"
     if "mapping values are not allowed" in problem:
-        return "no ':' was expected here; put text that contains ': ' in quotes, and check the indentation"
+        return "unexpected ':'; put text that contains ': ' in quotes, and check the indentation"
     if "could not find expected ':'" in problem:
         return "a key without ':'; write 'key: value'"
     if "cannot start any token" in problem:

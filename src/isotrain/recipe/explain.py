@@ -1,4 +1,4 @@
-"""What is wrong with a value, and what to write instead, in one line each."""
+"""One-line messages: what is wrong with a value, and what to write instead."""
 
 from __future__ import annotations
 

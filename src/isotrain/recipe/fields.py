@@ -1,4 +1,4 @@
-"""The schema seen from outside: every field by its dotted name, with its type in plain words."""
+"""Every field of the schema by its dotted name, with its type in plain words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Leaf:
 
     @property
     def affects(self) -> Affects:
-        """As the field's annotation says, or else its section."""
+        """From the field's annotation, or else from its section."""
         own = (item for item in self.info.metadata if isinstance(item, Affects))
         return next(own, self.section.affects)
 
@@ -75,7 +75,7 @@ def tag(section: SectionType, key: str) -> str:
 
 
 def misplaced(model: SectionType, path: Sequence[str | int], values: Any) -> Misplaced | None:
-    """Whose this path is, if it is that of a variant which `values` do not choose."""
+    """The variants that have this path, if the one chosen by `values` does not."""
     models, others, key = [model], [model], ""
     for part in map(str, path):
         info = next((model.model_fields[part] for model in models if part in model.model_fields), None)

@@ -1,4 +1,4 @@
-"""What pages that are generated from the source share."""
+"""Shared helpers of the pages that are generated from the source."""
 
 from __future__ import annotations
 

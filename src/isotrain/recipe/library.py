@@ -49,7 +49,7 @@ def read(name: str) -> str:
 
 
 def locate(given: str) -> Path:
-    """What the user gave on the command line: a file, or else the bare name of a shipped recipe."""
+    """A command-line argument: a file, or else the bare name of a shipped recipe."""
     path = Path(given)
     bare = "/" not in given and "\\" not in given and path.suffix not in (".yaml", ".yml")
     if not bare or path.is_file():
@@ -69,6 +69,6 @@ def _info(path: Path) -> RecipeInfo:
 
 
 def _first_paragraph(text: str) -> str:
-    """The comment that a recipe begins with, up to a line that says nothing."""
+    """The comment at the top of a recipe, up to the first empty line."""
     lines = takewhile(lambda line: line.startswith("#") and line.strip("# "), text.splitlines())
     return " ".join(line.strip("# ") for line in lines)

@@ -1,4 +1,4 @@
-"""YAML file and overrides to a checked recipe, or to every problem in it at once."""
+"""Load a YAML file and overrides as a checked recipe, or report all its problems at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_source(path: Path, longest: int = documents.MAX_CHARACTERS) -> str:
             # One byte more than is allowed, so that a device file or a model file given by mistake ends here.
             data = file.read(longest + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file; `isotrain recipes` lists some to start from") from None
+        raise RecipeError(f"{path}: no such file; `isotrain recipes` lists recipes to start from") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > longest:
@@ -44,14 +44,14 @@ def read_source(path: Path, longest: int = documents.MAX_CHARACTERS) -> str:
 
 
 def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `text`; `source` is what problems call it."""
+    """The recipe in `text`; `source` is its name in messages."""
     document = documents.parse(text, source)
     if document.values is None:
         raise RecipeError(f"{source}:1:1: the recipe is empty; `isotrain recipes tiny-sft` prints one")
     if not isinstance(document.values, dict):
         kind = "a list" if isinstance(document.values, list) else "a single value"
         where = document.places[()].label
-        raise RecipeError(f"{where}:1: the file is {kind}; a recipe is made of 'key: value' lines")
+        raise RecipeError(f"{where}:1: the file is {kind}; a recipe has 'key: value' lines")
     for number, override in enumerate(overrides):
         _apply(document, override, number)
     return _checked(document)
@@ -89,7 +89,7 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def check_values(values: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of plain values, which are changed; `source` is what problems call it."""
+    """The recipe of plain values, which are changed; `source` is its name in messages."""
     document = Document(source, values)
     for number, override in enumerate(overrides):
         _apply(document, override, number)

@@ -91,9 +91,9 @@ _OTHERS = {
 }
 OTHER_NAMES = {name: field for field, names in _OTHERS.items() for name in names.split()}
 
-# What else to say of such a name where it is not one field with the same meaning. Looked up likewise.
+# Notes for names that do not map to one field with the same meaning. Looked up likewise.
 NOTES = {
-    "beta": "It also wants 'algorithm.kl.place: loss'.",
+    "beta": "Also set 'algorithm.kl.place: loss'.",
     "clip_ratio": "Above, it is 'algorithm.loss.clip_ratio_high'.",
     "colocate_all_models": "Write 'placement: colocated'.",
     "eps_clip_low_high": "Above, it is 'algorithm.loss.clip_ratio_high'.",
@@ -103,7 +103,7 @@ NOTES = {
     "kl_loss_type": "low_var_kl is 'k3', kl is 'k1', mse is 'k2'.",
     "kl_penalty": "low_var_kl is 'k3', kl is 'k1', mse is 'k2'.",
     "loss_scale_factor": "'aggregation: seq-mean-token-sum-norm' divides by it.",
-    "loss_type": "docs/algorithms.md has what TRL's names are here.",
+    "loss_type": "docs/algorithms.md lists TRL's names.",
     "micro_batch_size": "It counts tokens, not samples.",
     "micro_batch_size_per_gpu": "It counts tokens, not samples.",
     "micro_rollout_batch_size": "It counts tokens, not samples.",
@@ -159,7 +159,7 @@ def nearest(wanted: str, model: SectionType, usable: Sequence[str] | None = None
 
 
 def note(wanted: str) -> str:
-    """What else to know where another trainer's key is not one field with the same meaning."""
+    """A note for another trainer's key that does not map to one field with the same meaning."""
     return next((NOTES[tail] for tail in _tails(wanted) if tail in NOTES), "")
 
 

@@ -1,4 +1,4 @@
-"""What the user writes for training on preference data: DPO and its kin, KTO, reward models."""
+"""Recipe sections for training on preference data: DPO and its variants, KTO, reward models."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Reference = Literal["auto", "cached", "live", "adapters-off"]
 
 
 class PreferenceSection(OfflineSection):
-    """What all of them have in common."""
+    """Fields that all of them share."""
 
     kind: ClassVar[Kind]
-    """What its data is."""
+    """The kind of its data."""
     items: ClassVar[str]
-    """What people call them."""
+    """The noun for them in messages."""
 
 
 class DpoSection(PreferenceSection):
@@ -28,25 +28,27 @@ class DpoSection(PreferenceSection):
     name: Literal["dpo"]
     """Direct preference optimisation on pairs of a chosen and a rejected response."""
     loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
-    """The loss: DPO's own, or one of its kin; `simpo` and `orpo` have no reference."""
+    """The loss: `sigmoid` is DPO's own; `simpo` and `orpo` need no reference model."""
     beta: float | None = Field(default=None, gt=0)
-    """Strength of the preference; by default 0.1, for `simpo` 2."""
+    """Weight of the preference term; by default 0.1, for `simpo` 2."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs thought to be the wrong way round, for `sigmoid` and `simpo`."""
+    """Assumed fraction of pairs with swapped labels, for `sigmoid` and `simpo`."""
     length_averaged: bool = False
-    """Compare log-probs per token, for `sigmoid` and `ipo`; TRL's `ipo` does."""
+    """Average log-probs over tokens instead of summing them, for `sigmoid` and `ipo`; TRL's `ipo` does so."""
     margin: float = Field(default=1.0, ge=0)
-    """By how much the chosen response must be ahead, for `simpo`."""
+    """Target reward margin between the chosen and the rejected response, for `simpo`."""
     reference: Reference = "auto"
-    """Where the reference is: log-probs computed once before training and kept in the cache, a second model,
-    or the model without its adapters; `auto` is the last where there are adapters, else the first."""
+    """Where reference log-probs come from: computed once before training and cached, a second model,
+    or the model without its adapters. `auto` uses the last with LoRA, else the first."""
 
     @model_validator(mode="after")
     def _only_what_the_loss_has(self) -> DpoSection:
         if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
-            raise ValueError(f"label_smoothing is not for loss {self.loss}: leave it out")
+            raise ValueError(f"label_smoothing cannot be used with loss {self.loss}: remove it")
         if self.length_averaged and self.loss not in ("sigmoid", "ipo"):
-            raise ValueError(f"length_averaged is not for loss {self.loss}, which always or never does it")
+            raise ValueError(
+                f"length_averaged cannot be used with loss {self.loss}, which fixes it: remove it"
+            )
         return self
 
 
@@ -55,17 +57,16 @@ class KtoSection(PreferenceSection):
     items: ClassVar[str] = "responses"
 
     name: Literal["kto"]
-    """Kahneman-Tversky optimisation on responses that are each desirable or not."""
+    """Kahneman-Tversky optimisation on single responses labelled desirable or undesirable."""
     beta: float = Field(default=0.1, gt=0)
-    """Strength of the preference."""
+    """Weight of the preference term."""
     desirable_weight: float = Field(default=1.0, ge=0)
-    """Weight of desirable responses; with the counts of both kinds, weights times counts should be
-    similar."""
+    """Weight of desirable responses; weight times count should be similar for both kinds."""
     undesirable_weight: float = Field(default=1.0, ge=0)
-    """Weight of the others."""
+    """Weight of undesirable responses."""
     reference: Reference = "auto"
-    """Where the reference is: log-probs computed once before training and kept in the cache, a second model,
-    or the model without its adapters; `auto` is the last where there are adapters, else the first."""
+    """Where reference log-probs come from: computed once before training and cached, a second model,
+    or the model without its adapters. `auto` uses the last with LoRA, else the first."""
 
 
 class RmSection(PreferenceSection):
@@ -73,18 +74,18 @@ class RmSection(PreferenceSection):
     items: ClassVar[str] = "pairs"
 
     name: Literal["rm"]
-    """A reward model: one score for a response, learnt from pairs."""
+    """A reward model: one score per response, learnt from pairs."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
-    """The same function in TRL's and in OpenRLHF's form; only `sigmoid` takes margins."""
+    """The same loss as TRL and as OpenRLHF write it; only `sigmoid` supports margins."""
     margins: bool = False
-    """Use the rows' `margin`: by how much the chosen response should be ahead."""
+    """Use the `margin` column: how much higher the chosen response should score."""
     centre: float = Field(default=0.0, ge=0)
-    """Coefficient that keeps scores around 0, which pairs alone leave open; 0.01 is usual."""
+    """Coefficient of the term that centers scores at 0; 0.01 is usual."""
 
     @model_validator(mode="after")
     def _logexp_has_no_margin(self) -> RmSection:
         if self.margins and self.loss == "logexp":
-            raise ValueError("margins need loss: sigmoid")
+            raise ValueError("margins need loss: sigmoid: set it, or remove margins")
         return self
 
 
@@ -93,17 +94,17 @@ class PrmSection(PreferenceSection):
     items: ClassVar[str] = "solutions"
 
     name: Literal["prm"]
-    """A process reward model: whether each step of a solution is right."""
+    """A process reward model: scores whether each step of a solution is correct."""
     step_separator: str = "\n"
-    """Written after each step; the verdict is read at its last token."""
+    """Text after each step; the score of the step is read at its last token."""
     good_token: str = "+"
-    """The token that stands for a right step; it must be one token of the model's."""
+    """The token for a correct step; it must be a single token of the tokenizer."""
     bad_token: str = "-"
-    """The token that stands for a wrong one."""
+    """The token for a wrong step; also a single token."""
     vocabulary: Literal["restricted", "whole"] = "restricted"
-    """Whether the two tokens are compared with each other alone, or with all others as well."""
+    """Normalize over the two label tokens only, or over the whole vocabulary."""
     head: Literal["tokens", "classifier"] = "tokens"
-    """What speaks: the language model with the two tokens, or a new head with two classes in its place."""
+    """The language model's own head with the two tokens, or a new head with two classes."""
 
     @model_validator(mode="after")
     def _a_classifier_has_no_tokens(self) -> PrmSection:
@@ -112,7 +113,7 @@ class PrmSection(PreferenceSection):
         names = ("good_token", "bad_token", "vocabulary")
         given = [name for name in names if getattr(self, name) != fields[name].default]
         if self.head == "classifier" and given:
-            raise ValueError(f"{given[0]} is for head: tokens; leave it out")
+            raise ValueError(f"{given[0]} needs head: tokens; remove it")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The reference page of the recipe, written from the schema: `python -m isotrain.recipe.reference PATH`."""
+"""Write the recipe reference page from the schema: `python -m isotrain.recipe.reference PATH`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _HEAD = """# Recipe reference
 Every field that a recipe can have. This page is generated from the schema by
 `python -m isotrain.recipe.reference docs/recipe-reference.md`; the guide is [recipe.md](recipe.md).
 
-A name with dots is a key inside sections: `model.lora.rank` is `rank` in `lora` in `model`. On the command
-line it is written as it stands here: `isotrain train recipe.yaml model.lora.rank=16`.
+A name with dots is a key inside sections: `model.lora.rank` is `rank` in `lora` in `model`. The command line
+takes the same name: `isotrain train recipe.yaml model.lora.rank=16`.
 
-A section marked *optional* is not there unless it is written. `gsm8k:` with nothing below it is there, with
-all its defaults; `gsm8k: null` is not there. Online algorithms need `rollout` and `reward`.
+A section marked *optional* is off unless you write it. `gsm8k:` with nothing below it is on, with all its
+defaults; `gsm8k: null` is off. Online algorithms need `rollout` and `reward`.
 
-What a field *affects* decides where another value of it makes another training:
+What a field *affects* decides whether it may change on resume and between compared runs:
 """
 
 
@@ -37,7 +37,7 @@ def render(model: SectionType = Recipe) -> str:
 
 
 def _effects() -> Iterator[str]:
-    yield "| affects | of a run | may change on resume | may differ between compared runs |"
+    yield "| affects | part of a run | may change on resume | may differ between compared runs |"
     yield "|---|---|---|---|"
     for kind in Affects:
         responses = (kind.may_change_on_resume, kind.may_differ_in_parity)
@@ -76,7 +76,7 @@ def _variants(choices: list[SectionType], key: str, path: str, meaning: str) -> 
         shared = {name: info for name, info in base.model_fields.items() if name != key}
         if shared:
             names = ", ".join(f"`{tag(choice, key)}`" for choice in family)
-            yield from _heading(f"`{path}`: what {names} share", "")
+            yield from _heading(f"`{path}`: fields of {names}", "")
             yield from _table(_values(prefix, base, shared))
             yield from _below(shared, prefix)
         for choice in family:

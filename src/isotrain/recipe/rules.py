@@ -1,4 +1,4 @@
-"""What must fit together between the sections of an online recipe."""
+"""Rules between the sections of an online recipe."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ def broken_rules(
 
 def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int) -> Iterator[str]:
     if algorithm.name in ("grpo", "rloo", "reinforce++-baseline") and rollout.n < 2:
-        yield f"rollout.n ({rollout.n}) gives {algorithm.name} nothing to compare: set 2 or more"
+        yield f"rollout.n ({rollout.n}) is too small: {algorithm.name} compares responses, set 2 or more"
     if (algorithm.mini_batch_size or 0) > batch_size:
         yield (
             f"algorithm.mini_batch_size ({algorithm.mini_batch_size}) is above "
-            f"data.batch_size ({batch_size}): lower it, or leave it out"
+            f"data.batch_size ({batch_size}): lower it, or remove it"
         )
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
         yield (
-            f"rollout.validation.n ({rollout.validation.n}) greedy responses would all be the same: set "
+            f"rollout.validation.n ({rollout.validation.n}) would repeat one greedy response: set "
             "rollout.validation.temperature, or n: 1"
         )
     cut = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
     if algorithm.rollout_correction.level == "sequence" and cut:
         yield (
-            f"algorithm.rollout_correction.level (sequence) does not go with rollout.{cut} "
-            f"({getattr(rollout, cut):g}): the engine's probabilities are among the tokens that are left, "
-            "the trained model's among all, so the weights of long responses vanish: write level: token, or "
-            "sample from all tokens"
+            f"algorithm.rollout_correction.level (sequence) cannot be used with rollout.{cut} "
+            f"({getattr(rollout, cut):g}): the engine normalizes over the kept tokens, the trained model "
+            "over all, so the weights of long responses vanish: set level: token, or sample from all tokens"
         )
 
 
@@ -65,19 +64,19 @@ def _lengths(
 def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> Iterator[str]:
     if rollout.staleness and cluster.placement != "separate":
         yield (
-            f"rollout.staleness ({rollout.staleness}) lets engines work while ranks train, which needs "
-            "devices of their own: set cluster.placement: separate"
+            f"rollout.staleness ({rollout.staleness}) lets engines run during training, which needs "
+            "separate devices: set cluster.placement: separate"
         )
     if rollout.engine == "hf" and rollout.tensor_parallel > 1:
         yield (
-            f"rollout.tensor_parallel ({rollout.tensor_parallel}) is not for rollout.engine hf, which "
-            "runs on one device: leave it out"
+            f"rollout.tensor_parallel ({rollout.tensor_parallel}) cannot be used with rollout.engine hf, "
+            "which runs on one device: remove it"
         )
     wanted = rollout.engines * rollout.tensor_parallel
     if rollout.generates and cluster.placement == "colocated" and wanted > ranks:
         yield (
-            f"device.ranks ({ranks}) is below {wanted}, the devices on which rollout.engines "
-            f"({rollout.engines}) with rollout.tensor_parallel ({rollout.tensor_parallel}) take turns with "
+            f"device.ranks ({ranks}) is below {wanted}, the number of devices that rollout.engines "
+            f"({rollout.engines}) with rollout.tensor_parallel ({rollout.tensor_parallel}) share with "
             "training: raise it, lower one of the others, or set cluster.placement: separate"
         )
 
@@ -95,8 +94,8 @@ def _rewards(algorithm: OnlineSection, reward: RewardSection) -> Iterator[str]:
     scorer = reward.reward_models[0] if reward.reward_models else None
     if algorithm.dynamic_sampling.max_attempts and scorer:
         yield (
-            "algorithm.dynamic_sampling.max_attempts looks at rewards before the ranks have the responses, "
-            f"where reward.{scorer} is: use one of the two"
+            "algorithm.dynamic_sampling.max_attempts needs rewards before responses reach the training "
+            f"ranks, where reward.{scorer} runs: use one of the two"
         )
     if algorithm.name == "remax" and scorer:
         yield (

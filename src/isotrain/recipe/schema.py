@@ -19,15 +19,15 @@ class DeviceSection(Section):
     affects: ClassVar[Affects] = Affects.EXECUTION
 
     type: str = "auto"
-    """Device to train on: a name from `isotrain.device`, or `auto` for the best one that is present."""
+    """Device to train on: `auto` takes the best one that is present."""
     ranks: int = Field(default=1, ge=1)
-    """Training processes, one device each: on this machine, or for online algorithms on all machines of the
-    Ray cluster together. Under `torchrun` its world size counts."""
+    """Training processes, one device each. Online algorithms count them over all machines of the Ray cluster.
+    Under `torchrun`, its world size is used instead."""
     determinism: Literal["off", "on", "strict"] = "off"
-    """Run-to-run identical results, at some cost in speed: `on` sets what the device has for that, `strict`
-    also ends the run at an operator that has no repeatable kernel."""
+    """Make results identical from run to run, at some cost in speed: `on` uses deterministic kernels,
+    `strict` also stops the run at an operator that has none."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak dense TFLOPS of one device in `model.dtype`, for `perf/mfu`; by default the device's own table."""
+    """Peak dense TFLOPS of one device in `model.dtype`, for `perf/mfu`; by default from a built-in table."""
 
 
 class LoraSection(Section):
@@ -49,25 +49,26 @@ class ModelSection(Section):
     attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
     fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
-    """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
+    """Fused operators, which round differently: `auto` where they fit, `on` everywhere or an error. Not
+    verified on hardware."""
     gradient_checkpointing: Annotated[bool, Affects.EXECUTION] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     logits_chunk: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
-    """Tokens whose vocabulary logits exist at one time; by default as many as 256 MiB of float32 hold."""
+    """Tokens whose logits are in memory at the same time; the default fills 256 MiB of float32."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
     perturbation: int = Field(default=0, ge=0)
-    """For `isotrain parity`: other than 0, the weights are first moved by one unit in their last place, up or
-    down as this seed says."""
+    """For `isotrain parity`: a seed other than 0 moves each weight up or down by one unit in the last place
+    before training."""
 
 
 class DataSection(Section):
     train: str | list[str]
     """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name."""
     validation: str | list[str] | None = None
-    """Validation rows, given like `train`."""
+    """Validation rows, in the same forms as `train`."""
     validation_rows: Annotated[int | None, Affects.COURSE] = Field(default=None, ge=1)
-    """Validate on the first so many rows only."""
+    """Validate on this many rows only, from the first on."""
     format: Literal["auto", "messages", "prompt-completion", "text", "sharegpt", "alpaca"] = "auto"
     """Row format; `auto` looks at the columns."""
     prompt_key: str = "prompt"
@@ -77,7 +78,7 @@ class DataSection(Section):
     max_length: int = Field(default=1024, ge=2)
     """Longest sample in tokens; for online algorithms, the longest prompt."""
     too_long: Literal["error", "truncate", "drop"] = "error"
-    """What happens to longer samples: stop and say which, cut the end off, or leave the sample out."""
+    """What to do with longer samples: stop with an error, truncate the end, or drop the sample."""
     batch_size: Annotated[int, Affects.RESPONSES] = Field(default=256, ge=1)
     """Samples per step, over all ranks; for online algorithms, prompts."""
     tokens_per_micro_batch: Annotated[int, Affects.PACKING] = Field(default=16384, ge=2)
@@ -113,13 +114,13 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; biases and norms are not decayed."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Largest global gradient norm; 0 disables clipping."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], DefaultFor(ONLINE, "constant")] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup_ratio: Annotated[float, DefaultFor(ONLINE, 0.0)] = Field(default=0.1, ge=0, le=1)
-    """Share of all steps over which the learning rate rises from 0."""
+    """Fraction of all steps over which the learning rate rises from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The schedule ends at this share of `lr`."""
+    """The schedule ends at this fraction of `lr`."""
 
 
 class TrainerSection(Section):
@@ -132,17 +133,17 @@ class TrainerSection(Section):
     validate_every: int = Field(default=0, ge=0)
     """Steps between validations; 0 validates at the end only."""
     validate_first: bool = False
-    """Validate before the first step as well: metrics of step 0 are what the model could do before."""
+    """Validate before the first step too; the results are the metrics of step 0."""
     save_every: Annotated[int, Affects.EXECUTION] = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Annotated[int, Affects.EXECUTION] = Field(default=3, ge=1)
-    """Newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep."""
     resume: Annotated[Literal["auto", "never"], Affects.EXECUTION] = "auto"
-    """`auto` goes on from the newest valid checkpoint in `output`; `never` refuses a used directory."""
+    """`auto` resumes from the newest valid checkpoint in `output`; `never` refuses a used directory."""
     non_finite: Literal["raise", "skip"] = "raise"
-    """On a loss or gradient that is not finite: stop, or leave the step's update out."""
+    """What to do if a loss or gradient is not finite: stop, or skip the update of that step."""
     max_skipped_steps: int = Field(default=10, ge=1)
-    """With `non_finite: skip`, the run stops after this many left-out updates."""
+    """With `non_finite: skip`, the run stops after this many skipped updates."""
 
 
 class ObserveSection(Section):
@@ -151,9 +152,9 @@ class ObserveSection(Section):
     loggers: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = Field(default=["console"])
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project: str = "isotrain"
-    """Project name for trackers that have one."""
+    """Project name, for trackers that have projects."""
     layer_trace: int = Field(default=0, ge=0)
-    """Steps at the start of a run whose layers are recorded, for `isotrain parity`."""
+    """Record the layers of this many first steps, for `isotrain parity`."""
     operators: bool = False
     """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
 
@@ -166,13 +167,13 @@ class Recipe(Section):
     seed: Annotated[int, Affects.RESPONSES] = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, adapter initialisation and dropout."""
     device: DeviceSection = DeviceSection()
-    """Where to train."""
+    """The device to train on."""
     model: ModelSection
-    """What to train."""
+    """The model to train."""
     data: DataSection
-    """What to train on."""
+    """The data to train on."""
     algorithm: Algorithm = Field(discriminator="name")
-    """How to train."""
+    """The algorithm to train with."""
     rollout: RolloutSection | None = None
     """How online algorithms sample responses."""
     reward: RewardSection | None = None
@@ -182,9 +183,9 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its schedule."""
     trainer: TrainerSection = TrainerSection()
-    """How long, and what to do on the way."""
+    """Length of the run, validation, checkpoints, failures."""
     observe: ObserveSection = ObserveSection()
-    """What to show."""
+    """Metrics and loggers."""
 
     @model_validator(mode="after")
     def _defaults(self) -> Recipe:
@@ -200,7 +201,7 @@ class Recipe(Section):
                 raise ValueError(f"{section} is missing; {name} needs it {purpose}")
         for section, reason in self.algorithm.refuses.items():
             if getattr(self, section) is not None:
-                raise ValueError(f"{section} is not for {name}, which {reason}; remove it")
+                raise ValueError(f"{section} cannot be used with {name}, which {reason}; remove it")
         return self
 
     @model_validator(mode="after")
@@ -218,7 +219,7 @@ class Recipe(Section):
         data, longest = self.data, 2 * self.data.max_length
         if isinstance(self.algorithm, DpoSection | RmSection) and data.tokens_per_micro_batch < longest:
             raise ValueError(
-                f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) is below twice "
-                f"data.max_length, which a pair may need: raise it to at least {longest}"
+                f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) must hold a pair, twice "
+                f"data.max_length: raise it to at least {longest}"
             )
         return self

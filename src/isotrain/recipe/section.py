@@ -9,19 +9,19 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-_Section = TypeVar("_Section", bound="Section")  # `typing.Self` is of Python 3.11
+_Section = TypeVar("_Section", bound="Section")  # `typing.Self` needs Python 3.11
 
 
 @dataclass(frozen=True)
 class DefaultFor:
-    """What an unwritten field is instead of its default where the recipe chose `case` elsewhere."""
+    """The default of a field if the recipe chose `case` elsewhere."""
 
     case: str
     value: Any
 
 
 class Affects(Enum):
-    """What a field changes of a run: from it follows where another value is another training."""
+    """What a field changes in a run, which decides where another value makes another training."""
 
     EXECUTION = (
         "where, how fast and with which kernels it is computed; the numbers change by rounding at most"
@@ -34,7 +34,7 @@ class Affects(Enum):
 
     @property
     def may_change_on_resume(self) -> bool:
-        """Who ran out of memory must be able to change what takes it."""
+        """After running out of memory, a user must be able to change what takes memory."""
         return self in (Affects.EXECUTION, Affects.PACKING, Affects.COURSE)
 
     @property
@@ -44,7 +44,7 @@ class Affects(Enum):
 
     @property
     def fixed_by_recording(self) -> bool:
-        """Recorded responses do not fit another value."""
+        """Whether responses recorded with another value cannot be used."""
         return self is Affects.RESPONSES
 
 
