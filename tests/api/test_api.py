@@ -92,7 +92,7 @@ def test_a_recipe_by_name_file_and_dict(tmp_path: Path) -> None:
             "the recipe: unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?",
         ),
         ({"seed": math.nan}, "the recipe cannot be written as a file"),
-        ({"seed": {1, 2}}, "the recipe holds {1, 2}"),
+        ({"seed": {1, 2}}, "the recipe contains {1, 2}"),
         ({"reward": {"function": len}}, "train\\(recipe, reward=function\\)"),
     ],
 )
@@ -108,7 +108,7 @@ def test_metrics_as_a_table() -> None:
     assert metrics["a"] == [2.0, 3.0] and math.isnan(metrics["val/a"][0])
     assert metrics.curve("val/a") == ([2], [4.0])
     assert metrics.to_pandas()["a"].to_dict() == {1: 2.0, 2: 3.0}
-    with pytest.raises(DataError, match="no metric 'val/b'; there are val/a"):
+    with pytest.raises(DataError, match="no metric 'val/b'; the run has val/a"):
         metrics["val/b"]
 
 
@@ -202,5 +202,5 @@ def test_the_doctor_without_a_command() -> None:
 
     report = isotrain.doctor("cpu", "tiny-sft")
     assert isinstance(report, isotrain.Report) and report.target == "cpu"
-    with pytest.raises(RecipeError, match="device 'tpu': give one of"):
+    with pytest.raises(RecipeError, match="device 'tpu' is unknown: use one of"):
         isotrain.doctor("tpu")

@@ -77,12 +77,14 @@ class Scorer:
 
 @pytest.mark.parametrize("function", [lambda response: 1.0, Scorer(), len])
 def test_what_has_no_text_is_refused(function: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="has no text of its own; write it with def"):
+    with pytest.raises(RewardError, match="has no source text; write it with def"):
         function_path(function, tmp_path)
 
 
 def test_a_function_typed_at_a_prompt(tmp_path: Path) -> None:
     made: dict[str, Any] = {"__name__": "__main__"}
     exec("def score(response):\n    return 1.0", made)
-    with pytest.raises(RewardError, match=r"cannot be had.*reward.function.path=reward.py:score"):
+    with pytest.raises(
+        RewardError, match=r"cannot find the source text of score.*reward.function.path=reward.py:score"
+    ):
         function_path(made["score"], tmp_path)

@@ -23,7 +23,7 @@ def doctor(*arguments: str) -> Result:
 def test_a_good_machine() -> None:
     result = doctor("--saved", str(MACHINES / "good-a2"))
     assert result.exit_code == 0
-    assert "8 x 910B3" in result.output and "nothing stands in the way of training on npu" in result.output
+    assert "8 x 910B3" in result.output and "no problem prevents training on npu" in result.output
 
 
 def test_a_broken_machine() -> None:
@@ -52,14 +52,14 @@ def test_json() -> None:
 
 def test_a_recipe_decides_the_device(tmp_path: Path) -> None:
     result = doctor("--saved", str(MACHINES / "plugin-without-cann"), "--recipe", "tiny-sft", "--for", "cpu")
-    assert result.exit_code == 0 and "isotrain's own commands hide it" in result.output.replace(
+    assert result.exit_code == 0 and "isotrain's own commands avoid it" in result.output.replace(
         "\n", " "
     ).replace("         ", "")
 
 
 def test_saving(tmp_path: Path) -> None:
     result = doctor("--for", "cpu", "--save", str(tmp_path / "report"))
-    assert result.exit_code == 0 and "look through it before you send it" in result.output
+    assert result.exit_code == 0 and "check it before you send it" in result.output
     again = doctor("--for", "cpu", "--saved", str(tmp_path / "report"))
     assert again.exit_code == 0
 
@@ -69,8 +69,8 @@ def test_saving(tmp_path: Path) -> None:
     [
         (("--for", "tpu"), 2, "npu, cuda, cpu"),
         (("--saved", "nowhere"), 1, "not a recorded machine"),
-        (("--save", "a", "--saved", "b"), 2, "about another machine"),
-        (("--self-test", "a", "--saved", "b"), 2, "about another machine"),
+        (("--save", "a", "--saved", "b"), 2, "examines another machine"),
+        (("--self-test", "a", "--saved", "b"), 2, "examines another machine"),
         (("--recipe", "nowhere"), 1, "nowhere"),
     ],
 )

@@ -21,7 +21,7 @@ def certify(*arguments: str | Path) -> Result:
 def test_mistakes_are_told_before_anything_runs(tmp_path: Path) -> None:
     work = ("--work", tmp_path / "work")
     assert "give two" in certify("tiny-sft", "--devices", "cpu", *work).output
-    assert "is not known; use two of" in certify("tiny-sft", "--devices", "cpu,tpu", *work).output
+    assert "is unknown; use two of" in certify("tiny-sft", "--devices", "cpu,tpu", *work).output
     assert "such as 30m" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--budget", "long").output
     assert "only online recipes" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--free").output
     assert not (tmp_path / "work").exists()

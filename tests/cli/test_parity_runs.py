@@ -100,7 +100,7 @@ def test_another_training_is_not_a_replay(tiny: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
     result = parity("replay", tmp_path, "--out", tmp_path / "out")
-    assert result.exit_code == 2 and "holds no run" in result.output
+    assert result.exit_code == 2 and "is not a run directory" in result.output
     write_resolved(online(tiny, tmp_path), tmp_path / "resolved.json")
     result = parity("replay", tmp_path, "--out", tmp_path / "out")
     assert result.exit_code == 2 and "recorded.json; record a run with" in result.output, result.output

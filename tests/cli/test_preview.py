@@ -68,7 +68,7 @@ def test_with_colour(
 def test_rows_left_out_are_counted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     preview(str(recipe), ["data.max_length=21", "data.too_long=drop"], 5)
     out = capsys.readouterr().out
-    assert "train.jsonl:2: " in out and "1 rows on the way were left out" in out
+    assert "train.jsonl:2: " in out and "1 rows were dropped" in out
     with pytest.raises(DataError, match="no sample to show: 2 rows"):
         preview(str(recipe), ["data.max_length=2", "data.too_long=drop"], 5)
 
@@ -122,7 +122,7 @@ class TestPrompts:
 
     def test_too_long(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
         preview(str(online), ["data.max_length=14", "data.too_long=drop"], 1)
-        assert "1 rows on the way were left out" in capsys.readouterr().out
+        assert "1 rows were dropped" in capsys.readouterr().out
         with pytest.raises(DataError, match="no prompt to show: 3 rows"):
             preview(str(online), ["data.max_length=2", "data.too_long=drop"], 1)
         with pytest.raises(DataError, match=r"data\.too_long: truncate"):

@@ -33,7 +33,7 @@ def test_copy_out_and_never_over_a_file(tmp_path: Path) -> None:
 
 def test_copy_out_to_nowhere(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["recipes", "tiny-sft", "--out", str(tmp_path / "none" / "my.yaml")])
-    assert result.exit_code == 1 and "cannot be written" in result.stderr
+    assert result.exit_code == 1 and "cannot write" in result.stderr
 
 
 def test_out_needs_a_name(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def test_the_summary_of_an_online_recipe_says_what_would_run_where() -> None:
         *("algorithm", "model", "data", "rollout", "reward", "cluster", "length", "device", "output")
     ]
     assert lines[3:7] == [
-        "  data       d (8 prompts a step)",
-        "  rollout    vllm, 4 response(s) a prompt, at most 512 tokens",
+        "  data       d (8 prompts per step)",
+        "  rollout    vllm, 4 response(s) per prompt, up to 512 tokens",
         "  reward     gsm8k (strict) + rewards.py:score",
         "  cluster    separate, 2 engine(s) of 4 devices each, up to 1 version(s) behind, Ray auto",
     ]

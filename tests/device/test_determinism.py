@@ -46,7 +46,7 @@ def test_what_the_user_set_stays_and_is_told() -> None:
     found = profile(DEVICES["npu"], "on", {"HCCL_DETERMINISTIC": "false", "PYTHONHASHSEED": "7"})
     assert found.variables["HCCL_DETERMINISTIC"] == "false" and found.variables["PYTHONHASHSEED"] == "7"
     assert found.complaints == (
-        "HCCL_DETERMINISTIC is 'false' and stays so; 'true' would make results repeatable",
+        "HCCL_DETERMINISTIC stays 'false' as you set it; 'true' would make results repeatable",
     )
     assert found.as_json()["not_set"] == list(found.complaints)
 

@@ -105,8 +105,16 @@ def test_what_a_recipe_needs(machine: str, recipe: str) -> None:
     ("address", "level", "remedy"),
     [
         ("local", "error", "write device.ranks=8, fewer rollout.engines"),
-        ("auto", "warning", "the Ray cluster's other machines must have 8, or write device.ranks=8, fewer"),
-        ("10.0.0.1:6379", "note", "the Ray cluster's other machines must have 8, or write device.ranks=8,"),
+        (
+            "auto",
+            "warning",
+            "add machines with 8 more devices to the Ray cluster, or write device.ranks=8, fewer",
+        ),
+        (
+            "10.0.0.1:6379",
+            "note",
+            "add machines with 8 more devices to the Ray cluster, or write device.ranks=8,",
+        ),
     ],
 )
 def test_devices_of_other_machines(address: str, level: str, remedy: str) -> None:

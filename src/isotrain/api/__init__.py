@@ -1,4 +1,4 @@
-"""The Python interface: what the command line calls, as functions. Nothing here imports torch."""
+"""The Python interface: the commands as functions. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Recipe", "Report", "Run", "Verdict", "compare", "doctor", "load_recipe", "read_recipe", "train"]
 
 RecipeLike = Recipe | str | os.PathLike[str] | Mapping[str, Any]
-"""A recipe, the name of one that comes with isotrain, a file, or the same as a dict."""
+"""A recipe, the name of a shipped one, a file, or the same as a dict."""
 RunLike = Run | str | os.PathLike[str]
 
 
@@ -35,7 +35,7 @@ def load_recipe(recipe: RecipeLike, *overrides: str) -> Recipe:
 
 
 def read_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, str]:
-    """The same, with its text as it was written; of a dict, as YAML."""
+    """The same, with its text as written; a dict is shown as YAML."""
     if isinstance(recipe, (str, os.PathLike)):
         path = library.locate(os.fspath(recipe))
         source = read_source(path)
@@ -47,11 +47,11 @@ def read_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Reci
 def train(
     recipe: RecipeLike, *overrides: str, reward: Callable[..., Any] | None = None, in_process: bool = False
 ) -> Run:
-    """Train as a recipe says; an interrupted run goes on where it was when it is trained again.
+    """Train a recipe; call it again to resume an interrupted run.
 
-    `reward` is a function for `reward.function` in place of a file. Training is done in a child process, so
-    that this one keeps its environment, threads, random numbers and memory; `in_process` is for programs that
-    do nothing else, such as the command line.
+    `reward` is a function for `reward.function` in place of a file. Training runs in a child process, so that
+    this one keeps its environment, threads, random state and memory; `in_process` is for programs that do
+    nothing else, such as the command line.
     """
     from isotrain.api.child import train_here, train_in_child
 
@@ -85,16 +85,16 @@ def compare(
 def doctor(
     device: str | None = None, recipe: RecipeLike | None = None, *, system: System | None = None
 ) -> Report:
-    """What on this machine does not fit together, for a device or for what a recipe needs.
+    """Report what is incompatible on this machine, for a device or for a recipe.
 
-    `system` is another machine, such as one that `isotrain doctor --save` kept.
+    `system` is another machine, such as one that `isotrain doctor --save` recorded.
     """
     from isotrain.doctor.examine import examine
     from isotrain.doctor.matrix import TARGETS
     from isotrain.doctor.system import ThisMachine
 
     if device is not None and device not in TARGETS:
-        raise RecipeError(f"device {device!r}: give one of {', '.join(TARGETS)}")
+        raise RecipeError(f"device {device!r} is unknown: use one of {', '.join(TARGETS)}")
     checked = None if recipe is None else load_recipe(recipe)
     if device is None and checked is not None and checked.device.type in TARGETS:
         device = checked.device.type
@@ -111,8 +111,8 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     def text(value: object) -> str:
         if isinstance(value, os.PathLike):
             return str(os.fspath(value))
-        hint = "; give a reward function as train(recipe, reward=function)" if callable(value) else ""
-        raise RecipeError(f"the recipe holds {value!r}, which no file could{hint}")
+        hint = "; pass a reward function as train(recipe, reward=function)" if callable(value) else ""
+        raise RecipeError(f"the recipe contains {value!r}, which YAML cannot hold{hint}")
 
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=text, allow_nan=False))

@@ -1,4 +1,4 @@
-"""A training in a process of its own, of which this one sees the output and the errors.
+"""Train in a child process and pass on its output and errors.
 
 In this process, training would change what cannot be changed back: variables that libraries read once,
 torch's switches and threads, random numbers, memory of devices. And where torch has been used before, the
@@ -84,7 +84,7 @@ def train_in_child(recipe: Recipe, source: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to install for an import that failed; None for one that no installation would mend."""
+    """What to install for an import that failed; None if no installation would help."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "isotrain"):
         return None
@@ -117,7 +117,7 @@ def _error(path: Path, code: int) -> IsotrainError:
     if code < 0:
         memory = " (out of memory?)" if code == -signal.SIGKILL else ""
         return LaunchError(f"training was killed by signal {-code}{memory}")
-    return LaunchError(f"training ended with exit code {code}; what it said is above")
+    return LaunchError(f"training ended with exit code {code}; see its output above")
 
 
 def _main(job: Path) -> int:

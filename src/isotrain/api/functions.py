@@ -23,7 +23,7 @@ _IN_A_FILE = "or put it in a file of its own and import it from there"
 def function_path(function: Callable[..., Any], run: Path) -> str:
     """Where the function is; one from a notebook, a script or another function is written to `run` first."""
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
-        raise RewardError(f"reward: {function!r} has no text of its own; write it with def")
+        raise RewardError(f"reward: {function!r} has no source text; write it with def")
     module = inspect.getmodule(function)
     file = getattr(module, "__file__", None)
     # A script is not imported by its rewards: it would start the training once more.
@@ -54,8 +54,8 @@ def _text(function: FunctionType) -> str:
         tree = ast.parse(source)
     except (OSError, TypeError, SyntaxError):
         raise RewardError(
-            f"reward: the text of {name} cannot be had, as of one typed at Python's prompt; write it in "
-            f"a file and import it from there, or name it: reward.function.path={FILE}:{name}"
+            f"reward: Python cannot find the source text of {name}; write it in a file and import it "
+            f"from there, or set reward.function.path={FILE}:{name}"
         ) from None
     used = dict.fromkeys(_names_outside(tree))
     if not used:
@@ -63,7 +63,7 @@ def _text(function: FunctionType) -> str:
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     hints = "; ".join(_hint(one, known.get(one)) for one in used)
     raise RewardError(
-        f"reward: {name} uses what is defined outside of it, where the processes that call it do not see it: "
+        f"reward: {name} uses names from outside the function, which reward processes do not see: "
         f"{hints}; {_IN_A_FILE}"
     )
 
@@ -82,7 +82,7 @@ def _hint(name: str, value: object) -> str:
 def _names_outside(tree: ast.Module) -> Iterator[str]:
     """Names that the text reads and neither defines nor finds among the built-in ones."""
     for node in ast.walk(tree):
-        # Annotations are never looked at: the file that is written says so in its first line.
+        # Annotations are never evaluated: the first line of the written file sees to that.
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             node.returns = None
         elif isinstance(node, ast.arg):

@@ -44,7 +44,7 @@ class Metrics:
         found = [row for row in self.rows if name in row]
         if not found:
             near = get_close_matches(name, self.names, n=3) or self.names
-            raise DataError(f"there is no metric {name!r}; there are {', '.join(near)}")
+            raise DataError(f"there is no metric {name!r}; the run has {', '.join(near)}")
         return [int(row["step"]) for row in found], [row[name] for row in found]
 
     def to_pandas(self) -> Any:

@@ -1,4 +1,4 @@
-"""`isotrain doctor`: what is installed, what does not fit, what to install."""
+"""`isotrain doctor`: what is installed, what is incompatible, what to install."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 def doctor(
     target: Annotated[
-        str | None, Option("--for", metavar="|".join(TARGETS), help="The device to be used.")
+        str | None, Option("--for", metavar="|".join(TARGETS), help="The device to train on.")
     ] = None,
     recipe: Annotated[str | None, Option(metavar="RECIPE", help="Also check what this recipe needs.")] = None,
     as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
-    notes: Annotated[bool, Option("--notes", help="Also print what is only good to know.")] = False,
+    notes: Annotated[bool, Option("--notes", help="Also print notes.")] = False,
     save: Annotated[
-        Path | None, Option(metavar="DIR", help="Keep what was looked at, to send to somebody.")
+        Path | None, Option(metavar="DIR", help="Save the examined files and outputs, for a bug report.")
     ] = None,
     saved: Annotated[
-        Path | None, Option(metavar="DIR", help="Examine what --save kept instead of this machine.")
+        Path | None, Option(metavar="DIR", help="Examine a machine that --save recorded instead of this one.")
     ] = None,
     trial: Annotated[
         Path | None,
         Option("--self-test", metavar="DIR", help="Also train a small model on the device and on the host."),
     ] = None,
 ) -> None:
-    """Say what on this machine does not fit together, and what to install.
+    """Report incompatible driver, toolkit and package versions on this machine, and what to install.
 
-    torch is only imported in a child process, so this works where `import torch` fails. Exit code 0: nothing
-    stands in the way; 1: something does; 2: a mistake in the command.
+    Only a child process imports torch, so this works even if `import torch` fails. Exit code 0: no problem
+    prevents training; 1: at least one does; 2: a mistake in the command.
 
     Examples:
 
@@ -57,13 +57,13 @@ def doctor(
 
         isotrain doctor --save report     # a folder of texts, without secrets, for a bug report
 
-        isotrain doctor --self-test trial # short runs on the device beside the same on the host
+        isotrain doctor --self-test trial # compare short runs on the device and on the host
     """
     if target is not None and target not in TARGETS:
-        typer.echo(f"error: --for {target}: give one of {', '.join(TARGETS)}", err=True)
+        typer.echo(f"error: --for {target}: use one of {', '.join(TARGETS)}", err=True)
         raise typer.Exit(2)
     if saved and (save or trial):
-        typer.echo("error: --saved is about another machine: no --save or --self-test with it", err=True)
+        typer.echo("error: --saved examines another machine; remove --save and --self-test", err=True)
         raise typer.Exit(2)
     system: System = RecordedMachine(saved) if saved else ThisMachine()
     report = api.doctor(target, recipe, system=Recording(system, save) if save else system)
@@ -72,23 +72,23 @@ def doctor(
     else:
         _print(report, notes)
         if save:
-            typer.echo(f"kept in {save}; look through it before you send it")
+            typer.echo(f"saved in {save}; check it before you send it")
     if trial and report.errors:
-        typer.echo("the self-test was not run: first mend what stands in the way", err=True)
+        typer.echo("the self-test did not run: fix the problems above first", err=True)
     passed = not report.errors and (trial is None or _try(report, trial, as_json))
     raise typer.Exit(0 if passed else 1)
 
 
 def _try(report: Report, work: Path, as_json: bool) -> bool:
-    """Run the trial and tell each check as it is done; returns whether all passed."""
+    """Run the self-test and print each check as it ends; returns whether all passed."""
     found = []
     for check in self_test(report.target, work.absolute(), visible_devices(report)):
         found.append(check)
         mark = "passed" if check.passed else "FAILED"
-        typer.echo(f"{mark}  {check.name}: {check.figure}, {check.seconds:.0f} s", err=as_json)
+        typer.echo(f"{mark}  {check.name}: {check.result}, {check.seconds:.0f} s", err=as_json)
     kept = {**report.as_json(), "self_test": [asdict(check) for check in found]}
     (work / "self-test.json").write_text(json.dumps(kept, indent=2))
-    typer.echo(f"kept in {work}, with the facts above in self-test.json", err=as_json)
+    typer.echo(f"saved in {work}; self-test.json has the results", err=as_json)
     return all(check.passed for check in found)
 
 
@@ -107,12 +107,12 @@ def _print(report: Report, notes: bool) -> None:
         console.print(_findings(shown))
     if len(shown) < len(report.findings):
         count = len(report.findings) - len(shown)
-        console.print(f"{count} more that are only good to know: isotrain doctor --notes\n", style="dim")
+        console.print(f"{count} more notes: isotrain doctor --notes\n", style="dim")
     if report.too_old:
         newest = report.too_old[-1]
         pairs = ", ".join(f"{name} {version}" for name, version in newest.packages.items())
         console.print(f"published for CANN {report.facts.cann}: {pairs} ({newest.name}, {newest.status})")
-        console.print("  isotrain needs a newer torch than that\n")
+        console.print("  isotrain needs a newer torch\n")
     if report.nearest is not None:
         stack = report.nearest.stack
         console.print(f"nearest complete stack: {stack.name} ({stack.status})", style="bold")
@@ -125,14 +125,14 @@ def _print(report: Report, notes: bool) -> None:
         console.print()
     errors = len(report.errors)
     if errors:
-        things = "1 thing stands" if errors == 1 else f"{errors} things stand"
-        console.print(f"{things} in the way of training on {report.target}", style="red")
+        problems = "1 problem prevents" if errors == 1 else f"{errors} problems prevent"
+        console.print(f"{problems} training on {report.target}", style="red")
     else:
-        console.print(f"nothing stands in the way of training on {report.target}", style="green")
+        console.print(f"no problem prevents training on {report.target}", style="green")
 
 
 def _plain(text: str) -> str:
-    """Without characters that steer a terminal: a saved machine may be anybody's."""
+    """Without terminal control characters: a saved machine may come from anybody."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 

@@ -74,7 +74,7 @@ def preview(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=1, help="How many samples to show.")] = 3,
 ) -> None:
-    """Show the first training samples token by token, with the tokens that the loss is taken on."""
+    """Show the first training samples token by token, and which tokens have loss."""
     from isotrain.cli.preview import preview as show
 
     show(recipe, overrides or [], rows)
@@ -96,7 +96,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # The doctor looks at what is there; everything else goes on without what is broken.
+    # The doctor examines torch_npu; every other command runs without a broken one.
     if context.invoked_subcommand != "doctor":
         hide_a_plugin_that_cannot_load()
 

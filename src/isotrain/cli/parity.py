@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from isotrain.parity.statistics import Apart
     from isotrain.parity.verdict import Verdict
 
-app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or of two programs.")
+app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
 _SHOWN_CHANGES = 12
 
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run: see below for what can be read.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="A run, in one of the formats below.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The other run.")],
     reference: Annotated[Path | None, Option(help="Which of the two is the reference; by default A.")] = None,
     metric: Annotated[
@@ -37,25 +37,25 @@ def compare(
     ] = None,
     allow: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="A difference to accept, by the name that it is told with."),
+        Option(metavar="NAME", help="A difference to accept, by the name in its message."),
     ] = None,
     envelope: Annotated[
         list[Path] | None,
         Option(
             metavar="RUN",
-            help="A further run of the reference that differs harmlessly; repeat it, at least three times.",
+            help="Another reference run with a harmless difference; give at least three.",
         ),
     ] = None,
     report: Annotated[
-        Path | None, Option(metavar="DIR", help="Write verdict.json, report.html and pictures there.")
+        Path | None, Option(metavar="DIR", help="Directory for verdict.json, report.html and plots.")
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
-    """Whether two runs are the same training, by every published rule and by stricter ones.
+    """Check whether two runs are the same training, by every published rule and by stricter ones.
 
-    A and B are isotrain's run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
-    JSONL files. Runs of other lengths, data or recipes are refused unless that is allowed by name. Where both
-    were trained with observe.layer_trace=2, the first layer that differs is named.
+    A and B are isotrain run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
+    JSONL files. Runs with different lengths, data or recipes are refused unless --allow names the difference.
+    If both runs have observe.layer_trace=2, the output names the first layer that differs.
 
     Exit code 0: the same; 1: different; 2: cannot tell.
 
@@ -66,7 +66,7 @@ def compare(
         isotrain parity compare here.log there.log --metric critic/rewards/mean --allow steps
     """
     if reference is not None and reference not in (first, second):
-        raise DataError(f"--reference {reference}: is neither {first} nor {second}")
+        raise DataError(f"--reference {reference}: write {first} or {second}")
     one, other = (second, first) if reference == second else (first, second)
     verdict = api.compare(one, other, metrics=metric or [], allow=allow or [], envelope=envelope or [])
     tell(verdict, report, as_json)
@@ -115,15 +115,15 @@ def _print_comparison(found: Comparison, console: Console) -> None:
     for obstacle in found.allowed:
         console.print(f"allowed: {obstacle.message}", style="yellow", soft_wrap=True)
     for obstacle in found.obstacles:
-        hint = f" (--allow {obstacle.name} compares all the same)" if obstacle.name in ALLOWED else ""
+        hint = f" (--allow {obstacle.name} compares anyway)" if obstacle.name in ALLOWED else ""
         console.print(f"not comparable: {obstacle.message}{hint}", style="red", soft_wrap=True)
     changes = environment_changes(found.reference, found.candidate)
     if changes:
-        console.print("\nwhat differs around them")
+        console.print("\ndifferences in recipe and environment")
         for line in changes[:_SHOWN_CHANGES]:
             console.print(f"  {line}", style="dim", soft_wrap=True)
         if len(changes) > _SHOWN_CHANGES:
-            console.print(f"  and {len(changes) - _SHOWN_CHANGES} more: --json has them all", style="dim")
+            console.print(f"  and {len(changes) - _SHOWN_CHANGES} more: --json shows all", style="dim")
     if not found.comparable:
         return
     console.print()
@@ -135,9 +135,9 @@ def _print_comparison(found: Comparison, console: Console) -> None:
         text = f"{outcome.value:.3g} of at most {outcome.limit:g} {outcome.unit}"
         console.print(f"  {mark:<7} {outcome.metric}: {outcome.rule}: {text}", style=style, soft_wrap=True)
     if not found.outcomes:
-        console.print("  none is about these metrics")
+        console.print("  none for these metrics")
     for what, speed in found.speed.items():
-        console.print(f"throughput, {what}: {speed.ratio:.3f} of the reference (inverse {speed.inverse:.3f})")
+        console.print(f"throughput, {what}: {speed.ratio:.3f} x the reference (inverse {speed.inverse:.3f})")
 
 
 def _curves(curves: dict[str, Apart]) -> Table:

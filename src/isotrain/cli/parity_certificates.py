@@ -1,4 +1,4 @@
-"""`isotrain parity verify` with its counterpart `sign`: certificates in the hands of people."""
+"""`isotrain parity verify` and `sign`: check and sign certificates."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ _MARKS = {"right": ("right", "green"), "wrong": ("WRONG", "red"), "not checked":
 def verify(
     certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
     reference: Annotated[
-        Path | None, Option(metavar="DIR", help="The reference's run, to compare with.")
+        Path | None, Option(metavar="DIR", help="The reference run, to check its files.")
     ] = None,
     candidate: Annotated[
-        Path | None, Option(metavar="DIR", help="The candidate's run, to compare with.")
+        Path | None, Option(metavar="DIR", help="The candidate run, to check its files.")
     ] = None,
     allowed_signers: Annotated[
         Path | None,
-        Option(
-            metavar="FILE", help="Who may sign, as ssh has it; by default the list beside the certificate."
-        ),
+        Option(metavar="FILE", help="ssh allowed-signers file; by default the one beside the certificate."),
     ] = None,
 ) -> None:
-    """Check a certificate: its digest, its figures from the curves in it, its verdict, its signature.
+    """Check the digest, metrics, verdict and signature of a certificate.
 
-    With the runs' directories, their files, curves and devices are compared with what the certificate says.
+    With the run directories, also compare their files, curves and devices with the certificate.
 
-    Exit code 0: nothing is wrong; 1: something is.
+    Exit code 0: the certificate is valid; 1: it is not.
 
     Examples:
 
@@ -54,14 +52,16 @@ def verify(
     if not is_valid(findings):
         console.print("not valid", style="red")
         raise typer.Exit(1)
-    console.print("valid: what was checked holds", style="green")
+    console.print("valid: every check passed", style="green")
 
 
 def sign(
     certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
-    key: Annotated[Path, Option(metavar="FILE", help="A private key of ssh, or a .pub of one in ssh-agent.")],
+    key: Annotated[
+        Path, Option(metavar="FILE", help="An ssh private key, or the .pub of a key in ssh-agent.")
+    ],
 ) -> None:
-    """Sign a certificate with a key of ssh; the signature is written beside it.
+    """Sign a certificate with an ssh key; the signature goes beside it.
 
     Example:
 

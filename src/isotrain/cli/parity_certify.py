@@ -18,29 +18,31 @@ if TYPE_CHECKING:
     from isotrain.parity.children import Side
     from isotrain.recipe.schema import Recipe
 
-# A run that takes longer than this is not waited for in one command.
+# One command does not wait longer than this for a run.
 _LONGEST_RUN = 7 * 86400.0
 
 
 def certify(
     recipe: RecipeName,
     devices: Annotated[str, Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")],
-    work: Annotated[Path, Option(metavar="DIR", help="Where the runs go; finished ones are used again.")],
+    work: Annotated[Path, Option(metavar="DIR", help="Directory for the runs; finished runs are reused.")],
     overrides: Overrides = None,
-    budget: Annotated[str | None, Option(metavar="TIME", help="Time for everything, such as 30m.")] = None,
-    members: Annotated[int, Option(min=0, help="Without a budget: runs of the reference's envelope.")] = 8,
-    seeds: Annotated[int, Option(min=0, help="Without a budget: further seeds on both devices.")] = 0,
+    budget: Annotated[
+        str | None, Option(metavar="TIME", help="Time limit for all runs, such as 30m.")
+    ] = None,
+    members: Annotated[int, Option(min=0, help="Without a budget: number of envelope runs.")] = 8,
+    seeds: Annotated[int, Option(min=0, help="Without a budget: number of further seeds.")] = 0,
     free: Annotated[
-        bool, Option("--free", help="Online recipes: both devices sample responses of their own.")
+        bool, Option("--free", help="Online recipes: each device samples its own responses.")
     ] = False,
     certificates: Annotated[
-        Path | None, Option(metavar="DIR", help="Where a certificate is written.")
+        Path | None, Option(metavar="DIR", help="Directory to write the certificate to.")
     ] = None,
 ) -> None:
     """Train a recipe on two devices and certify that they agree, level by level.
 
-    The levels are run in their order and end at the first that fails: operators, layers, curves with their
-    envelope, and with enough time seeds. The report is written into the working directory.
+    The levels run in order and stop at the first failure: operators, layers, curves with their envelope, and,
+    if time allows, seeds. The report goes to the working directory.
 
     Exit code 0: the same, and a certificate if --certificates is given; 1: different; 2: cannot tell.
 
@@ -61,7 +63,7 @@ def certify(
     checked = api.load_recipe(path, *(overrides or []))
     online = checked.rollout is not None
     if free and not online:
-        raise RecipeError("--free: only online recipes sample responses")
+        raise RecipeError("--free: only online recipes sample responses; remove it")
     children = Children(str(path), tuple(overrides or []), work.resolve(), _say, _LONGEST_RUN)
     protocol = Protocol(
         replays=online and not free,
@@ -97,14 +99,14 @@ def _sides(devices: str) -> tuple[Side, Side]:
 
 
 def _check_counts(members: int, seeds: int) -> None:
-    """Before anything is run for nothing."""
+    """Check the arguments before any run starts."""
     from isotrain.parity.envelope import FEWEST_MEMBERS
     from isotrain.parity.equivalence import FEWEST_SEEDS
 
     if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_SEEDS - 1:
         raise RecipeError(
             f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, equivalence {FEWEST_SEEDS - 1} "
-            "further seeds; give as many, or 0"
+            "further seeds; give at least as many, or 0"
         )
 
 
@@ -161,6 +163,6 @@ def _subject(recipe: Recipe, kind: str) -> Subject:
 
 
 def _model_name(path: str) -> str:
-    """The last part that says something: directories are often called `model`."""
+    """The last meaningful part: directories are often called `model`."""
     parts = [part for part in Path(path).parts if part not in ("/", "model")]
     return parts[-1] if parts else "model"

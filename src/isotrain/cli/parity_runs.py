@@ -1,4 +1,4 @@
-"""`isotrain parity record` and `replay`: the same training on two devices, from the same responses."""
+"""`isotrain parity record` and `replay`: train on two devices from the same responses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from isotrain.recipe.online import OnlineSection
 def record(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Train a recipe as the reference, with all that a later replay needs.
 
-    An online recipe also writes every answer with its log-probs and scores (rollout.record). A supervised one
-    needs no recording: its seed and its data decide everything.
+    An online recipe also writes every response with its log-probs and scores (rollout.record). Other recipes
+    need no recording: seed and data determine the run.
 
     Example:
 
@@ -44,13 +44,12 @@ def replay(
     out: Annotated[Path, Option(metavar="DIR", help="Run directory of the replay.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train a recorded run once more, on this device and from the same data, and compare the two.
+    """Train a recorded run again on this device from the same data, and compare the two runs.
 
-    Of an online run the responses and their scores are those that were recorded: no engine samples, so
-    rounding cannot turn into other text. All else is computed anew: log-probs, values, advantages, losses,
-    updates.
+    An online replay uses the recorded responses and scores: no engine samples, so rounding cannot change the
+    text. It recomputes everything else: log-probs, values, advantages, losses, updates.
 
-    Prints and exits as `isotrain parity compare RUN DIR` does; the first layer that differs is named.
+    Output and exit code are those of `isotrain parity compare RUN DIR`; the first different layer is named.
 
     Examples:
 
@@ -60,7 +59,7 @@ def replay(
     """
     recorded = RunDirectory(run).resolved
     if not recorded.is_file():
-        raise DataError(f"{run}: holds no run (there is no {recorded.name} in it); name a run directory")
+        raise DataError(f"{run} is not a run directory: it has no {recorded.name}")
     first, last = [], [path_override("output", out)]
     if isinstance(load_resolved(recorded).algorithm, OnlineSection):
         first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]

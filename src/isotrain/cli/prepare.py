@@ -1,4 +1,4 @@
-"""`isotrain prepare`: data sets and toy models, written in the form that recipes use."""
+"""`isotrain prepare`: write data sets and toy models for recipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Gsm8k = Annotated[
     Path | None,
     Option("--source", help="A directory with train.jsonl and test.jsonl; by default the Hub."),
 ]
-_Seed = Annotated[int, Option("--seed", min=0, help="The same seed gives the same files.")]
+_Seed = Annotated[int, Option("--seed", min=0, help="Random seed; the same seed writes the same files.")]
 
 
 @app.command()
@@ -60,7 +60,7 @@ def gsm8k_sums(out: _Out, source: _Gsm8k = None) -> None:
 
 @app.command()
 def gsm8k_preferences(out: _Out, source: _Gsm8k = None, seed: _Seed = 0) -> None:
-    """Write GSM8K's solutions beside corrupted ones: pairs, labelled responses and labelled steps.
+    """Write correct and corrupted GSM8K solutions: pairs, labelled responses and labelled steps.
 
     Example:
 
@@ -75,12 +75,13 @@ def gsm8k_preferences(out: _Out, source: _Gsm8k = None, seed: _Seed = 0) -> None
 @app.command()
 def preferences(
     name: Annotated[
-        Literal["ultrafeedback", "prm800k", "math-shepherd"], typer.Argument(help="Whose rows they are.")
+        Literal["ultrafeedback", "prm800k", "math-shepherd"],
+        typer.Argument(help="The published format of the rows."),
     ],
     source: Annotated[str, Option(help="JSON lines or Parquet files, or a Hub name.")],
     out: Annotated[Path, Option(help="The .jsonl file to write.")],
 ) -> None:
-    """Write a published set of preferences or step labels in the rows that training reads.
+    """Convert a published set of preferences or step labels to rows for training.
 
     Example:
 
@@ -135,7 +136,7 @@ def _quoted(path: Path) -> str:
 
 
 def _overrides(out: Path, files: dict[str, str], usual: Path) -> str:
-    """Where the files are, for a recipe that looks for them in `usual`; nothing where that is right."""
+    """Overrides for a recipe that expects the files in `usual`; nothing if they are there."""
     if out == usual:
         return ""
     return "".join(f" \\\n        {key}={_quoted(out / name)}" for key, name in files.items())

@@ -93,7 +93,7 @@ def _preview_preferences(
 
 
 def _preview_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    """Each prompt up to where the policy's response begins, and what its row tells the reward."""
+    """Each prompt up to the start of the response, and the reference answer of its row."""
     from isotrain.data.prompts import PromptEncoder
 
     data, reward, console = recipe.data, recipe.reward, Console()
@@ -163,7 +163,7 @@ def _answer(row: Row, reward: RewardSection) -> Text:
 
 def _print_left_out(console: Console, left_out: int) -> None:
     if left_out:
-        console.print(Text(f"{left_out} rows on the way were left out (data.too_long: drop)"), soft_wrap=True)
+        console.print(Text(f"{left_out} rows were dropped (data.too_long: drop)"), soft_wrap=True)
 
 
 def _counts(samples: list[Sample]) -> str:
@@ -197,7 +197,7 @@ def _joined(pieces: list[str]) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """What each token stands for on its own."""
+    """The text of each token on its own."""
     texts = []
     for token in tokens:
         name = str(tokenizer.convert_ids_to_tokens(token))

@@ -1,4 +1,4 @@
-"""`isotrain recipes`: what comes with isotrain, listed, printed or copied out."""
+"""`isotrain recipes`: list, print or copy the shipped recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recipes(
         Path | None, Option(help="Copy the recipe to this new file instead of printing it.")
     ] = None,
 ) -> None:
-    """List the recipes that come with isotrain, print one, or copy one out to change it.
+    """List the shipped recipes, print one, or copy one to change it.
 
     Examples:
 
@@ -47,9 +47,9 @@ def copy_out(text: str, out: Path) -> None:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RecipeError(f"{out}: exists already and is not overwritten; give --out another name") from None
+        raise RecipeError(f"{out} exists and is not overwritten; give --out another name") from None
     except OSError as error:
-        raise RecipeError(f"{out}: cannot be written: {error.strerror}") from None
+        raise RecipeError(f"cannot write {out}: {error.strerror}") from None
 
 
 def _list() -> None:

@@ -25,10 +25,9 @@ def train(
         bool, Option("--dry-run", help="Check the recipe, print it with all defaults, and stop.")
     ] = False,
 ) -> None:
-    """Train a model as a recipe says.
+    """Train a model from a recipe.
 
-    The same recipe runs on every device. An interrupted run goes on where it was when the same command is
-    given again.
+    The same recipe runs on every device. Run the same command again to resume an interrupted run.
 
     Examples:
 
@@ -64,7 +63,7 @@ def show(recipe: Recipe) -> None:
 
 
 def summary(recipe: Recipe) -> str:
-    """What a run of this recipe would do, in a few lines."""
+    """A short summary of what a run of this recipe would do."""
     model, data, trainer, device = recipe.model, recipe.data, recipe.trainer, recipe.device
     weights = f"LoRA of rank {model.lora.rank}" if model.lora.rank else "all weights"
     train = data.train if isinstance(data.train, str) else ", ".join(data.train)
@@ -73,14 +72,14 @@ def summary(recipe: Recipe) -> str:
     rows = {
         "algorithm": recipe.algorithm.name,
         "model": f"{model.path} ({model.dtype}, {weights})",
-        "data": f"{train} ({data.batch_size} {what} a step)",
+        "data": f"{train} ({data.batch_size} {what} per step)",
         **_online_rows(recipe),
         "length": length,
         "device": f"{device.type}, {device.ranks} rank(s)",
         "output": recipe.output,
     }
     lines = [f"  {name:<10} {value}" for name, value in rows.items()]
-    return "\n".join([f"{recipe.name}: the recipe is valid, nothing was started", *lines])
+    return "\n".join([f"{recipe.name}: the recipe is valid; nothing was started", *lines])
 
 
 def _online_rows(recipe: Recipe) -> dict[str, str]:
@@ -99,7 +98,7 @@ def _online_rows(recipe: Recipe) -> dict[str, str]:
         engines += f" of {rollout.tensor_parallel} devices each"
     when = f", up to {rollout.staleness} version(s) behind" if rollout.staleness else ""
     return {
-        "rollout": f"{rollout.engine}, {rollout.n} response(s) a prompt, at most {rollout.max_tokens} tokens",
+        "rollout": f"{rollout.engine}, {rollout.n} response(s) per prompt, up to {rollout.max_tokens} tokens",
         "reward": " + ".join(text for text in parts.values() if text),
         "cluster": f"{cluster.placement}, {engines}{when}, Ray {cluster.address}",
     }

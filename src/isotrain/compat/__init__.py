@@ -1,1 +1,1 @@
-"""What a dependency has no hook for, one file each: the versions it is known for, and a test of its need."""
+"""Patches of dependencies without a hook, one file each, with the known versions and a test of the need."""

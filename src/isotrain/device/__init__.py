@@ -1,1 +1,1 @@
-"""The only rooms that name a vendor: everything in which devices differ."""
+"""Everything in which devices differ; vendors are named only here, in doctor and in engine adapters."""

@@ -1,4 +1,4 @@
-"""Ways to compute that can be told apart on one machine: devices, and instruction sets of the host."""
+"""Backends to compare on one machine: devices, and instruction sets of the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isotrain.errors import RecipeError
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute, by a name that can be written into a table."""
+    """A backend, with its name in tables."""
 
     label: str
     type: str
@@ -39,4 +39,4 @@ def backend(label: str) -> Backend:
     if label in _ACCELERATORS:
         return Backend(label, label)
     known = ", ".join([*_HOST, *_ACCELERATORS])
-    raise RecipeError(f"--devices: {label!r} is not known; use two of {known}")
+    raise RecipeError(f"--devices: {label!r} is unknown; use two of {known}")

@@ -1,4 +1,4 @@
-"""Which device a recipe means."""
+"""The device that a recipe names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe's level of determinism to variables and switches, and what of it could not be had."""
+"""From a recipe's level of determinism to variables and switches, with warnings for what cannot be set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def profile(device: Device, level: str, environment: Mapping[str, str], *, start
         return Profile(level, {}, ())
     wanted = {_HASHES: "0", **device.deterministic_variables(environment)}
     complaints = [
-        f"{name} is {environment[name]!r} and stays so; {value!r} would make results repeatable"
+        f"{name} stays {environment[name]!r} as you set it; {value!r} would make results repeatable"
         for name, value in wanted.items()
         if environment.get(name, value) != value and name != _HASHES
     ]

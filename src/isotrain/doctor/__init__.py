@@ -1,1 +1,1 @@
-"""Facts about a machine -> findings -> fixes; torch is never imported in this process."""
+"""From facts about a machine to findings and fixes; this process never imports torch."""

@@ -1,4 +1,4 @@
-"""Facts in, everything that a person should know about a machine out."""
+"""Examine a machine: facts in, report out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from isotrain.doctor.scene import Scene, likely_target
 from isotrain.doctor.system import System
 from isotrain.recipe.schema import Recipe
 
-# Findings of one level are told in this order.
+# Findings of one level are shown in this order.
 _CHECKS = (rules.apply, versions.check, devices.check, recipe.check, importing.check)
-# Where one of the former is found, the latter says the same in worse words.
+# The first makes the second redundant.
 _IMPLIES = {
     "npu-plugin-without-toolkit": {"torch-import", "no-npu-visible", "npu-plugin-not-loaded"},
     "unused-npu-plugin": {"torch-import"},
@@ -34,7 +34,7 @@ class Report:
     facts: Facts
     findings: tuple[Finding, ...]
     nearest: Nearest | None
-    """Where something does not fit and a row of the matrix would."""
+    """The nearest stack, if something is incompatible and a row of the matrix would help."""
     too_old: tuple[Stack, ...] = ()
     """Stacks of this machine's toolkit that isotrain cannot train on."""
 
@@ -57,17 +57,17 @@ class Report:
 def examine(
     system: System, target: Target | None = None, recipe: Recipe | None = None, commands: bool = True
 ) -> Report:
-    """Look at a machine. Without `commands` only at what takes milliseconds."""
+    """Examine a machine. Without `commands`, check only what takes milliseconds."""
     places = (SHARED_MEMORY, *([recipe.output] if recipe else ()))
     facts = collect(system, commands, places)
-    return judge(Scene(facts, target or likely_target(facts), recipe))
+    return diagnose(Scene(facts, target or likely_target(facts), recipe))
 
 
-def judge(scene: Scene) -> Report:
+def diagnose(scene: Scene) -> Report:
     found = [finding for check in _CHECKS for finding in check(scene)]
     if scene.facts.simulated and scene.target == "npu":
-        problem = "torch_npu is isotrain's stand-in: this device is simulated on the host"
-        remedy = "nothing that runs here says anything about Ascend's numbers or speed"
+        problem = "torch_npu is isotrain's simulation: the host simulates this device"
+        remedy = "do not draw conclusions about numbers or speed on Ascend hardware"
         found = [Finding("simulated-device", "warning", problem, remedy)]
     if scene.facts.torch_import == "":  # it was imported: whatever a variable says, the libraries are found
         found = [finding for finding in found if finding.id != "toolkit-not-switched-on"]

@@ -1,4 +1,4 @@
-"""What a machine has, as far as training depends on it."""
+"""Facts about a machine that training depends on."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ class Facts:
     npu_devices: tuple[str, ...] = ()
     """Device files."""
     npu_smi: str | None = None
-    """What went wrong with it; empty if nothing did, None where it is not there."""
+    """Its error; empty if it works, None if it is not installed."""
     npu_holders: tuple[int, ...] = ()
     """Processes that hold devices."""
     gpus: tuple[Gpu, ...] = ()
     nvidia_smi: str | None = None
     torch_import: str | None = None
-    """What a child process said that could not import torch; empty if it could, None if it was not tried."""
+    """Error of `import torch` in a child process; empty if it worked, None if it was not tried."""
     container: bool = False
     ports: frozenset[int] = field(default_factory=frozenset)
-    """That somebody listens on."""
+    """Ports on which a process listens."""
     free: dict[str, int] = field(default_factory=dict)
     """Free bytes at paths that matter."""
 
@@ -192,6 +192,6 @@ def _import_error(text: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Where messages of Python and of drivers say what was wrong."""
+    """The last line: messages of Python and of drivers name the error there."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it ended without a word"
+    return lines[-1] if lines else "it ended without a message"

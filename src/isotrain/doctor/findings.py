@@ -1,4 +1,4 @@
-"""One thing that was found out about a machine."""
+"""One finding about a machine."""
 
 from __future__ import annotations
 

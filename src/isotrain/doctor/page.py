@@ -1,4 +1,4 @@
-"""The page of stacks, written from the matrix and the rules: `python -m isotrain.doctor.page PATH`."""
+"""Write the page of stacks from the matrix and the rules: `python -m isotrain.doctor.page PATH`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotrain.recipe.generated import page_command, table_row
 
 _HEAD = """# Stacks
 
-Which versions go together, and what is known to go wrong. This page is generated from
+Which versions work together, and which problems are known. This page is generated from
 `src/isotrain/doctor/matrix.yaml` and `rules.yaml` by `python -m isotrain.doctor.page docs/stacks.md`;
 `isotrain doctor` compares a machine with them. How to install is in [ascend.md](ascend.md).
 
@@ -64,8 +64,8 @@ def _toolkits() -> Iterator[str]:
 
 
 def _rules() -> Iterator[str]:
-    yield "## Known troubles\n"
-    yield "| | what users see | what to do | source |"
+    yield "## Known problems\n"
+    yield "| | symptom | fix | source |"
     yield "|---|---|---|---|"
     for rule in rules():
         yield table_row(f"`{rule.id}` ({rule.level})", rule.symptom, rule.fix, rule.source)

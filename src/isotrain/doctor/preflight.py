@@ -1,4 +1,4 @@
-"""What is looked at before every run, in milliseconds."""
+"""Checks before every run, in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SEEN_ONLY_BY_COMMANDS = {"no-gpu-visible", "no-npu-visible", "driver-not-mounte
 
 
 def preflight(recipe: Recipe, system: System | None = None) -> list[str]:
-    """End a run that would fail, in the words of `isotrain doctor`; returns what is worth a warning.
+    """Refuse a run that would fail, with the findings of `isotrain doctor`; returns the warnings.
 
     With `device.type: auto` nothing is refused: another device may be taken.
     """
@@ -28,7 +28,7 @@ def preflight(recipe: Recipe, system: System | None = None) -> list[str]:
     errors = [finding for finding in told if finding.level == "error"]
     if errors and target is not None:
         lines = [f"{finding.problem}\n  -> {finding.remedy}" for finding in errors]
-        raise DeviceError("\n".join([*lines, "`isotrain doctor` tells more, and which stack would fit"]))
+        raise DeviceError("\n".join([*lines, "run `isotrain doctor` for details and the nearest stack"]))
     # The simulated device says itself what it is.
     return [
         f"{finding.problem}; {finding.remedy}"

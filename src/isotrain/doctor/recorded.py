@@ -1,4 +1,4 @@
-"""A machine as a folder of files and command outputs, to be examined somewhere else.
+"""A machine as a folder of files and command outputs, to be examined elsewhere.
 
 machine.json      machine, python, packages, variables, free bytes by path, paths that were found
 files/...         files that were read, under their own paths
@@ -34,7 +34,7 @@ class _Described(BaseModel):
 
 
 class RecordedMachine:
-    """Answers from a folder. The folder may be anybody's: nothing outside it is read."""
+    """Reads from a folder that may come from anybody: it reads nothing outside."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -88,7 +88,7 @@ class RecordedMachine:
 
 
 class Recording:
-    """Passes on what a machine answers, and keeps it in a folder."""
+    """Passes on what a machine returns, and saves it in a folder."""
 
     def __init__(self, system: System, folder: Path) -> None:
         self._system = system

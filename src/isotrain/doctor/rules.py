@@ -1,4 +1,4 @@
-"""Known troubles as data: when a rule applies to a machine."""
+"""Known problems as data: when a rule applies to a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine together with what is wanted of it: what rules and checks look at."""
+"""The input of rules and checks: a machine, a device and a recipe."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Scene:
 
 
 def likely_target(facts: Facts) -> Target:
-    """The device that somebody who installed all this wants to use."""
+    """The device that the installed packages suggest."""
     if "torch-npu" in facts.packages or facts.cann or facts.npu_devices or facts.npus:
         return "npu"
     if facts.gpus or "+cu" in facts.packages.get("torch", ""):

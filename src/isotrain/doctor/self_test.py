@@ -1,4 +1,4 @@
-"""Short runs on a device beside the same on the host: what an owner of hardware can check in one command."""
+"""The self-test: short runs on a device, compared with the same runs on the host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TIMEOUT = 900.0
 class Check:
     name: str
     passed: bool
-    figure: str
+    result: str
     seconds: float
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two runs whose losses should be alike."""
+    """Two runs whose losses should agree."""
 
     name: str
     one: tuple[str, ...]
@@ -38,11 +38,11 @@ class _Pair:
 
 
 def self_test(target: Target, work: Path, devices: int | None) -> Iterator[Check]:
-    """Each check as it is done; everything that was run stays in `work`. None is an unknown number."""
+    """Each check as it ends; all runs stay in `work`. None is an unknown number."""
     work.mkdir(parents=True, exist_ok=True)
     if any(work.iterdir()):
-        # A finished run is not run again: what is reported would be what was there.
-        raise DataError(f"{work}: is not empty; give --self-test a new directory")
+        # A finished run is not run again: the results would be old ones.
+        raise DataError(f"{work} is not empty; give --self-test a new directory")
     start, problem = time.monotonic(), ""
     try:
         _run(work, "prepare", "tiny", "--out", str(work / "tiny"))
@@ -59,14 +59,14 @@ def _pairs(target: Target, devices: int | None) -> Iterator[_Pair]:
     host, device, bfloat16 = "device.type=cpu", f"device.type={target}", "model.dtype=bfloat16"
     # In float32 devices differ by rounding alone; in bfloat16 by what 20 steps make of it.
     if target != "cpu":
-        yield _Pair("float32, beside the host", (host,), (device,), 1e-3)
-        yield _Pair("bfloat16, beside the host", (host, bfloat16), (device, bfloat16), 3e-2)
+        yield _Pair("float32, compared with the host", (host,), (device,), 1e-3)
+        yield _Pair("bfloat16, compared with the host", (host, bfloat16), (device, bfloat16), 3e-2)
     repeatable = (device, "device.determinism=on")
-    yield _Pair("twice the same, bit for bit", repeatable, repeatable, 0.0)
+    yield _Pair("two runs, bitwise identical", repeatable, repeatable, 0.0)
     if target == "npu":
-        yield _Pair("fused operators, beside none", (device,), (device, "model.fused=on"), 1e-3)
+        yield _Pair("fused operators, compared with none", (device,), (device, "model.fused=on"), 1e-3)
     if devices is None or devices > 1:
-        yield _Pair("two ranks, beside one", (device,), (device, "device.ranks=2"), 1e-3)
+        yield _Pair("two ranks, compared with one", (device,), (device, "device.ranks=2"), 1e-3)
 
 
 def _compare(pair: _Pair, work: Path, number: int) -> Check:
@@ -78,11 +78,11 @@ def _compare(pair: _Pair, work: Path, number: int) -> Check:
         return Check(pair.name, False, str(error), time.monotonic() - start)
     whole = len(one) == len(other) == _STEPS and all(map(math.isfinite, [*one, *other]))
     if not whole:
-        said = f"{len(one)} and {len(other)} losses of {_STEPS} steps, or some that are not numbers"
+        said = f"{len(one)} and {len(other)} losses for {_STEPS} steps, or some are not finite"
         return Check(pair.name, False, said, time.monotonic() - start)
     apart = max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
-    figure = f"losses of {len(one)} steps at most {apart:.1e} apart (allowed: {pair.allowed:g})"
-    return Check(pair.name, apart <= pair.allowed, figure, time.monotonic() - start)
+    result = f"losses of {len(one)} steps differ by at most {apart:.1e} (allowed: {pair.allowed:g})"
+    return Check(pair.name, apart <= pair.allowed, result, time.monotonic() - start)
 
 
 def _losses(work: Path, name: str, changes: tuple[str, ...]) -> list[float]:
@@ -110,7 +110,7 @@ def _run(work: Path, *arguments: str) -> None:
         try:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=_TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no end within {_TIMEOUT:.0f} s; see {log}") from None
+            raise RuntimeError(f"timeout after {_TIMEOUT:.0f} s; see {log}") from None
     if done.returncode:
         said = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
-        raise RuntimeError(f"{said[-1] if said else 'it ended without a word'} (see {log})")
+        raise RuntimeError(f"{said[-1] if said else 'it ended without a message'} (see {log})")

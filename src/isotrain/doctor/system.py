@@ -1,4 +1,4 @@
-"""What can be asked of a machine: files, commands, packages, variables, space."""
+"""Access to a machine: files, commands, packages, variables, disk space."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: metrics, loggers, progress, plots, the run directory."""
+"""Outputs of a run: metrics, loggers, console, plots, the run directory."""

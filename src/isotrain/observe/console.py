@@ -1,4 +1,4 @@
-"""The console: how far a run is, and how it is doing."""
+"""The console: progress and metrics of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RECENT_STEPS = 20
 SHORT_RUN = 100
 SECONDS_BETWEEN_LINES = 30.0
 
-# What is shown of a step's metrics. A narrow terminal cuts the end off, so what matters most comes first. Of
-# metrics with one label the first that is there is shown.
+# The metrics of a step to show. A narrow terminal cuts off the end, so the most important come first. Of
+# metrics with the same label, the first one present is shown.
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("critic/rewards/mean", "reward", ".3f"),
     ("critic/score/mean", "score", ".3f"),
@@ -40,7 +40,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 
 
 class Console:
-    """Shows nothing: what every rank but the first uses, and what the others build on."""
+    """Shows nothing: for every rank but the first, and as a base class."""
 
     def start(self, total_steps: int, first_step: int) -> None:
         """Called once; `first_step` is the first that this process takes, 1 unless the run is resumed."""
@@ -49,10 +49,10 @@ class Console:
         """Called after each step with its metrics under their full names."""
 
     def waiting(self, text: str) -> None:
-        """What the step under way waits for, told about every second; empty when it waits no longer."""
+        """What the current step waits for, about every second; empty when it waits no longer."""
 
     def message(self, text: str) -> None:
-        """Something a person should read between two steps."""
+        """A message for a person, between two steps."""
 
     def close(self) -> None: ...
 
@@ -64,7 +64,7 @@ class Console:
 
 
 class WarningConsole(Console):
-    """Where nobody wants lines, only warnings are told, on the stream for what goes wrong."""
+    """Only warnings, on stderr."""
 
     def message(self, text: str) -> None:
         if text.startswith("warning:"):
@@ -137,7 +137,7 @@ class BarConsole(Console):
         self._bar = RichProgress(
             TextColumn(count, table_column=Column(no_wrap=True)),
             BarColumn(bar_width=max(8, min(30, console.width - 80))),
-            # In a narrow terminal the last figures are cut off before the step and the time are.
+            # A narrow terminal cuts off the last metrics before the step and the time.
             TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             TextColumn("eta [cyan]{task.fields[eta]}[/]", table_column=Column(no_wrap=True)),
             console=console,

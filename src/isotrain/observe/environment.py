@@ -101,7 +101,7 @@ def numerics(environment: Mapping[str, str], asked: Iterable[str]) -> dict[str, 
 
 
 def differences(environments: Sequence[Mapping[str, Any]], but: Collection[str]) -> list[str]:
-    """How ranks differ from the first in what changes numbers; `but` are variables that are to differ."""
+    """How ranks differ from the first in what changes numbers; `but` are variables that may differ."""
     told: dict[str, str] = {}
     first = _flat(environments[0], but)
     for rank, environment in enumerate(environments[1:], start=1):

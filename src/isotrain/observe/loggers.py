@@ -99,9 +99,9 @@ LOGGERS: dict[str, Callable[[Path, str, str, Mapping[str, Any]], Logger]] = {
     "swanlab": _swanlab,
 }
 
-# What to do about a tracker that cannot be opened.
+# What to do if a tracker cannot be opened.
 HINTS = {
-    "tensorboard": "see that the run directory can be written to",
+    "tensorboard": "make the run directory writable",
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
     "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
 }
@@ -129,7 +129,7 @@ class GuardedLogger:
         except Exception as error:
             self._logger = None
             self._warn(
-                f"{self._name} failed {when} and gets no more metrics; metrics.jsonl has them all. "
+                f"{self._name} failed {when} and gets no more metrics; metrics.jsonl has all of them. "
                 f"({type(error).__name__}: {error})"
             )
 
@@ -143,9 +143,9 @@ def open_loggers(
     config: Mapping[str, Any],
     warn: Callable[[str], None] = logger.warning,
 ) -> list[Logger]:
-    """Opens the named trackers; `console`, which a recipe lists beside them, belongs to `progress`.
+    """Open the named trackers; `console`, which a recipe lists beside them, is not one of them.
 
-    One that cannot be opened is an error, since the user is still there to mend it. One that fails later is
+    A tracker that cannot be opened is an error, since the user can still fix it. One that fails later is
     dropped, and `warn` is called once.
     """
     opened: list[Logger] = []
@@ -155,7 +155,7 @@ def open_loggers(
                 continue
             if kind not in LOGGERS:
                 known = ", ".join(["console", *LOGGERS])
-                raise RecipeError(f"observe.loggers: there is no {kind!r}; known are {known}")
+                raise RecipeError(f"observe.loggers: unknown logger {kind!r}; use {known}")
             opened.append(GuardedLogger(kind, _open(kind, run_directory, project, name, config), warn))
     except BaseException:
         for logger in opened:
@@ -171,8 +171,8 @@ def _open(kind: str, run_directory: Path, project: str, name: str, config: Mappi
         raise
     except Exception as error:
         raise RecipeError(
-            f"observe.loggers: {kind} cannot be opened ({type(error).__name__}: {error}): {HINTS[kind]}, "
-            f"or take {kind} out of observe.loggers"
+            f"observe.loggers: cannot open {kind} ({type(error).__name__}: {error}): {HINTS[kind]}, "
+            f"or remove {kind} from observe.loggers"
         ) from error
 
 
@@ -181,8 +181,8 @@ def _package(extra: str, module: str | None = None) -> Any:
         return importlib.import_module(module or extra)
     except ImportError as error:
         raise RecipeError(
-            f"observe.loggers: {extra} cannot be imported ({error}): pip install 'isotrain[{extra}]', "
-            f"or take {extra} out of observe.loggers"
+            f"observe.loggers: cannot import {extra} ({error}): pip install 'isotrain[{extra}]', "
+            f"or remove {extra} from observe.loggers"
         ) from error
 
 

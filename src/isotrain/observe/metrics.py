@@ -28,14 +28,16 @@ class MetricsLog:
             with _named_errors(self.path):
                 self._last_step = _cut(self.path, resume_after)
         elif self.path.exists() and self.path.stat().st_size > 0:
-            raise RecipeError(f"{path} holds the metrics of another run: resume it, or choose another output")
+            raise RecipeError(
+                f"{path} has the metrics of another run: resume that run, or set another output"
+            )
         # Unbuffered, so that a line is one write call and a kill leaves at most the last line torn.
         with _named_errors(self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], last_step: int) -> MetricsLog:
-        """Opens a log to go on after `last_step`: later lines and a torn last one are dropped.
+        """Open a log to resume after `last_step`: later lines and a torn last one are dropped.
 
         Everything else stays byte for byte. `last_step=0` starts the log afresh.
         """
@@ -75,20 +77,20 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read ({error.strerror}): is this the directory of a run that has taken a step?"
+            f"cannot read {path} ({error.strerror}): give the directory of a run that has taken a step"
         ) from error
     return [row for _, row in _lines(path, data)]
 
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """A disk that is full or gone ends the run: a step without its metrics would be missing for good."""
+    """A full or lost disk ends the run: a step without its metrics would be missing for good."""
     try:
         yield
     except OSError as error:
         raise RecipeError(
-            f"output: {path} cannot be written ({error.strerror or error}): "
-            "make room, then give the same command again"
+            f"output: cannot write {path} ({error.strerror or error}): "
+            "free disk space, then run the same command again"
         ) from error
 
 

@@ -39,18 +39,18 @@ _DIVERGENCE = (
     ("actor/ppo_kl", "from the old policy", ORANGE),
 )
 _CLIPPED = (
-    ("actor/pg_clipfrac", "share clipped", PURPLE),
+    ("actor/pg_clipfrac", "fraction clipped", PURPLE),
     ("actor/pg_clipfrac_lower", "by the dual clip", ORANGE),
 )
 POLICY: tuple[Panel, ...] = (
-    ("divergence (nats)", _DIVERGENCE),
+    ("KL divergence (nats)", _DIVERGENCE),
     ("entropy (nats)", (("actor/entropy", "entropy", GREEN),)),
     ("tokens clipped", _CLIPPED),
 )
 ROLLOUT: tuple[Panel, ...] = (
     ("response tokens", (("response_length/mean", "mean", BLUE), ("response_length/max", "longest", ORANGE))),
-    ("responses cut off", (("response_length/clip_ratio", "share that was cut", RED),)),
-    ("mismatch", (("training/rollout_probs_diff_mean", "mean difference of probabilities", PURPLE),)),
+    ("truncated responses", (("response_length/clip_ratio", "fraction", RED),)),
+    ("mismatch", (("training/rollout_probs_diff_mean", "mean probability difference", PURPLE),)),
 )
 
 
@@ -66,7 +66,7 @@ def _sides(metric: str) -> tuple[tuple[str, str, str], ...]:
 PREFERENCE: tuple[Panel, ...] = (
     ("accuracy", _both("accuracy")),
     ("reward", _sides("reward")),
-    ("spread of rewards", _sides("reward_std")),
+    ("standard deviation of rewards", _sides("reward_std")),
     ("F1 of wrong steps", _both("f1")),
     ("calibration error", _both("calibration_error")),
 )
@@ -92,7 +92,7 @@ AFTER_A_STEP = ("validate", "save_checkpoint")
 
 
 def plot_run(metrics: Sequence[Mapping[str, float]], out: Path, *, name: str | None = None) -> list[Path]:
-    """Draws what the rows hold into the directory `out` and returns the files.
+    """Plot the rows into the directory `out` and return the files.
 
     `name` is the run's in the titles; by default the run directory's, of which `out` is a child.
     """
@@ -170,7 +170,7 @@ def _panels(
 
 
 def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
-    """What the seconds of a step went to; nothing where only whole steps were measured."""
+    """Where the time of a step went; nothing if only whole steps were measured."""
     rows = [row for row in metrics if "timing_s/step" in row]
     if not any(f"timing_s/{part}" in row for row in rows for part in TIMING):
         return None
@@ -184,7 +184,7 @@ def _timing(metrics: Sequence[Mapping[str, float]], run: str) -> Figure | None:
     seconds["other"] = np.maximum(_seconds(rows, "step") - inside, 0.0)
     seconds = {part: values for part, values in seconds.items() if values.any()}
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
-    figure, (axes,) = new_figure("Time of a step", run, rows=1)
+    figure, (axes,) = new_figure("Step time", run, rows=1)
     if len(steps) >= LONG:
         colours = [TIMING[part] for part in seconds]
         axes.stackplot(steps, list(seconds.values()), colors=colours, labels=list(seconds))

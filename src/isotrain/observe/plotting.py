@@ -1,4 +1,4 @@
-"""The look that all our pictures share."""
+"""The style and helpers of all plots."""
 
 from __future__ import annotations
 

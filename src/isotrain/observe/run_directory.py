@@ -69,8 +69,8 @@ class RunDirectory:
             write_atomically(run.resolved, _to_json(dict(resolved)))
         except OSError as error:
             raise RecipeError(
-                f"output: {run.path} cannot be used as a run directory ({error.strerror or error}): "
-                "choose a directory that can be written to"
+                f"output: cannot use {run.path} as a run directory ({error.strerror or error}): "
+                "set output to a writable directory"
             ) from error
         return run
 
@@ -86,7 +86,7 @@ class RunDirectory:
             return []
         starts = content.get("starts")
         if not isinstance(starts, list):
-            raise DataError(f'{self.environment}: no list "starts" in it; move the file away to start afresh')
+            raise DataError(f'{self.environment} has no list "starts"; move the file away to start afresh')
         return starts
 
 

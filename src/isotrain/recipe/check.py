@@ -103,7 +103,9 @@ class _Walk:
                 self.missing.append(((name,), f"{name!r} is missing; {by} needs it {purpose}"))
         for name, reason in model.refuses.items():
             if self.is_there((name,)):
-                self.document.complain((name,), f"{name!r} cannot be used with {by}, which {reason}; remove it")
+                self.document.complain(
+                    (name,), f"{name!r} cannot be used with {by}, which {reason}; remove it"
+                )
 
     def unknown(self, path: Path, value: Any, known: list[str]) -> None:
         name = dotted(path)

@@ -1,1 +1,1 @@
-"""What a rule's plain conditions cannot say: one file per topic, each a generator of findings."""
+"""Checks that rules.yaml cannot express: one file per topic, each a generator of findings."""

@@ -52,14 +52,14 @@ def _mask(scene: Scene) -> Iterator[Finding]:
         return
     parts = [part.strip() for part in text.split(",")]
     if not all(is_number(part) for part in parts):
-        problem = f"{_MASK}={text}: not a list of device numbers, so that no device is visible"
+        problem = f"{_MASK}={text} is not a list of device numbers, so no device is visible"
         remedy = f"export {_MASK}=0,1,... or unset it"
         yield Finding("mask-is-not-numbers", "error", problem, remedy)
         return
     numbers = [int(part) for part in parts]
     ascending = sorted(set(numbers))
     if numbers != ascending:
-        problem = f"{_MASK}={text}: not strictly ascending, so that the device count is 0"
+        problem = f"{_MASK}={text} is not strictly ascending, so the device count is 0"
         remedy = f"export {_MASK}={','.join(map(str, ascending))}"
         yield Finding("mask-out-of-order", "error", problem, remedy)
     facts = scene.facts
@@ -68,7 +68,9 @@ def _mask(scene: Scene) -> Iterator[Finding]:
     if missing:
         # Containers count the devices that they were given from 0, whatever npu-smi calls them.
         counted = facts.container and max(numbers) < len(facts.npus)
-        problem = f"{_MASK}={text}: this machine has no device {', '.join(map(str, missing))}"
+        problem = (
+            f"{_MASK}={text} names devices that this machine does not have: {', '.join(map(str, missing))}"
+        )
         remedy = f"choose among {','.join(map(str, sorted(present)))}"
         yield Finding("mask-names-missing-devices", "warning" if counted else "error", problem, remedy)
     if scene.generation == "A3" and not missing and len(ascending) > 1:
@@ -80,8 +82,8 @@ def _mask(scene: Scene) -> Iterator[Finding]:
         )
         if halves:
             problem = (
-                f"{_MASK}={text}: one die of a module without the other ({', '.join(map(str, halves))}); "
-                "jobs on an A3 take whole modules"
+                f"{_MASK}={text} names one die of a module only ({', '.join(map(str, halves))}); "
+                "jobs on an A3 use whole modules"
             )
             remedy = "name both dies of each module"
             yield Finding("half-modules", "warning", problem, remedy)
@@ -90,12 +92,12 @@ def _mask(scene: Scene) -> Iterator[Finding]:
 def _npus(scene: Scene) -> Iterator[Finding]:
     facts = scene.facts
     if facts.npu_smi and "-8005" in facts.npu_smi:
-        problem = f"npu-smi may not talk to the driver: {facts.npu_smi}"
+        problem = f"npu-smi has no permission to use the driver: {facts.npu_smi}"
         remedy = "run as root or as a member of the group HwHiAiUser; in a container also mount the devices"
         yield Finding("no-permission-for-the-driver", "error", problem, remedy)
     elif facts.npu_smi:
         problem = f"npu-smi fails: {facts.npu_smi}"
-        remedy = "look at `dmesg` and the driver's installation (npu-smi info -t board -i 0)"
+        remedy = "check `dmesg` and the driver's installation (npu-smi info -t board -i 0)"
         yield Finding("npu-smi-fails", "error", problem, remedy)
     elif not facts.npus and not facts.npu_devices:
         inside = facts.container
@@ -103,7 +105,7 @@ def _npus(scene: Scene) -> Iterator[Finding]:
         remedy = _MOUNTS if inside else "install the driver and firmware, or use device.type=cpu"
         yield Finding("no-npu-visible", "error", problem, remedy)
     elif facts.npu_smi is None and facts.driver is None:
-        problem = "device files are here, but neither npu-smi nor the driver's directory is"
+        problem = "device files exist, but npu-smi and the driver's directory are missing"
         remedy = _MOUNTS if facts.container else "install the driver"
         yield Finding("driver-not-mounted", "error", problem, remedy)
     mask = facts.variables.get(_MASK)
@@ -114,14 +116,14 @@ def _npus(scene: Scene) -> Iterator[Finding]:
             remedy = f"leave it out of {_MASK}, and see npu-smi info -t health -i {npu.module}"
             yield Finding("unhealthy-device", "error", problem, remedy)
     if facts.npu_holders:
-        problem = f"other processes hold devices: {', '.join(map(str, sorted(set(facts.npu_holders))))}"
+        problem = f"other processes use devices: {', '.join(map(str, sorted(set(facts.npu_holders))))}"
         remedy = f"wait for them, or choose free devices with {_MASK}"
         yield Finding("devices-in-use", "warning", problem, remedy)
     if facts.npus and scene.generation in (None, "A1", "inference only"):
         name = facts.npus[0].name
         kind = f"{scene.generation} hardware" if scene.generation else "not in the matrix"
         problem = f"{name} is {kind}: no published stack trains on it"
-        remedy = "expect to be the first; the matrix is in docs/ascend.md"
+        remedy = "expect problems; docs/ascend.md has the matrix"
         yield Finding("unknown-hardware", "warning", problem, remedy)
 
 
@@ -129,8 +131,8 @@ def _driver(scene: Scene) -> Iterator[Finding]:
     facts = scene.facts
     if facts.driver and facts.firmware and order(facts.driver) != order(facts.firmware):
         newer = max(facts.driver, facts.firmware, key=order)
-        problem = f"the driver is of {facts.driver}, the firmware of {facts.firmware}"
-        remedy = f"install driver and firmware of one release, such as {newer}"
+        problem = f"the driver is from release {facts.driver}, the firmware from {facts.firmware}"
+        remedy = f"install driver and firmware of the same release, such as {newer}"
         yield Finding("driver-and-firmware", "warning", problem, remedy)
     if not facts.driver or not facts.cann:
         return
@@ -142,10 +144,8 @@ def _driver(scene: Scene) -> Iterator[Finding]:
     # The driver of the newest stack that is not newer than this toolkit.
     wanted = max(published, key=order, default=None)
     if wanted and order(facts.driver) < order(wanted):
-        problem = (
-            f"stacks up to CANN {facts.cann} were published with driver {wanted}, this one is {facts.driver}"
-        )
-        remedy = f"install driver {wanted} or newer on the host, or a CANN of its age"
+        problem = f"stacks up to CANN {facts.cann} need driver {wanted}; this machine has {facts.driver}"
+        remedy = f"install driver {wanted} or newer on the host, or an older CANN"
         yield Finding("driver-older-than-cann", "warning", problem, remedy)
 
 
@@ -172,6 +172,6 @@ def _gpus(scene: Scene) -> Iterator[Finding]:
     wanted = matrix().cuda_driver.get(found[1]) if found else None
     driver = facts.gpus[0].driver
     if found and wanted and Version(driver) < Version(wanted):
-        problem = f"torch {torch} needs driver {wanted} or newer, this one is {driver}"
+        problem = f"torch {torch} needs driver {wanted} or newer; this machine has {driver}"
         remedy = f"update the driver, or install a torch built for an older CUDA than {found[1]}"
         yield Finding("old-nvidia-driver", "error", problem, remedy)

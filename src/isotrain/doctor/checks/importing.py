@@ -1,4 +1,4 @@
-"""What torch said when a child process imported it."""
+"""Errors of `import torch` in a child process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from isotrain.doctor.findings import Finding
 from isotrain.doctor.scene import Scene
 
-# The first pattern that the message holds explains it.
+# The first pattern found in the message explains it.
 _CAUSES = (
     (
         r"lib(hccl|ascendcl|acl_op_compiler|ge_runner|graph)\.so",
@@ -40,5 +40,7 @@ def check(scene: Scene) -> Iterator[Finding]:
         return
     remedy = next((remedy for pattern, remedy in _CAUSES if re.search(pattern, said)), None)
     problem = f"import torch fails: {said}"
-    remedy = remedy or "run python -c 'import torch' to see all of it; reinstall torch first and alone"
+    remedy = (
+        remedy or "run python -c 'import torch' to see the whole error; reinstall torch first, on its own"
+    )
     yield Finding("torch-import", "error", problem, remedy)

@@ -1,4 +1,4 @@
-"""What one recipe asks of a machine: devices, memory that processes share, disk, ports, files."""
+"""What one recipe needs on a machine: devices, shared memory, disk, ports, files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def devices_needed(recipe: Recipe) -> int:
 def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     present, needed = visible(scene), devices_needed(recipe)
     if scene.target == "npu" and scene.generation == "A3" and needed > 1 and needed % 2:
-        problem = f"the recipe needs {needed} devices; on an A3 two are one module, and jobs take whole ones"
+        problem = f"the recipe needs {needed} devices, but jobs on an A3 use whole modules of two devices"
         remedy = f"write device.ranks={recipe.device.ranks + 1}"
         yield Finding("half-a-module", "warning", problem, remedy)
     if scene.target == "cpu" or present is None or present >= needed:
@@ -53,8 +53,8 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         remedy += ", fewer rollout.engines or a smaller rollout.tensor_parallel"
     # A Ray cluster may have more machines than this one; `auto` joins one that is there.
     if address != "local":
-        remedy = f"the Ray cluster's other machines must have {needed - present}, or {remedy}"
-    problem = f"the recipe needs {needed} devices, {present} are visible" + (
+        remedy = f"add machines with {needed - present} more devices to the Ray cluster, or {remedy}"
+    problem = f"the recipe needs {needed} devices, but {present} are visible" + (
         " here" if address != "local" else ""
     )
     yield Finding("too-few-devices", levels.get(address, "note"), problem, remedy)
@@ -63,7 +63,7 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
 def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     shared, disk = scene.facts.free.get(SHARED_MEMORY), scene.facts.free.get(recipe.output)
     if recipe.rollout and shared is not None and shared < _LEAST_SHARED_MEMORY:
-        problem = f"{SHARED_MEMORY} has {shared / _GIB:.2f} GiB free; new weights reach engines through it"
+        problem = f"{SHARED_MEMORY} has {shared / _GIB:.2f} GiB free; weight updates go through it"
         remedy = (
             "start the container with --shm-size=16g"
             if scene.facts.container
@@ -71,8 +71,8 @@ def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         )
         yield Finding("little-shared-memory", "warning", problem, remedy)
     if disk is not None and disk < _LEAST_DISK:
-        problem = f"{disk / _GIB:.1f} GiB are free where the run is written ({recipe.output})"
-        remedy = "write output= somewhere larger, or trainer.keep_checkpoints=1"
+        problem = f"only {disk / _GIB:.1f} GiB are free for the run directory ({recipe.output})"
+        remedy = "set output= to a larger disk, or trainer.keep_checkpoints=1"
         yield Finding("little-disk", "warning", problem, remedy)
 
 
@@ -83,8 +83,9 @@ def _ports(scene: Scene) -> Iterator[Finding]:
     base = int(text) if is_number(text) else _HCCL_BASE_PORT
     taken = sorted(scene.facts.ports & set(range(base, base + _HCCL_PORTS)))
     if taken:
-        problem = f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, somebody listens on " + ", ".join(
-            map(str, taken)
+        problem = (
+            f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, but another process listens on "
+            + ", ".join(map(str, taken))
         )
         remedy = "export HCCL_IF_BASE_PORT=50000 (a free range of 16), the same on every node"
         yield Finding("hccl-ports-taken", "warning", problem, remedy)

