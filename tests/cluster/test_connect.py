@@ -184,7 +184,7 @@ def test_a_cluster_that_wants_another_token(
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
         monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     with (
-        pytest.raises(ClusterError, match=r"wants a token.*RAY_AUTH_MODE=token"),
+        pytest.raises(ClusterError, match=r"needs a token.*RAY_AUTH_MODE=token"),
         join_cluster(ClusterSection(address=running), Cpu()),
     ):
         pass

@@ -157,7 +157,7 @@ def test_waiting_and_idle_devices_are_told(grown: None) -> None:
         pass
     assert told == [
         "waiting for 2 NPU (6 free), at most 60 s",
-        "6 NPU of the cluster stay idle; device.ranks counts those of all machines",
+        "6 NPU of the cluster stay idle; device.ranks counts devices of all machines",
     ]
 
 

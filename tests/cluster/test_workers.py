@@ -99,9 +99,7 @@ def test_an_error_at_the_start(cluster: Cluster) -> None:
 
 
 def test_a_call_over_its_time_names_who_is_late(clerks: WorkerGroup) -> None:
-    with pytest.raises(
-        ClusterError, match=r"clerk: no answer to `sleep` within 0.5 s from 1 on 127\.0\.0\.1"
-    ):
+    with pytest.raises(ClusterError, match=r"clerk: no reply to `sleep` within 0.5 s from 1 on 127\.0\.0\.1"):
         clerks.call_each("sleep", [(0.0,), (1.5,)], timeout=0.5)
     assert clerks.call("add", 0, timeout=30) == [0, 0]
 

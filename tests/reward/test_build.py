@@ -52,7 +52,7 @@ def test_a_right_answer_that_no_answer_can_equal_is_told() -> None:
             [RewardInput("#### 72", "48 / 2 = 24\n" * 50 + "#### 72"), RewardInput("#### 72", 72.0)]
         )
     assert (worked.score, worked.failure) == (0.0, "error")
-    assert worked.detail.endswith("#### 72' is no plain number; look at reward.answer_key")
+    assert worked.detail.endswith("#### 72' is not a plain number; check reward.answer_key")
     assert plain == Scored(1.0, {"gsm8k": 1.0})
 
 
@@ -131,7 +131,7 @@ def test_memory_and_start_of_a_function_are_bounded(tmp_path: Path) -> None:
     path.write_text("import time\ntime.sleep(1000)\n")
     with (
         scorer(function={"path": f"{path}:f", "start_timeout": 0.5}) as rewards,
-        pytest.raises(RewardError, match=r"it was not ready after 0\.5 s"),
+        pytest.raises(RewardError, match=r"not ready after 0\.5 s"),
     ):
         rewards.start()
 

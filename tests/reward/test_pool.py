@@ -60,9 +60,9 @@ def run(pool: Pool, responses: list[str]) -> list[Scored]:
         ("segfault", "crash", "SIGSEGV"),
         ("kill", "crash", "SIGKILL"),
         ("close", "crash", "the reward process"),
-        ("noise", "crash", "not a reply"),
-        ("huge", "crash", "not a reply"),
-        ("deep", "crash", "not a reply"),
+        ("noise", "crash", "an invalid reply"),
+        ("huge", "crash", "an invalid reply"),
+        ("deep", "crash", "an invalid reply"),
     ],
 )
 def test_a_hang_or_crash_costs_one_answer(
@@ -351,11 +351,11 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         (
             "\n\ndef f(response, prompt): ...\n",
             "f",
-            r"rewards\.py:3: f has a parameter prompt .* give it a default",
+            r"rewards\.py:3: f has an unknown parameter prompt; give it a default",
         ),
-        ("def f(**more): ...\n", "f", r"rewards\.py:1: f names none of the parameters response,"),
+        ("def f(**more): ...\n", "f", r"rewards\.py:1: f must have at least one of the parameters response,"),
         ("import os\nos._exit(7)\n", "score", "could not be started: .* exit code 7"),
-        ("import time\ntime.sleep(1000)\n", "score", r"could not be started: it was not ready after 1 s"),
+        ("import time\ntime.sleep(1000)\n", "score", r"could not be started: not ready after 1 s"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, message: str) -> None:

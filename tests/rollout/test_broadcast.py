@@ -130,7 +130,7 @@ def test_a_sender_that_fails_says_so(receivers: list[Receiver]) -> None:
         sender.send(stream(), 1)
     for receiver in receivers:
         answer = receiver.read()
-        assert "was given up by its sender: ValueError('out of memory')" in answer["error"]
+        assert "the sender aborted weight update 1: ValueError('out of memory')" in answer["error"]
         assert answer["seconds"] < TIMEOUT
 
 

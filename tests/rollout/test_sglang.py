@@ -231,12 +231,12 @@ def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) ->
 
 
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
-    "not JSON": ({"text": "<html>"}, "response to /generate is not JSON"),
+    "not JSON": ({"text": "<html>"}, "reply to /generate is not JSON"),
     "empty": ({"text": ""}, "no meta_info"),
     "a list": ({"text": "[]"}, "no meta_info"),
-    "no tokens": ({"edit": {"output_ids": []}}, "0 tokens, 1 to 6 asked for"),
+    "no tokens": ({"edit": {"output_ids": []}}, "0 tokens, expected 1 to 6"),
     "text for tokens": ({"edit": {"output_ids": ["a"]}}, "output_ids are not a list of tokens"),
-    "too many tokens": ({"edit": {"output_ids": [9] * 7}}, "7 tokens, 1 to 6 asked for"),
+    "too many tokens": ({"edit": {"output_ids": [9] * 7}}, "7 tokens, expected 1 to 6"),
     "no log-probs": ({"edit": {"meta_info.output_token_logprobs": None}}, "are not a list of log-probs"),
     "bare log-probs": ({"edit": {"meta_info.output_token_logprobs": [-1.0]}}, "not a list of log-probs"),
     "others' log-probs": (
@@ -255,9 +255,9 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "given up": (
         {"edit": {"meta_info.finish_reason": {"type": "abort", "message": "queue is full"}}},
-        "a response was given up: queue is full",
+        "a response was aborted: queue is full",
     ),
-    "refused": ({"status": 400}, "/generate was refused with 400"),
+    "refused": ({"status": 400}, "server refused /generate with 400"),
     "a reason": ({"status": 503, "text": '{"error": {"message": "busy"}}'}, "refused with 503: busy"),
     "another reason": ({"status": 500, "text": '{"object": "error", "message": "oops"}'}, "with 500: oops"),
 }
@@ -323,13 +323,17 @@ def test_bad_updates(
         (replace(good, digest="0" * 64), {}, "is damaged: digest"),
         (replace(good, address=good.address + "x"), {}, "is not there"),
         (write(weights[1:]), {}, r"lacks weights of parameters \(1\): model.embed_tokens.weight"),
-        (write([*weights, ("model.extra", torch.zeros(1))]), {}, r"do not fit \(1\): model.extra"),
-        (write(shaped), {}, r"do not fit \(1\): model.norm.weight"),
-        (good, {path: {"kind": "refused"}}, "failed: .* was refused with 400: out of memory"),
-        (good, {path: {"kind": "failed"}}, "failed: its server answers .*'success': False"),
+        (
+            write([*weights, ("model.extra", torch.zeros(1))]),
+            {},
+            r"do not match the model \(1\): model.extra",
+        ),
+        (write(shaped), {}, r"do not match the model \(1\): model.norm.weight"),
+        (good, {path: {"kind": "refused"}}, "failed: the server refused .* with 400: out of memory"),
+        (good, {path: {"kind": "failed"}}, "failed: its server replied .*'success': False"),
         (good, {path: {"kind": "version"}}, "failed: its server has version .* of the weights"),
-        (good, {path: {"text": "{"}}, "failed: the response to .* is not JSON"),
-        (good, {"/model_info": {"text": "[]"}}, "failed: the response to /model_info is not an object"),
+        (good, {path: {"text": "{"}}, "failed: the reply to .* is not JSON"),
+        (good, {"/model_info": {"text": "[]"}}, "failed: the reply to /model_info is not an object"),
     ):
         before = engine.version
         recorder.misbehave(faults)
@@ -367,7 +371,7 @@ def test_slow_responses_are_waited_for_and_given_up(
     recorder.misbehave({"/generate": {"kind": "slow"}})
     begun = time.monotonic()
     threading.Timer(1.0, lambda: engine._exchange.post("/abort_request", {"abort_all": True}, 10)).start()
-    with pytest.raises(RolloutError, match="engine 7: a response was given up: Aborted"):
+    with pytest.raises(RolloutError, match="engine 7: a response was aborted: Aborted"):
         list(engine.generate(requests(), SAMPLING))
     assert 1 < time.monotonic() - begun < 10
     recorder.misbehave({})
@@ -377,9 +381,9 @@ def test_slow_responses_are_waited_for_and_given_up(
 def check_lost(engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]) -> None:
     assert not psutil.pid_exists(recorder.start()["pid"])
     recorder.misbehave({})
-    with pytest.raises(RolloutError, match="engine 7 lost its server; it must be started again"):
+    with pytest.raises(RolloutError, match="engine 7 lost its server; it must be restarted"):
         list(engine.generate(requests(), SAMPLING))
-    with pytest.raises(WeightUpdateError, match="engine 7 lost its server; it must be started again"):
+    with pytest.raises(WeightUpdateError, match="engine 7 lost its server; it must be restarted"):
         engine.update_weights(write_update(weights, 9))
     with pytest.raises(RolloutError, match="engine 7 lost its server"):
         engine.wake()
@@ -394,7 +398,7 @@ def test_a_server_that_is_stuck(
 ) -> None:
     monkeypatch.setattr(sglang, "SILENCE", 0.2)
     recorder.misbehave({"/generate": {"kind": "slow"}, "/health": {"kind": "stuck"}})
-    with pytest.raises(RolloutError, match=r"^engine 7: its server is stuck: .*/health was refused with 503"):
+    with pytest.raises(RolloutError, match=r"^engine 7: its server is stuck: .* refused /health with 503"):
         list(engine.generate(requests(), SAMPLING))
     check_lost(engine, recorder, weights)
 
@@ -421,7 +425,7 @@ def test_a_server_that_hangs_up(
     engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
     recorder.misbehave({"/generate": {"kind": "hangs up"}})
-    with pytest.raises(RolloutError, match=r"^engine 7: no answer to /generate \("):
+    with pytest.raises(RolloutError, match=r"^engine 7: no reply to /generate \("):
         list(engine.generate(requests(), SAMPLING))
     check_lost(engine, recorder, weights)
 
@@ -443,9 +447,9 @@ def test_servers_that_do_not_start(start: Start, recorder: Recorder, monkeypatch
     with pytest.raises(RolloutError, match=r"(?s)^engine 7: SGLang did not start; .*no device found"):
         start()
     recorder.misbehave({"/model_info": {"edit": {"model_path": "another"}}})
-    with pytest.raises(RolloutError, match="engine 7: the port of its server is that of another one"):
+    with pytest.raises(RolloutError, match="engine 7: another server uses its port"):
         start()
-    with pytest.raises(RolloutError, match=r"engine 7: its server could not be started: .*nowhere"):
+    with pytest.raises(RolloutError, match=r"engine 7: cannot start its server: .*nowhere"):
         start(server_python="/nowhere/python")
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(

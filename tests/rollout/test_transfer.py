@@ -182,7 +182,7 @@ def test_the_same_name_twice(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path) -> None:
-    with pytest.raises(WeightUpdateError, match="no weight update can be written"):
+    with pytest.raises(WeightUpdateError, match="cannot write a weight update"):
         write_update(weights(), 1, tmp_path / "missing")
 
 

@@ -19,7 +19,7 @@ def test_vllm_itself_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     error = cannot_import(failed_import(monkeypatch, "vllm"), "cuda")
     assert isinstance(error, RolloutError)
     assert str(error) == (
-        "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or write rollout.engine: hf"
+        "rollout.engine: vllm is not installed; pip install 'isotrain[vllm]', or set rollout.engine: hf"
     )
 
 

@@ -1,4 +1,4 @@
-"""The Ray cluster that a recipe means, joined or started."""
+"""Join or start the Ray cluster of a recipe."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from isotrain.device.detect import choose_device
 from isotrain.errors import ClusterError
 from isotrain.recipe.online import ClusterSection
 
-# A thread that calls Ray when the run is over would start a cluster of Ray's own making, open to anyone.
+# A thread that calls Ray after the run would make Ray start a cluster that is open to anyone.
 auto_init_hook.enable_auto_connect = False
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOW_TO_AUTHENTICATE = (
-    "write a secret with `ray get-auth-token --generate`, copy ~/.ray/auth_token to every machine, and set "
+    "run `ray get-auth-token --generate`, copy ~/.ray/auth_token to every machine, and set "
     "RAY_AUTH_MODE=token there, both for `ray start` and for isotrain"
 )
 
@@ -49,7 +49,7 @@ class Cluster:
     logs: Path
     """Where Ray's workers on this machine write their output."""
     trusted: bool = True
-    """Whether nobody else reaches it, as far as its user says."""
+    """Whether the user says that nobody else reaches it."""
 
     @property
     def introduction(self) -> str:
@@ -78,7 +78,7 @@ def join_cluster(
     logging.getLogger("ray").setLevel(logging.ERROR)
     with ExitStack() as stack:
         stack.enter_context(_end_on_sigterm())
-        # Calls that fail because we end their workers are nobody's business.
+        # Calls that fail because we end their workers are not worth a message.
         stack.enter_context(variables(RAY_IGNORE_UNHANDLED_ERRORS="1"))
         address = find_cluster(cluster.address, answer_timeout)
         by_itself = cluster.address == "auto" and not os.environ.get("RAY_ADDRESS")
@@ -110,7 +110,7 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
         return None
     if not re.fullmatch(r"[^/\s]+:\d+", address):
         raise ClusterError(
-            f"RAY_ADDRESS: cannot use {address!r}; give the head's host:port (as `ray start` prints it), "
+            f"RAY_ADDRESS: cannot use {address!r}; set the head's host:port (as `ray start` prints it), "
             "`local` or `auto`, and run isotrain on a machine of the cluster (ray:// clients do not work)"
         )
     return address
@@ -140,8 +140,8 @@ def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Itera
         )
     if answer is Answer.REFUSED:
         raise ClusterError(
-            f"cluster.address: the Ray cluster at {address} wants a token, and this process has none or "
-            "another; put the cluster's token into ~/.ray/auth_token and set RAY_AUTH_MODE=token"
+            f"cluster.address: the Ray cluster at {address} needs a token, and this process has none or a "
+            "wrong one; put the cluster's token into ~/.ray/auth_token and set RAY_AUTH_MODE=token"
         )
     host = address.rpartition(":")[0]
     read_authentication_again()
@@ -166,18 +166,18 @@ def several_machines(nodes: Sequence[Node]) -> bool:
 
 
 def check_machines(cluster: Cluster, answer_timeout: float = 30.0) -> None:
-    """Refuse a cluster that has become one of several machines, if it takes requests from anyone."""
+    """Refuse a cluster that has become multi-node, if it accepts unauthenticated requests."""
     if not cluster.trusted and several_machines(living_nodes()):
         check_authentication(cluster.address, answer_timeout)
 
 
 def check_authentication(address: str, answer_timeout: float) -> None:
-    """Refuse a cluster that takes requests from anyone: to Ray, a request is code to run."""
+    """Refuse a cluster that accepts unauthenticated requests: to Ray, a request is code to run."""
     if knock(address, answer_timeout, stranger=True) is not Answer.REFUSED:
         raise ClusterError(
             f"the Ray cluster at {address} has several machines and runs code for anyone who reaches its "
-            f"ports. Switch token authentication on: {HOW_TO_AUTHENTICATE}. On a network that nobody else "
-            "reaches you may set cluster.allow_unauthenticated=true instead"
+            f"ports. Turn on token authentication: {HOW_TO_AUTHENTICATE}. On an isolated network you can set "
+            "cluster.allow_unauthenticated=true instead"
         )
 
 

@@ -1,4 +1,4 @@
-"""What Ray reports about a worker, in our words."""
+"""Errors of workers, from what Ray reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerDied(ClusterError):
 
 
 class Overdue(ClusterError):
-    """A worker that has not answered within the time it was given."""
+    """A worker that did not reply within its timeout."""
 
 
 def explain(error: Exception, who: str, index: int, method: str, where: Whereabouts | None) -> IsotrainError:

@@ -38,8 +38,8 @@ class Host:
             os.chdir(directory)
         except OSError as error:
             raise ClusterError(
-                f"{directory} is not on every machine of the cluster ({error.strerror}); start from one "
-                "that all of them have, with the model and the data"
+                f"{directory} is not on every machine of the cluster ({error.strerror}); start in a "
+                "directory that all machines share, with the model and the data"
             ) from error
         # Not in the constructor: errors there reach the controller as an actor's death, without their type.
         self._worker = self._guarded(worker, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What is known of the cluster that this process is connected to: nodes, devices, workers that ended."""
+"""State of the joined cluster: nodes, devices, workers that ended."""
 
 from __future__ import annotations
 

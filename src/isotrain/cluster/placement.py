@@ -105,7 +105,7 @@ def place(
         seats = _seats(group, sizes, device, start_timeout)
         check_machines(cluster)  # some may have come since it was joined
         if not cluster.private and (idle := resource_counts(resource)[1]) >= 1 and resource != "CPU":
-            tell(f"{idle:g} {resource} of the cluster stay idle; device.ranks counts those of all machines")
+            tell(f"{idle:g} {resource} of the cluster stay idle; device.ranks counts devices of all machines")
         yield assign(seats, demand)
     finally:
         if ray.is_initialized():
@@ -195,7 +195,7 @@ def _seats(group: PlacementGroup, sizes: Sequence[int], device: Device, timeout:
             devices = [_ascending(found) for found in ray.get(asked, timeout=timeout)]
         except ray.exceptions.RayError as error:
             raise ClusterError(
-                f"Ray reserved {device.ray_resource} but did not tell which within {timeout:g} s: {error}"
+                f"Ray reserved {device.ray_resource} but did not say which within {timeout:g} s: {error}"
             ) from error
     if gone := {nodes[bundle] for bundle in range(len(sizes))} - set(hosts):
         raise ClusterError(
@@ -233,7 +233,7 @@ def _shortage(demand: Demand, resource: str) -> str:
     largest = largest_node(resource)
     if demand.engines and demand.tensor_parallel > largest:
         return (
-            f"rollout.tensor_parallel={demand.tensor_parallel}: an engine's devices are on one machine, but "
+            f"rollout.tensor_parallel={demand.tensor_parallel}: an engine runs on one machine, but "
             f"the largest of the Ray cluster has {largest:g} {resource}; lower rollout.tensor_parallel"
         )
     total, free = resource_counts(resource)
@@ -245,7 +245,7 @@ def _shortage(demand: Demand, resource: str) -> str:
             f"device.ranks={demand.ranks} + rollout.engines={demand.engines} x "
             f"rollout.tensor_parallel={demand.tensor_parallel}"
         )
-        remedy = "lower one of them, or set cluster.placement=colocated to share devices in turn"
+        remedy = "lower one of them, or set cluster.placement=colocated to share devices"
     return (
         f"the recipe needs {need} {resource} ({parts}, one for each rank), but the Ray cluster has {total:g} "
         f"({free:g} free) on {nodes} node{'s' * (nodes != 1)}; {remedy}, or use a larger cluster"

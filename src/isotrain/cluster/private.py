@@ -1,4 +1,4 @@
-"""A Ray cluster of this process alone: on the loopback address, behind a token that nobody else has."""
+"""A private Ray cluster: on the loopback address, behind a token that nobody else has."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _start(home: Path, resources: dict[str, float], cpus: int | None) -> Path:
             **_object_store(home),
         )
     except Exception as error:
-        raise ClusterError(f"a private Ray cluster could not be started: {error}") from error
+        raise ClusterError(f"cannot start a private Ray cluster: {error}") from error
     return Path(context["session_dir"]) / "logs"
 
 
@@ -95,10 +95,10 @@ def _object_store(home: Path) -> dict[str, Any]:
 
 @contextmanager
 def loopback_addresses() -> Iterator[None]:
-    """Within, Ray leaves 127.0.0.1 as it is.
+    """Within, Ray keeps 127.0.0.1.
 
-    Otherwise it puts the machine's outer address in its place, which nobody asked for. The switch is made
-    for other systems than Linux, where Ray has no clusters of several machines.
+    Otherwise it replaces it with the machine's outer address. The switch is made for systems other than
+    Linux, where Ray has no multi-node clusters.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -1,4 +1,4 @@
-"""Whether something answers at a cluster's address, and whether it asks for a token."""
+"""Whether a cluster replies at an address, and whether it needs a token."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from enum import Enum
 
 class Answer(Enum):
     OPEN = "open"
-    """The cluster takes requests."""
+    """The cluster accepts requests."""
     REFUSED = "refused"
-    """It wants a token, and had none or a wrong one."""
+    """It needs a token, and got none or a wrong one."""
     NONE = "none"
-    """Nothing answered in time."""
+    """No reply in time."""
 
 
 # In a process of its own, because Ray reads its authentication mode once, and because its client cannot be
-# interrupted while it waits for an answer.
+# interrupted while it waits for a reply.
 _VISITOR = """
 import os, sys
 from ray._raylet import GcsClient
@@ -34,7 +34,7 @@ os._exit(0)
 
 
 def knock(address: str, timeout: float, *, stranger: bool = False) -> Answer:
-    """What the cluster's head at `host:port` answers to this process, or to one that has no token."""
+    """How the cluster's head at `host:port` replies to this process, or to one without a token."""
     environment = dict(os.environ)
     if stranger:
         environment = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}

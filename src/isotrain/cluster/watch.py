@@ -1,4 +1,4 @@
-"""Waiting for some workers without overlooking the end of others that everybody needs."""
+"""Wait for some workers while watching others that must stay alive."""
 
 from __future__ import annotations
 

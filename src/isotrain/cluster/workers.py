@@ -47,7 +47,7 @@ class Member:
 class WorkerGroup:
     """Workers of one class, numbered from 0.
 
-    The members of an SPMD group wait for each other in collectives: when one fails, or does not answer in
+    The members of an SPMD group wait for each other in collectives: when one fails, or does not reply in
     time, all are ended. Members of other groups are independent, and can be restarted one by one.
     """
 
@@ -162,7 +162,7 @@ class WorkerGroup:
         deadline = None if timeout is None else time.monotonic() + timeout
         pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Any], Any]()
         while pending:
-            # Calls tell of their own workers' ends, and more: also what they were doing.
+            # A call reports the end of its own worker, and what that worker was doing.
             ready = self.watch.wait(list(pending), deadline, but=self._look_at_ranks)
             if not ready:
                 raise self._overdue(list(pending.values()), timeout)
@@ -200,7 +200,7 @@ class WorkerGroup:
         """End one worker, whatever it is doing, and start it anew with the same arguments."""
         assert not self._spmd, "the other members of an SPMD group cannot go on without this one"
         if self._closed:
-            raise ClusterError(f"{self._name} {index} is not started again: {self._closed}")
+            raise ClusterError(f"{self._name} {index} is not restarted: {self._closed}")
         self._kill(index)
         self._start([index])
 
@@ -217,7 +217,7 @@ class WorkerGroup:
         here = [index for index, host in enumerate(self._hosts) if host is not None]
         calls = [self.submit_to(index, "close") for index in here]
         self._closed = "it is closed"
-        if self._spmd:  # one that fails lets the others wait in vain
+        if self._spmd:  # if one fails, the others would wait forever
             with suppress(IsotrainError):
                 self.results(calls, self._closing)
         elif calls:
@@ -263,7 +263,7 @@ class WorkerGroup:
     def _lost_machine(self, index: int, seat: Seat) -> ClusterError:
         return ClusterError(
             f"{self._name} {index} cannot be started: its machine {seat.host} has left the cluster; "
-            "start the run again, with that machine or on the others: it goes on from its newest checkpoint"
+            "run the same command again, with or without that machine, to resume from the newest checkpoint"
         )
 
     def _create(self, member: Member) -> Any:
@@ -325,7 +325,7 @@ class WorkerGroup:
             for call in pending
             for where in [self._where[call.index]]
         )
-        error = Overdue(f"{self._name}: no answer to `{pending[0].method}` within {timeout:g} s from {late}")
+        error = Overdue(f"{self._name}: no reply to `{pending[0].method}` within {timeout:g} s from {late}")
         if self._spmd:
             self._closed = f"the group ended after an error: {error}"
             self.close()

@@ -1,4 +1,4 @@
-"""What every reward takes and gives: responses in, scores out in the same order."""
+"""The interface of rewards: responses in, scores out in the same order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What the model wrote, with the data row it items."""
+    """A response, with the data row of its prompt."""
 
     response: str
     answer: Any
-    """The right answer, as the row has it."""
+    """The reference answer of the row."""
     row: Mapping[str, Any] = field(default_factory=dict)
 
 

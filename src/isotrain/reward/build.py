@@ -24,7 +24,7 @@ CALLS_AT_ONCE = 16
 # Processes of one reward worker where the recipe names no number: machines have more cores than spare memory.
 MOST_PROCESSES = 8
 
-# Characters of a right answer that an error quotes: its end, where a worked solution has its number.
+# Characters of a reference answer that an error quotes: its end, where a worked solution has its number.
 SHOWN = 60
 
 
@@ -42,12 +42,12 @@ class Gsm8kRule:
 
     def _score(self, item: RewardInput) -> Scored:
         if item.answer is None:
-            detail = "the row has no right answer; look at reward.answer_key"
+            detail = "the row has no reference answer; check reward.answer_key"
             return Scored(0.0, failure="error", detail=detail)
         right = right_answer(item.answer, self._method)
         if right is None:
             shown = one_line(str(item.answer)[-SHOWN:])
-            detail = f"the right answer {shown!r} is no plain number; look at reward.answer_key"
+            detail = f"the reference answer {shown!r} is not a plain number; check reward.answer_key"
             return Scored(0.0, failure="error", detail=detail)
         return Scored(gsm8k_score(item.response, right, self._method, self._format_score))
 
@@ -59,7 +59,7 @@ class Gsm8kRule:
 
 
 class WeightedSum:
-    """Runs its parts side by side; where one fails, the response has `failed_score` and nothing else."""
+    """Runs its parts concurrently; if one fails, the response gets `failed_score` and nothing else."""
 
     def __init__(self, parts: dict[str, tuple[Gsm8kRule | Pool, float]], failed_score: float) -> None:
         self._parts, self._failed_score = parts, failed_score

@@ -129,7 +129,7 @@ async def _serve_async(
             call.cancel()
             reply: Message = {"failure": "timeout", "detail": f"no result after {timeout:g} s"}
         elif call.cancelled():
-            reply = {"failure": "error", "detail": "the call was cancelled by itself"}
+            reply = {"failure": "error", "detail": "the call cancelled itself"}
         else:
             reply = call.result()
         replies.send({"id": request["id"], **reply})

@@ -1,4 +1,4 @@
-"""A user's own reward function: loaded from its file, called by the names of its parameters."""
+"""A user's reward function: loaded from its file, called by the names of its parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def function_setup(path: str, source: str) -> dict[str, Any]:
 
 
 def load_function(path: str, source: str) -> RewardFunction:
-    """The function that `file.py:function` names; a `RewardError` tells file and line of what is wrong."""
+    """The function that `file.py:function` names; a `RewardError` gives file and line of a mistake."""
     file_name, _, name = path.rpartition(":")
     file = Path(file_name)
     module = _import(file, source)
@@ -81,7 +81,7 @@ def load_plugin(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if not callable(function):
         raise plugin.wrong("is not a function")
     if taken := sorted(options.keys() & ARGUMENTS.keys()):
-        raise plugin.wrong(f"has no option {taken[0]!r}: that is what the reward is given")
+        raise plugin.wrong(f"cannot take the option {taken[0]!r}: isotrain sets this argument")
     plugin.check_options(function, options)
     return _called(partial(function, **options) if options else function, name, plugin.package)
 
@@ -99,14 +99,14 @@ def function_file(path: str) -> tuple[Path, str]:
     file = Path(file_name)
     if not file.is_file():
         raise RewardError(
-            f"reward.function.path: there is no file {file_name} (looked in {os.getcwd()}); "
-            "write the path relative to the directory that training is started in, or in full"
+            f"reward.function.path: there is no file {file_name} in {os.getcwd()}; write the path "
+            "relative to the directory that training starts in, or in full"
         )
     return file, name
 
 
 def check_function(path: str) -> None:
-    """Raise what `load_function` would, as far as the text of the file tells it: nothing in it is run."""
+    """Raise what `load_function` would, as far as the text shows it, without running the file."""
     file, name = function_file(path)
     source = read_source(path)
     try:
@@ -176,11 +176,11 @@ def _names(function: Callable[..., Any], name: str, file_name: str) -> tuple[str
             wanted.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise RewardError(
-                f"{place}: {name} has a parameter {parameter.name} that rewards do not know; "
+                f"{place}: {name} has an unknown parameter {parameter.name}; "
                 f"give it a default, or use some of {', '.join(ARGUMENTS)}"
             )
     if not wanted:
-        raise RewardError(f"{place}: {name} names none of the parameters {', '.join(ARGUMENTS)}")
+        raise RewardError(f"{place}: {name} must have at least one of the parameters {', '.join(ARGUMENTS)}")
     return tuple(wanted)
 
 

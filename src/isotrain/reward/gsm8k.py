@@ -25,7 +25,7 @@ def find_answer(response: str, method: Literal["strict", "flexible"]) -> str | N
 
 
 def right_answer(value: Any, method: Literal["strict", "flexible"]) -> str | None:
-    """A row's right answer as text, or None where no answer that is found could ever equal it."""
+    """A row's reference answer as text, or None if no answer that is found could ever equal it."""
     text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
     return text if _COMPARABLE[method].fullmatch(text) else None
 

@@ -24,7 +24,7 @@ class PythonRefused(BaseException):
 
 
 def load_math() -> Callable[[str, Any], float]:
-    """A function of response and right answer that gives 1 or 0. It has no time limit of its own."""
+    """A function of response and reference answer that gives 1 or 0. It has no time limit of its own."""
     try:
         import math_verify
         from math_verify import parser
@@ -49,9 +49,9 @@ def load_math() -> Callable[[str, Any], float]:
 
     def score(response: str, answer: Any) -> float:
         if answer is None or not (gold_text := str(answer).strip()):
-            raise ValueError("the row has no right answer; look at reward.answer_key")
+            raise ValueError("the row has no reference answer; check reward.answer_key")
         if len(gold_text) > LONGEST_ANSWER:
-            raise ValueError(f"the right answer has more than {LONGEST_ANSWER} characters")
+            raise ValueError(f"the reference answer has more than {LONGEST_ANSWER} characters")
         if "\\boxed" not in gold_text and "$" not in gold_text:
             gold_text = f"\\boxed{{{gold_text}}}"
         gold = math_verify.parse(gold_text, parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""A few child processes that are kept busy with calls, each call with a time limit and its own failure."""
+"""A pool of child processes that compute rewards, each call with its own time limit and failure."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Pool:
                 try:
                     line = json.dumps(request, default=_plain).encode() + b"\n"
                 except (ValueError, TypeError, RecursionError) as error:
-                    detail = one_line(f"the row cannot be sent to the reward process: {error}")
+                    detail = one_line(f"cannot send the row to the reward process: {error}")
                     future.set_result(Scored(0.0, failure="error", detail=detail))
                     continue
                 self._inbox.append(_Call(line, future, self._next_identity, time.monotonic()))
@@ -318,7 +318,7 @@ class Pool:
                 broken = BrokenChild(refusal)
                 break
             if not self._understand(worker, message):
-                broken = broken or BrokenChild("the reward process sent something that is not a reply")
+                broken = broken or BrokenChild("the reward process sent an invalid reply")
                 break
         if broken or ended:
             self._lost(worker, "crash", str(broken or ""))
@@ -356,7 +356,7 @@ class Pool:
         if worker.ready:
             self._lost(worker, "timeout", f"no result after {self._timeout:g} s; its process was killed")
             return
-        self._lost(worker, "timeout", f"it was not ready after {self._start_timeout:g} s")
+        self._lost(worker, "timeout", f"not ready after {self._start_timeout:g} s")
 
     def _lost(self, worker: _Worker, failure: Failure, reason: str) -> None:
         """End a child that hangs or has crashed; the call that did it fails, the others are repeated."""
@@ -369,7 +369,7 @@ class Pool:
             return
         begun = [call for call in worker.calls.values() if call.begun]
         for call in worker.calls.values():
-            # Known when it was the only one at work, or when it has now failed alone for the second time.
+            # Known if it was the only call, or if it has now failed alone for the second time.
             if [call] == begun or (call.suspect and len(worker.calls) == 1):
                 call.future.set_result(Scored(0.0, failure=failure, detail=what))
             elif begun and not call.begun:
@@ -380,7 +380,7 @@ class Pool:
 
 
 def _read(message: dict[str, Any]) -> Scored | None:
-    """A reply as a result; None where it is none, for the child runs code that we did not write."""
+    """A reply as a result; None if it is invalid, since the child runs code that we did not write."""
     failure, detail = message.get("failure"), message.get("detail", "")
     if failure is not None:
         known = failure in FAILURES and isinstance(detail, str)

@@ -24,7 +24,7 @@ MARK = "ISOTRAIN_REWARD_PROCESS"
 
 
 class BrokenChild(Exception):
-    """The child cannot be talked to any more. The reason is empty where it has ended by itself."""
+    """The child can no longer be reached. The reason is empty if it ended by itself."""
 
 
 class Child:
@@ -91,7 +91,7 @@ class Child:
             while chunk := os.read(self.replies, _CHUNK):
                 self._in += chunk
                 if len(self._in) > LONGEST_REPLY and b"\n" not in self._in:
-                    broken = BrokenChild("the reward process sent a reply without end")
+                    broken = BrokenChild("the reward process sent an endless reply")
                     break
             else:
                 broken = BrokenChild()
@@ -106,7 +106,7 @@ class Child:
             except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
-                return messages, BrokenChild("the reward process sent something that is not a reply")
+                return messages, BrokenChild("the reward process sent an invalid reply")
             messages.append(message)
         return messages, broken
 

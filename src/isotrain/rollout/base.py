@@ -61,7 +61,7 @@ def trajectory_of(
 class RolloutEngine(Protocol):
     @property
     def name(self) -> str:
-        """What errors call this engine."""
+        """The name of this engine in errors."""
 
     @property
     def version(self) -> int:
@@ -69,7 +69,7 @@ class RolloutEngine(Protocol):
 
     @property
     def settings(self) -> dict[str, str]:
-        """What it was started with besides what the recipe says, to be recorded with the run."""
+        """Settings beyond the recipe, to be recorded with the run."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         """Trajectories in the order in which they are finished, not in that of the requests."""
@@ -81,7 +81,7 @@ class RolloutEngine(Protocol):
         """Take new weights; raises `WeightUpdateError` where they are not those that `update` describes."""
 
     def sleep(self) -> None:
-        """Give device memory back, on devices that can; the next update brings the weights again."""
+        """Free device memory, where the device can; the next update brings the weights back."""
 
     def wake(self) -> None:
         """Be ready to take weights and generate."""

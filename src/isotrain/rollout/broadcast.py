@@ -126,7 +126,7 @@ def _receive(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tupl
     store = c10d.PrefixStore(f"attempt/{plan['attempt']}", root)
     rank = store.add("joined", 1)
     if rank > plan["receivers"]:
-        raise WeightUpdateError(f"{engine}: {update.address} sends to {plan['receivers']} receivers only")
+        raise WeightUpdateError(f"{engine}: {update.address} sends only to {plan['receivers']} receivers")
     store.wait(["go"], deadline.left())
     group = _group(store, _address_towards(host, int(port)), rank, plan["receivers"] + 1, deadline)
     digest = Digest()
@@ -134,7 +134,7 @@ def _receive(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tupl
         metadata, payload = _receive_bucket(group, deadline)
         if "abort" in metadata:
             raise WeightUpdateError(
-                f"{engine}: weight update {update.version} was given up by its sender: {metadata['abort']}"
+                f"{engine}: the sender aborted weight update {update.version}: {metadata['abort']}"
             )
         if "end" in metadata:
             break

@@ -56,14 +56,14 @@ class LocalServer:
                     env=dict(environment),
                 )
         except OSError as error:
-            raise RolloutError(f"{name}: its server could not be started: {error}") from error
+            raise RolloutError(f"{name}: cannot start its server: {error}") from error
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def ended(self, patience: float = 0.0) -> str | None:
-        """How it ended and its last words; None while it runs."""
+        """How it ended and its last output; None while it runs."""
         deadline = time.monotonic() + patience
         while not self._has_ended():
             if time.monotonic() >= deadline:

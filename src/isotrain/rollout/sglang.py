@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine: its server as a child process, spoken to over loopback HTTP.
+"""SGLang as a rollout engine: a server in a child process, over loopback HTTP.
 
 Written to SGLang 0.5.18; unverified: it has not run against a real SGLang server or device.
 
@@ -44,7 +44,7 @@ NPU_DEFAULTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RAN
 
 # Requests that the server has at the same time; what it cannot run yet waits there.
 IN_FLIGHT = 256
-# Without a response for so long, the server is asked how it is; it takes up to 20 s itself to find out.
+# Without a reply for so long, the server's health is checked, which takes it up to 20 s.
 SILENCE = 60.0
 HEALTH = 30.0
 # Calls that only pass something on.
@@ -73,8 +73,8 @@ class SglangEngine:
     ) -> None:
         if device_type not in DEVICES:
             raise RolloutError(
-                f"rollout.engine: with a seed for each response, which it needs here, sglang does not run on "
-                f"{device_type}; write rollout.engine: vllm or hf"
+                f"rollout.engine: sglang does not support a seed per response on {device_type}; "
+                "set rollout.engine: vllm or hf"
             )
         self._name, self._version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost, self._running = "", "", False
@@ -175,8 +175,8 @@ class SglangEngine:
         while True:
             if (ended := self._server.ended(0.2)) is not None:
                 raise RolloutError(
-                    f"{self._name}: SGLang did not start; rollout.server_python names the interpreter of its "
-                    f"environment: {ended}"
+                    f"{self._name}: SGLang did not start; check that rollout.server_python is the Python "
+                    f"of its environment: {ended}"
                 )
             try:
                 self._exchange.get("/health", HEALTH)
@@ -187,16 +187,16 @@ class SglangEngine:
         # With our key, and so not another server that has taken the port.
         info = self._model_info()
         if info.get("model_path") != str(directory.absolute()) or info.get("weight_version") != "0":
-            raise RolloutError(f"{self._name}: the port of its server is that of another one: {info}")
+            raise RolloutError(f"{self._name}: another server uses its port: {info}")
 
     def _model_info(self) -> dict[str, Any]:
         info = self._exchange.get("/model_info", PROMPT)
         if not isinstance(info, dict):
-            raise RolloutError(f"{self._name}: the response to /model_info is not an object: {info!r}")
+            raise RolloutError(f"{self._name}: the reply to /model_info is not an object: {info!r}")
         return info
 
     def _run(self, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """Responses as they come; what is still asked for is given up when nobody wants it any more."""
+        """Responses as they come; closing the iterator aborts the remaining requests."""
         if self._unusable and not self._lost:
             raise RolloutError(f"{self._name} does not generate: {self._unusable}")
         self._check_idle()
@@ -223,7 +223,7 @@ class SglangEngine:
             self._running = False
 
     def _check_health(self) -> None:
-        """A response may take long; a server that does not make any progress does not reply this either."""
+        """A response may take long, but a server that is stuck does not reply to this either."""
         try:
             self._exchange.get("/health", HEALTH)
         except RolloutError as error:
@@ -238,7 +238,7 @@ class SglangEngine:
                 self._exchange.post("/abort_request", {"abort_all": True}, PROMPT)
                 running = list(wait(running, 1.0).not_done)
                 if running and time.monotonic() > deadline:
-                    raise NoReply(f"{self._name}: its server does not give up what it was asked")
+                    raise NoReply(f"{self._name}: its server does not abort its requests")
             except RolloutError as error:
                 self._lose(error)
 
@@ -251,7 +251,7 @@ class SglangEngine:
 
     def _check_idle(self, kind: type[RolloutError] = RolloutError) -> None:
         if self._lost:
-            raise kind(f"{self._name} {self._lost}; it must be started again")
+            raise kind(f"{self._name} {self._lost}; it must be restarted")
         if self._running:
             raise kind(f"{self._name} is generating; finish or close that iterator first")
 
@@ -266,7 +266,10 @@ class SglangEngine:
         found = {key: tuple(tensor.shape) for key, tensor in tensors}
         wrong = {key for key, shape in found.items() if self._shapes.get(key) != shape}
         missing = self._needed - found.keys()
-        for what, keys in (("has tensors that do not fit", wrong), ("lacks weights of parameters", missing)):
+        for what, keys in (
+            ("has tensors that do not match the model", wrong),
+            ("lacks weights of parameters", missing),
+        ):
             if keys:
                 raise WeightUpdateError(
                     f"{self._name}: weight update {update.version} {what} ({len(keys)}): "
@@ -288,7 +291,7 @@ class SglangEngine:
         try:
             reply = self._control("/update_weights_from_disk", body)
             if not isinstance(reply, dict) or reply.get("success") is not True:
-                raise RolloutError(f"{self._name}: its server answers {reply!r}")
+                raise RolloutError(f"{self._name}: its server replied {reply!r}")
             version = self._model_info().get("weight_version")
             if version != str(update.version):
                 raise RolloutError(f"{self._name}: its server has version {version!r} of the weights")
@@ -310,7 +313,7 @@ def _options(device_type: str, eager: bool) -> dict[str, str]:
         "skip-tokenizer-init": "",
         "load-format": "safetensors",  # never pickled weights
         "enable-deterministic-inference": "",  # otherwise seeds are taken and not used
-        "sampling-backend": "pytorch",  # the only one with seeds that also tells log-probs after top-p
+        "sampling-backend": "pytorch",  # the only one with seeds that also gives log-probs after top-p
         "sampling-defaults": "openai",  # sampling is what the request says, not what the model suggests
         "enable-memory-saver": "",
         "weight-version": "0",

@@ -1,4 +1,4 @@
-"""What SGLang is asked over HTTP, and what its responses mean.
+"""SGLang's HTTP requests, and how its replies are read.
 
 P: prompt tokens, N: response tokens, T: tokens of a sequence.
 """
@@ -50,7 +50,7 @@ def read_response(reply: Any, request: Request, sampling: Sampling, version: int
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise _malformed(engine, "output_ids are not a list of tokens")
     if not 0 < len(tokens) <= sampling.max_tokens:
-        raise _malformed(engine, f"{len(tokens)} tokens, 1 to {sampling.max_tokens} asked for")
+        raise _malformed(engine, f"{len(tokens)} tokens, expected 1 to {sampling.max_tokens}")
     finished = _finished(meta, tokens, engine)
     logps = _pairs(meta, "output_token_logprobs", tokens, engine)
     if _is_cut(sampling):
@@ -88,7 +88,7 @@ def _finished(meta: dict[str, Any], tokens: list[int], engine: str) -> bool:
     reason: Any = meta.get("finish_reason")
     kind: Any = reason.get("type") if isinstance(reason, dict) else None
     if kind == "abort":
-        raise RolloutError(f"{engine}: a response was given up: {reason.get('message')}")
+        raise RolloutError(f"{engine}: a response was aborted: {reason.get('message')}")
     if kind == "length":
         return False
     # A text in place of a token is how SGLang says that logits were not numbers.
@@ -117,4 +117,4 @@ def _finite(logps: list[Any], engine: str) -> npt.NDArray[np.float32]:
 
 
 def _malformed(engine: str, what: str) -> RolloutError:
-    return RolloutError(f"{engine}: a response of its server cannot be used: {what}")
+    return RolloutError(f"{engine}: cannot use a reply of its server: {what}")

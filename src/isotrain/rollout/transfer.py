@@ -68,8 +68,8 @@ def write_update(
         _write_header(descriptor, entries, version, digest.bytes)
     except OSError as error:
         raise WeightUpdateError(
-            f"weight update {version} cannot be written to {directory}: {error}; two copies of the model "
-            "must fit there, in a container give it more shared memory (docker run --shm-size)"
+            f"cannot write weight update {version} to {directory}: {error}; it must hold two copies of the "
+            "model; give a container more shared memory (docker run --shm-size)"
         ) from error
     finally:
         beside.shutdown()
@@ -171,7 +171,7 @@ def _claim(directory: Path) -> tuple[int, Path]:
             descriptor = os.open(path, flags | os.O_EXCL, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise WeightUpdateError(f"no weight update can be written to {directory}: {error}") from error
+        raise WeightUpdateError(f"cannot write a weight update to {directory}: {error}") from error
     return descriptor, path
 
 

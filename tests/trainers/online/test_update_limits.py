@@ -24,7 +24,7 @@ class Late:
     def call(self, method: str, *_: Any, timeout: float | None = None) -> list[Any]:
         if method == self.method:
             assert timeout == 7.0
-            raise Overdue(f"no answer to `{method}` within 7 s from 1 on 10.0.0.2 (pid 5)")
+            raise Overdue(f"no reply to `{method}` within 7 s from 1 on 10.0.0.2 (pid 5)")
         assert timeout is not None
         return [None]
 
@@ -49,5 +49,5 @@ def test_every_part_of_an_update_has_a_limit(method: str | None) -> None:
     if method is None:
         assert trainer.send_weights(3)["rollout/version"] == 3.0
         return
-    with pytest.raises(WeightUpdateError, match=rf"weight update 3: no answer to `{method}` .*10\.0\.0\.2"):
+    with pytest.raises(WeightUpdateError, match=rf"weight update 3: no reply to `{method}` .*10\.0\.0\.2"):
         trainer.send_weights(3)
