@@ -38,7 +38,7 @@ class RolloutError(IsotrainError, RuntimeError):
 
 
 class EngineLost(RolloutError):
-    """A generation engine whose own processes have ended or stopped answering: only a new one helps."""
+    """A generation engine whose processes have ended or stopped replying: only a new one helps."""
 
 
 class WeightUpdateError(RolloutError):

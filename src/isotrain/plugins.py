@@ -48,17 +48,17 @@ def find_plugin(group: str, name: str, field: str, ours: Mapping[str, str] | Non
     """The one entry point of that name; `ours` are isotrain's own names, with what to write for them."""
     ours = ours or {}
     if name in ours:
-        raise RecipeError(f"{field}: {name!r} is isotrain's own: write {ours[name]} in place of a plugin")
+        raise RecipeError(f"{field}: {name!r} is built in: write {ours[name]} instead of a plugin")
     installed = entry_points(group=group)
     found = {plugin.package: plugin for plugin in (Plugin(field, e) for e in installed.select(name=name))}
     if len(found) > 1:
         raise RecipeError(f"{field}: {' and '.join(sorted(found))} both have {name!r}; uninstall one of them")
     if found:
         return next(iter(found.values()))
-    known = [*sorted(installed.names), *(f"{written} (isotrain's own)" for written in ours.values())]
+    known = [*sorted(installed.names), *(f"{written} (built in)" for written in ours.values())]
     near = get_close_matches(name, known, n=len(known) or 1)
     listed = ", ".join(dict.fromkeys([*near, *known])) or "none"
-    raise RecipeError(f"{field}: no installed package has {name!r} in its {group}; there are: {listed}")
+    raise RecipeError(f"{field}: no installed package has {name!r} in its {group}; available: {listed}")
 
 
 def plugin_packages() -> set[str]:

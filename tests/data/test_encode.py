@@ -56,10 +56,10 @@ def test_too_long(encoder: Callable[..., Encoder]) -> None:
 
 
 def test_nothing_left_to_learn(encoder: Callable[..., Encoder]) -> None:
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no token bears loss in the first 4 of its \d+;"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no token has loss in the first 4 of its \d+;"):
         encoder(max_length=4, too_long="truncate")(row())
     nothing = Row({"text": ""}, "a.jsonl:1")
-    with pytest.raises(DataError, match=r"a\.jsonl:1: no token bears loss; remove it"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no token has loss; remove the row"):
         encoder(None)(nothing)
     assert encoder(None, too_long="drop")(nothing) is None
 

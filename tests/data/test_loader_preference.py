@@ -109,7 +109,7 @@ def test_mismatched_responses_are_used_evenly() -> None:
 
 
 def test_one_prompt_has_no_mismatched_response(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"all 3 responses are to one prompt.*add rows of a second prompt"):
+    with pytest.raises(DataError, match=r"all 3 responses belong to one prompt.*add rows of a second prompt"):
         feed(make_store(tmp_path, pairs=False, prompts=[4, 4, 4]), longest=24)
 
 

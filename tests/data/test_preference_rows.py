@@ -58,9 +58,9 @@ def test_margins_and_tools_go_along() -> None:
     ("values", "message"),
     [
         ({"prompt": "p", "chosen": "a"}, "no 'rejected' among the columns 'prompt', 'chosen'"),
-        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "nothing is preferred"),
-        ({"prompt": "p", "chosen": "a", "rejected": [WRONG]}, "must be of one kind"),
-        ({"chosen": "a", "rejected": "b"}, "do not share one"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
+        ({"prompt": "p", "chosen": "a", "rejected": [WRONG]}, "must have the same type"),
+        ({"chosen": "a", "rejected": "b"}, "the two texts share none"),
         ({"chosen": [RIGHT], "rejected": [WRONG]}, "do not begin with the same message"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "much"}, "'margin' must be a number"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": True}, "'margin' must be a number"),

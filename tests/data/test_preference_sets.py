@@ -86,7 +86,7 @@ def test_math_shepherd(mark: str) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("math-shepherd", {"input": "no steps", "label": "x"}, "is this Math-Shepherd"),
+        ("math-shepherd", {"input": "no steps", "label": "x"}, "this is not Math-Shepherd"),
         ("math-shepherd", {"input": "q Step 1: a ки", "label": "q Step 1: a ?"}, "no \\+ or - after step 1"),
         ("math-shepherd", {"label": "x"}, "no 'input' among the columns label"),
         ("prm800k", {"question": {"problem": "p"}, "label": []}, "not a row of prm800k"),

@@ -177,7 +177,7 @@ class TestStore:
             "moment": "2024-02-29T12:30:00",
             "price": "1.10",
         }
-        with pytest.raises(DataError, match=r"a:1: .*cannot hold 'image', 'parts' .*leave the column out"):
+        with pytest.raises(DataError, match=r"a:1: .*cannot hold 'image', 'parts' .*remove the column"):
             store_of(tmp_path / "t", {"prompt": "a", "image": b"\x89", "ok": 1, "parts": [{"x": b""}]})
         assert not (tmp_path / "t").exists()
 
@@ -258,7 +258,7 @@ class TestCache:
         assert len(directories) == len(encoders) + 1
 
     def test_all_left_out(self, tmp_path: Path, source: str, make_encoder: MakeEncoder) -> None:
-        with pytest.raises(DataError, match=r"5 rows were read and 5 left out; see data\.too_long"):
+        with pytest.raises(DataError, match=r"5 of 5 rows were dropped; check data\.too_long"):
             cached_store(source, make_encoder(max_length=2, too_long="drop"), tmp_path / "cache")
 
     def test_gsm8k(self, tmp_path: Path, make_encoder: MakeEncoder) -> None:

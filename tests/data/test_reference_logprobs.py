@@ -25,7 +25,7 @@ def test_rows_are_shared_and_kept(tmp_path: Path) -> None:
 def test_what_is_not_known_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "table.f32"
     make_table(path, 3)
-    with pytest.raises(DataError, match=r"table\.f32: has no log-probs of some items; delete it"):
+    with pytest.raises(DataError, match=r"table\.f32 lacks log-probs of some items; delete it"):
         ReferenceLogProbs(path, 3)[[0]]
     half = np.memmap(path, "<f4", mode="r+", shape=(3, 2))
     half[1, 0] = -1.0

@@ -75,7 +75,7 @@ def test_rows_are_read_one_by_one(tmp_path: Path) -> None:
         (b'{"text": "\xff"}', r":1: byte 11 is not UTF-8"),
         (b"[1, 2]", r":1: a row must be a JSON object, not a list"),
         (b"null", r":1: a row must be a JSON object, not null"),
-        (b'{"text": "\\ud83d"}', r":1: a .* escape stands alone"),
+        (b'{"text": "\\ud83d"}', r":1: a lone .* escape"),
         (b'{"n": ' + b"9" * 5000 + b"}", r":1: JSON that cannot be read"),
         (b'{"a": ' + b"[" * 100_000, r":1: JSON that cannot be read"),
     ],
@@ -141,7 +141,7 @@ class TestHub:
             raise ConnectionError("cannot reach it\nlong explanation")
 
         monkeypatch.setattr("datasets.load_dataset", load_dataset)
-        with pytest.raises(DataError, match=r"org/set: neither a file .*: cannot reach it$"):
+        with pytest.raises(DataError, match=r"org/set is neither a local file .*: cannot reach it$"):
             list(read_rows("org/set"))
 
     def test_digest_is_of_the_downloaded_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_scores_equal_transformers(job: Job, reward_model: Path) -> None:
 
 
 def test_a_reward_model_without_a_head(job: Job, tiny: Path) -> None:
-    with pytest.raises(ModelError, match=r"reward\.model\.path: .* has no 'score\.weight'; give a sequence"):
+    with pytest.raises(ModelError, match=r"reward\.model\.path: .* has no 'score\.weight'; set a sequence"):
         build_reward_model(str(tiny / "model"), job.section(), device=job.device, world=job.world)
 
 

@@ -315,6 +315,6 @@ def test_attention_that_the_device_does_not_have(build: Build, device_type: str)
     with ExitStack() as stack:
         if device_type == "cpu":
             stack.enter_context(
-                pytest.raises(ModelError, match="no flash attention for 'cpu' here; use auto or sdpa")
+                pytest.raises(ModelError, match="'cpu' has no flash attention here; use auto or sdpa")
             )
         build({"attention": "flash", "dtype": "bfloat16"})

@@ -143,7 +143,7 @@ def test_a_rank_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     directory = save(tmp_path, 10)
     reader = CheckpointReader(directory)
     (directory / "rank-00000.safetensors").write_bytes(b"\x80\x04." * 100)
-    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is not a rank's part"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is not a rank's file"):
         reader.shapes()
 
 

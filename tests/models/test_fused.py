@@ -244,7 +244,7 @@ def test_other_models_and_the_generator_are_left_alone() -> None:
 def test_the_text_for_people() -> None:
     assert str(Fused()) == "none"
     assert str(Fused(("attention", "rotary"), ("GemmaMLP",))) == (
-        "attention, rotary (not of a known kind: GemmaMLP)"
+        "attention, rotary (unsupported layers: GemmaMLP)"
     )
 
 

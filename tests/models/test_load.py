@@ -188,7 +188,7 @@ def test_a_tensor_of_another_shape(copy: Path) -> None:
 
 def test_weights_that_are_not_safetensors(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"no model\.safetensors; convert .* pickled ones are never loaded"):
+    with pytest.raises(ModelError, match=r"no model\.safetensors; convert .* pickles are never loaded"):
         WeightFiles(copy)
 
 
@@ -219,7 +219,7 @@ def test_a_head_with_a_bias(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no config\.json; give a Hugging Face model directory"):
+    with pytest.raises(ModelError, match=r"has no config\.json; set a Hugging Face model directory"):
         model_directory(str(tmp_path))
     with pytest.raises(ModelError, match=r"'\./typo' does not exist"):
         model_directory("./typo")

@@ -70,7 +70,7 @@ def test_a_reward_by_name_in_its_own_process(site: Path) -> None:
 @pytest.mark.parametrize(
     ("plugin", "said"),
     [
-        ({"name": "digit"}, "no installed package has 'digit' in its isotrain.rewards; there are: digits"),
+        ({"name": "digit"}, "no installed package has 'digit' in its isotrain.rewards; available: digits"),
         ({"name": "broken"}, f"broken of {PACKAGE} 0.3 .* cannot be loaded: AttributeError"),
         ({"name": "number"}, f"number of {PACKAGE} 0.3 .* is not a function"),
         ({"name": "digits", "options": {"bonsu": 1}}, "does not take these options: .*'bonsu'"),
@@ -99,7 +99,7 @@ def test_an_advantage_by_name(site: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mean-onyl", "there are: mean-only, "),
+        ("mean-onyl", "available: mean-only, "),
         ("function", f"function of {PACKAGE} 0.3 .* is of <class 'function'>, not an isotrain.algorithms"),
         ("with-values", "needs a critic's values_N: write algorithm.name: ppo"),
     ],
@@ -130,11 +130,9 @@ def test_a_policy_loss_by_name(site: Path) -> None:
     assert loss.item() == 1.5 and set(metrics) == {"actor/plain"}
     with pytest.raises(RecipeError, match="must return \\(loss, metrics\\)"):
         plugin_loss(PluginSection(name="per-token"))(logp_N, logp_N, torch.ones(2), share, **given)
-    with pytest.raises(RecipeError, match=r"'clip' is isotrain's own: write algorithm\.loss\.name: clip"):
+    with pytest.raises(RecipeError, match=r"'clip' is built in: write algorithm\.loss\.name: clip"):
         plugin_loss(PluginSection(name="clip"))
-    with pytest.raises(
-        RecipeError, match=r"there are: plain, .*algorithm.loss.name: clip \(isotrain's own\)"
-    ):
+    with pytest.raises(RecipeError, match=r"available: plain, .*algorithm.loss.name: clip \(built in\)"):
         plugin_loss(PluginSection(name="plian"))
 
 

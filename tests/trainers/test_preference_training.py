@@ -245,7 +245,7 @@ def test_a_classifier_of_steps_learns_and_is_exported(
             "prm",
             {"algorithm": {"name": "prm", "good_token": "good step"}},
             DataError,
-            "give a text that is one",
+            "set a text that is one token",
         ),
         ("dpo", {"data": {"train": "responses.jsonl"}}, DataError, "no 'chosen'"),
     ],

@@ -1,4 +1,4 @@
-"""DAPO: groups that teach nothing are sampled again, and overlong responses pay for it (arXiv:2503.14476).
+"""DAPO: dynamic sampling and overlong reward shaping (arXiv:2503.14476).
 
 R: trajectories. DAPO's other parts are options elsewhere: clip-higher, token-mean.
 """

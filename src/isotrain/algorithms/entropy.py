@@ -1,4 +1,4 @@
-"""The entropy bonus: a reward for staying undecided.
+"""The entropy bonus.
 
 N: response tokens of a micro-batch.
 """

@@ -1,4 +1,4 @@
-"""How strong the divergence penalty is from step to step (arXiv:1909.08593)."""
+"""Controllers of the KL coefficient (arXiv:1909.08593)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FixedKl:
 
 @dataclass(frozen=True)
 class AdaptiveKl:
-    """Steers the divergence towards `target`, by at most 20 % in `horizon` trajectories."""
+    """Adapts the coefficient so that the KL reaches `target`, by at most 20 % in `horizon` trajectories."""
 
     coefficient: float = 0.001
     target: float = 0.1

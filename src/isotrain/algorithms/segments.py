@@ -19,7 +19,7 @@ def widen(values: torch.Tensor) -> torch.Tensor:
 def sums(values_N: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The sum over each trajectory's tokens.
 
-    Each is a sum of its own: a trajectory's figure is bit for bit the same whatever it is packed with, which
+    Each is a sum of its own: a trajectory's sum is bitwise identical whatever it is packed with, which
     scattered additions do not promise on every device.
     """
     if not lengths:

@@ -1,4 +1,4 @@
-"""Conversations and plain texts as token ids, with the exact mask of what the model must generate.
+"""Conversations and plain texts as token ids, with the exact loss mask.
 
 T: tokens of one sample.
 """
@@ -27,8 +27,8 @@ _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 _COMPARED_ENCODINGS = 32
 _REMEDY = (
-    "put {% generation %} and {% endgeneration %} around what the assistant writes in the tokenizer's chat "
-    "template, or use rows of plain prompt and completion strings"
+    "put {% generation %} and {% endgeneration %} around the assistant's text in the tokenizer's chat "
+    "template, or use rows with plain prompt and completion strings"
 )
 
 
@@ -60,7 +60,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_prompt_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """A text that goes on: some tokenizers close every text with the end token, which is taken off again."""
+    """Tokens of a text that continues: without the end token that some tokenizers add."""
     end = tokenizer.eos_token_id
     plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     prompt = list(tokenizer(text, verbose=False)["input_ids"])
@@ -70,7 +70,7 @@ def encode_prompt_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[in
 
 
 class NotExact(Exception):
-    """Why the mask of one message cannot be told."""
+    """Why one message has no exact mask."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,11 @@ class _Chat:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, and how to tell which tokens of a conversation are the model's."""
+    """A tokenizer's chat template, and which tokens of a conversation the model generates."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
-            raise DataError("the tokenizer has no tokenizer.json (a fast tokenizer), which exact masks need")
+            raise DataError("exact masks need a fast tokenizer, and this one has no tokenizer.json")
         self.tokenizer = tokenizer
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special.update(tokenizer.all_special_ids)
@@ -197,7 +197,7 @@ class ChatTemplate:
             self._compared += 1
             expected = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if ids != expected:
-                raise DataError("the tokenizer's Python class gives other ids than its tokenizer.json")
+                raise DataError("the tokenizer's Python class and its tokenizer.json give different ids")
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         special = np.fromiter((i in self._special for i in ids), np.bool_, len(ids))
         for token in np.flatnonzero(special):
@@ -255,8 +255,8 @@ class ChatTemplate:
     def _located(self, chat: _Chat, rendering: _Rendering, turn: int, before: str | None) -> range:
         """For templates that render a message differently once others follow: find its content itself.
 
-        So it goes with reasoning that is stripped from earlier turns, or a system prompt that moves into
-        the last question.
+        Examples: reasoning that is stripped from earlier turns, or a system prompt that moves into the last
+        question.
         """
         text, message = rendering.text, chat.messages[turn]
         content = chat.content_span(turn, text)
@@ -316,7 +316,7 @@ def _marked(
         if len(spans) != len(assistants):
             raise DataError(
                 "the chat template's generation markers do not enclose each assistant message once, "
-                "so the completion cannot be told from the prompt"
+                "so the mask of the completion is unknown"
             )
         spans = [span for number, span in zip(assistants, spans, strict=True) if number in turns]
     try:

@@ -47,7 +47,7 @@ class Encoder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the samples depend on besides rows and tokenizer."""
+        """Everything the samples depend on besides rows and tokenizer."""
         return {**self.arguments, "has_template": self._columns.has_template}
 
     def __call__(self, row: Row) -> Sample | None:
@@ -88,4 +88,4 @@ class Encoder:
         if self.too_long == "drop":
             return None
         cut = f" in the first {len(sample)} of its {length}" if length > len(sample) else ""
-        raise DataError(f"{row.origin}: no token bears loss{cut}; remove it, or set data.too_long: drop")
+        raise DataError(f"{row.origin}: no token has loss{cut}; remove the row, or set data.too_long: drop")

@@ -12,7 +12,7 @@ from isotrain.errors import DataError
 
 Format = Literal["auto", "messages", "prompt-completion", "text", "sharegpt", "alpaca"]
 
-_SHAPES = """the shapes that work are
+_SHAPES = """the supported formats are
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   {"prompt": "...", "completion": "..."}   (strings, or lists of messages)
   {"text": "..."}
@@ -110,16 +110,18 @@ def detect(row: Row, columns: Columns) -> Format:
 
 
 def normalise(row: Row, format: Format, columns: Columns) -> Conversation | Text:
-    """One row of a known format as what it means; a row that does not fit is an error that names it."""
+    """The meaning of one row of a known format; a row that does not fit is an error that names it."""
     conversation = _READERS[format](row, columns)
     if isinstance(conversation, Conversation):
         if not columns.has_template:
             raise DataError(
-                f"{row.origin}: a conversation, but the tokenizer has no chat template; "
-                "take a model that has one, or rows of plain prompt and completion strings"
+                f"{row.origin}: the row is a conversation, but the tokenizer has no chat template; "
+                "use a model that has one, or rows with plain prompt and completion strings"
             )
         if not any(m.role == "assistant" for m in conversation.messages[conversation.loss_from :]):
-            raise DataError(f"{row.origin}: no assistant message to learn from; drop it or add the response")
+            raise DataError(
+                f"{row.origin}: no assistant message to learn from; remove the row or add the response"
+            )
     return conversation
 
 
@@ -132,11 +134,11 @@ def prompt_of(row: Row, key: str, has_template: bool) -> Conversation | str:
     if not has_template:
         raise DataError(
             f"{row.origin}: '{key}' is a conversation, but the tokenizer has no chat template; "
-            "take a model that has one, or prompts that are plain strings"
+            "use a model that has one, or plain strings as prompts"
         )
     if messages[-1].role == "assistant":
         raise DataError(
-            f"{row.origin}: '{key}' ends with an assistant message; a prompt must not have its response"
+            f"{row.origin}: '{key}' ends with an assistant message; remove the response from the prompt"
         )
     return Conversation(messages, _tools(row))
 
@@ -173,7 +175,7 @@ def _from_sharegpt(row: Row, columns: Columns) -> Conversation:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise DataError(f'{where} must be {{"from": "human", "value": "..."}}, not {_shown(turn)}')
         if (role := _SHAREGPT_ROLES.get(str(turn.get("from")))) is None:
-            raise DataError(f"{where} is from '{turn.get('from')}'; known are {', '.join(_SHAREGPT_ROLES)}")
+            raise DataError(f"{where} is from '{turn.get('from')}'; use {', '.join(_SHAREGPT_ROLES)}")
         messages.append(Message(role, turn["value"]))
     return Conversation(_system(row) + tuple(messages), _tools(row))
 

@@ -57,7 +57,7 @@ def sizes(store: SampleStore[Item], number: int) -> list[Size]:
 
 
 def labels(store: SampleStore[Item], number: int) -> int:
-    """How many an item has; none is read."""
+    """Number of samples of an item; no token is read."""
     return int(np.diff(store.offsets[VALUES][number : number + 2])[0]) if VALUES in store.offsets else 0
 
 

@@ -40,7 +40,7 @@ class StepData:
 
     batches: list[MicroBatch]
     mismatched: list[MicroBatch]
-    """Each prompt with the response to another one, where the algorithm asks for that."""
+    """Each prompt with the response to another prompt, if the algorithm needs that."""
     items: int
     labels: int
     tokens: int
@@ -126,7 +126,7 @@ class BatchLoader:
         return torch.from_numpy(self.reference[numbers][:, columns].reshape(-1))
 
     def _mismatched(self, numbers: Sequence[int]) -> list[MicroBatch]:
-        """Each prompt with the response to another one; which one depends on the store alone."""
+        """Each prompt with the response to another prompt, chosen from the store alone."""
         assert self.longest is not None and self._donors is not None
         tokens = []
         for number in numbers:

@@ -1,4 +1,4 @@
-"""For each item another one whose response responses a different prompt."""
+"""For each item, another item with the response to a different prompt."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def donors(prompt_ids: Numbers) -> Numbers:
     _, first, group = np.unique(prompt_ids, return_index=True, return_inverse=True)
     if len(first) < 2:
         raise DataError(
-            f"all {count} responses are to one prompt, but KTO's reference point needs prompts with "
-            "responses to other ones; add rows of a second prompt"
+            f"all {count} responses belong to one prompt, but KTO's reference point needs at least two "
+            "prompts; add rows of a second prompt"
         )
     order = np.argsort(first[group], kind="stable")  # groups by first appearance, each in its own order
     sizes = np.bincount(group)[group[order]]

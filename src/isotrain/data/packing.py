@@ -32,7 +32,7 @@ class PackedBatch:
     predict_N: torch.Tensor
     targets_N: torch.Tensor
     last_S: torch.Tensor
-    """Where each sample's last token is."""
+    """Position of each sample's last token."""
     continues: tuple[int, ...] = ()
     """For each segment the number of the one that it continues, or -1; empty where each is a sample."""
 
@@ -89,7 +89,7 @@ def plan_micro_batches(
     alone; all ranks compute it for themselves. `costs` are for what is not a single sample.
     """
     longest = max(lengths, default=0)
-    assert longest <= budget, f"a sample of {longest} tokens is beyond the budget of {budget}"
+    assert longest <= budget, f"a sample of {longest} tokens exceeds the budget of {budget}"
 
     costs = costs or [computing_cost(length, length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

@@ -1,4 +1,4 @@
-"""Trajectories as one packed micro-batch, with what policy losses need besides tokens.
+"""Trajectories as one packed micro-batch, with the other inputs of policy losses.
 
 N: response tokens of the micro-batch in the order of its trajectories, also those the policy did not write.
 """
@@ -26,7 +26,7 @@ class PolicyBatch:
     mask_N: torch.Tensor
     """Which tokens the policy wrote."""
     rollout_logp_N: torch.Tensor
-    """Log-probs of the policy that sampled, as its engine told them."""
+    """Log-probs of the policy that sampled, from its engine."""
     index: tuple[int, ...]
     """Number of each trajectory within the step."""
 

@@ -107,7 +107,7 @@ class PreferenceEncoder:
             ends = [end for end in ends if end < self._max_length]
             if self._too_long == "drop" or not ends:
                 return []
-            tokens = tokens[: ends[-1] + 1]  # nothing is asked of what comes after the last whole step
+            tokens = tokens[: ends[-1] + 1]  # what follows the last whole step has no label
         mask_T = np.zeros(len(tokens), np.bool_)
         mask_T[ends] = True
         return [

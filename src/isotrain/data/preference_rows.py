@@ -1,4 +1,4 @@
-"""Preference rows as what they mean: pairs, answers with a label, solutions with labelled steps."""
+"""The meaning of preference rows: pairs, labelled responses, solutions with labelled steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from isotrain.errors import DataError
 
 _TURN = "\n\nAssistant:"
 
-PAIR_SHAPES = """the shapes that work are
+PAIR_SHAPES = """the supported formats are
   {"prompt": "...", "chosen": "...", "rejected": "..."}   (strings, or lists of messages)
   {"chosen": [messages], "rejected": [messages]}          (the messages that both begin with are the prompt)
 with "margin": a number, if pairs differ in how clear they are"""
 RESPONSE_SHAPES = """the shape that works is
   {"prompt": "...", "completion": "...", "label": true}   (strings or lists of messages; true is desirable)
-and rows with "chosen" and "rejected", which are taken as two responses"""
+and rows with "chosen" and "rejected", which count as two responses"""
 STEP_SHAPES = """the shape that works is
   {"prompt": "...", "completions": ["first step", "second step"], "labels": [true, 0.25]}
 with one label for each step: true or false, or the probability that it is right"""
@@ -47,12 +47,12 @@ def read_pair(row: Row) -> Pair:
     """A preference; UltraFeedback's rows and dialogues as text with `Assistant:` turns work as they are."""
     chosen, rejected = _wanted(row, "chosen", PAIR_SHAPES), _wanted(row, "rejected", PAIR_SHAPES)
     if chosen == rejected:
-        raise DataError(f"{row.origin}: 'chosen' and 'rejected' are the same, so nothing is preferred")
+        raise DataError(f"{row.origin}: 'chosen' and 'rejected' are the same; remove the row")
     prompt = row.values.get("prompt")
     if isinstance(chosen, list) and isinstance(rejected, list):
         prompt, chosen, rejected = _split_messages(row, prompt, chosen, rejected)
     elif not (isinstance(chosen, str) and isinstance(rejected, str)):
-        raise DataError(f"{row.origin}: 'chosen' and 'rejected' must be of one kind; {PAIR_SHAPES}")
+        raise DataError(f"{row.origin}: 'chosen' and 'rejected' must have the same type; {PAIR_SHAPES}")
     elif prompt is None:
         prompt, chosen, rejected = _split_texts(row, chosen, rejected)
     margin = row.values.get("margin")
@@ -118,7 +118,7 @@ def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
     """Whole dialogues as text: the prompt goes up to the last turn of the assistant that both begin with."""
     end = chosen.rfind(_TURN)
     if end < 0 or not rejected.startswith(chosen[: end + len(_TURN)]):
-        raise DataError(f"{row.origin}: no 'prompt', and the two texts do not share one; {PAIR_SHAPES}")
+        raise DataError(f"{row.origin}: no 'prompt', and the two texts share none; {PAIR_SHAPES}")
     end += len(_TURN)
     return chosen[:end], chosen[end:], rejected[end:]
 

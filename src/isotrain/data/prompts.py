@@ -1,4 +1,4 @@
-"""Prompts of online algorithms tokenised once, beside the rows that rewards look at.
+"""Prompts of online algorithms tokenised once, with the rows that rewards read.
 
 P: tokens of one prompt.
 """
@@ -75,7 +75,7 @@ class PromptEncoder:
     ) -> None:
         if too_long == "truncate":
             raise DataError(
-                "data.too_long: truncate cuts the end off, and a prompt without its end asks something else; "
+                "data.too_long: truncate would change the meaning of prompts; "
                 "set data.too_long to 'error' or 'drop'"
             )
         self.tokenizer = tokenizer
@@ -89,7 +89,7 @@ class PromptEncoder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the prompts depend on besides rows and tokenizer."""
+        """Everything the prompts depend on besides rows and tokenizer."""
         return {"prompts": PROMPT_VERSION, **self.arguments}
 
     def __call__(self, row: Row) -> npt.NDArray[np.int32] | None:
@@ -124,7 +124,7 @@ def json_line(row: Row) -> bytes:
         culprits = [f"'{name}'" for name, value in row.values.items() if not _is_plain(value)]
         raise DataError(
             f"{row.origin}: rewards get rows as JSON, which cannot hold {', '.join(culprits) or 'its keys'} "
-            "(bytes or other objects); leave the column out of the file, or store it as text"
+            "(bytes or other objects); remove the column from the file, or store it as text"
         ) from None
 
 

@@ -40,10 +40,10 @@ _LISTS: dict[str, type[np.generic]] = {
 
 
 class Marks(NamedTuple):
-    """What a response was given."""
+    """The scores of a response."""
 
     score: float
-    """By the reward workers, before models on the ranks, length and divergence have their say."""
+    """From the reward workers, before reward models on the ranks, length and KL penalties."""
     parts: dict[str, float]
     """Each of their rewards before its weight."""
     failure: str | None
@@ -97,7 +97,7 @@ def write_trajectories(
     except OSError as error:
         raise DataError(
             f"{path}: trajectories cannot be written ({error.strerror or error}); "
-            "make room, or set rollout.record to false"
+            "free disk space, or set rollout.record to false"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def read_others(directory: Path, step: int) -> dict[str, int]:
         except (ValueError, RecursionError):
             told = None
     if not isinstance(told, dict) or not all(type(n) is int and n >= 0 for n in told.values()):
-        raise DataError(f"{path}: does not say what became of other responses; record it again")
+        raise DataError(f"{path} has no counts of unrecorded responses; record it again")
     return told
 
 
@@ -150,7 +150,9 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
             pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
             if not any(file.schema_arrow.equals(known) for known in (whole, earlier)):
-                raise DataError(f"{path}: not the columns of recorded trajectories; record them again")
+                raise DataError(
+                    f"{path} does not have the columns of recorded trajectories; record them again"
+                )
             yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as recorded trajectories: {error}") from error
@@ -159,7 +161,7 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
 def _ranks(schema: pyarrow.Schema, path: Path) -> int:
     text = (schema.metadata or {}).get(_RANKS, b"").decode("ascii", "replace")
     if not (text.isdecimal() and 0 < int(text[:9]) <= _MOST_RANKS):
-        raise DataError(f"{path}: does not say how many ranks have recorded; record it again")
+        raise DataError(f"{path} does not say how many ranks recorded; record it again")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""Log-probs of a store's responses under one model, kept in a file between runs.
+"""Log-probs of a store's responses under one model, cached in a file.
 
 I: items asked for.
 """
@@ -59,7 +59,7 @@ class ReferenceLogProbs:
     def __getitem__(self, numbers: Sequence[int]) -> npt.NDArray[np.float32]:
         logps_IC = np.array(self._rows[list(numbers)], np.float32)
         if np.isnan(logps_IC).any():
-            raise DataError(f"{self._rows.filename}: has no log-probs of some items; delete it")
+            raise DataError(f"{self._rows.filename} lacks log-probs of some items; delete it")
         return logps_IC
 
     def flush(self) -> None:
@@ -89,7 +89,7 @@ def make_table(path: Path, items: int) -> None:
         os.replace(partial, path)
     except OSError as error:
         raise DataError(
-            f"{path.parent}: log-probs cannot be kept there ({error.strerror or error}); make room, set "
+            f"{path.parent}: cannot cache log-probs there ({error.strerror or error}); free disk space, set "
             "ISOTRAIN_CACHE to another directory, or set algorithm.reference=live"
         ) from error
     finally:

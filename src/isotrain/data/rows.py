@@ -1,4 +1,4 @@
-"""Data files and Hub data sets as a stream of plain rows, each knowing where it came from."""
+"""Data files and Hub data sets as a stream of plain rows, each with its origin."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def source_digest(source: str | Sequence[str]) -> str:
 
 
 def count_rows(source: str | Sequence[str]) -> int:
-    """About how many rows a source has, for people who wait: lines are counted, not read; 0 is not known."""
+    """Estimated rows of a source, for progress: lines are counted, not parsed; 0 is unknown."""
     return sum(
         len(_load_hub(name)) if files is None else sum(map(_count, files))
         for name in _names(source)
@@ -170,9 +170,7 @@ def _refuse_half_characters(value: Any, origin: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DataError(
-            f"{origin}: a \\ud800-\\udfff escape stands alone, which is half a character; remove it"
-        ) from None
+        raise DataError(f"{origin}: a lone \\ud800-\\udfff escape is half a character; remove it") from None
 
 
 def _as_row(value: Any, origin: str) -> dict[str, Any]:
@@ -227,7 +225,7 @@ def _load_hub(name: str) -> Any:
     except Exception as error:  # the library raises dozens of kinds; all mean that there is no data
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"{name}: neither a file or directory here, nor a Hub data set that can be loaded: {reason[0]}"
+            f"{name} is neither a local file or directory nor a loadable Hub data set: {reason[0]}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Solutions as steps: how a process reward model reads them, in training and when it scores."""
+"""Solutions as steps, as a process reward model reads them in training and in scoring."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from isotrain.errors import DataError
 
 
 def separator_tokens(tokenizer: PreTrainedTokenizerBase, separator: str, field: str) -> list[int]:
-    """`field` is where the user wrote it."""
+    """`field` is the recipe field of the separator."""
     tokens = list(tokenizer(separator, add_special_tokens=False)["input_ids"])
     if not tokens:
-        raise DataError(f"{field}: it has no token, so steps would have no end")
+        raise DataError(f"{field} has no token, so steps would have no end; set another text")
     return tokens
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> int:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
-        raise DataError(f"{field}: '{text}' is {len(ids)} tokens of this model; give a text that is one")
+        raise DataError(f"{field}: '{text}' is {len(ids)} tokens of this model; set a text that is one token")
     return int(ids[0])
 
 

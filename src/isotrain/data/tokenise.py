@@ -118,8 +118,8 @@ def _kept(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{root}: the tokens cannot be kept there ({error.strerror or error}); "
-            "make room, or set ISOTRAIN_CACHE to another directory"
+            f"{root}: cannot cache tokens there ({error.strerror or error}); "
+            "free disk space, or set ISOTRAIN_CACHE to another directory"
         ) from error
 
 
@@ -136,7 +136,7 @@ def _one_builder(directory: Path, progress: Progress | None) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if progress:
-                progress.tell(f"tokenising {progress.source}: another process does, waiting for it")
+                progress.tell(f"tokenising {progress.source}: waiting for another process that does it")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass
@@ -200,7 +200,7 @@ def _write(
             if progress is not None:
                 progress.update(rows)
         if rows == dropped:
-            raise DataError(f"no samples: {rows} rows were read and {dropped} left out; see data.too_long")
+            raise DataError(f"no samples: {dropped} of {rows} rows were dropped; check data.too_long")
         for name, bounds in offsets.items():
             put(name, np.frombuffer(bounds, np.int64).astype(OFFSETS))
         for file in files.values():

@@ -1,4 +1,4 @@
-"""What a policy wrote to a prompt, token by token: the unit that travels from rollout to training.
+"""A prompt and the policy's response, token by token: the unit from rollout to training.
 
 P: prompt tokens, N: response tokens, T: both.
 """
@@ -19,8 +19,7 @@ class Trajectory:
     row: int
     """Number of the prompt in its store."""
     prompt_index: int
-    """Which draw of a prompt this responses, counted over the whole run; responses to one draw are a
-    group."""
+    """Index of the drawn prompt over the whole run; responses to one draw are a group."""
     sample: int
     """Which response of the group."""
     seed: int

@@ -1,4 +1,4 @@
-"""Models that train or are asked, from the recipe's sections about models and optimizer."""
+"""Build training and inference models from the recipe's sections on models and optimizer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def build_critic(
     world: World,
     seed: int,
 ) -> TrainingEngine:
-    """A scalar model of which all weights train; without a head in the files, its first values are exactly 0.
+    """A scalar model that trains all weights; without a head in the files, its first values are exactly 0.
 
     So nothing is drawn today, and `seed` is there for heads that are.
     """
@@ -85,7 +85,7 @@ def build_critic(
 def build_step_classifier(
     model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World
 ) -> TrainingEngine:
-    """A token classifier of bad and good steps, of which all weights train; a new head is undecided."""
+    """A token classifier of bad and good steps that trains all weights; a new head starts undecided."""
     directory = model_directory(model.path)
     classifier = _step_model(directory, model, device)
     _load_classifier(classifier, model, world, WeightFiles(directory))
@@ -116,12 +116,12 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
     scalar, files = _scalar_model(directory, model, device), WeightFiles(directory)
     if SCORE not in files.file_of:
         raise ModelError(
-            f"reward.model.path: '{path}' has no '{SCORE}'; give a sequence classifier with one label"
+            f"reward.model.path: '{path}' has no '{SCORE}'; set a sequence classifier with one label"
         )
     if files.shape(SCORE)[0] != 1:
         raise ModelError(
             f"reward.model.path: '{path}' has {files.shape(SCORE)[0]} labels; "
-            "give a sequence classifier with one label"
+            "set a sequence classifier with one label"
         )
     return _frozen(scalar, model, world, files)
 
@@ -129,8 +129,7 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
 def build_process_reward_model(
     path: str, model: ModelSection, *, device: Device, world: World
 ) -> InferenceModel:
-    """A trained scorer of steps, frozen: a token classifier, or a language model that says it with a
-    token."""
+    """A trained scorer of steps, frozen: a token classifier, or a language model with two label tokens."""
     directory = model_directory(path, "reward.process.path")
     files = WeightFiles(directory)
     scorer: PackedModel | ScalarModel
@@ -140,7 +139,7 @@ def build_process_reward_model(
         scorer = _step_model(directory, model, device)
     else:
         raise ModelError(
-            f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; give a token classifier "
+            f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; set a token classifier "
             "with two, or a language model"
         )
     return _frozen(scorer, model, world, files)
@@ -164,7 +163,7 @@ def _step_model(directory: Path, model: ModelSection, device: Device) -> ScalarM
 def _pretrained(
     build: Callable[[Path, str], PreTrainedModel], directory: Path, model: ModelSection, device: Device
 ) -> tuple[PreTrainedModel, str, Fused]:
-    """A model, how its attention is computed, and what of it is fused."""
+    """A model, its attention, and its fused operators."""
     attention = choose_attention(directory, model, device)
     table = fused_operators(model, device)
     if table is None:
@@ -175,7 +174,7 @@ def _pretrained(
     if model.fused == "on" and (fused.unknown or fused.operators != LAYERS):
         missing = ", ".join(name for name in LAYERS if name not in fused.operators) or "none"
         raise ModelError(
-            f"model.fused: not all layers of '{pretrained.config.model_type}' are of a known kind "
+            f"model.fused: some layers of '{pretrained.config.model_type}' are not supported "
             f"(missing: {missing}; unknown: {', '.join(fused.unknown) or 'none'}); use auto"
         )
     if IMPLEMENTATIONS[attention] == FUSED:
@@ -184,7 +183,7 @@ def _pretrained(
 
 
 def fused_operators(model: ModelSection, device: Device) -> FusedOperators | None:
-    """The device's table, where there is one and the recipe lets it be used."""
+    """The device's table of fused operators, if it has one and the recipe allows it."""
     if model.fused == "on" and device.fused_operators is None:
         raise ModelError(f"model.fused: '{device.type}' has no fused operators; use auto or off")
     return None if model.fused == "off" else device.fused_operators
@@ -196,7 +195,7 @@ def choose_attention(directory: Path, model: ModelSection, device: Device) -> st
     if fused_operators(model, device) is not None and not has_windows:
         if model.attention == "auto":
             return "fused"
-        # Padding is for unusual models: what is fused there is said in so many words.
+        # Padding is for unusual models: fused attention there must be chosen explicitly.
         if model.attention == "padded" and model.fused == "on":
             return "fused-padded"
     # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
@@ -205,7 +204,7 @@ def choose_attention(directory: Path, model: ModelSection, device: Device) -> st
         flash = device.flash_attention and model.dtype != "float32" and not windowed
         return "flash" if flash else "sdpa"
     if model.attention == "flash" and not device.flash_attention:
-        raise ModelError(f"model.attention: no flash attention for '{device.type}' here; use auto or sdpa")
+        raise ModelError(f"model.attention: '{device.type}' has no flash attention here; use auto or sdpa")
     if model.attention == "flash" and windowed:
         raise ModelError(
             f"model.attention: flash attention on '{device.type}' ignores this model's sliding window; "

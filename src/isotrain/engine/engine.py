@@ -67,7 +67,7 @@ class TrainingEngine:
         return sum(p.numel() for p in multiplied), sum(p.numel() for p in multiplied if p.requires_grad)
 
     def update(self, work: Sequence[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
-        """One optimizer update from this rank's micro-batches, each with what is to be made of it.
+        """One optimizer update from this rank's micro-batches, each with its objective.
 
         Every rank must bring equally many micro-batches and the same names of metrics.
         """
@@ -91,7 +91,7 @@ class TrainingEngine:
         return UpdateResult(loss, grad_norm, finite, dict(zip(sums, values, strict=True)))
 
     def infer(self, batches: Sequence[PackedBatch], objective: Callable[[Any], Result]) -> list[Result]:
-        """What the objective makes of each micro-batch's head, without gradients or dropout."""
+        """The objective applied to each micro-batch's head, without gradients or dropout."""
         return self.forward.infer(batches, objective)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> UpdateResult:

@@ -1,4 +1,4 @@
-"""Checkpoints out: a run's weights as a Hugging Face model directory or a peft adapter."""
+"""Export a run's weights as a Hugging Face model directory or a peft adapter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("isotrain")
 def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Path:
     """Write one checkpoint (the newest valid one by default) of a run to `out`, which must not exist."""
     if out.exists():
-        raise RecipeError(f"--out: {out} exists already; choose another directory")
+        raise RecipeError(f"--out: {out} exists; choose another directory")
     directory = RunDirectory(run)
     if not directory.resolved.is_file():
         raise CheckpointError(f"{run} is not a run directory (no resolved.json)")
@@ -44,7 +44,7 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
     model = recipe.model
     reader = _open(directory.checkpoints, step)
     if adapter_only and not model.lora.rank:
-        raise RecipeError("--adapter: this run trained all weights and has no adapter")
+        raise RecipeError("--adapter: this run trained all weights and has no adapter; remove --adapter")
     write = _write_full if not model.lora.rank else _write_adapter if adapter_only else _write_merged
     if isinstance(recipe.algorithm, RmSection):
         write = _write_scorer
@@ -83,7 +83,7 @@ def _open(root: Path, step: int | None) -> CheckpointReader:
         complaints.append(f"checkpoint {directory.name} is not used: {'; '.join(problems)}")
     known = ", ".join(str(s) for s in reversed(steps_in(root))) or "none"
     raise CheckpointError(
-        f"no valid checkpoint to export in {root} (steps there: {known})"
+        f"{root} has no valid checkpoint to export (steps there: {known})"
         + "".join(f"\n  {complaint}" for complaint in complaints)
     )
 
@@ -135,7 +135,7 @@ def _fill(
     named = dict(target.named_parameters())  # tied ones once, as they are trained and saved
     if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
         raise CheckpointError(
-            f"{reader.directory}: its weights are not those of {model.path}: was the model changed since?"
+            f"{reader.directory}: its weights do not match {model.path}; restore the model that was trained"
         )
     target.load_state_dict(weights, strict=False)
 

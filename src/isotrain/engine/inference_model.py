@@ -1,4 +1,4 @@
-"""A model that is asked and never trained: a reference policy, a reward model."""
+"""A model for inference only: a reference policy or a reward model."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class InferenceModel:
         self.forward = Forward(model, world)
 
     def infer(self, batches: Sequence[PackedBatch], objective: Callable[[Any], Result]) -> list[Result]:
-        """What the objective makes of each micro-batch's head, without gradients."""
+        """The objective applied to each micro-batch's head, without gradients."""
         return self.forward.infer(batches, objective)

@@ -32,7 +32,7 @@ _WRAPPER = re.compile(rf"\.(?:base_layer|_checkpoint_wrapped_module)\b|(\.lora_\
 
 
 class _Update:
-    """What one update has shown so far; entries are in the order in which they came first."""
+    """The record of one update so far; entries are in order of first appearance."""
 
     def __init__(self) -> None:
         self.sketches: dict[str, dict[str, Sketch]] = {kind: {} for kind in KINDS}
@@ -52,7 +52,7 @@ class _Update:
 
 
 class LayerTrace:
-    """Looks on through hooks alone; training goes on bit for bit as without it, only slower.
+    """Records through hooks; training stays bitwise identical, only slower.
 
     Of every tensor a sketch is kept: outputs of layers and their gradients, the parameters' gradients after
     clipping, and how the update changed each parameter. While an update is recorded, the host holds a copy of
@@ -172,8 +172,8 @@ class LayerTrace:
             write_atomically(path, save(tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
         except OSError as error:
             raise RecipeError(
-                f"observe.layer_trace: {path} cannot be written ({error.strerror or error}): "
-                "make room there, or leave observe.layer_trace out"
+                f"observe.layer_trace: cannot write {path} ({error.strerror or error}): "
+                "free disk space, or remove observe.layer_trace"
             ) from error
 
 

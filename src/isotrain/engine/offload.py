@@ -1,4 +1,4 @@
-"""Gives a model's device memory away while something else needs it, and takes it back."""
+"""Offload a model from its device to host memory, and onload it again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isotrain.models.shards import shard_of
 
 @torch.no_grad()
 def offload(engine: TrainingEngine | InferenceModel) -> None:
-    """Weights and optimizer state go to host memory; until `onload`, the model can be asked nothing.
+    """Move weights and optimizer state to host memory; the model cannot run until `onload`.
 
     Storages are emptied and the tensors stay: the optimizer and sharding go on holding the same ones.
     Without effect where the device is the host, or where this was done already.
@@ -24,13 +24,13 @@ def offload(engine: TrainingEngine | InferenceModel) -> None:
     forward.on_host = [storage.cpu() for storage in storages]
     for storage in storages:
         storage.resize_(0)
-    # What an allocator keeps for later is of no use to another process.
+    # Another process cannot use memory that the allocator caches.
     torch.get_device_module(forward.world.device).empty_cache()
 
 
 @torch.no_grad()
 def onload(engine: TrainingEngine | InferenceModel) -> None:
-    """Bring everything back, bit for bit; without effect where nothing is away."""
+    """Bring everything back, bit for bit; no effect if nothing is offloaded."""
     forward = engine.forward
     if forward.on_host is None:
         return

@@ -196,8 +196,7 @@ class OperatorErrors(TorchDispatchMode):
 
 @contextmanager
 def operators_compared(run: Path, world: World, dtype: str) -> Iterator[None]:
-    """Around a training step: how its operators round is in `layer_trace/operators.json` of the run
-    afterwards."""
+    """Record how the operators of a training step round, in `layer_trace/operators.json` of the run."""
     if not world.leads:
         yield
         return

@@ -16,7 +16,7 @@ from isotrain.models.scalar import ScalarHead
 
 
 def score_samples(model: InferenceModel, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-    """`scores_S` of each micro-batch, float32 on the device: what the model says at each last token.
+    """`scores_S` of each micro-batch, float32 on the device: the model's output at each last token.
 
     The stand-in of an empty micro-batch has a score too, which means nothing.
     """
@@ -24,6 +24,6 @@ def score_samples(model: InferenceModel, batches: Sequence[PackedBatch]) -> list
 
 
 def at_last_tokens(batch: PackedBatch) -> PackedBatch:
-    """The batch with each sample's last token as the only one that is asked for."""
+    """The batch with only each sample's last token selected."""
     last_S = batch.last_S
     return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S])

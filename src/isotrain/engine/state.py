@@ -1,4 +1,4 @@
-"""What of an engine a checkpoint holds, and how it is put back."""
+"""The state of an engine in a checkpoint, saved and restored."""
 
 from __future__ import annotations
 

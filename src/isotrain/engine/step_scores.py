@@ -1,4 +1,4 @@
-"""What a process reward model says at the ends of steps.
+"""Step scores of a process reward model.
 
 N: ends of steps of a micro-batch, D: hidden size, C: bad and good, V: all tokens.
 """

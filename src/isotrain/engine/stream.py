@@ -1,4 +1,4 @@
-"""The whole weights of an engine, one after the other, as a Hugging Face checkpoint names them."""
+"""Stream the full weights of an engine under their Hugging Face names."""
 
 from __future__ import annotations
 

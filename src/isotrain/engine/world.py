@@ -30,7 +30,7 @@ STORE_VARIABLE = "ISOTRAIN_STORE"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-# Between two looks at how far other ranks are, where no collective may wait for them.
+# Seconds between polls of other ranks where no collective may wait for them.
 WAIT_SECONDS = 0.2
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, for utilisation figures."""
+"""Floating-point operations of a training step, for `perf/mfu`."""
 
 from __future__ import annotations
 

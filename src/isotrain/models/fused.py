@@ -34,7 +34,7 @@ class Fused:
     """Classes of layers that are of no known kind."""
 
     def __str__(self) -> str:
-        left = f" (not of a known kind: {', '.join(self.unknown)})" if self.unknown else ""
+        left = f" (unsupported layers: {', '.join(self.unknown)})" if self.unknown else ""
         return (", ".join(self.operators) or "none") + left
 
 

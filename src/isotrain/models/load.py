@@ -1,4 +1,4 @@
-"""Hugging Face models in, built without memory for their weights."""
+"""Build Hugging Face models without memory for their weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model_directory(path: str, field: str = "model.path") -> Path:
         return local
     if local.exists() or path.startswith((".", "/", "~")):
         problem = "has no config.json" if local.exists() else "does not exist"
-        raise ModelError(f"{field}: '{path}' {problem}; give a Hugging Face model directory")
+        raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
     from huggingface_hub import snapshot_download
 
     try:
@@ -67,7 +67,10 @@ def read_config(directory: Path) -> PretrainedConfig:
 def build_causal_lm(directory: Path, attention: str) -> PreTrainedModel:
     """The model of a directory, its parameters on the meta device in float32, its buffers real."""
     model = _from_config(
-        AutoModelForCausalLM, read_config(directory), attention, f"{directory}: no causal language model"
+        AutoModelForCausalLM,
+        read_config(directory),
+        attention,
+        f"{directory}: cannot build a causal language model",
     )
     check_head(model)
     check_packing(model, attention)
@@ -88,7 +91,7 @@ def build_token_classifier(directory: Path, attention: str) -> PreTrainedModel:
 def _classifier(kind: Any, of: str, directory: Path, attention: str, labels: int) -> PreTrainedModel:
     config = read_config(directory)
     config.num_labels = labels
-    model = _from_config(kind, config, attention, f"{directory}: no {of} classifier")
+    model = _from_config(kind, config, attention, f"{directory}: cannot build a {of} classifier")
     check_score(model)
     check_packing(model, attention)
     return model
@@ -104,7 +107,7 @@ def _from_config(kind: Any, config: PretrainedConfig, attention: str, complaint:
                 trust_remote_code=False,
             )
     except (ValueError, KeyError) as error:
-        raise ModelError(f"{complaint} for attention '{attention}': {error}") from error
+        raise ModelError(f"{complaint} with attention '{attention}': {error}") from error
     return model
 
 

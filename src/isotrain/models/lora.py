@@ -52,7 +52,7 @@ def _check_targets(model: PreTrainedModel, targets: str | Collection[str] | None
         matches = [module for name, module in linear.items() if name == target or name.endswith(f".{target}")]
         if not matches or head in matches:
             raise ModelError(
-                f"model.lora.targets: '{target}' cannot carry an adapter; this model has: {', '.join(known)}"
+                f"model.lora.targets: '{target}' cannot have an adapter; use some of: {', '.join(known)}"
             )
 
 

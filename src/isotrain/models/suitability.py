@@ -1,4 +1,4 @@
-"""Which models are computed rightly here; the others would train wrongly in silence and are refused."""
+"""Refuses models that would silently train wrongly here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_score(model: PreTrainedModel) -> None:
     """Our classifiers' head is a plain projection of the last hidden states."""
     if not isinstance(getattr(model, "score", None), nn.Linear):
         kind = model.config.model_type
-        raise ModelError(f"model type '{kind}' has no plain 'score' head as a classifier")
+        raise ModelError(f"model type '{kind}' has no plain 'score' head, which a classifier needs")
 
 
 def check_packing(model: PreTrainedModel, attention: str) -> None:

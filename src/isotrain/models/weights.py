@@ -1,4 +1,4 @@
-"""Weights in: each rank reads its own part of the safetensors files of a model directory."""
+"""Load weights: each rank reads its own part of the safetensors files of a model directory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WeightFiles:
         if (self.directory / SINGLE).is_file():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         raise ModelError(
-            f"{self.directory} has no {SINGLE}; convert the weights, pickled ones are never loaded"
+            f"{self.directory} has no {SINGLE}; convert the weights to safetensors (pickles are never loaded)"
         )
 
     def _slice(self, name: str) -> Any:
@@ -71,10 +71,10 @@ def load_weights(parameters: Iterable[tuple[str, nn.Parameter]], files: WeightFi
     """Fill each parameter's local shard from the tensor of the same name."""
     for name, parameter in parameters:
         if name not in files.file_of:
-            raise ModelError(f"{files.directory}: no weights for '{name}'; is this a causal language model?")
+            raise ModelError(f"{files.directory} has no weights for '{name}'; set a causal language model")
         shard = shard_of(parameter)
         if files.shape(name) != shard.shape:
             raise ModelError(
-                f"{files.directory}: '{name}' is {files.shape(name)}, the configuration says {shard.shape}"
+                f"{files.directory}: '{name}' has shape {files.shape(name)}, config.json says {shard.shape}"
             )
         shard.local.copy_(files.read(name, shard.part()))

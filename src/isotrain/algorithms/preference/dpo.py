@@ -18,7 +18,7 @@ def dpo(
 ) -> PairLosses:
     """`-(1 - eps) log sigmoid(h) - eps log sigmoid(-h)`, `h = beta [(logp_c - ref_c) - (logp_r - ref_r)]`.
 
-    `label_smoothing` is the share of pairs that are thought to be the wrong way round. With
+    `label_smoothing` is the assumed fraction of pairs with swapped labels. With
     `length_averaged`, log-probs are means over a response's tokens.
     """
     chosen_P = beta * chosen.log_ratio_P(length_averaged)

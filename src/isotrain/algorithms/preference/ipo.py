@@ -1,4 +1,4 @@
-"""Identity preference optimisation (Azar et al., arXiv:2310.12036): a margin to reach and not to exceed.
+"""Identity preference optimisation (Azar et al., arXiv:2310.12036): a fixed target margin.
 
 P: pairs of the micro-batch.
 """

@@ -1,4 +1,4 @@
-"""Pairs of responses, one preferred to the other: what every loss over them takes and gives.
+"""Inputs and outputs of every loss over pairs of a chosen and a rejected response.
 
 P: pairs of the micro-batch.
 """
@@ -46,7 +46,7 @@ class PairLosses(NamedTuple):
 
 
 def smoothed(h_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """`-(1 - eps) log sigmoid(h) - eps log sigmoid(-h)`, where eps of the pairs are the wrong way round."""
+    """`-(1 - eps) log sigmoid(h) - eps log sigmoid(-h)`, where eps of the pairs have swapped labels."""
     return -(1 - label_smoothing) * F.logsigmoid(h_P) - label_smoothing * F.logsigmoid(-h_P)
 
 

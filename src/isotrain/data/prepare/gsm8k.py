@@ -61,7 +61,7 @@ def _records(rows: Rows, split: str) -> Iterator[dict[str, Any]]:
         question, answer = _field(row, "question"), _field(row, "answer")
         found = _SOLUTION.search(answer)
         if found is None:
-            raise DataError(f"{row.origin}: the answer has no line like '#### 72'; is this GSM8K?")
+            raise DataError(f"{row.origin}: the answer has no line like '#### 72'; this is not GSM8K")
         yield {
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],

@@ -20,8 +20,7 @@ _ANSWER = "\n#### "
 
 
 def prepare_gsm8k_preferences(source: Path | None, out: Path, seed: int = 0) -> dict[str, int]:
-    """Write pairs, labelled responses and labelled steps of both splits; returns how many rows each file
-    has."""
+    """Write pairs, labelled responses and labelled steps of both splits; returns the rows of each file."""
     out.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, Callable[..., dict[str, Any]]] = {
         "pairs": _pair,

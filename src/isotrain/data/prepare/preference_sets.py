@@ -84,7 +84,7 @@ def math_shepherd(row: Row) -> Iterator[Record]:
     marked, labelled = str(_wanted(row, "input")), str(_wanted(row, "label"))
     prompt, found, solution = marked.partition("Step 1:")
     if not found:
-        raise DataError(f"{row.origin}: no 'Step 1:' in 'input'; is this Math-Shepherd?")
+        raise DataError(f"{row.origin}: no 'Step 1:' in 'input'; this is not Math-Shepherd")
     steps = [part.strip() for part in f"{found}{solution}".split(_STEP_END)]
     texts: list[str] = []
     labels: list[bool] = []

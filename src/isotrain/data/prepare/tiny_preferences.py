@@ -1,4 +1,4 @@
-"""Preference data for the tiny task's requests: good where they are of the kind that was asked for."""
+"""Preference data for the tiny task: a good response has the requested kind of characters."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def _text(characters: str, draw: random.Random, longest: int) -> str:
 
 
 def _spoilt(right: str, draw: random.Random) -> str:
-    """The other kind, or anything: a reward model that has seen nothing else is fooled by the first
-    oddity."""
+    """The other kind, or anything: otherwise any odd response would fool a reward model."""
     (wrong,) = set(KINDS) - {right}
     if draw.random() < 0.5:
         return _text(KINDS[wrong], draw, 4)

@@ -14,16 +14,16 @@ QUIET_SECONDS = 1.0
 
 
 def wait_for_pending(root: Path, seconds: float, tell: Callable[[str], None]) -> None:
-    """Until nothing is being written, as the file system shows it to a process that is no rank."""
+    """Wait until nothing is being written, as the file system shows it to a process that is no rank."""
     began, told = time.monotonic(), False
     while name := _pending(root):
         waited = time.monotonic() - began
         if waited > seconds:
-            tell(f"warning: checkpoint {name} was still being written after {seconds:g} s: it is abandoned")
+            tell(f"warning: checkpoint {name} was not written within {seconds:g} s and is abandoned")
             return
         if waited > QUIET_SECONDS and not told:
             told = True
-            tell(f"checkpoint {name} is being written: waiting up to {seconds:g} s for it")
+            tell(f"waiting up to {seconds:g} s for checkpoint {name}")
         time.sleep(POLL_SECONDS)
 
 

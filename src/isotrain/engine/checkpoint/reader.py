@@ -36,7 +36,7 @@ class CheckpointReader:
 
     @property
     def state(self) -> Mapping[str, float]:
-        """The loop's counts; one that was not saved is a CheckpointError."""
+        """The loop's counts; a missing one is a CheckpointError."""
         return _Counts(self.manifest["state"])
 
     @property
@@ -72,7 +72,7 @@ class CheckpointReader:
                 missing -= self._file(writer).copy_overlap(name, shard)
             if missing:
                 raise CheckpointError(
-                    f"{self.directory}: '{name}' is not in the checkpoint as this model needs it"
+                    f"{self.directory}: the checkpoint has no '{name}' in the shape that this model needs"
                 )
 
     def whole(self, name: str) -> torch.Tensor:
@@ -80,7 +80,9 @@ class CheckpointReader:
         first = self._file(0).read(name)
         # Before memory is taken: what the files hold bounds it, a shape written in them does not.
         if sum(self._file(writer).count(name) for writer in range(self.ranks)) != math.prod(shape):
-            raise CheckpointError(f"{self.directory}: the parts of '{name}' do not make a whole of {shape}")
+            raise CheckpointError(
+                f"{self.directory}: the parts of '{name}' do not add up to the shape {shape}"
+            )
         shard = Shard(torch.empty(shape, dtype=first.dtype), shape, (0,) * len(shape))
         self.fill({name: shard}, rank=self.ranks)
         return shard.local
@@ -93,7 +95,7 @@ class CheckpointReader:
 
 class _Counts(dict[str, int]):
     def __missing__(self, name: str) -> int:
-        raise CheckpointError(f"the checkpoint does not say '{name}': another kind of run wrote it")
+        raise CheckpointError(f"the checkpoint has no '{name}': another kind of run wrote it")
 
 
 class _Place(NamedTuple):
@@ -112,7 +114,7 @@ class _RankFile:
             self.places = {name: self._place(name, where) for name, where in described.items()}
             self.extras: dict[str, Any] = json.loads(metadata["extras"])
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not a rank's part of a checkpoint ({error})") from error
+            raise CheckpointError(f"{path} is not a rank's file of a checkpoint ({error})") from error
 
     def _place(self, name: str, described: dict[str, list[int]]) -> _Place:
         shape, offset = (tuple(map(operator.index, described[key])) for key in ("shape", "offset"))

@@ -84,7 +84,7 @@ class CheckpointWriter:
             self._untold.append(self._newest_failure)
 
     def failure(self) -> str | None:
-        """What went wrong since the last call, if anything did."""
+        """The error since the last call, if there was one."""
         told = [self._untold.pop(0) for _ in range(len(self._untold))]
         return "; ".join(told) or None
 
@@ -194,7 +194,7 @@ class CheckpointWriter:
 
 
 class _PeerFailure(Exception):
-    """What another rank reported, or that it did not."""
+    """The report of another rank, or an error if it did not report."""
 
 
 def _report(temporary: Path, rank: int) -> Path:
