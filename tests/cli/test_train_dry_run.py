@@ -120,7 +120,7 @@ def test_a_dry_run_warns_of_what_this_machine_lacks(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(precheck, "find_spec", lambda name: None)
     done = RUNNER.invoke(app, ["train", str(tmp_path / "r.yaml"), "--dry-run", "reward.math={}"])
     assert done.exit_code == 0 and json.loads(done.stdout)["name"] == "a"
-    assert "warning: a run on this machine would end with: rollout.engine: vllm is not inst" in done.stderr
+    assert "warning: a run on this machine would fail: rollout.engine: vllm is not inst" in done.stderr
     assert "there is no file rewards.py" in done.stderr
     assert (
         "math-verify is not installed" in done.stderr

@@ -95,7 +95,7 @@ def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: str) -> Non
 
 
 def test_a_count_that_is_missing_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not say 'epochs'"):
+    with pytest.raises(CheckpointError, match="has no 'epochs'"):
         CheckpointReader(save(tmp_path, 10)).state["epochs"]
 
 

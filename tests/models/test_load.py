@@ -181,7 +181,7 @@ def test_a_missing_tensor(copy: Path) -> None:
 def test_a_tensor_of_another_shape(copy: Path) -> None:
     change(copy / "config.json", intermediate_size=100)
     with pytest.raises(
-        ModelError, match=r"_proj\.weight' is \(192, 64\), the configuration says \(100, 64\)"
+        ModelError, match=r"_proj\.weight' has shape \(192, 64\), config\.json says \(100, 64\)"
     ):
         loaded(copy)
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.heavy
 
 def test_the_newest_checkpoint_that_is_complete_is_named(tmp_path: Path) -> None:
     assert how_to_go_on(tmp_path / "none") == (
-        "there is no checkpoint yet: the same command starts from the first step"
+        "no checkpoint yet: the same command starts from the first step"
     )
     for step in (10, 200, 300):
         (tmp_path / f"step-{step:08d}").mkdir()

@@ -233,12 +233,12 @@ def test_a_classifier_of_steps_learns_and_is_exported(
 @pytest.mark.parametrize(
     ("name", "sections", "error", "message"),
     [
-        ("rm", {"model": LORA}, RecipeError, "a reward model trains all weights"),
+        ("rm", {"model": LORA}, RecipeError, "a reward model must train all weights"),
         (
             "prm",
             {"model": LORA, "algorithm": {"name": "prm", "head": "classifier"}},
             RecipeError,
-            "a classifier of steps trains all weights",
+            "a classifier of steps must train all weights",
         ),
         ("dpo", {"algorithm": {"name": "dpo", "reference": "adapters-off"}}, RecipeError, "needs adapters"),
         (

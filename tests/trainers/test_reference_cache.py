@@ -115,7 +115,7 @@ def test_a_resumed_run_refuses_what_has_changed(
         other_weights(model)
     else:
         write_preferences(rows, count=40, seed=5)
-    with pytest.raises(RecipeError, match=rf"{changed}: has changed since the run in .* was started"):
+    with pytest.raises(RecipeError, match=rf"{changed}: has changed since the run in .* started"):
         train(recipe(4))
 
 

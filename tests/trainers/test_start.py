@@ -59,7 +59,7 @@ def test_what_may_change_between_two_starts(tiny: Path, tmp_path: Path, field: s
     if field in FREE:
         check_run(changed)
     else:
-        with pytest.raises(RecipeError, match=rf"cannot be resumed with this one:\n  {field}"):
+        with pytest.raises(RecipeError, match=rf"which this one cannot resume:\n  {field}"):
             check_run(changed)
 
 

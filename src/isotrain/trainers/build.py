@@ -1,4 +1,4 @@
-"""From a recipe to the supervised loop with its model, its task and its schedule."""
+"""Build the supervised loop of a recipe: model, task, schedule."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def build_trainer(
 
 
 def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[TrainingEngine, Task[Any]]:
-    """The engine, its weights loaded, and what it does with each step's data."""
+    """The engine, with its weights loaded, and its task."""
     algorithm, model, optimizer = recipe.algorithm, recipe.model, recipe.optimizer
     if isinstance(algorithm, RmSection):
         _no_adapters(recipe, "a reward model")
@@ -122,11 +122,11 @@ def _step_task(engine: TrainingEngine, step_scores: StepScores) -> PreferenceTas
 
 def _no_adapters(recipe: Recipe, what: str) -> None:
     if recipe.model.lora.rank:
-        raise RecipeError(f"model.lora: {what} trains all weights; set model.lora.rank=0")
+        raise RecipeError(f"model.lora: {what} must train all weights; set model.lora.rank=0")
 
 
 def _dpo_options(algorithm: DpoSection) -> dict[str, Any]:
-    """What the recipe says, as far as the loss takes it."""
+    """The recipe's settings that the loss takes."""
     options: dict[str, Any] = {} if algorithm.beta is None else {"beta": algorithm.beta}
     if algorithm.loss in ("sigmoid", "simpo"):
         options["label_smoothing"] = algorithm.label_smoothing
@@ -138,14 +138,16 @@ def _dpo_options(algorithm: DpoSection) -> dict[str, Any]:
 
 
 def place_of_reference(recipe: Recipe) -> str | None:
-    """Where a run's reference is, `auto` decided; None for algorithms without one."""
+    """Where reference log-probs come from, with `auto` resolved; None for algorithms without a reference."""
     algorithm, has_adapters = recipe.algorithm, recipe.model.lora.rank > 0
     if not isinstance(algorithm, DpoSection | KtoSection):
         return None
     if isinstance(algorithm, DpoSection) and algorithm.loss not in ("sigmoid", "ipo"):
         return None
     if algorithm.reference == "adapters-off" and not has_adapters:
-        raise RecipeError("algorithm.reference: adapters-off needs adapters; set model.lora.rank, or cached")
+        raise RecipeError(
+            "algorithm.reference: adapters-off needs adapters; set model.lora.rank, or reference=cached"
+        )
     if algorithm.reference == "auto":
         return "adapters-off" if has_adapters else "cached"
     return algorithm.reference

@@ -1,4 +1,4 @@
-"""What a run that is interrupted leaves behind, in words."""
+"""Messages of an interrupted run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from isotrain.engine.checkpoint.layout import MARKER, WRITING, step_directory, steps_in
 
-FINISHING = "interrupted; finishing the checkpoint that is being written"
+FINISHING = "interrupted; finishing the current checkpoint"
 
 
 def is_writing(checkpoints: Path) -> bool:
@@ -19,5 +19,5 @@ def how_to_go_on(checkpoints: Path) -> str:
     )
     newest = next(complete, None)
     if newest is None:
-        return "there is no checkpoint yet: the same command starts from the first step"
+        return "no checkpoint yet: the same command starts from the first step"
     return f"the same command resumes after step {newest}"

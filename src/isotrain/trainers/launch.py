@@ -24,7 +24,7 @@ from isotrain.trainers.run import train_supervised
 
 
 def launch(recipe: Recipe, source: str) -> None:
-    """Train as the recipe says; `source` is the recipe's text as the user wrote it."""
+    """Train a recipe; `source` is its text as the user wrote it."""
     if isinstance(recipe.algorithm, OnlineSection):
         # Ray comes in only here: supervised recipes run where it is not installed.
         from isotrain.trainers.online.run import train_online
@@ -36,8 +36,8 @@ def launch(recipe: Recipe, source: str) -> None:
     ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if joins else recipe.device.ranks
     if device.visible_devices_variable and ranks > device.count():
         raise DeviceError(
-            f"device.ranks: {ranks} ranks need as many devices, {device.count()} are visible; "
-            f"lower device.ranks or look at {device.visible_devices_variable}"
+            f"device.ranks: {ranks} ranks need {ranks} devices, but {device.count()} are visible; "
+            f"lower device.ranks or check {device.visible_devices_variable}"
         )
     if joins or ranks == 1:
         os.environ.update(device.rank_environment(ranks))
@@ -62,7 +62,7 @@ def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
         # All ranks are on this machine: their host collectives need no other interface.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    # Elastic reports failed ranks in its own words; ours come from the ranks themselves.
+    # Elastic logs failed ranks too; our messages come from the ranks themselves.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     processes = start_processes(
         name="rank",
@@ -82,9 +82,9 @@ def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
 
 
 def _explain(job: Path, exit_codes: dict[int, int]) -> str:
-    """The ranks' own words, each once; for a rank that left none, how it ended.
+    """The errors of the ranks, each once; for a rank without one, how it ended.
 
-    When one rank stops with an error, the others' collectives break: what they then say explains nothing.
+    When one rank stops with an error, the others' collectives break: their errors explain nothing.
     """
 
     def words(kind: str) -> list[str]:

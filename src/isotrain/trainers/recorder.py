@@ -1,4 +1,4 @@
-"""Everything a run tells behind one object: metrics file, trackers, progress; silent but on one rank."""
+"""All outputs of a run behind one object: metrics file, trackers, console; only one rank writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Recorder:
             self.log.sync()
 
     def interrupted(self) -> None:
-        """Say why the run does not end at once, where it does not."""
+        """Say what the end of the run waits for."""
         if self.checkpoints is not None and is_writing(self.checkpoints):
             self.console.message(FINISHING)
 
@@ -73,8 +73,8 @@ def recording(
 
 
 def draw_plots(run: RunDirectory, name: str, console: Console) -> None:
-    """The curves of a finished run; a full disk costs the pictures, not the run."""
+    """Plot a finished run; a full disk costs the plots, not the run."""
     try:
         plot_run(read_metrics(run.metrics), run.plots, name=name)
     except OSError as error:
-        console.message(f"warning: no curves in {run.plots}: {error}")
+        console.message(f"warning: no plots in {run.plots}: {error}")

@@ -44,7 +44,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             if place_of_reference(recipe) == "cached":
                 data["model"] = world.agree(
                     lambda: model_digest(model_directory(recipe.model.path)),
-                    "model.path: the machines have different models there; copy one to all of them",
+                    "model.path: the machines have different models; copy the same one to all of them",
                 )
             determinism = profile(device, recipe.device.determinism, os.environ)
             for complaint in determinism.complaints:
@@ -77,7 +77,7 @@ def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str
 
 
 def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
-    """What is about to happen, before the first step has taken its time."""
+    """A summary before the first step."""
     engine, store = trainer.engine, trainer.feed.store
     everything = sum(p.numel() for p in engine.model.parameters())
     trained = sum(p.numel() for p in engine.trained.values())

@@ -1,4 +1,4 @@
-"""A start of a run in its directory: whether it may go on there, and what is written down of it."""
+"""Start a run in its directory: check that it may resume there, and record the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isotrain.recipe.schema import Recipe
 
 
 def check_run(recipe: Recipe) -> None:
-    """Refuse a run directory that this recipe cannot go on in."""
+    """Refuse a run directory that this recipe cannot resume."""
     run = RunDirectory(recipe.output)
     if run.resolved.is_file():
         _check_resumable(recipe, load_resolved(run.resolved))
@@ -62,8 +62,8 @@ def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
     """Refuse to go on with other data, or another reference model, than the run was started with."""
     if changed := changed_since_start(recipe, data):
         raise RecipeError(
-            f"{', '.join(changed)}: has changed since the run in {recipe.output} was started; bring the old "
-            "content back, or choose another output"
+            f"{', '.join(changed)}: has changed since the run in {recipe.output} started; restore the old "
+            "content, or set another output"
         )
 
 
@@ -82,14 +82,14 @@ def digest_field(name: str) -> str:
 def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
     if recipe.trainer.resume == "never":
         raise RecipeError(
-            f"output: {recipe.output} holds a run already; choose another output, or set trainer.resume=auto"
+            f"output: {recipe.output} already has a run; set another output, or trainer.resume=auto"
         )
     changed = not_free(difference(previous, recipe), MAY_CHANGE_ON_RESUME)
     if changed:
         listing = "\n  ".join(changed)
         raise RecipeError(
-            f"output: {recipe.output} holds a run of another recipe, which cannot be resumed with this one:\n"
-            f"  {listing}\nchoose another output, or change these back"
+            f"output: {recipe.output} has a run of another recipe, which this one cannot resume:\n"
+            f"  {listing}\nset another output, or change these back"
         )
 
 
@@ -105,6 +105,6 @@ def run_lock(output: Path, leads: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RecipeError(
-                f"output: another process is training in {output}; wait for it or choose another"
+                f"output: another process is training in {output}; wait for it, or set another output"
             ) from error
         yield

@@ -38,7 +38,7 @@ class SupervisedTrainer:
     validate_first: bool
     save_every: int
     max_skipped: int
-    """Updates that may be left out because a number was not finite."""
+    """Updates that may be skipped because a number was not finite."""
     peak_flops: float | None
     around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
     skipped: int = 0
@@ -48,7 +48,9 @@ class SupervisedTrainer:
         try:
             self._train(done)
         except KeyboardInterrupt:
-            if self.engine.world.size == 1:  # otherwise the launcher, which has heard it too, ends all ranks
+            if (
+                self.engine.world.size == 1
+            ):  # otherwise the launcher, which got the signal too, ends all ranks
                 self.recorder.interrupted()
                 self.writer.wait()
             raise
@@ -70,7 +72,9 @@ class SupervisedTrainer:
             if self._is_due(step, self.save_every):
                 self._save(step)
             if failure := self.writer.failure():
-                self.recorder.console.message(f"warning: {failure}; training goes on without it")
+                self.recorder.console.message(
+                    f"warning: {failure}; training continues without this checkpoint"
+                )
         self.writer.wait()
         if failure := self.writer.failure():
             raise CheckpointError(failure)
@@ -106,12 +110,12 @@ class SupervisedTrainer:
         self.skipped += 1
         what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
         if self.skipped > self.max_skipped:
-            left_out = f" ({self.skipped} updates left out)" if self.max_skipped else ""
+            left_out = f" ({self.skipped} updates skipped)" if self.max_skipped else ""
             raise NonFiniteError(
-                f"{what}: not finite{left_out}; lower optimizer.lr, look at this step's samples, "
+                f"{what}: not finite{left_out}; lower optimizer.lr, check this step's samples, "
                 "or set trainer.non_finite=skip and trainer.max_skipped_steps"
             )
-        self.recorder.console.message(f"warning: {what}: not finite, update left out")
+        self.recorder.console.message(f"warning: {what}: not finite, update skipped")
 
     def _save(self, step: int) -> None:
         self.recorder.sync()

@@ -70,7 +70,7 @@ def test_engine_and_reward_worker_are_replaced_and_a_rank_ends_the_run(tiny: Pat
             (victim,) = run.workers(kind)
             os.kill(victim, signal.SIGKILL)
             run.wait_for_steps(run.steps() + 3)
-            assert f"warning: {words}" in run.text and "takes its place" in run.text
+            assert f"warning: {words}" in run.text and "a new worker replaces it" in run.text
             assert run.workers(kind) != [victim]
         kill_rank(run)
     finally:
@@ -163,7 +163,7 @@ def test_deaths_do_not_change_what_is_learnt(tiny: Path, tmp_path: Path, calm: P
         wild = run.finish(900)
     finally:
         run.end()
-    assert run.text.count("takes its place") == 3, run.text
+    assert run.text.count("a new worker replaces it") == 3, run.text
     assert stable_metrics(wild) == stable_metrics(calm) and drawn(wild) == drawn(calm)
 
 

@@ -54,7 +54,7 @@ def test_sglang_is_found_and_marked_as_unverified(
     monkeypatch.setattr(precheck, "find_spec", lambda name: None)
     with pytest.raises(IsotrainError, match=r"sglang is not installed.*rollout\.server_python"):
         check()
-    with pytest.raises(IsotrainError, match=r"rollout\.server_python: '\./nowhere' is no program"):
+    with pytest.raises(IsotrainError, match=r"rollout\.server_python: '\./nowhere' is not an executable"):
         check(server_python="./nowhere")
     (warning,) = check(server_python=sys.executable)
     assert "unverified: it has not run against a real SGLang server or device" in warning

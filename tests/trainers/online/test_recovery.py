@@ -94,7 +94,7 @@ def test_lost_groups_of_a_batch_are_generated_until_all_are_there() -> None:
     assert loop.collector.asked[1:] == [(TRAIN, [1], N, 1.0)] * 2
     fetched = {handle for rank in plan.ranks for handle, _ in rank.groups}
     assert loop.ranks.loads == 3 and fetched == {0, 5, 2, 3}
-    assert said.getvalue().count("warning: 1 group(s) were lost and are generated again") == 2
+    assert said.getvalue().count("warning: 1 group(s) were lost and will be generated again") == 2
     assert batch.taken == before.taken == 4
 
 
@@ -111,7 +111,7 @@ def test_a_validation_does_not_begin_before_its_weights_are_verified() -> None:
     loop = trainer(set(), StandInGroup(hangs_at=1))
     loop.engines.timeout = 0.3
     loop.engines.send(weights(1))
-    with pytest.raises(WeightUpdateError, match="weight update 1 has not ended"):
+    with pytest.raises(WeightUpdateError, match="weight update 1 did not end"):
         loop.validate(1)
     assert not loop.collector.asked
 

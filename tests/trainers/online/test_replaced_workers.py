@@ -38,4 +38,4 @@ def test_nobody_takes_the_place_of_one_that_ended_with_the_run() -> None:
         else:
             workers.replace(Task(0, 0, work), death)
         assert group.restarts == (not closed)
-    assert told == ["warning: rollout engine 0 died\na new one takes its place"]
+    assert told == ["warning: rollout engine 0 died\na new worker replaces it"]

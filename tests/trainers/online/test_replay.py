@@ -243,7 +243,9 @@ def test_models_that_score_are_asked_anew(tiny: Path, tmp_path: Path) -> None:
     assert all(m.reward != m.score for m in marks if m is not failed)
     torch.manual_seed(2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(reward_model)
-    with pytest.raises(DataError, match=r"reward\.model\.path: not what .*recorded\.json was recorded with"):
+    with pytest.raises(
+        DataError, match=r"reward\.model\.path: .*recorded\.json was recorded with other content"
+    ):
         train(replay_of(recipe, tmp_path / "another"))
 
 
@@ -307,12 +309,12 @@ def test_recordings_of_any_number_of_ranks(
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
-    r"rollout\.n: .*recorded\.json was recorded with 3, not 2": {"rollout": {"n": 2}},
+    r"rollout\.n: .*recorded\.json was recorded with 3, this recipe has 2": {"rollout": {"n": 2}},
     r"data\.batch_size: .* recorded with 4, not 8": {"data": {"batch_size": 8}},
     r"algorithm\.name: .* recorded with 'grpo', not 'rloo'": {"algorithm": {"name": "rloo"}},
     r"rollout\.temperature: .* recorded with 1\.0, not 0\.5": {"rollout": {"temperature": 0.5}},
-    r"data\.train: not what .*recorded\.json was recorded with": {"data": {"prompt_key": "answer"}},
-    r"step-000004-rank-00000\.parquet: is not there.* trainer\.steps=3": {"trainer": {"steps": 4}},
+    r"data\.train: .*recorded\.json was recorded with other content": {"data": {"prompt_key": "answer"}},
+    r"step-000004-rank-00000\.parquet is missing.* trainer\.steps=3": {"trainer": {"steps": 4}},
 }
 
 
@@ -356,11 +358,11 @@ def strange_token(record: Record) -> Record:
 
 
 DAMAGES: dict[str, Callable[[list[Record]], list[Record]]] = {
-    r"has not 3 responses to draw 4": lambda records: records[1:],
+    r"does not have 3 responses to draw 4": lambda records: records[1:],
     r"has 3 prompts instead of 4": lambda records: records[N:],
-    r"has another prompt for draw 4": lambda records: [other_prompt(records[0]), *records[1:]],
-    r"has tokens that the model does not know": lambda records: [strange_token(records[0]), *records[1:]],
-    r"has responses to draw 99, which is not of this step": lambda records: [
+    r"has a prompt for draw 4 that differs": lambda records: [other_prompt(records[0]), *records[1:]],
+    r"has tokens outside the vocabulary": lambda records: [strange_token(records[0]), *records[1:]],
+    r"has responses to draw 99, which is not part of this step": lambda records: [
         *records[:-N],
         *(r._replace(trajectory=replace(r.trajectory, prompt_index=99)) for r in records[-N:]),
     ],

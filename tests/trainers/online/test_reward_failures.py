@@ -96,7 +96,7 @@ def test_the_first_step_of_a_start_needs_one_score(
 
     dead = Failures(4, {"crash": 4}, "crash: it ended")
     for others, count in ((Failures(), 12), (dead, 16)):
-        message = f"not one of the first {count} responses could be scored, .* because of error: no judge"
+        message = f"none of the first {count} responses got a score; .* because of error: no judge"
         with pytest.raises(RewardError, match=message):
             train(others)
     assert train(Failures(4, {"crash": 3}, "crash: it ended")).metrics["reward/failures"] == 15.0

@@ -45,7 +45,8 @@ def test_an_engine_that_goes_silent_is_named_once() -> None:
             watching.heard_from(0)
             watching.look(request, [0, 1])
     assert told == [
-        "warning: rollout engine 1 has given no response for 300 s: it is writing very long ones, or it hangs"
+        "warning: rollout engine 1 has finished no response for 300 s: "
+        "its responses are very long, or it hangs"
     ]
 
 

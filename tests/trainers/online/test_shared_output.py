@@ -32,6 +32,6 @@ def test_all_ranks_must_see_the_run_directory(tmp_path: Path) -> None:
     same: Any = Ranks(here)
     _check_shared(same, here)
     other: Any = Ranks(elsewhere)
-    with pytest.raises(ClusterError, match=r"output: .*run is not the same directory on 10\.0\.0\.2; put it"):
+    with pytest.raises(ClusterError, match=r"output: .*run is not shared with 10\.0\.0\.2; put it"):
         _check_shared(other, here)
     assert list(here.iterdir()) == []

@@ -124,7 +124,7 @@ def test_a_worker_that_dies_is_replaced_while_training_goes_on(tiny: Path, tmp_p
             (victim,) = run.workers(kind)
             os.kill(victim, signal.SIGKILL)
             run.wait_for_trained(run.trained() + 4)
-        assert run.text.count("takes its place") == 3, run.text
+        assert run.text.count("a new worker replaces it") == 3, run.text
     finally:
         run.end()
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -143,4 +143,4 @@ def test_a_lost_rank_ends_the_run_although_batches_are_being_made(tiny: Path, tm
     assert "error: training rank 0" in run.text, run.text
     assert "Traceback" not in run.text, run.text
     # The others were ended, and nobody takes that for their death.
-    assert "takes its place" not in run.text, run.text
+    assert "a new worker replaces it" not in run.text, run.text

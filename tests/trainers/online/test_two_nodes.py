@@ -88,7 +88,7 @@ def test_two_nodes_do_what_one_does(tiny: Path, tmp_path: Path, machines: Machin
         two = run.finish(900)
     finally:
         run.end()
-    assert run.text.count("takes its place") == len(victims), run.text
+    assert run.text.count("a new worker replaces it") == len(victims), run.text
     # The killed relay's copies may stay until the next run; nobody else's do.
     assert len(abandoned() - before) <= 1
     (first,) = stable_metrics(one)

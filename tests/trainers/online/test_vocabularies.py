@@ -52,12 +52,10 @@ def test_tokens_that_a_reward_model_lacks(tiny: Path, tmp_path: Path) -> None:
     role = ROLES["reward.model.path"]
     path = copied(tiny, tmp_path / "judge", lambda vocabulary: vocabulary.pop("~") and None)
     (warning,) = check_online(online_recipe(tiny, tmp_path, "cpu", **role(path)))
-    assert warning == (
-        "reward.model.path: 1 token(s) of the policy are unknown to its tokenizer, such as '~'"
-    )
+    assert warning == ("reward.model.path: its tokenizer lacks 1 token(s) of the policy, such as '~'")
     config = json.loads((tmp_path / "judge" / "config.json").read_text())
     (tmp_path / "judge" / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
-    with pytest.raises(ModelError, match="it knows 10 tokens and not '~'"):
+    with pytest.raises(ModelError, match="it has 10 tokens but not '~'"):
         check_online(online_recipe(tiny, tmp_path, "cpu", **role(path)))
 
 

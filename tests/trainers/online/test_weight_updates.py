@@ -211,7 +211,7 @@ def test_weights_that_are_not_in_force_are_found_out(
         ("skips", r"^rollout engine 1 has weights of version 1 after update 2$"),
         (
             "hangs",
-            r"^rollout engine 1: weight update 2 has not ended within 20 s \(rollout\.update_timeout\)$",
+            r"^rollout engine 1: weight update 2 did not end within 20 s \(rollout\.update_timeout\)$",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Work in a thread of its own, of which only the result is waited for."""
+"""Run work in a thread and wait for its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scored batches that training consumes: made on demand, or ahead by a bounded number of steps."""
+"""Scored batches for training: made on demand, or ahead with bounded staleness."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from isotrain.trainers.online.prompts import TRAIN
 class Batch:
     groups: list[Group]
     greedy: dict[int, float] | None
-    """Score of the greedy response to each draw, where the algorithm compares with it; NaN where it
-    failed."""
+    """Score of the greedy response to each draw, if the algorithm needs it; NaN where scoring failed."""
     taken: int
     """Prompts drawn up to and with this batch."""
     seconds: Seconds
     resampled: int
-    """Groups that taught nothing and were replaced."""
+    """Groups with equal rewards that were replaced."""
     others: Failures = field(default_factory=Failures)
     """Of responses that are not among the groups: of those that were replaced, and greedy ones."""
 

@@ -1,4 +1,4 @@
-"""From a recipe and its workers to the online loop; what a rank builds is in build_rank.py."""
+"""Build the online loop of a recipe from its workers; build_rank.py builds a rank."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _maker(
     sampler: Sampler,
     done: int,
 ) -> Maker:
-    """Engines and reward workers, or what they once made."""
+    """Engines and reward workers, or their recorded results."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     assert isinstance(algorithm, OnlineSection) and rollout is not None
     if rollout.replay is not None:

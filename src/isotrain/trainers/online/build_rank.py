@@ -1,4 +1,4 @@
-"""From a recipe to what a training rank works with: its models, and the settings of its updates."""
+"""Build a training rank of a recipe: its models, and the settings of its updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws in, scored groups out: engines response, reward workers score, what a dead one lost is done again."""
+"""Generate and score responses to prompts; work that a dead worker lost is repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isotrain.trainers.online.rollout_progress import Request, RolloutProgress
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
 CALLS_AT_ONCE = 4
-# Between two looks at how far the engines are, where nothing comes.
+# Seconds between progress reports while no response comes.
 LOOK_SECONDS = 1.0
 
 

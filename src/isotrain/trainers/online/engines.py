@@ -31,7 +31,7 @@ class Delivery(NamedTuple):
     """Weights on their way to one engine."""
 
     free: Task
-    """Answered when the engine has done what it was asked for before."""
+    """Done when the engine has finished its earlier calls."""
     update: Task
     logps: Task
     weights: Weights
@@ -39,8 +39,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far log-probs of a fixed prompt may differ: at the first update, and later in terms of those
-    before.
+    """How far log-probs of a fixed prompt may differ: at the first update, then relative to earlier ones.
 
     Rounding differs from model to model, and grows slowly as a model leaves that prompt behind; weights that
     an engine did not take show at once.
@@ -61,7 +60,7 @@ class Engines(Replaceable):
 
     The engine itself compares what it got with the update's digest. Here its version is compared, and its
     log-probs of a fixed prompt with those of the trained model, which shows that the weights also mean the
-    same. What an engine is doing may take as long as it likes: an update's time begins after that.
+    same. Earlier calls of an engine may take any time: the timeout of an update begins after them.
     """
 
     def __init__(
@@ -95,8 +94,7 @@ class Engines(Replaceable):
             return Delivery(free, update, self.submit(index, "weight_check", self.check_T), weights)
 
     def settle(self) -> float:
-        """Wait until all engines have what was sent last; returns the largest difference in the weight
-        check."""
+        """Wait until all engines have the newest weights; returns the weight check's largest difference."""
         deliveries, self.under_way = self.under_way, []
         verified = [self._verified(delivery) for delivery in deliveries]
         if found := [difference for difference in verified if difference is not None]:
@@ -112,7 +110,7 @@ class Engines(Replaceable):
             logps = self.result(delivery.logps, self.timeout)
         except Overdue as error:
             raise WeightUpdateError(
-                f"{name}: weight update {weights.version} has not ended within {self.timeout:g} s "
+                f"{name}: weight update {weights.version} did not end within {self.timeout:g} s "
                 "(rollout.update_timeout)"
             ) from error
         if version is DIED or logps is DIED:
@@ -126,8 +124,8 @@ class Engines(Replaceable):
         allowed = self.tolerance.after(self.largest)
         if not difference <= allowed:
             raise WeightUpdateError(
-                f"{name}: after weight update {weights.version} its log-probs differ from the trained model "
-                f"by {difference:.3g} in the mean, {allowed:.3g} are allowed (rollout.weight_check_tolerance)"
+                f"{name}: after weight update {weights.version} its log-probs differ from the trained model's "
+                f"by {difference:.3g} on average; {allowed:.3g} is allowed (rollout.weight_check_tolerance)"
             )
         return difference
 

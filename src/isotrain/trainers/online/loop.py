@@ -38,8 +38,7 @@ from isotrain.trainers.online.scores import Numbers, Scored, total_scores
 from isotrain.trainers.online.settings import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
 
-# For a checkpoint that is being written when the run ends with an error. A rank that died may have left its
-# part unwritten, for which the others would wait in vain.
+# Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
 WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH = 300.0, 5.0
 
 
@@ -141,17 +140,19 @@ class OnlineTrainer:
             if self._is_due(step, self.settings.save_every):
                 self._save(step, batch.taken)
             if failure := next(filter(None, self.ranks.call("save_failure")), None):
-                self.recorder.console.message(f"warning: {failure}; training goes on without it")
+                self.recorder.console.message(
+                    f"warning: {failure}; training continues without this checkpoint"
+                )
         self.engines.settle()
         self.ranks.call("finish")
 
     def _tell_failures(self, step: int, failures: Failures) -> None:
-        """A reward that fails costs one sample and not the run, but its owner should know."""
+        """A reward that fails costs one sample and not the run, but the user should know."""
         first, self.first = self.first, False
         if first and failures.share == 1.0 and self.settings.generates:
             raise RewardError(
-                f"not one of the first {failures.count} responses could be scored, the first because of "
-                f"{failures.first}; look at the reward section and its answer_key"
+                f"none of the first {failures.count} responses got a score; the first because of "
+                f"{failures.first}; check the reward section and its answer_key"
             )
         if self.warnings.is_due(step, failures):
             self.recorder.console.message(f"warning: step {step}: {failures}")
@@ -184,7 +185,9 @@ class OnlineTrainer:
             if not gone:
                 return groups, plan
             # Trajectories die with the process that put them: their draws are generated once more.
-            self.recorder.console.message(f"warning: {len(gone)} group(s) were lost and are generated again")
+            self.recorder.console.message(
+                f"warning: {len(gone)} group(s) were lost and will be generated again"
+            )
             groups = again(groups, gone)
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
@@ -294,7 +297,7 @@ class OnlineTrainer:
 
     def validate(self, step: int) -> dict[str, float]:
         settings = self.settings
-        self.engines.settle()  # a figure of weights that turn out to be wrong must not be written
+        self.engines.settle()  # no metric of weights that turn out to be wrong may be written
         # Places before 0 are no draws of the run: training responses never share a seed with these.
         prompt_requests = [PromptRequest(-1 - row, row) for row in range(settings.validation_rows)]
         n, sampling = settings.validation_n, settings.validation_sampling
@@ -348,17 +351,17 @@ class OnlineTrainer:
         what = f"step {step}: {skipped} update(s) with a loss or gradient that is not finite"
         if self.skipped > self.settings.max_skipped:
             raise NonFiniteError(
-                f"{what}; lower optimizer.lr, look at this step's responses (rollout.record=true), "
+                f"{what}; lower optimizer.lr, check this step's responses (rollout.record=true), "
                 "or set trainer.non_finite=skip and trainer.max_skipped_steps"
             )
-        self.recorder.console.message(f"warning: {what}, left out")
+        self.recorder.console.message(f"warning: {what}, skipped")
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.settings.steps or (every > 0 and step % every == 0)
 
     @contextmanager
     def _in_time(self, what: str) -> Iterator[None]:
-        """A worker that is late, which the error names, is one that the weights do not get to."""
+        """A late worker, which the error names, is one that did not get the weights."""
         try:
             yield
         except Overdue as error:

@@ -1,4 +1,4 @@
-"""What controller and workers tell each other: metadata, of a size that responses' lengths do not change."""
+"""Messages between controller and workers: metadata whose size does not depend on response lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isotrain.data.trajectory import Trajectory
 
 
 class PromptRequest(NamedTuple):
-    """A draw of a prompt that wants responses."""
+    """A drawn prompt to generate responses to."""
 
     prompt_index: int
     """Which draw of the run this is."""
@@ -33,7 +33,7 @@ class Responses(NamedTuple):
 
 
 def describe(group: Sequence[Trajectory]) -> Responses:
-    """What the controller is told of the responses to one draw."""
+    """Metadata of the responses to one draw."""
     first = group[0]
     return Responses(
         prompt_index=first.prompt_index,
@@ -51,7 +51,7 @@ class Score(NamedTuple):
     parts: dict[str, float]
     failure: str | None
     detail: str
-    """What went wrong, in one line."""
+    """The error, in one line."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Metrics of a step from what the controller knows: scores, lengths, versions.
+"""Metrics of a step from scores, lengths and versions.
 
 R: trajectories of a step.
 """
@@ -29,7 +29,7 @@ def extent(name: str, values_R: Numbers) -> dict[str, float]:
 def step_metrics(
     groups: Sequence[Group], scores_R: Numbers, rewards_R: Numbers, version: int, failures: Failures
 ) -> dict[str, float]:
-    """What can be said of a step before anything is learnt; `rewards_R` are scores after penalties."""
+    """Metrics of a step before its update; `rewards_R` are scores after penalties."""
     prompts = np.array([g.responses.prompt_length for g in groups], float)
     responses_R = np.array([n for g in groups for n in g.responses.response_lengths], float)
     cut_R = ~np.array([done for g in groups for done in g.responses.finished], bool)

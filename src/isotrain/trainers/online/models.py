@@ -1,4 +1,4 @@
-"""The models of an online run on one rank: policy, reference, critic, reward_models."""
+"""The models of an online run on one rank: policy, reference, critic, reward models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank trains on which trajectories of a step: decided from lengths alone."""
+"""Assigns the trajectories of a step to ranks by their lengths."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ from isotrain.trainers.start import describe_model
 
 
 class Description(NamedTuple):
-    """What the controller tells the user, and the run directory, of the ranks."""
+    """A description of the ranks for the user and the run directory."""
 
     device_type: str
     device_name: str
@@ -266,7 +266,7 @@ class PolicyRank:
         return _means(results, "actor") | {"actor/lr": lr}, seen
 
     def mismatch(self) -> Mismatch:
-        """What `update_policy` tells besides, for a step that does not update the policy."""
+        """The other metrics of `update_policy`, for a step that does not update the policy."""
         return mismatches.combine([policy_mismatch(micro, micro.old_logp_N) for micro in self.micros])
 
     def _update_policy(self, work: list[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:

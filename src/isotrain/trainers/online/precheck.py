@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with an online recipe before any worker is started."""
+"""Check an online recipe before any worker starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from isotrain.rollout.vllm import cannot_import
 
 
 def check_online(recipe: Recipe) -> list[str]:
-    """Raise where the run would fail once its workers have started; returns warnings."""
+    """Raise if the run would fail after its workers have started; returns warnings."""
     algorithm, rollout, reward = _sections(recipe)
     for problem in _not_here(recipe):
         raise problem
@@ -26,10 +26,10 @@ def check_online(recipe: Recipe) -> list[str]:
 
 
 def look_online(recipe: Recipe) -> list[str]:
-    """The same for a dry run, without torch; what this machine lacks is a warning: another may have it."""
+    """The same for a dry run, without torch; what this machine lacks is only a warning."""
     algorithm, rollout, _ = _sections(recipe)
     problems = _not_here(recipe)
-    lacking = [f"a run on this machine would end with: {problem}" for problem in problems]
+    lacking = [f"a run on this machine would fail: {problem}" for problem in problems]
     return [*lacking, *_warnings(algorithm, rollout)]
 
 
@@ -43,12 +43,12 @@ def _warnings(algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
     warnings = []
     if rollout.generates and rollout.engine == "sglang":
         warnings.append(
-            "rollout.engine: sglang is unverified: it has not run against a real SGLang server or device"
+            "rollout.engine: sglang is unverified: it has not run with a real SGLang server or device"
         )
     if rollout.staleness and algorithm.rollout_correction.level == "off":
         warnings.append(
-            f"rollout.staleness is {rollout.staleness} and nothing corrects for the age of responses; "
-            "algorithm.rollout_correction.level=token does"
+            f"rollout.staleness is {rollout.staleness} without a correction for old responses; "
+            "set algorithm.rollout_correction.level=token"
         )
     return warnings
 
@@ -102,7 +102,7 @@ def changed_plugins(recipe: Recipe) -> list[str]:
     before = starts[-1].get("packages", {}) if starts else {}
     found = [find_plugin(*wanted) for wanted in _plugins(recipe)]
     return [
-        f"{plugin.field}: {plugin.package} is installed, {recipe.output} was last started with {old}"
+        f"{plugin.field}: {plugin.package} is installed, but {recipe.output} last used {old}"
         for plugin in found
         if (dist := plugin.entry.dist)
         and (old := before.get(package_name(dist.name))) not in (None, dist.version)
@@ -124,11 +124,11 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
     python = rollout.server_python
     if rollout.engine == "sglang" and python is None and find_spec("sglang") is None:
         yield RolloutError(
-            "rollout.engine: sglang is not installed beside isotrain; make an environment for it "
-            "(pip install 'isotrain[sglang]') and name its interpreter in rollout.server_python"
+            "rollout.engine: sglang is not installed beside isotrain; create an environment for it "
+            "(pip install 'isotrain[sglang]') and set rollout.server_python to its Python"
         )
     if rollout.engine == "sglang" and python is not None and which(python) is None:
-        yield RolloutError(f"rollout.server_python: {python!r} is no program that can be run")
+        yield RolloutError(f"rollout.server_python: {python!r} is not an executable")
     if reward.math is not None and find_spec("math_verify") is None:
         yield RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
     if reward.function is not None:

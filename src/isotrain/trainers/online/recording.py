@@ -1,4 +1,4 @@
-"""What a recording says of itself, by which a replay sees whether it belongs to the same training."""
+"""Metadata of a recording, by which a replay checks that it belongs to the same training."""
 
 from __future__ import annotations
 
@@ -76,16 +76,18 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
     recorded, wanted = described["recipe"], _fields(recipe)
     for name, value in wanted.items():
         if recorded.get(name) != value:
-            raise DataError(f"{name}: {path} was recorded with {recorded.get(name)!r}, not {value!r}")
+            raise DataError(
+                f"{name}: {path} was recorded with {recorded.get(name)!r}, this recipe has {value!r}"
+            )
     for name, digest in digests.items():
         if described["digests"].get(name) != digest:
             raise DataError(
-                f"{digest_field(name)}: not what {path} was recorded with (the content has another digest)"
+                f"{digest_field(name)}: {path} was recorded with other content (the digests differ)"
             )
     for step in range(1, steps + 1):
         if not (file := step_file(path.parent, step, 0)).is_file():
             raise DataError(
-                f"{file}: is not there, so step {step} of {steps} cannot be replayed; finish the recording, "
+                f"{file} is missing, so step {step} of {steps} cannot be replayed; finish the recording, "
                 f"or replay less of it with trainer.steps={step - 1}"
             )
 
@@ -115,5 +117,5 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(
         isinstance(content.get(key), dict) for key in ("recipe", "digests")
     ):
-        raise DataError(f"{path}: is not what a recording says of itself; record the run again")
+        raise DataError(f"{path} is not the metadata of a recording; record the run again")
     return content

@@ -1,4 +1,4 @@
-"""Weights to machines where no rank wrote them: each receives them once, for all engines that it has."""
+"""Send weights to machines without rank 0: each receives them once, for all its engines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Relays:
         pending = [(relays, call) for call in relays.submit("take", announced)]
         pending.append((self.ranks, self.ranks.submit_to(0, "relay", update)))
         files: dict[int, WeightUpdate] = {}
-        # They have this limit themselves; longer takes only one that does not run any more.
+        # They have this limit themselves: only a dead one takes longer.
         deadline = time.monotonic() + self.timeout + LEEWAY
         # Together: both sides wait for each other, and the first that fails knows why.
         while pending:
@@ -82,7 +82,7 @@ class Relays:
         relays = self.group.group
         places = dict(enumerate(relays.whereabouts))
         late = [f"weight relay {c.index} on {places[c.index].host}" for g, c in pending if g is relays]
-        return f"; still to come: {', '.join(late)}" if late else ""
+        return f"; waiting for {', '.join(late)}" if late else ""
 
 
 def relay_members(placement: Placement, timeout: float) -> list[Member]:

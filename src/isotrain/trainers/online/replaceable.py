@@ -1,4 +1,4 @@
-"""Workers that know nothing the others do not: one that dies is replaced, a bounded number of times."""
+"""Stateless workers: one that dies is replaced, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_DEATHS = 10
 
 
 class Died:
-    """What stands for the response of a worker that died; there is a new one in its place."""
+    """The result of a call to a worker that died and was replaced."""
 
 
 DIED = Died()
@@ -54,7 +54,7 @@ class Replaceable:
             return Task(index, self.lives[index], open_stream(self.group, index, method, *args))
 
     def result(self, task: Task, timeout: float | None = None) -> Any:
-        """What a worker answered, or DIED."""
+        """The result of a worker's call, or DIED."""
         assert isinstance(task.work, Call)
         try:
             return self.group.results([task.work], timeout)[0]
@@ -85,9 +85,9 @@ class Replaceable:
                 self.lives[index] += 1
                 if self.lives[index] > MOST_DEATHS:
                     raise ClusterError(
-                        f"{death}\n{self.lives[index]} died in this place: giving up"
+                        f"{death}\n{self.lives[index]} workers died in this place: giving up"
                     ) from death
-                self.tell(f"warning: {death}\na new one takes its place")
+                self.tell(f"warning: {death}\na new worker replaces it")
                 try:
                     self.group.restart(index)
                     self.prepare(index)

@@ -51,8 +51,7 @@ def _micro_batches(
 
 @dataclass(frozen=True)
 class ResponseRewardModel:
-    """One score at the last token of the conversation, written to its end as in the reward model's
-    training."""
+    """One score at the last token of the complete conversation, as in the reward model's training."""
 
     model: InferenceModel
     budget: int

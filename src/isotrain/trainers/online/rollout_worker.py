@@ -1,5 +1,4 @@
-"""An engine that generates responses for the controller, and keeps the trajectories where the ranks find
-them."""
+"""A worker around an engine; it keeps the trajectories where the ranks fetch them."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ class RolloutWorker:
         ]
 
     def report(self) -> None:
-        """Answered as soon as everything that was asked for before it is done."""
+        """Returns as soon as all earlier calls are done."""
 
     def update(self, update: WeightUpdate) -> int:
         """Take new weights; returns the version that the engine now has."""

@@ -35,7 +35,7 @@ from isotrain.trainers.start import changed_since_start, check_run, check_same_d
 
 
 def train_online(recipe: Recipe, source: str) -> None:
-    """Train as the recipe says; `source` is its text as the user wrote it."""
+    """Train a recipe; `source` is its text as the user wrote it."""
     assert recipe.rollout is not None and recipe.reward is not None
     rollout = recipe.rollout
     cluster = recipe.cluster or ClusterSection()
@@ -58,8 +58,8 @@ def train_online(recipe: Recipe, source: str) -> None:
         functions = function_digests(recipe, function)
         for field in changed_since_start(recipe, functions):
             console.message(
-                f"warning: {field}: the file has changed since the run in {recipe.output} was last started; "
-                "scores from now on are those of the new one"
+                f"warning: {field}: the file has changed since the last start of the run in {recipe.output}; "
+                "scores now come from the new file"
             )
         for warning in changed_plugins(recipe):
             console.message(f"warning: {warning}")
@@ -116,7 +116,7 @@ def _check_shared(ranks: WorkerGroup, output: Path) -> None:
         os.unlink(file)
     if lacking := [where.host for where, there in zip(ranks.whereabouts, found, strict=True) if not there]:
         raise ClusterError(
-            f"output: {output} is not the same directory on {', '.join(sorted(set(lacking)))}; put it on a "
+            f"output: {output} is not shared with {', '.join(sorted(set(lacking)))}; put it on a "
             "file system that all machines of the cluster share"
         )
 
@@ -132,14 +132,14 @@ def _workers(rollout: RolloutSection, ranks: int) -> str:
 
 
 def _responses(rollout: RolloutSection, settings: Mapping[str, str]) -> str:
-    """Where the responses come from."""
+    """The source of the responses."""
     if not rollout.generates:
-        return f"responses and scores as {rollout.replay} recorded them; no engine, no validation"
+        return f"recorded responses and scores from {rollout.replay}; no engine, no validation"
     return f"{rollout.engine} engine: " + ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _introduction(recipe: Recipe, rollout: RolloutSection, described: Description, steps: int) -> str:
-    """What is about to happen, before the first step has taken its time."""
+    """A summary before the first step."""
     shared = ", prompts shared" if described.shares_prompts else ""
     return (
         f"  {steps} steps of {recipe.data.batch_size} prompts x {rollout.n} responses on "

@@ -22,7 +22,7 @@ class Scored(NamedTuple):
     scores_R: Numbers
     failures: Failures
     metrics: dict[str, float]
-    """Means of what the models gave."""
+    """Mean scores of the reward models."""
 
 
 def total_scores(
@@ -42,7 +42,7 @@ def total_scores(
         broken_R = ~failed_R & ~(np.abs(total_R) <= LARGEST_SCORE)
         failed_R |= broken_R
         if broken := int(broken_R.sum()):
-            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} cannot be learnt from"
+            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} is out of range"
             failures = failures.plus(Failures(0, {"error": broken}, first))
         if not failed_R.all():
             metrics[f"reward/{name}/mean"] = float(model_scores_R[~failed_R].mean())

@@ -1,4 +1,4 @@
-"""What the maths of an online step depends on besides the responses, as plain numbers."""
+"""Settings of the maths of an online step, as plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isotrain.algorithms.aggregate import Loss
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """All that an update of the policy depends on besides the responses."""
+    """All inputs of a policy update besides the responses."""
 
     temperature: float
     ppo_epochs: int

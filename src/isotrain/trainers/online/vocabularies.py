@@ -1,4 +1,4 @@
-"""Whether a model that reads the policy's tokens means the same by them."""
+"""Check that a model has the policy's tokenizer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def check_vocabulary(policy: Path, path: str, field: str) -> list[str]:
     """Raise where the model at `path`, named by `field`, has another tokenizer; returns warnings."""
     directory = model_directory(path, field)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return [f"{field}: {path} has no tokenizer; nothing tells whether it is the policy's"]
+        return [f"{field}: {path} has no tokenizer to compare with the policy's"]
     ours, theirs = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
     for token, number in ours.items():
         if theirs.get(token, number) != number:
             raise ModelError(
                 f"{field}: its tokenizer is not the policy's: {token!r} has number {theirs[token]} there and "
-                f"{number} in model.path; name a model that was trained with the policy's tokenizer"
+                f"{number} in model.path; set a model with the policy's tokenizer"
             )
     unknown = {token: number for token, number in ours.items() if token not in theirs}
     if not unknown:
@@ -27,8 +27,8 @@ def check_vocabulary(policy: Path, path: str, field: str) -> list[str]:
     if max(unknown.values()) >= size:
         token = max(unknown, key=unknown.__getitem__)
         raise ModelError(
-            f"{field}: its tokenizer is not the policy's: it knows {size} tokens and not {token!r}, "
-            f"which has number {unknown[token]} in model.path; name a model with the policy's tokenizer"
+            f"{field}: its tokenizer is not the policy's: it has {size} tokens but not {token!r}, "
+            f"number {unknown[token]} in model.path; set a model with the policy's tokenizer"
         )
     few = ", ".join(map(repr, sorted(unknown)[:5]))
-    return [f"{field}: {len(unknown)} token(s) of the policy are unknown to its tokenizer, such as {few}"]
+    return [f"{field}: its tokenizer lacks {len(unknown)} token(s) of the policy, such as {few}"]

@@ -55,15 +55,15 @@ class WorkerGroups:
     """Whether ranks and engines use the same device memory one after the other."""
 
     def start(self, timeout: float) -> tuple[Sequence[Description], dict[str, str]]:
-        """Load all models; returns what all ranks say of themselves, and the engines' settings.
+        """Load all models; returns the ranks' descriptions and the engines' settings.
 
-        At the same time, unless they take turns: an engine measures how much memory is free for it.
+        At the same time unless they are colocated: an engine measures how much memory is free for it.
         """
         scoring = self.rewards.submit("start")
         generating = [] if self.colocated else self.engines.submit("start")
         store = self.ranks.call_on(0, "open_store", *self.store)
         learning = self.ranks.submit("start", store)
-        # First those that are ready first: a mistake in a reward file is told before any model has loaded.
+        # Fast ones first: a mistake in a reward file is reported before any model has loaded.
         self.rewards.results(scoring, timeout)
         described: list[Description] = self.ranks.results(learning, timeout)
         if not self.colocated:

@@ -1,1 +1,1 @@
-"""What supervised runs learn from a step's data, one file for each kind."""
+"""Tasks of supervised runs, one file for each kind of data."""

@@ -1,4 +1,4 @@
-"""What every task of a supervised run offers the loop."""
+"""The interface of a supervised task."""
 
 from __future__ import annotations
 

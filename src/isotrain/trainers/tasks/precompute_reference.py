@@ -31,7 +31,7 @@ def precompute_reference(
     root: Path,
     console: Console,
 ) -> None:
-    """Give the feed a table that knows all items of its first `steps`; `model` says which the engine's is.
+    """Give the loader a table of all items of its first `steps`; `model` identifies the engine's model.
 
     Only what no earlier run has left in the cache is computed, with the packing of the steps that will learn
     from it. The engine must have its first weights.
@@ -49,7 +49,9 @@ def precompute_reference(
     wanted = [sampler.next_batch() for _ in range(draws)]
     missing = int((~known[np.unique(np.concatenate(wanted))]).sum())
     if missing:
-        console.message(f"reference log-probs of {missing:,} items: once, then from {path}")
+        console.message(
+            f"computing reference log-probs of {missing:,} items; later runs read them from {path}"
+        )
     told, done = time.monotonic(), 0
     for drawn in wanted:
         # A batch that crosses into the next epoch may have an item twice.
@@ -71,7 +73,7 @@ def precompute_reference(
 
 
 def _identity(engine: TrainingEngine, feed: BatchLoader, model: Mapping[str, str]) -> dict[str, Any]:
-    """All that decides which numbers come out; devices and kernels round differently."""
+    """Everything the numbers depend on; devices and kernels round differently."""
     return {
         "model": dict(model),
         "data": feed.store.digest,

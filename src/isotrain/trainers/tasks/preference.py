@@ -1,5 +1,4 @@
-"""Learning from preference items, whatever they are: the same for every algorithm but for the work of a
-step."""
+"""The part of preference training that all algorithms share."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from isotrain.data.packing import PackedBatch
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
 
 Work = Sequence[tuple[PackedBatch, Objective]]
-"""A step's micro-batches, each with what is to be made of it: shares of the step's loss and metrics."""
+"""A step's micro-batches, each with its objective: shares of the step's loss and metrics."""
 
 
 def _items(data: StepData) -> int:
@@ -24,7 +23,7 @@ class PreferenceTask:
     engine: TrainingEngine
     work: Callable[[StepData], Work]
     metrics: Callable[[dict[str, float]], dict[str, float]]
-    """From summed shares to what people read."""
+    """From summed shares to metrics."""
     size: Callable[[StepData], int] = _items
     """What the shares of a step are divided by."""
 

@@ -43,7 +43,7 @@ def beside(model: InferenceModel) -> Reference:
 
 
 def precomputed(device: torch.device) -> Reference:
-    """What the feed took from its table."""
+    """The loader's cached log-probs."""
 
     def reference(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         found = [batch.ref_logp_S for batch in batches]
