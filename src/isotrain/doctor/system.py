@@ -94,7 +94,7 @@ class ThisMachine:
                 stdin=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:
-            return Output(-1, f"no answer within {timeout:.0f} s")
+            return Output(-1, f"no reply within {timeout:.0f} s")
         except OSError as error:
             return Output(-1, str(error))
         return Output(done.returncode, (done.stdout + done.stderr)[:LONGEST])

@@ -98,7 +98,7 @@ NOTES = {
     "colocate_all_models": "Write 'placement: colocated'.",
     "eps_clip_low_high": "Above, it is 'algorithm.loss.clip_ratio_high'.",
     "epsilon": "Above, it is 'algorithm.loss.clip_ratio_high'.",
-    "generation_batch_size": "It counts prompts, not answers.",
+    "generation_batch_size": "It counts prompts, not responses.",
     "importance_sampling_level": "For sequences, write 'name: gspo'.",
     "kl_loss_type": "low_var_kl is 'k3', kl is 'k1', mse is 'k2'.",
     "kl_penalty": "low_var_kl is 'k3', kl is 'k1', mse is 'k2'.",

@@ -30,7 +30,7 @@ _CAUSES = (
         r"libcu(dart|blas|dnn)|libnv",
         "CUDA's libraries are not found: reinstall torch with its nvidia-* packages",
     ),
-    (r"no answer within", "the device hangs: look at npu-smi or nvidia-smi, and at `dmesg`"),
+    (r"no reply within", "the device hangs: check npu-smi or nvidia-smi, and `dmesg`"),
 )
 
 

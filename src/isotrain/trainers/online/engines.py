@@ -124,7 +124,7 @@ class Engines(Replaceable):
         allowed = self.tolerance.after(self.largest)
         if not difference <= allowed:
             raise WeightUpdateError(
-                f"{name}: after weight update {weights.version} its log-probs differ from the trained model's "
+                f"{name}: after weight update {weights.version} its log-probs differ from the trained model "
                 f"by {difference:.3g} on average; {allowed:.3g} is allowed (rollout.weight_check_tolerance)"
             )
         return difference
