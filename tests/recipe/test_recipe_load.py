@@ -133,7 +133,7 @@ def test_numbers_that_are_none_are_reported_once(number: str) -> None:
 
 def test_half_a_character_is_reported() -> None:
     (line,) = lines(MINIMAL + 'observe: {project: "\\ud800"}')
-    assert line == "r.yaml:9: 'observe.project' contains a lone surrogate (half a character): remove it"
+    assert line == "r.yaml:9: 'observe.project' contains a lone surrogate: remove this half character"
 
 
 def test_overrides() -> None:

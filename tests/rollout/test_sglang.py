@@ -326,9 +326,9 @@ def test_bad_updates(
         (
             write([*weights, ("model.extra", torch.zeros(1))]),
             {},
-            r"do not match the model \(1\): model.extra",
+            r"do not match \(1\): model.extra",
         ),
-        (write(shaped), {}, r"do not match the model \(1\): model.norm.weight"),
+        (write(shaped), {}, r"do not match \(1\): model.norm.weight"),
         (good, {path: {"kind": "refused"}}, "failed: the server refused .* with 400: out of memory"),
         (good, {path: {"kind": "failed"}}, "failed: its server replied .*'success': False"),
         (good, {path: {"kind": "version"}}, "failed: its server has version .* of the weights"),

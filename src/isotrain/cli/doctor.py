@@ -37,7 +37,7 @@ def doctor(
         Path | None, Option(metavar="DIR", help="Save the examined files and outputs, for a bug report.")
     ] = None,
     saved: Annotated[
-        Path | None, Option(metavar="DIR", help="Examine a machine that --save recorded instead of this one.")
+        Path | None, Option(metavar="DIR", help="Examine a recorded machine instead of this one.")
     ] = None,
     trial: Annotated[
         Path | None,

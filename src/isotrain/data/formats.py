@@ -119,9 +119,7 @@ def normalise(row: Row, format: Format, columns: Columns) -> Conversation | Text
                 "use a model that has one, or rows with plain prompt and completion strings"
             )
         if not any(m.role == "assistant" for m in conversation.messages[conversation.loss_from :]):
-            raise DataError(
-                f"{row.origin}: no assistant message to learn from; remove the row or add the response"
-            )
+            raise DataError(f"{row.origin}: no assistant message to learn from; add one or remove the row")
     return conversation
 
 

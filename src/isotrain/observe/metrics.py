@@ -28,9 +28,7 @@ class MetricsLog:
             with _named_errors(self.path):
                 self._last_step = _cut(self.path, resume_after)
         elif self.path.exists() and self.path.stat().st_size > 0:
-            raise RecipeError(
-                f"{path} has the metrics of another run: resume that run, or set another output"
-            )
+            raise RecipeError(f"{path} has metrics of another run: resume that run, or set another output")
         # Unbuffered, so that a line is one write call and a kill leaves at most the last line torn.
         with _named_errors(self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115

@@ -241,13 +241,11 @@ class _Reader:
             number = float(plain) if kind == "float" else math.inf
             if not math.isfinite(number):
                 shown = text if len(text) <= MAX_DIGITS else f"{text[:MAX_DIGITS]}..."
-                self.document.complain(
-                    path, f"{named(path)} is {shown}; expected a finite number of ordinary size"
-                )
+                self.document.complain(path, f"{named(path)} is {shown}; expected an ordinary finite number")
             return number
         if any("\ud800" <= character <= "\udfff" for character in text):
             self.document.complain(
-                path, f"{named(path)} contains a lone surrogate (half a character): remove it"
+                path, f"{named(path)} contains a lone surrogate: remove this half character"
             )
         return str(text)
 

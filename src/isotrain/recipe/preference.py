@@ -46,9 +46,7 @@ class DpoSection(PreferenceSection):
         if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
             raise ValueError(f"label_smoothing cannot be used with loss {self.loss}: remove it")
         if self.length_averaged and self.loss not in ("sigmoid", "ipo"):
-            raise ValueError(
-                f"length_averaged cannot be used with loss {self.loss}, which fixes it: remove it"
-            )
+            raise ValueError(f"length_averaged cannot be used with loss {self.loss}: remove it")
         return self
 
 

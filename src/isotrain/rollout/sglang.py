@@ -267,7 +267,7 @@ class SglangEngine:
         wrong = {key for key, shape in found.items() if self._shapes.get(key) != shape}
         missing = self._needed - found.keys()
         for what, keys in (
-            ("has tensors that do not match the model", wrong),
+            ("has tensors that do not match", wrong),
             ("lacks weights of parameters", missing),
         ):
             if keys:

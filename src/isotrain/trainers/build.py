@@ -146,7 +146,7 @@ def place_of_reference(recipe: Recipe) -> str | None:
         return None
     if algorithm.reference == "adapters-off" and not has_adapters:
         raise RecipeError(
-            "algorithm.reference: adapters-off needs adapters; set model.lora.rank, or reference=cached"
+            "algorithm.reference: adapters-off needs adapters; set model.lora.rank, or use cached"
         )
     if algorithm.reference == "auto":
         return "adapters-off" if has_adapters else "cached"

@@ -48,9 +48,7 @@ class SupervisedTrainer:
         try:
             self._train(done)
         except KeyboardInterrupt:
-            if (
-                self.engine.world.size == 1
-            ):  # otherwise the launcher, which got the signal too, ends all ranks
+            if self.engine.world.size == 1:  # otherwise the launcher, which got the signal, ends all ranks
                 self.recorder.interrupted()
                 self.writer.wait()
             raise
@@ -72,9 +70,7 @@ class SupervisedTrainer:
             if self._is_due(step, self.save_every):
                 self._save(step)
             if failure := self.writer.failure():
-                self.recorder.console.message(
-                    f"warning: {failure}; training continues without this checkpoint"
-                )
+                self.recorder.console.message(f"warning: {failure}; training continues without it")
         self.writer.wait()
         if failure := self.writer.failure():
             raise CheckpointError(failure)

@@ -94,7 +94,7 @@ def test_lost_groups_of_a_batch_are_generated_until_all_are_there() -> None:
     assert loop.collector.asked[1:] == [(TRAIN, [1], N, 1.0)] * 2
     fetched = {handle for rank in plan.ranks for handle, _ in rank.groups}
     assert loop.ranks.loads == 3 and fetched == {0, 5, 2, 3}
-    assert said.getvalue().count("warning: 1 group(s) were lost and will be generated again") == 2
+    assert said.getvalue().count("warning: 1 lost group(s) will be generated again") == 2
     assert batch.taken == before.taken == 4
 
 

@@ -309,10 +309,10 @@ def test_recordings_of_any_number_of_ranks(
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
-    r"rollout\.n: .*recorded\.json was recorded with 3, this recipe has 2": {"rollout": {"n": 2}},
-    r"data\.batch_size: .* recorded with 4, this recipe has 8": {"data": {"batch_size": 8}},
-    r"algorithm\.name: .* recorded with 'grpo', this recipe has 'rloo'": {"algorithm": {"name": "rloo"}},
-    r"rollout\.temperature: .* recorded with 1\.0, this recipe has 0\.5": {"rollout": {"temperature": 0.5}},
+    r"rollout\.n is 2, but .*recorded\.json was recorded with 3": {"rollout": {"n": 2}},
+    r"data\.batch_size is 8, but .* recorded with 4": {"data": {"batch_size": 8}},
+    r"algorithm\.name is 'rloo', but .* recorded with 'grpo'": {"algorithm": {"name": "rloo"}},
+    r"rollout\.temperature is 0\.5, but .* recorded with 1\.0": {"rollout": {"temperature": 0.5}},
     r"data\.train: .*recorded\.json was recorded with other content": {"data": {"prompt_key": "answer"}},
     r"step-000004-rank-00000\.parquet is missing.* trainer\.steps=3": {"trainer": {"steps": 4}},
 }

@@ -140,9 +140,7 @@ class OnlineTrainer:
             if self._is_due(step, self.settings.save_every):
                 self._save(step, batch.taken)
             if failure := next(filter(None, self.ranks.call("save_failure")), None):
-                self.recorder.console.message(
-                    f"warning: {failure}; training continues without this checkpoint"
-                )
+                self.recorder.console.message(f"warning: {failure}; training continues without it")
         self.engines.settle()
         self.ranks.call("finish")
 
@@ -185,9 +183,7 @@ class OnlineTrainer:
             if not gone:
                 return groups, plan
             # Trajectories die with the process that put them: their draws are generated once more.
-            self.recorder.console.message(
-                f"warning: {len(gone)} group(s) were lost and will be generated again"
-            )
+            self.recorder.console.message(f"warning: {len(gone)} lost group(s) will be generated again")
             groups = again(groups, gone)
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:

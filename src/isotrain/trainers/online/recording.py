@@ -76,9 +76,7 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
     recorded, wanted = described["recipe"], _fields(recipe)
     for name, value in wanted.items():
         if recorded.get(name) != value:
-            raise DataError(
-                f"{name}: {path} was recorded with {recorded.get(name)!r}, this recipe has {value!r}"
-            )
+            raise DataError(f"{name} is {value!r}, but {path} was recorded with {recorded.get(name)!r}")
     for name, digest in digests.items():
         if described["digests"].get(name) != digest:
             raise DataError(

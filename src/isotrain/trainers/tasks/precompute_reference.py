@@ -49,9 +49,7 @@ def precompute_reference(
     wanted = [sampler.next_batch() for _ in range(draws)]
     missing = int((~known[np.unique(np.concatenate(wanted))]).sum())
     if missing:
-        console.message(
-            f"computing reference log-probs of {missing:,} items; later runs read them from {path}"
-        )
+        console.message(f"computing reference log-probs of {missing:,} items, to be cached in {path}")
     told, done = time.monotonic(), 0
     for drawn in wanted:
         # A batch that crosses into the next epoch may have an item twice.
