@@ -97,8 +97,7 @@ class Subject(Part):
     dtype: Name
     engine: Engine
     kind: Kind
-    """`paired`: same data in the same order; `replayed`: the same recorded responses; `free-running`: each
-    its own responses."""
+    """`paired`: same data and order; `replayed`: same recorded responses; `free-running`: own responses."""
 
 
 class Side(Part):

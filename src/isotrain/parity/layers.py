@@ -87,8 +87,7 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
 
 
 def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
-    """Attention that cannot share a prompt between responses reads it once for each: no layer sees the
-    same."""
+    """Attention that cannot share a prompt reads it once per response: no layer sees the same input."""
     ways = [str(section(run.environment, "model").get("attention", "unknown")) for run, _ in runs]
     first = [updates[min(updates)] for _, updates in runs]
     if ways[0] == ways[1] or _digests(first[0], "tokens") == _digests(first[1], "tokens"):

@@ -306,8 +306,7 @@ class FunctionSection(Section):
     memory_gb: Annotated[float | None, Affects.COURSE] = Field(default=None, gt=0)
     """Maximum address space of one process in GiB; by default there is no limit."""
     environment: Annotated[list[str], Affects.EXECUTION] = Field(default=[])
-    """Environment variables that the function needs, such as `JUDGE_API_KEY`. Its processes see no other keys
-    and tokens."""
+    """Environment variables with keys or tokens that the function may see, such as `JUDGE_API_KEY`."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
 

@@ -49,8 +49,7 @@ class ModelSection(Section):
     attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
     fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
-    """Fused operators, which round differently: `auto` where they fit, `on` everywhere or an error. Not
-    verified on hardware."""
+    """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
     gradient_checkpointing: Annotated[bool, Affects.EXECUTION] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     logits_chunk: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
@@ -58,8 +57,7 @@ class ModelSection(Section):
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
     perturbation: int = Field(default=0, ge=0)
-    """For `isotrain parity`: a seed other than 0 moves each weight up or down by one unit in the last place
-    before training."""
+    """For `isotrain parity`: a seed that moves each weight by one unit in the last place; 0 moves none."""
 
 
 class DataSection(Section):
