@@ -116,7 +116,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
             device=device,
             task=SftTask(engine, sft_loss),
             schedule=lambda step: LR,
-            feed=BatchLoader(store, Sampler(len(store), BATCH, 0, shuffle=False), tokens, 0, 1),
+            loader=BatchLoader(store, Sampler(len(store), BATCH, 0, shuffle=False), tokens, 0, 1),
             validation=None,
             writer=CheckpointWriter(Path(directory) / "checkpoints", 0, 1, keep=1),
             recorder=recorder,

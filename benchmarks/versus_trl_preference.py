@@ -113,7 +113,7 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
         rows = write_rows(algorithm, Path(directory), (turns + 2) * steps * BATCH)
         encoder = PreferenceEncoder(load_tokenizer(smollm2()), kind, MAX_LENGTH, "error")  # type: ignore[arg-type]
         store = build_store(read_rows(str(rows)), encoder, Path(directory) / "store", "rows")
-        feed = BatchLoader(
+        loader = BatchLoader(
             store,
             Sampler(len(store), BATCH, 0, shuffle=False),
             BUDGET,
@@ -123,7 +123,7 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
             longest=MAX_LENGTH if kind == "responses" else None,
         )
         computed = wanted = 0
-        for batch in (batch for data in feed.one_pass() for batch in data.batches):
+        for batch in (batch for data in loader.one_pass() for batch in data.batches):
             computed += batch.packed.tokens_T.numel()
             for own in (sizes(store, number) for number in batch.numbers):
                 # The responses of a pair have one prompt.

@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> SampleStore[Item]:
     return build_store(rows, Encoding(SAMPLES, encode), tmp_path / "store", "key")
 
 
-def feeds(
+def loaders(
     store: SampleStore[Item], ranks: int, *, limit: int | None = None, shuffle: bool = True
 ) -> list[BatchLoader]:
     return [
@@ -54,10 +54,10 @@ def rows_of(batches: list[MicroBatch]) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_an_epoch_without_overlap(store: SampleStore[Item], ranks: int) -> None:
-    own = feeds(store, ranks, limit=2 * ROWS)
+    own = loaders(store, ranks, limit=2 * ROWS)
     seen: list[int] = []
     for expected in (8, 8, 8, 8, 8, 6):
-        steps = [feed.next_step() for feed in own]
+        steps = [loader.next_step() for loader in own]
         rows = [row for step in steps for row in rows_of(step.batches)]
         assert len(rows) == expected
         assert len({len(step.batches) for step in steps}) == 1, "equally many micro-batches"
@@ -74,14 +74,16 @@ def test_ranks_share_an_epoch_without_overlap(store: SampleStore[Item], ranks: i
 
 def test_the_rows_of_a_step_do_not_depend_on_the_ranks(store: SampleStore[Item]) -> None:
     def steps(ranks: int) -> list[list[int]]:
-        own = feeds(store, ranks)
-        return [sorted(row for feed in own for row in rows_of(feed.next_step().batches)) for _ in range(6)]
+        own = loaders(store, ranks)
+        return [
+            sorted(row for loader in own for row in rows_of(loader.next_step().batches)) for _ in range(6)
+        ]
 
     assert steps(1) == steps(2) == steps(5)
 
 
 def test_more_ranks_than_samples(store: SampleStore[Item]) -> None:
-    steps = [feed.next_step() for feed in feeds(store, 9, limit=2)]
+    steps = [loader.next_step() for loader in loaders(store, 9, limit=2)]
     rows = [rows_of(step.batches) for step in steps]
     assert sorted(map(len, rows)) == [0] * 7 + [1, 1]
     for step, own in zip(steps, rows, strict=True):
@@ -92,20 +94,20 @@ def test_more_ranks_than_samples(store: SampleStore[Item]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_pass(store: SampleStore[Item], ranks: int) -> None:
-    own = feeds(store, ranks, limit=ROWS, shuffle=False)
+    own = loaders(store, ranks, limit=ROWS, shuffle=False)
     passes = []
     for _ in range(2):  # each pass begins anew
-        steps = [[step.batches for step in feed.one_pass()] for feed in own]
+        steps = [[step.batches for step in loader.one_pass()] for loader in own]
         in_order = [
             sorted(row for part in parts for row in rows_of(part)) for parts in zip(*steps, strict=True)
         ]
         assert in_order == [list(range(8)), list(range(8, 16)), list(range(16, ROWS))]
-        assert all(feed.sampler.taken == ROWS for feed in own)
+        assert all(loader.sampler.taken == ROWS for loader in own)
         passes.append([batch.packed.tokens_T for parts in steps for part in parts for batch in part])
     assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 
 def test_a_pass_interrupts_nothing_else(store: SampleStore[Item]) -> None:
-    feed = feeds(store, 1, limit=ROWS, shuffle=False)[0]
-    feed.next_step()
-    assert len(list(feed.one_pass())) == 3, "it begins at the first row wherever the sampler was"
+    loader = loaders(store, 1, limit=ROWS, shuffle=False)[0]
+    loader.next_step()
+    assert len(list(loader.one_pass())) == 3, "it begins at the first row wherever the sampler was"

@@ -38,7 +38,7 @@ def make_store(directory: Path, pairs: bool, prompts: Sequence[int] = range(7)) 
     return build_store(rows, Encoding(ITEMS, items), directory / "store", "key")
 
 
-def feed(store: SampleStore[Item], rank: int = 0, ranks: int = 1, **options: object) -> BatchLoader:
+def loader(store: SampleStore[Item], rank: int = 0, ranks: int = 1, **options: object) -> BatchLoader:
     sampler = Sampler(len(store), 5, 0, shuffle=True, limit=None)
     return BatchLoader(store, sampler, 24, rank, ranks, **options)  # type: ignore[arg-type]
 
@@ -47,7 +47,7 @@ def feed(store: SampleStore[Item], rank: int = 0, ranks: int = 1, **options: obj
 @pytest.mark.parametrize("share", [True, False])
 def test_ranks_share_out_a_step(tmp_path: Path, ranks: int, share: bool) -> None:
     store = make_store(tmp_path, pairs=True)
-    steps = [feed(store, rank, ranks, share_prompts=share).next_step() for rank in range(ranks)]
+    steps = [loader(store, rank, ranks, share_prompts=share).next_step() for rank in range(ranks)]
     assert len({len(step.batches) for step in steps}) == 1, "equally many micro-batches"
     numbers = sorted(number for step in steps for batch in step.batches for number in batch.numbers)
     assert numbers == sorted(int(row) for row in Sampler(7, 5, 0, True, None).next_batch())
@@ -63,7 +63,7 @@ def test_ranks_share_out_a_step(tmp_path: Path, ranks: int, share: bool) -> None
 
 def test_a_shared_prompt_is_stored_once(tmp_path: Path) -> None:
     store = make_store(tmp_path, pairs=True)
-    plain, shared = (feed(store, share_prompts=share).next_step() for share in (False, True))
+    plain, shared = (loader(store, share_prompts=share).next_step() for share in (False, True))
 
     def stored(step: object) -> int:
         return sum(len(batch.packed.tokens_T) for batch in step.batches)  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ def test_a_mismatched_response_is_to_another_prompt(tmp_path: Path, prompts: lis
     given: dict[int, dict[int, int]] = {}
     for ranks in (1, 2):
         for rank in range(ranks):
-            own = feed(store, rank, ranks, longest=24)
+            own = loader(store, rank, ranks, longest=24)
             for step in (own.next_step() for _ in range(8)):
                 for batch in step.mismatched:
                     targets = batch.packed.targets_N.split(batch.lengths) if batch.lengths else ()
@@ -110,12 +110,12 @@ def test_mismatched_responses_are_used_evenly() -> None:
 
 def test_one_prompt_has_no_mismatched_response(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"all 3 responses belong to one prompt.*add rows of a second prompt"):
-        feed(make_store(tmp_path, pairs=False, prompts=[4, 4, 4]), longest=24)
+        loader(make_store(tmp_path, pairs=False, prompts=[4, 4, 4]), longest=24)
 
 
 def test_a_mismatched_sample_is_as_long_as_allowed(tmp_path: Path) -> None:
     store = make_store(tmp_path, pairs=False)
-    step = feed(store, longest=6).next_step()
+    step = loader(store, longest=6).next_step()
     assert step.labels == 5
     assert sorted(n for b in step.mismatched for n in b.numbers) == sorted(
         n for b in step.batches for n in b.numbers

@@ -37,7 +37,7 @@ from isotrain.models.shards import Shard
 from isotrain.observe.console import Console
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
-from isotrain.trainers.setup import open_feeds
+from isotrain.trainers.setup import open_loaders
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
 pytestmark = pytest.mark.heavy
@@ -51,13 +51,13 @@ class Job:
 
     device: Device
     engine: TrainingEngine
-    feed: BatchLoader
+    loader: BatchLoader
 
     def step(self, lr: float = 3e-3) -> UpdateResult:
         # Draws on every generator, an odd number of normal ones: NumPy keeps the second of a pair for later.
         random.random()
         np.random.standard_normal()
-        batches = [batch.packed for batch in self.feed.next_step().batches]
+        batches = [batch.packed for batch in self.loader.next_step().batches]
         return self.engine.step(batches, SUPERVISED_LOSSES["sft"], lr)
 
     def shards(self) -> dict[str, Shard]:
@@ -83,8 +83,8 @@ def job(recipe: Recipe, seed: int = 0) -> Iterator[Job]:
         random.seed(seed)
         np.random.seed(seed)
         engine = build_engine(recipe.model, recipe.optimizer, device=device, world=world, seed=recipe.seed)
-        feed, _ = open_feeds(recipe, device, world, Console())
-        yield Job(device, engine, feed)
+        loader, _ = open_loaders(recipe, device, world, Console())
+        yield Job(device, engine, loader)
 
 
 def recipe_for(tiny: Path, output: Path, device_type: str, lora: bool = False) -> Recipe:
@@ -105,7 +105,7 @@ def test_round_trip_is_bitwise(tiny: Path, tmp_path: Path, device_type: str, lor
         for _ in range(3):
             first.step()
         reader = first.save(tmp_path / "checkpoints")
-        saved, host, taken = first.values(), host_generators(), first.feed.sampler.taken
+        saved, host, taken = first.values(), host_generators(), first.loader.sampler.taken
         assert {name.split("/")[0] for name in saved} == {"weights", "exp_avg", "exp_avg_sq", "generator"}
         went_on = [first.step() for _ in range(2)]
         later, later_host = first.values(), host_generators()
@@ -113,7 +113,7 @@ def test_round_trip_is_bitwise(tiny: Path, tmp_path: Path, device_type: str, lor
         second.step()
         assert host_generators() != host and second.values().keys() == saved.keys()
         restore(second.engine, second.device, reader)
-        second.feed.sampler.taken = taken
+        second.loader.sampler.taken = taken
         assert_same(second.values(), saved)
         assert host_generators() == host and optimizer_updates(second.engine) == 3
         # All of them count: one parameter that is behind would be corrected for its bias differently.

@@ -43,12 +43,12 @@ def build_trainer(
     device: Device,
     world: World,
     run: RunDirectory,
-    feed: BatchLoader,
+    loader: BatchLoader,
     validation: BatchLoader | None,
     recorder: Recorder,
 ) -> SupervisedTrainer:
     model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
-    steps = total_steps(recipe, len(feed.store))
+    steps = total_steps(recipe, len(loader.store))
     peak = recipe.device.peak_tflops
     engine, task = build_task(recipe, device=device, world=world)
     return SupervisedTrainer(
@@ -58,7 +58,7 @@ def build_trainer(
         schedule=make_schedule(
             optimizer.schedule, optimizer.lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio
         ),
-        feed=feed,
+        loader=loader,
         validation=validation,
         writer=CheckpointWriter(run.checkpoints, world.rank, world.size, trainer.keep_checkpoints),
         recorder=recorder,

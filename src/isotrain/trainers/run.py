@@ -18,7 +18,7 @@ from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import cache, open_feeds
+from isotrain.trainers.setup import cache, open_loaders
 from isotrain.trainers.start import check_run, describe_model, record_start, run_lock
 from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.precompute_reference import precompute_reference
@@ -37,8 +37,8 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             open_console(silent=silent, devices=world.size) if world.leads else Console() as console,
         ):
             check_run(recipe)
-            feed, validation = open_feeds(recipe, device, world, console)
-            data = {"train": feed.store.digest} | (
+            loader, validation = open_loaders(recipe, device, world, console)
+            data = {"train": loader.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}
             )
             if place_of_reference(recipe) == "cached":
@@ -50,7 +50,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             for complaint in determinism.complaints:
                 console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
-            trainer = build_trainer(recipe, device, world, run, feed, validation, Recorder(console))
+            trainer = build_trainer(recipe, device, world, run, loader, validation, Recorder(console))
             console.message(_introduction(recipe, device, trainer))
             if world.leads:
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
@@ -71,14 +71,14 @@ def train_supervised(recipe: Recipe, source: str) -> None:
 def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Console) -> None:
     """Before a checkpoint is read: the model must be the one that training starts from."""
     identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
-    for feed, steps in ((trainer.feed, trainer.steps), (trainer.validation, sys.maxsize)):
-        if feed is not None:
-            precompute_reference(trainer.engine, feed, identity, steps, cache("references"), console)
+    for loader, steps in ((trainer.loader, trainer.steps), (trainer.validation, sys.maxsize)):
+        if loader is not None:
+            precompute_reference(trainer.engine, loader, identity, steps, cache("references"), console)
 
 
 def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
     """A summary before the first step."""
-    engine, store = trainer.engine, trainer.feed.store
+    engine, store = trainer.engine, trainer.loader.store
     everything = sum(p.numel() for p in engine.model.parameters())
     trained = sum(p.numel() for p in engine.trained.values())
     told = f"{len(store):,} samples, {store.tokens:,} tokens, {store.meta['loss_tokens']:,} of them with loss"

@@ -27,25 +27,25 @@ from isotrain.recipe.schema import DataSection, Recipe
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
 
 
-def open_feeds(
+def open_loaders(
     recipe: Recipe, device: Device, world: World, console: Console
 ) -> tuple[BatchLoader, BatchLoader | None]:
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
     train = _open_store(recipe, "train", data.train, world, console)
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
-    feed = _feed(
+    loader = _loader(
         recipe, train, Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit), device, world
     )
     if not data.validation:
-        return feed, None
+        return loader, None
     validation = _open_store(recipe, "validation", data.validation, world, console)
     rows = min(len(validation), data.validation_rows or len(validation))
     in_order = Sampler(rows, data.batch_size, recipe.seed, shuffle=False, limit=rows)
-    return feed, _feed(recipe, validation, in_order, device, world)
+    return loader, _loader(recipe, validation, in_order, device, world)
 
 
-def _feed(
+def _loader(
     recipe: Recipe, store: SampleStore[Item], sampler: Sampler, device: Device, world: World
 ) -> BatchLoader:
     data = recipe.data

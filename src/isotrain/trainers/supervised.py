@@ -29,7 +29,7 @@ class SupervisedTrainer:
     device: Device
     task: Task[Any]
     schedule: Schedule
-    feed: BatchLoader
+    loader: BatchLoader
     validation: BatchLoader | None
     writer: CheckpointWriter
     recorder: Recorder
@@ -58,7 +58,7 @@ class SupervisedTrainer:
             self.recorder.write(0, self._validate(self.validation))
         for step in range(done + 1, self.steps + 1):
             started = time.perf_counter()
-            data = self.feed.next_step()
+            data = self.loader.next_step()
             with self.around_first_update() if step == 1 else nullcontext():
                 result = self.task.update(data, self.schedule(step))
             self.device.synchronize()
@@ -75,8 +75,8 @@ class SupervisedTrainer:
         if failure := self.writer.failure():
             raise CheckpointError(failure)
 
-    def _validate(self, feed: BatchLoader) -> dict[str, float]:
-        return {f"val/{name}": value for name, value in self.task.evaluate(feed.one_pass()).items()}
+    def _validate(self, loader: BatchLoader) -> dict[str, float]:
+        return {f"val/{name}": value for name, value in self.task.evaluate(loader.one_pass()).items()}
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
@@ -116,7 +116,7 @@ class SupervisedTrainer:
     def _save(self, step: int) -> None:
         self.recorder.sync()
         state = {
-            "taken": self.feed.sampler.taken,
+            "taken": self.loader.sampler.taken,
             "skipped": self.skipped,
             "updates": optimizer_updates(self.engine),
         }
@@ -131,7 +131,7 @@ class SupervisedTrainer:
         if reader is None:
             return 0
         restore(self.engine, self.device, reader)
-        self.feed.sampler.taken = int(reader.state["taken"])
+        self.loader.sampler.taken = int(reader.state["taken"])
         self.skipped = int(reader.state["skipped"])
         console.message(f"resuming after step {reader.step} of {self.steps}")
         return reader.step

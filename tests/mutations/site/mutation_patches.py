@@ -11,9 +11,9 @@ Patch = Callable[[Any], None]
 def _samples(change: Callable[[Any], Any]) -> Patch:
     """Every sample changed just before it is packed."""
 
-    def patch(feed: Any) -> None:
-        pack = feed.pack
-        feed.pack = lambda samples: pack([change(sample) for sample in samples])
+    def patch(loader: Any) -> None:
+        pack = loader.pack
+        loader.pack = lambda samples: pack([change(sample) for sample in samples])
 
     return patch
 
@@ -39,14 +39,14 @@ def _data_order(sampler: Any) -> None:
     sampler.permute = lambda offset_B, rows, seed, epoch: permute(offset_B, rows, seed + 1, epoch)
 
 
-def _neighbours_seen(feed: Any) -> None:
-    pack = feed.pack
+def _neighbours_seen(loader: Any) -> None:
+    pack = loader.pack
 
     def packed(samples: Any) -> Any:
         batch = pack(samples)
         return replace(batch, lengths=(sum(batch.lengths),))
 
-    feed.pack = packed
+    loader.pack = packed
 
 
 def _model(change: Callable[[Any], None]) -> Patch:
