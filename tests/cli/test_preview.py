@@ -69,7 +69,7 @@ def test_rows_left_out_are_counted(recipe: Path, capsys: pytest.CaptureFixture[s
     preview(str(recipe), ["data.max_length=21", "data.too_long=drop"], 5)
     out = capsys.readouterr().out
     assert "train.jsonl:2: " in out and "1 rows were dropped" in out
-    with pytest.raises(DataError, match="no sample to show: 2 rows"):
+    with pytest.raises(DataError, match="no sample to show: all 2 rows"):
         preview(str(recipe), ["data.max_length=2", "data.too_long=drop"], 5)
 
 
@@ -99,7 +99,7 @@ class TestPrompts:
         path.write_text(ONLINE.format(root=root))
         return path
 
-    def test_prompts_and_responses(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_prompts_and_answers(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
         preview(str(online), [], 2)
         out = capsys.readouterr().out
         assert "\x1b" not in out and "⟦" not in out, (
@@ -111,7 +111,7 @@ class TestPrompts:
         assert "user│⏎\n" in second and second.endswith("answer (extra.answer): [3]")
         assert "2 prompts: " in out and "token boundary" in out and "warning" not in out
 
-    def test_a_missing_response(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_missing_answer(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
         preview(str(online), [], 3)
         out = capsys.readouterr().out
         assert out.count("warning: ") == 1
@@ -123,7 +123,7 @@ class TestPrompts:
     def test_too_long(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
         preview(str(online), ["data.max_length=14", "data.too_long=drop"], 1)
         assert "1 rows were dropped" in capsys.readouterr().out
-        with pytest.raises(DataError, match="no prompt to show: 3 rows"):
+        with pytest.raises(DataError, match="no prompt to show: all 3 rows"):
             preview(str(online), ["data.max_length=2", "data.too_long=drop"], 1)
         with pytest.raises(DataError, match=r"data\.too_long: truncate"):
             preview(str(online), ["data.too_long=truncate"], 1)

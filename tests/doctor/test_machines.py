@@ -122,7 +122,7 @@ def test_devices_of_other_machines(address: str, level: str, remedy: str) -> Non
     report = examine(RecordedMachine(MACHINES / "good-cuda"), recipe=recipe)
     (found,) = [finding for finding in report.findings if finding.id == "too-few-devices"]
     assert found.level == level and found.remedy.startswith(remedy)
-    assert found.problem.startswith("the recipe needs 16 devices, 8 are visible")
+    assert found.problem.startswith("the recipe needs 16 devices, but 8 are visible")
 
 
 def test_little_shared_memory() -> None:

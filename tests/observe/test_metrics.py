@@ -125,7 +125,7 @@ def test_resume_from_nothing(tmp_path: Path) -> None:
 
 def test_a_new_log_does_not_go_into_an_old_one(tmp_path: Path) -> None:
     write_steps(tmp_path / "m.jsonl", range(1, 2))
-    with pytest.raises(RecipeError, match="resume it"):
+    with pytest.raises(RecipeError, match="resume that run"):
         MetricsLog(tmp_path / "m.jsonl")
 
 

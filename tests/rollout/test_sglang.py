@@ -142,7 +142,7 @@ def test_other_devices(start: Start, recorder: Recorder, monkeypatch: pytest.Mon
     assert began["options"]["tp-size"] == "2"
     assert not any("graph" in option for option in began["options"])
     assert "attention-backend" not in sglang._options("cuda", eager=True)
-    with pytest.raises(RolloutError, match=r"rollout.engine: .* does not run on cpu; write .* vllm or hf"):
+    with pytest.raises(RolloutError, match=r"does not support .* on cpu; set .* vllm or hf"):
         start("cpu")
 
 
@@ -258,7 +258,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         "a response was aborted: queue is full",
     ),
     "refused": ({"status": 400}, "server refused /generate with 400"),
-    "a reason": ({"status": 503, "text": '{"error": {"message": "busy"}}'}, "refused with 503: busy"),
+    "a reason": ({"status": 503, "text": '{"error": {"message": "busy"}}'}, "refused .* with 503: busy"),
     "another reason": ({"status": 500, "text": '{"object": "error", "message": "oops"}'}, "with 500: oops"),
 }
 
@@ -302,7 +302,7 @@ def test_fields_that_sglang_does_not_know_are_refused(
         with pytest.raises(RolloutError, match=message):
             engine._exchange.post("/generate", body, 10)
     monkeypatch.setattr(engine._exchange, "_key", "guessed")
-    with pytest.raises(RolloutError, match="refused with 401"):
+    with pytest.raises(RolloutError, match=r"refused .* with 401"):
         engine.logps(PROMPTS[:1])
 
 
