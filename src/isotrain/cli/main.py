@@ -96,7 +96,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # The doctor examines torch_npu; every other command runs without a broken one.
+    # The doctor examines broken plug-ins; every other command runs without them.
     if context.invoked_subcommand != "doctor":
         hide_a_plugin_that_cannot_load()
 
