@@ -93,7 +93,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from isotrain.observe.metrics import MetricsLog
     from isotrain.recipe.schema import ModelSection, OptimizerSection
     from isotrain.trainers.supervised import SupervisedTrainer
-    from isotrain.trainers.tasks.sft import SftTask
+    from isotrain.trainers.tasks.base import SftTask
 
     tokens = BATCH * LENGTH
     model = ModelSection(

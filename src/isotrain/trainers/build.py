@@ -29,13 +29,9 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import total_steps
 from isotrain.trainers.supervised import SupervisedTrainer
-from isotrain.trainers.tasks.base import Task
-from isotrain.trainers.tasks.kto import KtoWork
-from isotrain.trainers.tasks.pairs import DpoWork, RmWork
-from isotrain.trainers.tasks.preference import PreferenceTask
+from isotrain.trainers.tasks.base import SftTask, Task
+from isotrain.trainers.tasks.preference import DpoWork, KtoWork, PreferenceTask, PrmWork, RmWork
 from isotrain.trainers.tasks.reference import Reference, beside, precomputed, without_adapters
-from isotrain.trainers.tasks.sft import SftTask
-from isotrain.trainers.tasks.steps import PrmWork
 
 
 def build_trainer(

@@ -21,7 +21,7 @@ from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import cache, open_loaders
 from isotrain.trainers.start import check_run, describe_model, record_start, run_lock
 from isotrain.trainers.supervised import SupervisedTrainer
-from isotrain.trainers.tasks.precompute_reference import precompute_reference
+from isotrain.trainers.tasks.reference import precompute_reference
 
 
 def train_supervised(recipe: Recipe, source: str) -> None:

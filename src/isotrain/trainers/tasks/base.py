@@ -1,11 +1,13 @@
-"""The interface of a supervised task."""
+"""What every task of a supervised run offers the loop, with supervised fine-tuning as the simplest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from isotrain.engine.engine import UpdateResult
+from isotrain.data.loader import StepData
+from isotrain.engine.engine import Loss, TrainingEngine, UpdateResult
 
 Step = TypeVar("Step", contravariant=True)
 
@@ -16,3 +18,16 @@ class Task(Protocol[Step]):
 
     def evaluate(self, steps: Iterable[Step]) -> dict[str, float]:
         """Loss and metrics over all given steps, without learning."""
+
+
+@dataclass(frozen=True)
+class SftTask:
+    engine: TrainingEngine
+    loss: Loss
+
+    def update(self, data: StepData, lr: float) -> UpdateResult:
+        return self.engine.step([batch.packed for batch in data.batches], self.loss, lr)
+
+    def evaluate(self, steps: Iterable[StepData]) -> dict[str, float]:
+        batches = ([batch.packed for batch in step.batches] for step in steps)
+        return {"loss": self.engine.evaluate(batches, self.loss)}

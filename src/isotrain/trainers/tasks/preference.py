@@ -1,14 +1,32 @@
-"""The part of preference training that all algorithms share."""
+"""Learning from preference items: pairs, single responses, or the steps of solutions.
+
+S: samples of a micro-batch, of pairs chosen and rejected in turn; P: its pairs; N: ends of its steps.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from isotrain.data.loader import StepData
+import torch
+
+from isotrain.algorithms.aggregate import Loss
+from isotrain.algorithms.preference.kto import kto, reference_point
+from isotrain.algorithms.preference.metrics import calibration_sums
+from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
+from isotrain.algorithms.preference.process_reward import prm
+from isotrain.algorithms.preference.reward_model import rm
+from isotrain.algorithms.segments import sums
+from isotrain.data.loader import MicroBatch, StepData
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.engine.scores import at_last_tokens
+from isotrain.engine.step_scores import StepScores, at_ends
+from isotrain.models.head import TokenHead
+from isotrain.models.scalar import ScalarHead
+from isotrain.trainers.tasks.reference import Reference, response_logps
 
 Work = Sequence[tuple[PackedBatch, Objective]]
 """A step's micro-batches, each with its objective: shares of the step's loss and metrics."""
@@ -46,3 +64,106 @@ class PreferenceTask:
                 totals[name] = totals.get(name, 0.0) + total * self.size(data)
             weight += self.size(data)
         return self.metrics({name: total / weight for name, total in totals.items()})
+
+
+@dataclass(frozen=True)
+class KtoWork:
+    engine: TrainingEngine
+    reference: Reference
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, data: StepData) -> Work:
+        kl = self._reference_point(data)
+        references = self.reference(data.batches)
+        return [
+            (batch.packed, self._objective(batch, ref_logp_S, kl, data.items))
+            for batch, ref_logp_S in zip(data.batches, references, strict=True)
+        ]
+
+    def _reference_point(self, data: StepData) -> float:
+        policy = response_logps(self.engine, data.mismatched)
+        reference = self.reference(data.mismatched)
+        own = sum((p - r).sum().item() for p, r in zip(policy, reference, strict=True))
+        return reference_point(self.engine.world.sum([own])[0], data.items)
+
+    def _objective(self, batch: MicroBatch, ref_logp_S: torch.Tensor, kl: float, responses: int) -> Objective:
+        def objective(head: TokenHead) -> Loss:
+            logp_S = sums(head.logps(), batch.lengths)
+            desirable_S = batch.values_V.to(logp_S.device) > 0.5
+            loss, metrics = kto(logp_S, ref_logp_S, desirable_S, kl=kl, responses=responses, **self.options)
+            share = len(batch.numbers) / responses  # of the step, so that the sum is `kl` itself
+            return loss, {**metrics, "kl": torch.tensor(kl * share, device=logp_S.device)}
+
+        return objective
+
+
+@dataclass(frozen=True)
+class DpoWork:
+    loss: Callable[..., PairLosses]
+    options: dict[str, Any]
+    reference: Reference | None
+    """None for losses that have none."""
+
+    def __call__(self, data: StepData) -> Work:
+        references: list[torch.Tensor | None] = [None] * len(data.batches)
+        if self.reference is not None:
+            references = list(self.reference(data.batches))
+        return [
+            (batch.packed, self._objective(batch, ref_logp_S, data.items))
+            for batch, ref_logp_S in zip(data.batches, references, strict=True)
+        ]
+
+    def _objective(self, batch: MicroBatch, ref_logp_S: torch.Tensor | None, pairs: int) -> Objective:
+        def objective(head: TokenHead) -> Loss:
+            logp_S = sums(head.logps(), batch.lengths)
+            tokens_S = torch.tensor(batch.lengths, device=logp_S.device)
+            chosen, rejected = (
+                Side(logp_S[side::2], None if ref_logp_S is None else ref_logp_S[side::2], tokens_S[side::2])
+                for side in (0, 1)
+            )
+            return shares(self.loss(chosen, rejected, **self.options), pairs)
+
+        return objective
+
+
+@dataclass(frozen=True)
+class RmWork:
+    margins: bool
+    """Whether the items' labels are margins to be used."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, data: StepData) -> Work:
+        return [(at_last_tokens(batch.packed), self._objective(batch, data.items)) for batch in data.batches]
+
+    def _objective(self, batch: MicroBatch, pairs: int) -> Objective:
+        def objective(head: ScalarHead) -> Loss:
+            # The stand-in of an empty micro-batch has a score as well, which belongs to no pair.
+            scores_S = head.values()[: 2 * len(batch.numbers)]
+            margin_P = batch.values_V.to(scores_S.device) if self.margins else None
+            return shares(rm(scores_S[0::2], scores_S[1::2], margin_P=margin_P, **self.options), pairs)
+
+        return objective
+
+
+@dataclass(frozen=True)
+class PrmWork:
+    step_scores: StepScores
+
+    def __call__(self, data: StepData) -> Work:
+        return [(at_ends(batch.packed), self._objective(batch, data.labels)) for batch in data.batches]
+
+    def _objective(self, batch: MicroBatch, steps: int) -> Objective:
+        def objective(head: Any) -> Loss:
+            bad_N, good_N = self.step_scores(head)
+            labels_N = batch.values_V.to(bad_N.device)
+            loss, metrics = prm(bad_N, good_N, labels_N, steps)
+            wrong_N, truly_wrong_N = bad_N > good_N, labels_N <= 0.5
+            return loss, {
+                **metrics,
+                "found": (wrong_N & truly_wrong_N).float().sum() / steps,
+                "called_wrong": wrong_N.float().sum() / steps,
+                "wrong": truly_wrong_N.float().sum() / steps,
+                **calibration_sums(torch.sigmoid(good_N - bad_N).detach(), ~truly_wrong_N, steps),
+            }
+
+        return objective

@@ -1,19 +1,27 @@
 """Log-probs of responses under the policy as it was before training.
 
-S: samples of a micro-batch.
+S: samples of a micro-batch, I: items of a step, C: columns of the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from isotrain.algorithms.segments import sums
-from isotrain.data.loader import MicroBatch
+from isotrain.data.loader import BatchLoader, MicroBatch
+from isotrain.data.reference_logprobs import COLUMNS, MISMATCHED, ReferenceLogProbs, make_table, table_path
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.models.lora import adapters_off
+from isotrain.observe.console import Console
 
 Reference = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
 """From micro-batches to the summed log-probs of each of their samples, `logp_S`."""
@@ -50,3 +58,82 @@ def precomputed(device: torch.device) -> Reference:
         return [logp_S.to(device) for logp_S in found if logp_S is not None]
 
     return reference
+
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def precompute_reference(
+    engine: TrainingEngine,
+    feed: BatchLoader,
+    model: Mapping[str, str],
+    steps: int,
+    root: Path,
+    console: Console,
+) -> None:
+    """Give the feed a table that knows all items of its first `steps`; `model` says which the engine's is.
+
+    Only what no earlier run has left in the cache is computed, with the packing of the steps that will learn
+    from it. The engine must have its first weights.
+    """
+    world = engine.world
+    path = table_path(root, _identity(engine, feed, model))
+    if world.local_rank == 0:
+        make_table(path, len(feed.store))
+    world.barrier()
+    table = ReferenceLogProbs(path, len(feed.store))
+    # A machine may have what another lacks: what one lacks is computed by all.
+    known = np.array(world.sum(table.known().astype(float).tolist())) == world.size
+    sampler = replace(feed.sampler, taken=0)
+    draws = min(steps, -(-sampler.rows // sampler.batch_size))
+    wanted = [sampler.next_batch() for _ in range(draws)]
+    missing = int((~known[np.unique(np.concatenate(wanted))]).sum())
+    if missing:
+        console.message(f"reference log-probs of {missing:,} items: once, then from {path}")
+    told, done = time.monotonic(), 0
+    for drawn in wanted:
+        # A batch that crosses into the next epoch may have an item twice.
+        numbers = list(dict.fromkeys(int(number) for number in drawn if not known[number]))
+        known[numbers] = True
+        if not numbers:
+            continue
+        logps_IC = _compute(engine, feed, numbers)
+        if world.local_rank == 0:
+            table.put(numbers, logps_IC)
+        done += len(numbers)
+        if time.monotonic() - told > SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            console.message(f"reference log-probs: {done:,} of {missing:,} items")
+    if world.local_rank == 0:
+        table.flush()
+    world.barrier()
+    feed.reference = table
+
+
+def _identity(engine: TrainingEngine, feed: BatchLoader, model: Mapping[str, str]) -> dict[str, Any]:
+    """All that decides which numbers come out; devices and kernels round differently."""
+    return {
+        "model": dict(model),
+        "data": feed.store.digest,
+        "mismatched": feed.longest,
+        "device": engine.world.device.type,
+        "attention": engine.model.attention,
+        **({"fused": list(fused)} if (fused := engine.model.fused.operators) else {}),
+    }
+
+
+def _compute(engine: TrainingEngine, feed: BatchLoader, numbers: Sequence[int]) -> npt.NDArray[np.float32]:
+    data = feed.step_of(numbers)
+    places = {number: place for place, number in enumerate(numbers)}
+    own_IC = np.zeros((len(numbers), COLUMNS), np.float64)
+
+    def fill(batches: Sequence[MicroBatch], columns: slice) -> None:
+        for batch, logp_S in zip(batches, response_logps(engine, batches), strict=True):
+            rows = np.array([places[number] for number in batch.numbers], np.int64)  # may be empty
+            own_IC[rows, columns] = logp_S.cpu().numpy().reshape(own_IC[rows, columns].shape)
+
+    fill(data.batches, feed.own_columns)
+    if data.mismatched:
+        fill(data.mismatched, MISMATCHED)
+    total = engine.world.sum(own_IC.reshape(-1).tolist())
+    return np.array(total, np.float32).reshape(own_IC.shape)
