@@ -42,15 +42,13 @@ from isotrain.recipe.online import ClusterSection, GrpoSection
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import Batch, _informative
 from isotrain.trainers.online.build_rank import advantage_settings
-from isotrain.trainers.online.collector import Collector, Seconds
+from isotrain.trainers.online.collector import Collector, RolloutProgress, Seconds
 from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.loop import OnlineTrainer
-from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, StepPlan, plan_step
 from isotrain.trainers.online.metrics import step_metrics
-from isotrain.trainers.online.plan import StepPlan, plan_step
-from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.replaceable import Replaceable
-from isotrain.trainers.online.rollout_progress import RolloutProgress
+from isotrain.trainers.setup import TRAIN
 
 ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384

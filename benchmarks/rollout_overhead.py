@@ -83,7 +83,7 @@ def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
 
 
 def longest_prompt(recipe: Any) -> int:
-    from isotrain.trainers.online.prompts import TRAIN, open_prompts
+    from isotrain.trainers.setup import TRAIN, open_prompts
 
     return int(open_prompts(recipe)[TRAIN].lengths.max())
 
@@ -134,7 +134,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
 
     from isotrain.data.trajectory import sample_seed
     from isotrain.rollout.stopping import end_tokens
-    from isotrain.trainers.online.prompts import TRAIN, open_prompts
+    from isotrain.trainers.setup import TRAIN, open_prompts
 
     recipe = work.recipe
     store = open_prompts(recipe)[TRAIN]
@@ -179,8 +179,8 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
     from isotrain.recipe.load import resolved
     from isotrain.recipe.online import ClusterSection
     from isotrain.rollout.base import Sampling
-    from isotrain.trainers.online.prompts import TRAIN
     from isotrain.trainers.online.rollout_worker import RolloutWorker
+    from isotrain.trainers.setup import TRAIN
 
     recipe, device = work.recipe, choose_device("cpu")
     sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)

@@ -12,8 +12,8 @@ import npusim
 import pytest
 
 from isotrain.engine.checkpoint.layout import MARKER, steps_in
+from isotrain.engine.checkpoint.pending import FINISHING, how_to_go_on
 from isotrain.observe.console import LineConsole
-from isotrain.trainers.interrupted import FINISHING, how_to_go_on
 from isotrain.trainers.recorder import Recorder
 from support import command, tiny_recipe, write_recipe
 

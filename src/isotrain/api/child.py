@@ -43,8 +43,8 @@ def train_here(recipe: Recipe, source: str) -> None:
 
     for warning in preflight(recipe):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
+    from isotrain.engine.checkpoint.pending import how_to_go_on
     from isotrain.observe.run_directory import RunDirectory
-    from isotrain.trainers.interrupted import how_to_go_on
     from isotrain.trainers.launch import launch
 
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from isotrain.engine.checkpoint.pending import FINISHING, is_writing
 from isotrain.observe.console import Console
 from isotrain.observe.loggers import Logger, open_loggers
 from isotrain.observe.metrics import MetricsLog, read_metrics
@@ -13,7 +14,6 @@ from isotrain.observe.plots import plot_run
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.interrupted import FINISHING, is_writing
 
 
 class Recorder:

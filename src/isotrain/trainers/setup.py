@@ -1,8 +1,9 @@
-"""The data of a supervised run: tokenised once, cached, and dealt out to the ranks."""
+"""The data of a run: tokenised once, cached, and dealt out to ranks, engines and reward workers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from isotrain.data.encode import Encoder
 from isotrain.data.items import Item
 from isotrain.data.loader import BatchLoader
 from isotrain.data.preference_items import PreferenceEncoder
+from isotrain.data.prompts import Prompt, PromptEncoder
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.tokenise import cached_store
@@ -100,3 +102,15 @@ def cache(kind: str) -> Path:
 
 def total_steps(recipe: Recipe, rows: int) -> int:
     return recipe.trainer.steps or -(-rows * recipe.trainer.epochs // recipe.data.batch_size)
+
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+def open_prompts(recipe: Recipe, tell: Callable[[str], None] | None = None) -> dict[str, SampleStore[Prompt]]:
+    """Training and, where the recipe has them, validation prompts; tokenised by whoever comes first."""
+    data = recipe.data
+    tokenizer = load_tokenizer(model_directory(recipe.model.path))
+    encoder = PromptEncoder(tokenizer, data.prompt_key, data.max_length, data.too_long)
+    sources = {TRAIN: data.train} | ({VALIDATION: data.validation} if data.validation else {})
+    return {name: cached_store(source, encoder, cache("tokens"), tell) for name, source in sources.items()}

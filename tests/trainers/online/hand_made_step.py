@@ -30,9 +30,9 @@ from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Responses, Score
 from isotrain.trainers.online.policy_rank import Description, PolicyRank, ResumeState
-from isotrain.trainers.online.prompts import open_prompts
 from isotrain.trainers.online.step import Micro
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.setup import open_prompts
 
 N_SAMPLES, MAX_TOKENS, LORA_ALPHA, LORA_RANK = 3, 10, 16, 4
 PROMPTS = (5, 3, 8, 4)

@@ -18,7 +18,7 @@ from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import AsyncBatches, Batch, BatchMaker
 from isotrain.trainers.online.engines import Engines
-from isotrain.trainers.online.prompts import TRAIN
+from isotrain.trainers.setup import TRAIN
 
 ROWS, BATCH, N = 10, 4, 2
 

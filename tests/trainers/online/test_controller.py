@@ -23,14 +23,12 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
-from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
-from isotrain.trainers.online.plan import plan_step
-from isotrain.trainers.online.prompts import TRAIN, open_prompts
+from isotrain.trainers.online.collector import Collector, RolloutProgress
+from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, plan_step
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
-from isotrain.trainers.online.rollout_progress import RolloutProgress
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.setup import TRAIN, open_prompts
 
 pytestmark = pytest.mark.ray
 

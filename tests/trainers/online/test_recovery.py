@@ -17,8 +17,8 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import BatchMaker
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import RankPlan
-from isotrain.trainers.online.prompts import TRAIN, VALIDATION
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.setup import TRAIN, VALIDATION
 
 N, ROWS = 2, 3
 

@@ -36,18 +36,18 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.batches import Batch, Make, SyncBatches
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.collector import Seconds
-from isotrain.trainers.online.failures import Failures
 from isotrain.trainers.online.messages import Group, Score, describe
+from isotrain.trainers.online.metrics import Failures
 from isotrain.trainers.online.policy_rank import PolicyRank, ResumeState
-from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.recording import (
+    Replayed,
     check_recording,
     frozen_models,
     model_digests,
     write_description,
 )
-from isotrain.trainers.online.replayed import Replayed
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.setup import TRAIN, open_prompts
 from support import stable_metrics
 
 pytestmark = pytest.mark.ray
@@ -168,7 +168,7 @@ def train(recipe: Recipe) -> Rows:
         patch.setattr(
             "isotrain.trainers.online.policy_rank.fetch", lambda handles: [objects[h] for h in handles]
         )
-        patch.setattr("isotrain.trainers.online.replayed.put", put)
+        patch.setattr("isotrain.trainers.online.recording.put", put)
         try:
             described = rank.start(open_store(None))
             relays = SimpleNamespace(spread=lambda update: [])
@@ -382,7 +382,7 @@ def test_a_replay_goes_on_and_gives_lost_groups_again(recorded: tuple[Recipe, Ro
     prompts = open_prompts(recipe)[TRAIN]
     kept: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isotrain.trainers.online.replayed.put", lambda group: kept.append(group) or len(kept))
+        patch.setattr("isotrain.trainers.online.recording.put", lambda group: kept.append(group) or len(kept))
         maker = Replayed(
             Path(recipe.output) / "trajectories",
             prompts,

@@ -17,7 +17,7 @@ from isotrain.data.record import read_step
 from isotrain.errors import RewardError
 from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.online.batches import Batch
-from isotrain.trainers.online.failures import Failures
+from isotrain.trainers.online.metrics import Failures
 
 pytestmark = pytest.mark.ray
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from isotrain.trainers.online.messages import Group, Responses, Score
-from isotrain.trainers.online.scores import total_scores
+from isotrain.trainers.online.metrics import total_scores
 
 GROUPS = [
     Group(

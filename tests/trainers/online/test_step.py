@@ -10,8 +10,7 @@ from hand_made_step import FLAT, GREEDY, N_SAMPLES, SCORES
 
 from isotrain.algorithms import ADVANTAGES
 from isotrain.data.policy_batch import pack_trajectories
-from isotrain.trainers.online.settings import AdvantageSettings
-from isotrain.trainers.online.step import Micro, estimate
+from isotrain.trainers.online.step import AdvantageSettings, Micro, estimate
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"gamma": 0.95, "lam": 0.9},

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isotrain.trainers.online.failures import Failures
 from isotrain.trainers.online.messages import Group, Responses, Score
-from isotrain.trainers.online.metrics import validation_metrics
+from isotrain.trainers.online.metrics import Failures, validation_metrics
 
 
 def group(place: int, source: str, scores: tuple[float, ...]) -> Group:

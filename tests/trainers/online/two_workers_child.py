@@ -33,8 +33,8 @@ from isotrain.rollout.base import Sampling
 from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.messages import PromptRequest
-from isotrain.trainers.online.prompts import TRAIN
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.setup import TRAIN
 
 CHECK_T = np.arange(3, 35, dtype=np.int32)
 

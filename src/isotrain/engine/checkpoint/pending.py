@@ -1,4 +1,4 @@
-"""Waits for a checkpoint that ranks are still writing, before somebody ends them."""
+"""A checkpoint that is still being written when somebody wants to end the run."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def _pending(root: Path) -> str | None:
         return writing[-1].removeprefix(WRITING)
     newest = [step_directory(root, step) for step in steps_in(root)[:1]]
     return next((directory.name for directory in newest if not (directory / MARKER).exists()), None)
+
+
+FINISHING = "interrupted; finishing the checkpoint that is being written"
+
+
+def is_writing(checkpoints: Path) -> bool:
+    return any(checkpoints.glob(f"{WRITING}*"))
+
+
+def how_to_go_on(checkpoints: Path) -> str:
+    complete = (
+        step for step in steps_in(checkpoints) if (step_directory(checkpoints, step) / MARKER).exists()
+    )
+    newest = next(complete, None)
+    if newest is None:
+        return "there is no checkpoint yet: the same command starts from the first step"
+    return f"the same command resumes after step {newest}"

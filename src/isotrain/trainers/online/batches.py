@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from isotrain.algorithms.dapo import informative
 from isotrain.data.sampler import Sampler
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import Collector, Seconds
-from isotrain.trainers.online.failures import Failures, failures_of
 from isotrain.trainers.online.messages import Group, PromptRequest
-from isotrain.trainers.online.prompts import TRAIN
+from isotrain.trainers.online.metrics import Failures, failures_of
+from isotrain.trainers.setup import TRAIN
 
 
 @dataclass(frozen=True)
@@ -193,3 +193,20 @@ def _made_in_turn(make: Make, turn: Future[None], next_turn: Future[None]) -> Ba
         raise
     next_may_begin()
     return batch
+
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Begin it. Not in an executor: one that waits for a worker must not keep the program from ending."""
+    future: Future[T] = Future()
+
+    def fulfil() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=fulfil, daemon=True).start()
+    return future

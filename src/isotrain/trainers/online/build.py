@@ -20,18 +20,15 @@ from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import AsyncBatches, BatchMaker, Maker, SyncBatches
 from isotrain.trainers.online.build_rank import advantage_settings
-from isotrain.trainers.online.collector import Collector
+from isotrain.trainers.online.collector import Collector, RolloutProgress
 from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description, ResumeState
-from isotrain.trainers.online.prompts import TRAIN, VALIDATION
-from isotrain.trainers.online.recording import trajectories
+from isotrain.trainers.online.recording import Replayed, trajectories
 from isotrain.trainers.online.replaceable import Replaceable
-from isotrain.trainers.online.replayed import Replayed
-from isotrain.trainers.online.rollout_progress import RolloutProgress
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.setup import total_steps
+from isotrain.trainers.setup import TRAIN, VALIDATION, total_steps
 
 # Long enough to show weights that do not fit, short enough to cost nothing.
 WEIGHT_CHECK_TOKENS = 32

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from isotrain import plugins
 from isotrain.algorithms import ADVANTAGES, POLICY_LOSSES
+from isotrain.algorithms.advantages import Estimator
+from isotrain.algorithms.aggregate import Loss
 from isotrain.data.chat import closing_tokens
 from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device
@@ -20,14 +25,18 @@ from isotrain.engine.build import (
     build_reference,
     build_reward_model,
 )
+from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.step_scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.scalar import ScalarModel
+from isotrain.plugins import Plugin, find_plugin
 from isotrain.recipe.online import (
     GrpoSection,
     LossSection,
     Online,
+    PluginSection,
     PpoSection,
     ProcessRewardSection,
     ReinforcePlusPlusSection,
@@ -37,15 +46,13 @@ from isotrain.recipe.online import (
 )
 from isotrain.recipe.schema import ModelSection, Recipe
 from isotrain.rollout.stopping import end_tokens
-from isotrain.trainers.online.models import Models
-from isotrain.trainers.online.plugins import plugin_estimator, plugin_loss
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
     ProcessRewardModel,
     ResponseRewardModel,
     RewardModel,
 )
-from isotrain.trainers.online.settings import AdvantageSettings, UpdateSettings
+from isotrain.trainers.online.step import AdvantageSettings, UpdateSettings
 
 
 def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str) -> Models:
@@ -162,3 +169,77 @@ def advantage_settings(algorithm: Online) -> AdvantageSettings:
     if isinstance(algorithm, PpoSection):
         options["lam"] = algorithm.lam
     return AdvantageSettings(estimator, options, whitening)
+
+
+@dataclass(frozen=True)
+class Models:
+    device: Device
+    world: World
+    policy: TrainingEngine
+    reference: InferenceModel | None
+    """None where no reference is needed, or where the policy without its adapters is the reference."""
+    critic: TrainingEngine | None
+    value_clip: float | None
+    reward_models: dict[str, RewardModel]
+    """By their name below `reward`."""
+    rollout_dtype: torch.dtype
+
+    def all(self) -> list[TrainingEngine | InferenceModel]:
+        reward_models = [scorer.model for scorer in self.reward_models.values()]
+        return [m for m in (self.policy, self.reference, self.critic, *reward_models) if m is not None]
+
+
+_NEEDS = ("values_N", "greedy_R")
+
+
+def plugin_estimator(section: PluginSection, has_critic: bool) -> Estimator:
+    """An `Estimator` of another package, whose results are looked at."""
+    plugin = find_plugin(plugins.ADVANTAGES, section.name, "algorithm.advantage.name")
+    estimator = plugin.load()
+    if not isinstance(estimator, Estimator):
+        raise plugin.wrong(f"is of {type(estimator)}, not an isotrain.algorithms.advantages.Estimator")
+    if estimator.per not in ("trajectory", "token") or not set(estimator.needs) <= {*_NEEDS}:
+        known = " and ".join(_NEEDS)
+        raise plugin.wrong(f"has per={estimator.per!r}, needs={estimator.needs!r}; known needs are {known}")
+    if estimator.per == "trajectory" and estimator.needs:
+        raise plugin.wrong("needs more than rewards and groups, which only estimators per token are given")
+    if "values_N" in estimator.needs and not has_critic:
+        raise plugin.wrong("needs a critic's values_N: write algorithm.name: ppo")
+    if estimator.per == "trajectory" and has_critic:
+        raise plugin.wrong("gives no returns that ppo's critic could learn: write another algorithm.name")
+    plugin.check_options(estimator.function, section.options)
+    return replace(estimator, function=_checked(plugin, estimator))
+
+
+def _checked(plugin: Plugin, estimator: Estimator) -> Callable[..., Any]:
+    count = 1 if estimator.per == "trajectory" else 2
+
+    def function(rewards: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        found = estimator.function(rewards, *rest, **options)
+        parts = (found,) if count == 1 else found
+        fits = isinstance(parts, tuple) and len(parts) == count
+        if not fits or any(getattr(part, "shape", None) != rewards.shape for part in parts):
+            wanted = "advantages_R" if count == 1 else "(advantages_N, returns_N)"
+            raise plugin.wrong(f"must return {wanted}, as long as the {len(rewards)} rewards it was given")
+        return found
+
+    return function
+
+
+def plugin_loss(section: PluginSection) -> Callable[..., Loss]:
+    """A policy loss of another package, whose results are looked at."""
+    ours = {name: f"algorithm.loss.name: {name}" for name in POLICY_LOSSES}
+    plugin = find_plugin(plugins.POLICY_LOSSES, section.name, "algorithm.loss.plugin.name", ours)
+    loss = plugin.load()
+    if not callable(loss):
+        raise plugin.wrong("is not a function")
+    plugin.check_options(loss, {**section.options, "aggregation": "token-mean", "correction_N": None})
+
+    def function(*tensors: Any, **options: Any) -> Loss:
+        found = loss(*tensors, **options)
+        pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
+        if not pair or getattr(found[0], "shape", None) != torch.Size([]):
+            raise plugin.wrong("must return (loss, metrics): a single number and a dict of numbers")
+        return found[0], found[1]
+
+    return function

@@ -28,15 +28,21 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import AsyncBatches, Batch, Maker, SyncBatches
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Weights
-from isotrain.trainers.online.failures import Failures, Warnings
-from isotrain.trainers.online.messages import Group, PromptRequest, RunState
-from isotrain.trainers.online.metrics import advantage_metrics, step_metrics, validation_metrics
-from isotrain.trainers.online.plan import StepPlan, plan_step
-from isotrain.trainers.online.prompts import VALIDATION
+from isotrain.trainers.online.messages import Group, PromptRequest, RunState, StepPlan, plan_step
+from isotrain.trainers.online.metrics import (
+    Failures,
+    Numbers,
+    Scored,
+    Warnings,
+    advantage_metrics,
+    step_metrics,
+    total_scores,
+    validation_metrics,
+)
 from isotrain.trainers.online.relays import Relays
-from isotrain.trainers.online.scores import Numbers, Scored, total_scores
-from isotrain.trainers.online.settings import AdvantageSettings
+from isotrain.trainers.online.step import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.setup import VALIDATION
 
 # Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
 WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH = 300.0, 5.0

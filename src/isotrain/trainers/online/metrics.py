@@ -1,20 +1,22 @@
-"""Metrics of a step from scores, lengths and versions.
+"""What the controller makes of a step's scores, lengths and versions: rewards, failures, metrics.
 
 R: trajectories of a step.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from isotrain.algorithms.value import explained_variance
 from isotrain.algorithms.whitening import combine
-from isotrain.trainers.online.failures import Failures
+from isotrain.reward.base import FAILURES, LARGEST_SCORE
 from isotrain.trainers.online.messages import Group
-from isotrain.trainers.online.scores import Numbers
 from isotrain.trainers.online.step import AdvantageMetrics, join_spans
 
 
@@ -77,3 +79,111 @@ def advantage_metrics(parts: Sequence[AdvantageMetrics]) -> dict[str, float]:
         returns, residuals = (combine(moments) for moments in zip(*critic, strict=True))
         metrics["critic/vf_explained_var"] = explained_variance(returns, residuals)
     return metrics
+
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Scored(NamedTuple):
+    scores_R: Numbers
+    failures: Failures
+    metrics: dict[str, float]
+    """Means of what the models gave."""
+
+
+def total_scores(
+    groups: Sequence[Group],
+    model_scores: Mapping[str, Numbers],
+    weights: Mapping[str, float],
+    failed_score: float,
+) -> Scored:
+    """Workers' scores plus those of the models, weighted; where one failed, it has `failed_score`."""
+    scores_R = np.array([score.value for group in groups for score in group.scores])
+    failed_R = np.array([score.failure is not None for group in groups for score in group.scores])
+    failures, metrics = failures_of(groups), {}
+    for name, model_scores_R in model_scores.items():
+        with np.errstate(over="ignore"):
+            total_R = scores_R + weights[name] * model_scores_R
+        # Also not one that is infinite as soon as it is a float32, as which ranks compute with it.
+        broken_R = ~failed_R & ~(np.abs(total_R) <= LARGEST_SCORE)
+        failed_R |= broken_R
+        if broken := int(broken_R.sum()):
+            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} cannot be learnt from"
+            failures = failures.plus(Failures(0, {"error": broken}, first))
+        if not failed_R.all():
+            metrics[f"reward/{name}/mean"] = float(model_scores_R[~failed_R].mean())
+        scores_R = np.where(failed_R, scores_R, total_R)
+        scores_R[broken_R] = failed_score
+    return Scored(scores_R, failures, metrics)
+
+
+# The first few say what is wrong. After them only what is much worse is told; the metrics go on counting.
+TOLD_FIRST = 3
+STEPS_BETWEEN = 10
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Of some responses: how many there are, how many have no score by cause, and why the first of these."""
+
+    responses: int = 0
+    causes: Mapping[str, int] = field(default_factory=dict)
+    first: str = ""
+
+    @property
+    def count(self) -> int:
+        return sum(self.causes.values())
+
+    @property
+    def share(self) -> float:
+        return self.count / self.responses if self.responses else 0.0
+
+    def plus(self, other: Failures) -> Failures:
+        causes = Counter(self.causes) + Counter(other.causes)
+        return Failures(self.responses + other.responses, causes, self.first or other.first)
+
+    def metrics(self) -> dict[str, float]:
+        names = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
+        by_cause = {names[cause]: float(self.causes.get(cause, 0)) for cause in FAILURES}
+        return {"reward/failures": float(self.count), **by_cause}
+
+    def as_counts(self) -> dict[str, int]:
+        """As a recording keeps them."""
+        return {"responses": self.responses, **self.causes} if self.responses else {}
+
+    def __str__(self) -> str:
+        return f"{self.count} of {self.responses} responses got no score, the first because of {self.first}"
+
+
+def failures_of(groups: Iterable[Group]) -> Failures:
+    scores = [score for group in groups for score in group.scores]
+    failed = [score for score in scores if score.failure is not None]
+    first = f"{failed[0].failure}: {failed[0].detail}" if failed else ""
+    return Failures(len(scores), Counter(str(score.failure) for score in failed), first)
+
+
+def recorded_failures(counts: Mapping[str, int]) -> Failures:
+    causes: dict[str, int] = {cause: counts[cause] for cause in FAILURES if counts.get(cause)}
+    first = f"{next(iter(causes))}: in a response that was not recorded" if causes else ""
+    return Failures(counts.get("responses", 0), causes, first)
+
+
+@dataclass
+class Warnings:
+    """When failures of one kind of responses are told: the first few, then what is twice as bad, or all."""
+
+    told: int = 0
+    worst: float = 0.0
+    """The largest share that was told."""
+    last: int = 0
+    """The step that was told last."""
+
+    def is_due(self, step: int, failures: Failures) -> bool:
+        """Whether this step's are told now; it is then remembered that they were."""
+        worse = failures.share == 1.0 or failures.share >= 2 * self.worst
+        soon = self.told >= TOLD_FIRST and step < self.last + STEPS_BETWEEN
+        if not failures.count or soon or (self.told >= TOLD_FIRST and not worse):
+            return False
+        self.told, self.last = self.told + 1, step
+        self.worst = max(self.worst, failures.share)
+        return True

@@ -44,9 +44,8 @@ from isotrain.recipe.schema import Recipe
 from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.rollout.update import WeightUpdate
-from isotrain.trainers.online.build_rank import advantage_settings, build_models, update_settings
+from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
 from isotrain.trainers.online.messages import RankPlan, RunState
-from isotrain.trainers.online.models import Models
 from isotrain.trainers.online.step import (
     AdvantageMetrics,
     Micro,

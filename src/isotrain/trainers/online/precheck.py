@@ -72,8 +72,7 @@ def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSectio
 
 def _check_plugins(algorithm: OnlineSection, reward: RewardSection) -> None:
     """Load what packages have for the maths, which must fit the recipe."""
-    from isotrain.trainers.online.build_rank import advantage_settings
-    from isotrain.trainers.online.plugins import plugin_loss
+    from isotrain.trainers.online.build_rank import advantage_settings, plugin_loss
 
     assert isinstance(algorithm, Online)
     if algorithm.loss.plugin:

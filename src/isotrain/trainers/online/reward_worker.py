@@ -14,7 +14,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.reward.base import RewardInput, Scorer
 from isotrain.reward.build import build_scorer
 from isotrain.trainers.online.messages import Score
-from isotrain.trainers.online.prompts import open_prompts
+from isotrain.trainers.setup import open_prompts
 
 
 class RewardWorker:

@@ -20,7 +20,7 @@ from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.messages import PromptRequest, Responses, describe
-from isotrain.trainers.online.prompts import open_prompts
+from isotrain.trainers.setup import open_prompts
 
 
 class RolloutWorker:

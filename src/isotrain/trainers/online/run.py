@@ -20,7 +20,6 @@ from isotrain.reward.build import reward_source
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.precheck import changed_plugins, check_online
-from isotrain.trainers.online.prompts import TRAIN, open_prompts
 from isotrain.trainers.online.recording import (
     check_recording,
     frozen_models,
@@ -30,7 +29,7 @@ from isotrain.trainers.online.recording import (
 )
 from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import total_steps
+from isotrain.trainers.setup import TRAIN, open_prompts, total_steps
 from isotrain.trainers.start import changed_since_start, check_run, check_same_data, run_lock, write_start
 
 

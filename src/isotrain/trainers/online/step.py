@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from isotrain.algorithms import KL_ESTIMATORS
+from isotrain.algorithms.advantages import Estimator
 from isotrain.algorithms.aggregate import Loss, LossNormalizer
 from isotrain.algorithms.correction import rollout_correction
 from isotrain.algorithms.entropy import entropy_bonus
@@ -26,7 +27,29 @@ from isotrain.data.policy_batch import PolicyBatch
 from isotrain.models.head import TokenHead
 from isotrain.models.scalar import ScalarHead
 from isotrain.trainers.online.messages import Totals
-from isotrain.trainers.online.settings import AdvantageSettings, UpdateSettings
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """All that an update of the policy depends on besides the responses."""
+
+    temperature: float
+    ppo_epochs: int
+    loss: Callable[..., Loss]
+    loss_options: dict[str, Any]
+    aggregation: str
+    horizon: int
+    entropy: float
+    kl_place: str
+    kl_estimator: str
+    correction: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    estimator: Estimator
+    options: dict[str, Any]
+    whitening: Literal["verl", "openrlhf"]
 
 
 @dataclass
