@@ -133,7 +133,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
     from vllm import SamplingParams
 
     from isotrain.data.trajectory import sample_seed
-    from isotrain.rollout.stopping import end_tokens
+    from isotrain.models.load import end_tokens
     from isotrain.trainers.setup import TRAIN, open_prompts
 
     recipe = work.recipe
@@ -173,8 +173,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
     from isotrain.cluster.connect import join_cluster
     from isotrain.cluster.objects import fetch
     from isotrain.cluster.placement import Demand, place
-    from isotrain.cluster.streams import next_item, open_stream, wait_any
-    from isotrain.cluster.workers import Member, WorkerGroup
+    from isotrain.cluster.workers import Member, WorkerGroup, next_item, open_stream, wait_any
     from isotrain.device.detect import choose_device
     from isotrain.recipe.load import resolved
     from isotrain.recipe.online import ClusterSection

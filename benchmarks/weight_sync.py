@@ -40,8 +40,7 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
     from smollm2 import smollm2
     from transformers import AutoModelForCausalLM
 
-    from isotrain.rollout.digest import checksum, host_bytes
-    from isotrain.rollout.transfer import open_update, write_update
+    from isotrain.rollout.transfer import checksum, host_bytes, open_update, write_update
     from isotrain.rollout.vllm import VllmEngine
 
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=bench.DTYPE)

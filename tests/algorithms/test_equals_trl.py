@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from isotrain.algorithms.advantages.grpo import grpo
 from isotrain.algorithms.advantages.rloo import rloo
 from isotrain.algorithms.aggregate import LossNormalizer
-from isotrain.algorithms.correction import rollout_correction
 from isotrain.algorithms.kl import kl_loss
+from isotrain.algorithms.mismatch import rollout_correction
 from isotrain.algorithms.policy.cispo import cispo
 from isotrain.algorithms.policy.clip import clip
 from isotrain.algorithms.policy.gspo import gspo

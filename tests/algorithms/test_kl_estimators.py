@@ -8,8 +8,7 @@ from steps import LENGTHS, MASK, cut, numbers, whole
 
 from isotrain.algorithms import KL_ESTIMATORS
 from isotrain.algorithms.entropy import entropy_bonus
-from isotrain.algorithms.kl import kl_loss
-from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
+from isotrain.algorithms.kl import AdaptiveKl, FixedKl, kl_loss
 
 ESTIMATORS = pytest.mark.parametrize("name", KL_ESTIMATORS)
 

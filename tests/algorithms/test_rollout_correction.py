@@ -6,8 +6,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms.correction import rollout_correction
-from isotrain.algorithms.mismatch import Mismatch, combine, mismatch
+from isotrain.algorithms.mismatch import Mismatch, combine, mismatch, rollout_correction
 
 # Ratios 4, (a tool's), 1/4 of one trajectory, 3/2 of another.
 RATIO_N = (4.0, 100.0, 0.25, 1.5)

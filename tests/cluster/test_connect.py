@@ -18,14 +18,15 @@ from plain_workers import Clerk
 
 from isotrain.cluster import connect
 from isotrain.cluster.connect import (
+    Answer,
     check_authentication,
     find_cluster,
     join_cluster,
+    knock,
     own_cluster,
     several_machines,
 )
 from isotrain.cluster.nodes import Node
-from isotrain.cluster.reachability import Answer, knock
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES

@@ -11,7 +11,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from isotrain.cluster import connect
 from isotrain.cluster import placement as placing
-from isotrain.cluster.connect import Cluster
+from isotrain.cluster.connect import Answer, Cluster
 from isotrain.cluster.nodes import Node
 from isotrain.cluster.placement import (
     Demand,
@@ -23,7 +23,6 @@ from isotrain.cluster.placement import (
     place,
     rank_environments,
 )
-from isotrain.cluster.reachability import Answer
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES, find_device
 from isotrain.device.npu import NPU

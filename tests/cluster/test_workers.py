@@ -12,12 +12,11 @@ import pytest
 import ray
 from plain_workers import Clerk, Rank, Tidy
 
-from isotrain.cluster import watch
+from isotrain.cluster import workers
 from isotrain.cluster.connect import Cluster, join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, engine_environments, place, rank_environments
-from isotrain.cluster.streams import next_item, open_stream, wait_any
-from isotrain.cluster.workers import Call, Member, WorkerGroup
+from isotrain.cluster.workers import Call, Member, WorkerGroup, next_item, open_stream, wait_any
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import choose_device
 from isotrain.device.npu import NPU
@@ -203,8 +202,8 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
 def test_a_rank_that_ends_unasked_is_noticed_by_those_who_wait_for_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK_EVERY", 0.5)
-    watching = watch.Watch()
+    monkeypatch.setattr(workers, "LOOK_EVERY", 0.5)
+    watching = workers.Watch()
     ranks = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, watch=watching)
     with ranks, WorkerGroup("clerk", Clerk, [Member()], watch=watching) as others:
         assert others.call("sleep", 1.2) == [1.2]  # nothing has happened

@@ -14,7 +14,7 @@ from isotrain.engine.checkpoint.layout import sha256_of, step_directory
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.world import World
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 
 STATE = {"taken": 24, "skipped": 0, "updates": 3}
 

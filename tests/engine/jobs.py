@@ -27,7 +27,7 @@ from isotrain.engine.world import World, join_world
 from isotrain.models.head import TokenHead
 from isotrain.models.lora import adapters_off
 from isotrain.models.scalar import ScalarHead
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
 Tensors = dict[str, torch.Tensor]

@@ -25,7 +25,7 @@ from isotrain.engine.checkpoint.layout import step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.errors import CheckpointError
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -185,7 +185,7 @@ def test_a_loop_that_ends_with_an_error_does_not_lose_the_checkpoint_being_writt
 import time, torch
 from pathlib import Path
 from isotrain.engine.checkpoint import writer
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 save_file = writer.save_file
 writer.save_file = lambda *arguments, **options: time.sleep(0.5) or save_file(*arguments, **options)
 saver = writer.CheckpointWriter(Path({str(tmp_path)!r}), 0, 1, keep=1)

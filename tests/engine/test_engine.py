@@ -23,7 +23,7 @@ from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
 from isotrain.models.head import TokenHead
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
 Build = Callable[..., TrainingEngine]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.engine.identity import model_digest
 from isotrain.errors import ModelError
+from isotrain.trainers.start import model_digest
 
 
 def test_only_weights_and_config_count(tiny: Path, tmp_path: Path) -> None:

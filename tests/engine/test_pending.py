@@ -13,7 +13,7 @@ from isotrain.engine.checkpoint import writer as module
 from isotrain.engine.checkpoint.pending import wait_for_pending
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 
 
 def test_nothing_is_waited_for_where_nothing_is_written(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from isotrain.engine.state import (
 )
 from isotrain.engine.world import join_world
 from isotrain.errors import CheckpointError
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 from isotrain.observe.console import Console
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from isotrain.device.npu_operators import OPERATORS
+from isotrain.models.attention import provide
 from isotrain.models.backbone import Backbone
 from isotrain.models.fused import Fused, fuse_layers
-from isotrain.models.fused_attention import provide
 from isotrain.models.load import IMPLEMENTATIONS
 
 EVERYTHING = ("rms_norm", "swiglu", "rotary")

@@ -11,8 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from isotrain.device import npu_operators
 from isotrain.device.npu_operators import OPERATORS
 from isotrain.errors import ModelError
-from isotrain.models.attention import segment_attention
-from isotrain.models.fused_attention import FUSED, fused_attention, provide
+from isotrain.models.attention import FUSED, fused_attention, provide, segment_attention
 
 LENGTHS = (3, 1, 5)
 

@@ -30,7 +30,7 @@ from isotrain.models.lora import (
     is_adapter,
     lora_config,
 )
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from support import rank_of_two
 

@@ -11,7 +11,7 @@ from torch import nn
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine, build_reference
 from isotrain.engine.world import join_world
-from isotrain.models.perturbation import perturb
+from isotrain.models.weights import perturb
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
 

@@ -8,8 +8,8 @@ import time
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout import broadcast
-from isotrain.rollout.digest import checksum
-from isotrain.rollout.update import WeightUpdate
+from isotrain.rollout.base import WeightUpdate
+from isotrain.rollout.transfer import checksum
 
 
 def damaged(data: memoryview) -> int:

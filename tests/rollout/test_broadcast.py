@@ -18,8 +18,8 @@ import torch
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout import broadcast
+from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import BroadcastSender
-from isotrain.rollout.update import WeightUpdate
 
 TIMEOUT = 5.0
 

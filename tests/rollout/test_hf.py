@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.recipe.online import RolloutSection
-from isotrain.rollout.base import Request, RolloutEngine, Sampling
+from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.transfer import write_update
-from isotrain.rollout.update import WeightUpdate
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
 

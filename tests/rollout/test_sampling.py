@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isotrain.rollout.base import Sampling
-from isotrain.rollout.sampling import draw, gumbel, processed
+from isotrain.rollout.hf import draw, gumbel, processed
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 0.9, -3.0])
 

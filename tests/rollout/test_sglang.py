@@ -26,11 +26,10 @@ from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout import sglang
-from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.base import Request, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.sglang import SglangEngine
 from isotrain.rollout.transfer import private_directory, write_update
-from isotrain.rollout.update import WeightUpdate
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9)]
 END = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotrain.rollout.vllm_npu import npu_environment
+from isotrain.rollout.vllm import npu_environment
 
 
 def test_nz_is_always_off() -> None:

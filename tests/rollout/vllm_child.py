@@ -24,9 +24,8 @@ from transformers import AutoModelForCausalLM
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
-from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.base import Request, Sampling, WeightUpdate
 from isotrain.rollout.transfer import Contents, open_update, write_update
-from isotrain.rollout.update import WeightUpdate
 from isotrain.rollout.vllm import VllmEngine
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]

@@ -5,7 +5,9 @@ N: response tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,3 +67,30 @@ def kl_loss(
     kl_N = KL_ESTIMATORS[estimator](share.only(logp_N), share.only(ref_logp_N.detach()))
     kl = AGGREGATIONS[aggregation](kl_N, share)
     return coefficient * kl, {"actor/kl_loss": kl.detach()}
+
+
+@dataclass(frozen=True)
+class FixedKl:
+    coefficient: float = 0.001
+
+    def updated(self, kl: float, sequences: int) -> FixedKl:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """Steers the divergence towards `target`, by at most 20 % in `horizon` trajectories."""
+
+    coefficient: float = 0.001
+    target: float = 0.1
+    horizon: int = 10_000
+
+    def updated(self, kl: float, sequences: int) -> AdaptiveKl:
+        """The controller after a step with mean divergence `kl` over so many trajectories.
+
+        One that is not finite belongs to a step that is not learnt from, and would stay for good.
+        """
+        if not math.isfinite(kl):
+            return self
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coefficient=self.coefficient * (1 + error * sequences / self.horizon))

@@ -146,9 +146,9 @@ def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind
 
 
 def _subject(recipe: Recipe, kind: str) -> Subject:
-    from isotrain.engine.identity import model_digest
     from isotrain.models.load import model_directory
     from isotrain.parity.certificate import CertifiedModel, Subject
+    from isotrain.trainers.start import model_digest
 
     directory = model_directory(recipe.model.path)
     return Subject.model_validate(

@@ -6,10 +6,13 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,6 @@ from isotrain.cluster.private import (
     read_authentication_again,
     variables,
 )
-from isotrain.cluster.reachability import Answer, knock
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.errors import ClusterError
@@ -202,3 +204,48 @@ def _end_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class Answer(Enum):
+    OPEN = "open"
+    """The cluster takes requests."""
+    REFUSED = "refused"
+    """It wants a token, and had none or a wrong one."""
+    NONE = "none"
+    """Nothing answered in time."""
+
+
+# In a process of its own, because Ray reads its authentication mode once, and because its client cannot be
+# interrupted while it waits for an answer.
+_VISITOR = """
+import os, sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_get(b"isotrain", None, timeout=10)
+except AuthenticationError:
+    print("refused", flush=True)
+else:
+    print("open", flush=True)
+os._exit(0)
+"""
+
+
+def knock(address: str, timeout: float, *, stranger: bool = False) -> Answer:
+    """What the cluster's head at `host:port` answers to this process, or to one that has no token."""
+    environment = dict(os.environ)
+    if stranger:
+        environment = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}
+        environment["RAY_AUTH_MODE"] = "disabled"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _VISITOR, address],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer.NONE
+    last = done.stdout.split()[-1:]
+    return Answer(last[0]) if last and done.returncode == 0 else Answer.NONE

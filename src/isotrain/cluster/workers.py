@@ -18,8 +18,54 @@ from isotrain.cluster.failures import Overdue, WorkerDied, explain
 from isotrain.cluster.host import Host, Whereabouts
 from isotrain.cluster.nodes import ended_actors, living_nodes
 from isotrain.cluster.placement import Seat
-from isotrain.cluster.watch import Watch
 from isotrain.errors import ClusterError, IsotrainError
+
+LOOK_EVERY = 5.0
+
+
+class Watch:
+    """Looks that are taken every few seconds while somebody waits, however often that one gets something.
+
+    A look raises where it makes no sense to wait any longer. It is one question to the cluster's head, so
+    it takes no more of the controller with a thousand ranks than with one.
+    """
+
+    def __init__(self) -> None:
+        self._looks: list[Callable[[], None]] = []
+        self._last = time.monotonic()
+
+    def add(self, look: Callable[[], None]) -> None:
+        self._looks.append(look)
+
+    def wait(
+        self,
+        refs: Sequence[Any],
+        deadline: float | None = None,
+        *,
+        fetch_local: bool = True,
+        but: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Those that are there, at least one unless the time is over; `but` is a look that is left out."""
+        while True:
+            self._look(but)
+            left = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))
+            first, _ = ray.wait(list(refs), num_returns=1, timeout=left, fetch_local=fetch_local)
+            if first:
+                break
+            if deadline is not None and time.monotonic() >= deadline:
+                return []
+        # All that are there by now, in one go: a thousand workers answer in far fewer than a thousand turns.
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=fetch_local)
+        return list(ready or first)
+
+    def _look(self, but: Callable[[], None] | None) -> None:
+        if time.monotonic() - self._last < LOOK_EVERY:
+            return
+        for look in self._looks:
+            if look != but:
+                look()
+        self._last = time.monotonic()
+
 
 # The first failure seen need not be the cause: a rank whose peer is killed loses its connections.
 GRACE = 2.0
@@ -340,3 +386,28 @@ def _may_be_an_effect(failure: IsotrainError) -> bool:
 def _rank_of_causes(failure: IsotrainError) -> int:
     """Errors of ours explain most, then the end of a process; lost connections follow from either."""
     return 0 if not isinstance(failure, ClusterError) else 1 if isinstance(failure, WorkerDied) else 2
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A method that yields, running on one worker."""
+
+    index: int
+    method: str
+    items: ObjectRefGenerator
+
+
+def open_stream(group: WorkerGroup, index: int, method: str, *args: Any) -> Stream:
+    return Stream(index, method, group.stream(method, index, *args))
+
+
+def next_item(group: WorkerGroup, stream: Stream) -> Any:
+    """The next item, waiting for it; StopIteration after the last. Errors are those of `group.results`."""
+    return group.value(stream.index, stream.method, next(stream.items))
+
+
+def wait_any(watch: Watch, works: Sequence[Call | Stream], deadline: float | None = None) -> list[int]:
+    """Numbers of those that have something to give, or have ended or failed: one unless the time is over."""
+    refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
+    found = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}
+    return [number for number, ref in enumerate(refs) if id(ref) in found]

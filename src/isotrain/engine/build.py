@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from isotrain.device.base import Device
 from isotrain.device.fused import FusedOperators
 from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.inference_model import InferenceModel
-from isotrain.engine.sharding import shard_model
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
+from isotrain.models.attention import FUSED, provide
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
-from isotrain.models.fused_attention import FUSED, provide
 from isotrain.models.load import (
     IMPLEMENTATIONS,
     build_causal_lm,
@@ -32,11 +33,9 @@ from isotrain.models.load import (
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
-from isotrain.models.perturbation import perturb
 from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
-from isotrain.models.shards import shard_of
 from isotrain.models.suitability import has_window
-from isotrain.models.weights import WeightFiles, load_weights
+from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
 # Where the Hugging Face model sits inside ours: stripped from names in files.
@@ -261,3 +260,27 @@ def _engine(
 
 def adapter_config(lora: LoraSection) -> LoraConfig:
     return lora_config(lora.rank, lora.alpha, lora.targets, lora.dropout)
+
+
+def shard_model(model: PackedModel | ScalarModel, world: World, dtype: torch.dtype) -> None:
+    """Shard each layer, then the rest; gradients are summed over ranks in float32, never averaged.
+
+    Losses are shares of a global mean already (see `algorithms.sft`): averaging would divide twice.
+    """
+    if world.size == 1 and all(p.dtype == dtype for p in model.parameters()):
+        return  # nothing to split and nothing to cast: FSDP would only copy every weight and gradient
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    pretrained = model.pretrained
+    layer_names = set(pretrained._no_split_modules or ())
+    layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
+    if not layers:
+        raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
+    for module in [*layers, model]:
+        if world.size == 1:
+            # A single rank gathers nothing: freeing and refilling weights would only cost copies.
+            fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+            continue
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=module is not model)
+        sharded = cast(FSDPModule, module)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)

@@ -18,7 +18,7 @@ from isotrain.engine.world import World
 from isotrain.models.head import TokenHead
 from isotrain.models.packed import PackedModel
 from isotrain.models.scalar import ScalarModel
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 
 Loss = Callable[[TokenHead, int], torch.Tensor]
 """A micro-batch's share of the step's loss, given the loss-bearing tokens of the whole step."""

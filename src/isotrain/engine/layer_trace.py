@@ -22,7 +22,7 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.sketch import Sketch
 from isotrain.errors import RecipeError
 from isotrain.models.lora import ADAPTER
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 from isotrain.observe.run_directory import write_atomically
 
 KINDS = ("activation", "gradient", "parameter gradient", "update")

@@ -6,7 +6,7 @@ import torch
 
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.inference_model import InferenceModel
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
-from isotrain.models.shards import Shard, shard_of
+from isotrain.models.weights import Shard, shard_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

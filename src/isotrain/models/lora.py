@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 
 ADAPTER = "default"
 

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from isotrain.errors import ModelError
-from isotrain.models.shards import shard_of
+
+
+@dataclass(frozen=True)
+class Shard:
+    local: torch.Tensor
+    """This rank's part; it shares memory with the parameter."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the part begins in the whole, one number per dimension."""
+
+    def part(self) -> tuple[slice, ...]:
+        """The part as slices of the whole."""
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True)
+        )
+
+
+def shard_of(tensor: torch.Tensor) -> Shard:
+    if not isinstance(tensor, DTensor):
+        return Shard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,3 +105,23 @@ def load_weights(parameters: Iterable[tuple[str, nn.Parameter]], files: WeightFi
                 f"{files.directory}: '{name}' has shape {files.shape(name)}, config.json says {shard.shape}"
             )
         shard.local.copy_(files.read(name, shard.part()))
+
+
+# Of float32, which trained weights are kept in. Narrower arithmetic makes noise of its own size from it, as
+# large as other kernels make: benchmarks/README.md.
+EPS = torch.finfo(torch.float32).eps
+
+
+@torch.no_grad()
+def perturb(parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+    """Multiply every weight by `1 + eps` or `1 - eps`, drawn on the host from seed and name.
+
+    Neither the number of ranks nor the device changes the numbers.
+    """
+    for name, parameter in parameters:
+        shard = shard_of(parameter)
+        digest = hashlib.sha256(f"perturbation/{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        up = torch.randint(0, 2, shard.shape, generator=generator, dtype=torch.int8)[shard.part()]
+        factor = 1.0 + EPS * (2.0 * up.double() - 1.0)
+        shard.local.copy_((shard.local.cpu().double() * factor).to(shard.local.dtype))

@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.digest import TYPE_NAMES, TYPES, Digest, checksum, host_bytes, tensor_over
-from isotrain.rollout.update import WeightUpdate
+from isotrain.rollout.base import WeightUpdate
+from isotrain.rollout.transfer import TYPE_NAMES, TYPES, Digest, checksum, host_bytes, tensor_over
 
 c10d: Any = torch.distributed  # its types leave out what is used here
 

@@ -18,11 +18,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling, trajectory_of
-from isotrain.rollout.sampling import draw
-from isotrain.rollout.stopping import end_tokens
+from isotrain.models.load import end_tokens
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, trajectory_of
 from isotrain.rollout.transfer import read_update
-from isotrain.rollout.update import WeightUpdate
 
 
 @dataclass
@@ -182,3 +180,45 @@ def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor
         ids_BS[row, longest - len(prompt_P) :] = torch.from_numpy(prompt_P)
         mask_BS[row, longest - len(prompt_P) :] = 1
     return ids_BS, mask_BS
+
+
+def draw(
+    logits_BV: torch.Tensor, sampling: Sampling, seeds: Sequence[int], positions: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and log-prob of each row, in the distribution that is left by temperature, top-k and top-p.
+
+    Greedy responses have the log-probs of temperature 1.
+    """
+    logits_BV = logits_BV.to("cpu", torch.float32)
+    if sampling.temperature == 0:
+        logp_BV = logits_BV.log_softmax(-1)
+        token_B = logits_BV.argmax(-1)
+    else:
+        logp_BV = processed(logits_BV, sampling).log_softmax(-1)
+        # The largest of log-prob plus Gumbel noise is a draw from the distribution.
+        token_B = (logp_BV + gumbel(seeds, positions, logp_BV.shape[1])).argmax(-1)
+    return token_B, logp_BV.gather(1, token_B[:, None])[:, 0]
+
+
+def processed(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits at the temperature, those of tokens that cannot be drawn at minus infinity."""
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[1]:
+        smallest_B1 = logits_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
+    if sampling.top_p < 1:
+        sorted_BV, order_BV = logits_BV.sort(dim=-1)
+        # From the least likely up: what is left out has together at most 1 - top_p. The best always stays.
+        out_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        out_BV[:, -1] = False
+        logits_BV = logits_BV.masked_fill(out_BV.scatter(1, order_BV, out_BV), -torch.inf)
+    return logits_BV
+
+
+def gumbel(seeds: Sequence[int], positions: Sequence[int], vocabulary: int) -> torch.Tensor:
+    """Noise from a counter-based generator: no state, hence no order in which rows must be drawn."""
+    rows = []
+    for seed, position in zip(seeds, positions, strict=True):
+        key = np.array([seed % 2**64, position], dtype=np.uint64)
+        rows.append(np.random.Generator(np.random.Philox(key=key)).gumbel(size=vocabulary))
+    return torch.from_numpy(np.stack(rows))

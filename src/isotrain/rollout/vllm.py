@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +18,8 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling, trajectory_of
-from isotrain.rollout.stopping import end_tokens
-from isotrain.rollout.update import WeightUpdate
-from isotrain.rollout.vllm_npu import npu_environment
+from isotrain.models.load import end_tokens
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, trajectory_of
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {
@@ -302,3 +300,19 @@ def _compile_nothing() -> None:
 
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     torch._dynamo.config.disable = True
+
+
+_ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+
+
+def npu_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before vLLM is imported, given those that are there; an empty one is to be removed."""
+    # Weights in NZ format cannot take an update; the plug-in refuses to wake up with them.
+    changes = {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    # The pool that sleeping engines give back refuses expandable segments.
+    for name in _ALLOCATOR:
+        parts = environment.get(name, "").split(",")
+        if any(part.strip() == _EXPANDABLE for part in parts):
+            changes[name] = ",".join(part for part in parts if part.strip() != _EXPANDABLE)
+    return changes

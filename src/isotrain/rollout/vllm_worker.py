@@ -21,8 +21,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from isotrain.errors import WeightUpdateError
+from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.transfer import open_update
-from isotrain.rollout.update import WeightUpdate
 
 
 @dataclass

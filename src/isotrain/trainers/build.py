@@ -19,7 +19,7 @@ from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.operator_errors import operators_compared
 from isotrain.engine.schedule import make_schedule
-from isotrain.engine.step_scores import StepScores, among_all_tokens, of_classes, of_tokens
+from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
 from isotrain.models.load import load_tokenizer, model_directory

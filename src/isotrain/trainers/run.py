@@ -9,7 +9,6 @@ from pathlib import Path
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
-from isotrain.engine.identity import model_digest
 from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.world import join_world
 from isotrain.models.load import model_directory
@@ -18,8 +17,8 @@ from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import cache, open_loaders
-from isotrain.trainers.start import check_run, describe_model, record_start, run_lock
+from isotrain.trainers.setup import cache, open_feeds
+from isotrain.trainers.start import check_run, describe_model, model_digest, record_start, run_lock
 from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.reference import precompute_reference
 

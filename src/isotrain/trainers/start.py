@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from isotrain.device.base import Device
 from isotrain.device.determinism import Profile
+from isotrain.engine.checkpoint.layout import sha256_of
 from isotrain.engine.world import World
-from isotrain.errors import RecipeError
+from isotrain.errors import ModelError, RecipeError
 from isotrain.models.packed import PackedModel
 from isotrain.models.scalar import ScalarModel
 from isotrain.observe.environment import describe_environment
@@ -108,3 +111,15 @@ def run_lock(output: Path, leads: bool) -> Iterator[None]:
                 f"output: another process is training in {output}; wait for it, or set another output"
             ) from error
         yield
+
+
+def model_digest(directory: Path) -> str:
+    """SHA-256 over the weights and `config.json`; where the directory is does not count."""
+    files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
+    try:
+        with ThreadPoolExecutor(4) as pool:  # hashing leaves the interpreter's lock
+            sums = list(pool.map(sha256_of, files))
+    except OSError as error:
+        raise ModelError(f"model.path: {error.filename} cannot be read ({error.strerror})") from error
+    named = (f"{file.name}\0{digest}\n" for file, digest in zip(files, sums, strict=True))
+    return hashlib.sha256("".join(named).encode()).hexdigest()

@@ -20,7 +20,7 @@ from online_runs import online_recipe
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.world import open_store
-from isotrain.models.shards import shard_of
+from isotrain.models.weights import shard_of
 from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection

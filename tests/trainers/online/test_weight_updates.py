@@ -29,8 +29,8 @@ from isotrain.errors import WeightUpdateError
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
+from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.transfer import write_update
-from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.build import WEIGHT_CHECK_TOLERANCE, _check_tokens
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker

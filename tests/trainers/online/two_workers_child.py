@@ -23,8 +23,7 @@ from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.objects import fetch
 from isotrain.cluster.placement import Demand, engine_environments, place
-from isotrain.cluster.streams import next_item
-from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.cluster.workers import Member, WorkerGroup, next_item
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from isotrain.engine.checkpoint.layout import problem_in, rank_file, read_manifest, step_directory, steps_in
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 
 
 class CheckpointReader:

@@ -28,7 +28,7 @@ from isotrain.engine.checkpoint.layout import (
     steps_in,
     sync,
 )
-from isotrain.models.shards import Shard
+from isotrain.models.weights import Shard
 
 # Ranks write at their own pace to one file system; one that is silent for longer than this has failed.
 PEER_TIMEOUT_SECONDS = 1800.0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
+from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.data.prompts import Prompt
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore

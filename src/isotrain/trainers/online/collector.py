@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.objects import Handle
-from isotrain.cluster.streams import Stream, next_item, wait_any
+from isotrain.cluster.workers import Stream, next_item, wait_any
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.engines import Engines, engine_name
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from isotrain.cluster.failures import Overdue
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.update import WeightUpdate
+from isotrain.rollout.base import WeightUpdate
 from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
 
 

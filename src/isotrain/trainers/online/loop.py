@@ -17,7 +17,7 @@ import torch
 
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.dapo import overlong_penalty
-from isotrain.algorithms.kl_control import AdaptiveKl, FixedKl
+from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.data.record import Marks

@@ -41,9 +41,9 @@ from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
+from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
-from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
 from isotrain.trainers.online.messages import RankPlan, RunState
 from isotrain.trainers.online.step import (

@@ -20,7 +20,6 @@ from isotrain.data.prompts import Prompt
 from isotrain.data.record import Record, read_others, read_step, step_file
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
-from isotrain.engine.identity import model_digest
 from isotrain.errors import DataError
 from isotrain.models.load import model_directory
 from isotrain.observe.run_directory import write_atomically
@@ -32,7 +31,7 @@ from isotrain.trainers.online.batches import Batch, Make
 from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Score, describe
 from isotrain.trainers.online.metrics import recorded_failures
-from isotrain.trainers.start import digest_field
+from isotrain.trainers.start import digest_field, model_digest
 
 DESCRIPTION = "recorded.json"
 _LARGEST = 1 << 20

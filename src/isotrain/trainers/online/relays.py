@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Placement, Seat
-from isotrain.cluster.streams import wait_any
-from isotrain.cluster.workers import Call, Member, WorkerGroup
+from isotrain.cluster.workers import Call, Member, WorkerGroup, wait_any
 from isotrain.errors import WeightUpdateError
+from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import receive_update
 from isotrain.rollout.transfer import remove_private_directory, write_update
-from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.replaceable import Replaceable
 
 LEEWAY = 10.0

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.streams import Stream, open_stream
-from isotrain.cluster.workers import Call, WorkerGroup
+from isotrain.cluster.workers import Call, Stream, WorkerGroup, open_stream
 from isotrain.errors import ClusterError
 
 # In one place: a worker that dies again and again has a cause that a new one does not cure.

@@ -20,8 +20,7 @@ from isotrain.data.split import plan_samples
 from isotrain.data.steps import join_steps, split_steps
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.inference_model import InferenceModel
-from isotrain.engine.scores import score_samples
-from isotrain.engine.step_scores import StepScores, score_steps
+from isotrain.engine.scores import StepScores, score_samples, score_steps
 from isotrain.models.backbone import shares_prompts
 
 

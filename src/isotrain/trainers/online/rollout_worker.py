@@ -16,9 +16,8 @@ from isotrain.data.trajectory import Trajectory, sample_seed
 from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.base import Request, RolloutEngine, Sampling
+from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
-from isotrain.rollout.update import WeightUpdate
 from isotrain.trainers.online.messages import PromptRequest, Responses, describe
 from isotrain.trainers.setup import open_prompts
 

@@ -15,10 +15,9 @@ import torch
 from isotrain.algorithms import KL_ESTIMATORS
 from isotrain.algorithms.advantages import Estimator
 from isotrain.algorithms.aggregate import Loss, LossNormalizer
-from isotrain.algorithms.correction import rollout_correction
 from isotrain.algorithms.entropy import entropy_bonus
 from isotrain.algorithms.kl import kl_loss
-from isotrain.algorithms.mismatch import Mismatch, mismatch
+from isotrain.algorithms.mismatch import Mismatch, mismatch, rollout_correction
 from isotrain.algorithms.rewards import token_rewards
 from isotrain.algorithms.segments import spread, sums
 from isotrain.algorithms.value import value_loss

@@ -21,8 +21,7 @@ from isotrain.cluster.placement import (
     place,
     rank_environments,
 )
-from isotrain.cluster.watch import Watch
-from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.cluster.workers import Member, Watch, WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.detect import find_device
 from isotrain.observe.environment import numerics
