@@ -206,7 +206,7 @@ def offloads(job: Job) -> Tensors:
     first = reference.infer(job.batches, TokenHead.logps)
     before = job.device.memory().allocated
     offload(reference)
-    held = sum(shard_of(p).local.numel() * 2 for p in reference.forward.parameters.values())
+    held = sum(shard_of(p).local.numel() * 2 for p in reference.parameters.values())
     found["offload/reference/freed"] = torch.tensor([before - job.device.memory().allocated, held])
     onload(reference)
     again = reference.infer(job.batches, TokenHead.logps)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from isotrain.data.packing import PackedBatch
-from isotrain.engine.forward import Forward, Result
+from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
 from isotrain.models.head import TokenHead
 from isotrain.models.packed import PackedModel
@@ -39,7 +39,7 @@ class UpdateResult:
     metrics: dict[str, float]
 
 
-class TrainingEngine:
+class TrainingEngine(InferenceModel):
     def __init__(
         self,
         model: PackedModel | ScalarModel,
@@ -47,12 +47,9 @@ class TrainingEngine:
         world: World,
         max_grad_norm: float,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.world = world
-        self.max_grad_norm = max_grad_norm
-        self.forward = Forward(model, world)
-        self.trained = {name: p for name, p in self.forward.parameters.items() if p.requires_grad}
+        super().__init__(model, world)
+        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
@@ -89,10 +86,6 @@ class TrainingEngine:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return UpdateResult(loss, grad_norm, finite, dict(zip(sums, values, strict=True)))
-
-    def infer(self, batches: Sequence[PackedBatch], objective: Callable[[Any], Result]) -> list[Result]:
-        """The objective applied to each micro-batch's head, without gradients or dropout."""
-        return self.forward.infer(batches, objective)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> UpdateResult:
         """One supervised update: `loss` gives each micro-batch's share; the tokens with loss are a metric."""

@@ -1,23 +1,55 @@
-"""A model for inference only: a reference policy or a reward model."""
+"""A model that is asked: a reference policy, a reward model, or what a training engine updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from isotrain.data.packing import PackedBatch
-from isotrain.engine.forward import Forward, Result
 from isotrain.engine.world import World
 from isotrain.models.packed import PackedModel
 from isotrain.models.scalar import ScalarModel
+
+Result = TypeVar("Result")
 
 
 class InferenceModel:
     def __init__(self, model: PackedModel | ScalarModel, world: World) -> None:
         self.model = model
         self.world = world
-        self.forward = Forward(model, world)
+        # As they are sharded now: while sharded weights are whole, the modules show others.
+        self.parameters = dict(model.named_parameters())
+        self.on_host: list[torch.UntypedStorage] | None = None
+        """What `offload` keeps while the device's memory is given away."""
 
+    def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
+        """What the objective makes of the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
+        assert self.on_host is None, "the model is offloaded"
+        on_device = batch.to(self.world.device)
+        result: Result = self.model(
+            on_device.tokens_T,
+            on_device.positions_T,
+            on_device.lengths,
+            on_device.predict_N,
+            on_device.targets_N,
+            objective,
+            on_device.continues,
+        )
+        return result
+
+    @torch.no_grad()
     def infer(self, batches: Sequence[PackedBatch], objective: Callable[[Any], Result]) -> list[Result]:
-        """The objective applied to each micro-batch's head, without gradients."""
-        return self.forward.infer(batches, objective)
+        """The objective's results, without gradients or dropout; ranks must bring equally many batches."""
+        self.model.eval()
+        results = [self.forward(batch, objective) for batch in batches]
+        self.reshard()
+        return results
+
+    def reshard(self) -> None:
+        """Let go of weights that were made whole and that no backward pass is waiting for."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

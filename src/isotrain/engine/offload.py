@@ -10,39 +10,37 @@ from isotrain.models.weights import shard_of
 
 
 @torch.no_grad()
-def offload(engine: TrainingEngine | InferenceModel) -> None:
-    """Move weights and optimizer state to host memory; the model cannot run until `onload`.
+def offload(engine: InferenceModel) -> None:
+    """Weights and optimizer state go to host memory; until `onload`, the model can be asked nothing.
 
     Storages are emptied and the tensors stay: the optimizer and sharding go on holding the same ones.
     Without effect where the device is the host, or where this was done already.
     """
-    forward = engine.forward
-    if forward.world.device.type == "cpu" or forward.on_host is not None:
+    if engine.world.device.type == "cpu" or engine.on_host is not None:
         return
-    forward.reshard()
+    engine.reshard()
     storages = _storages(engine)
-    forward.on_host = [storage.cpu() for storage in storages]
+    engine.on_host = [storage.cpu() for storage in storages]
     for storage in storages:
         storage.resize_(0)
-    # Another process cannot use memory that the allocator caches.
-    torch.get_device_module(forward.world.device).empty_cache()
+    # What an allocator keeps for later is of no use to another process.
+    torch.get_device_module(engine.world.device).empty_cache()
 
 
 @torch.no_grad()
-def onload(engine: TrainingEngine | InferenceModel) -> None:
-    """Bring everything back, bit for bit; no effect if nothing is offloaded."""
-    forward = engine.forward
-    if forward.on_host is None:
+def onload(engine: InferenceModel) -> None:
+    """Bring everything back, bit for bit; without effect where nothing is away."""
+    if engine.on_host is None:
         return
-    for storage, copy in zip(_storages(engine), forward.on_host, strict=True):
+    for storage, copy in zip(_storages(engine), engine.on_host, strict=True):
         storage.resize_(copy.nbytes())
         storage.copy_(copy)
-    forward.on_host = None
+    engine.on_host = None
 
 
-def _storages(engine: TrainingEngine | InferenceModel) -> list[torch.UntypedStorage]:
+def _storages(engine: InferenceModel) -> list[torch.UntypedStorage]:
     """Of this rank's parts of all weights and of the optimizer's state, as far as they are on the device."""
-    tensors: list[torch.Tensor] = list(engine.forward.parameters.values())
+    tensors: list[torch.Tensor] = list(engine.parameters.values())
     if isinstance(engine, TrainingEngine):
         for state in engine.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]

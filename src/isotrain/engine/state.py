@@ -23,7 +23,7 @@ def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
 
     Engines that share a checkpoint have prefixes of their own, such as `critic/`.
     """
-    assert engine.forward.on_host is None, "the model is offloaded"
+    assert engine.on_host is None, "the model is offloaded"
     start_optimizer_state(engine)
     shards = {}
     for name, parameter in engine.trained.items():

@@ -20,8 +20,8 @@ def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[s
 
     Adapters are merged into their weights. A tensor may be the parameter itself: use it before the next step.
     """
-    assert engine.forward.on_host is None, "the model is offloaded"
-    for name, parameter in engine.forward.parameters.items():
+    assert engine.on_host is None, "the model is offloaded"
+    for name, parameter in engine.parameters.items():
         if is_adapter(name):
             continue
         if name.endswith(_WRAPPED):
@@ -36,7 +36,7 @@ def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
     # In float32: adding in a shorter type would lose updates below its resolution.
     layer_name = name.removesuffix(_WRAPPED)
     weight, down, up = (
-        _whole(engine.forward.parameters[f"{layer_name}{part}"].detach()).float()
+        _whole(engine.parameters[f"{layer_name}{part}"].detach()).float()
         for part in (_WRAPPED, f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
     )
     layer = engine.model.get_submodule(layer_name)

@@ -192,7 +192,7 @@ def weights_of(engine: TrainingEngine) -> Weights:
     """As Hugging Face names them, with adapters merged."""
     named = {
         name.removeprefix(engine.model.prefix): shard_of(p).local.detach().cpu().clone()
-        for name, p in engine.forward.parameters.items()
+        for name, p in engine.parameters.items()
     }
     whole = {name.replace(".base_layer.", "."): t for name, t in named.items() if ".lora_" not in name}
     for name, down in named.items():

@@ -183,7 +183,7 @@ class Models:
     """By their name below `reward`."""
     rollout_dtype: torch.dtype
 
-    def all(self) -> list[TrainingEngine | InferenceModel]:
+    def all(self) -> list[InferenceModel]:
         reward_models = [scorer.model for scorer in self.reward_models.values()]
         return [m for m in (self.policy, self.reference, self.critic, *reward_models) if m is not None]
 

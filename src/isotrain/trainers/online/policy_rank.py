@@ -26,7 +26,7 @@ from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.engine.engine import Objective, UpdateResult
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.offload import offload, onload
@@ -198,7 +198,7 @@ class PolicyRank:
             for penalty in penalties(micro, micro.old_logp_N, estimator)
         ]
 
-    def _logps(self, forward: TrainingEngine | InferenceModel) -> list[torch.Tensor]:
+    def _logps(self, forward: InferenceModel) -> list[torch.Tensor]:
         temperature = self.settings.temperature
         return forward.infer([m.batch.packed for m in self.micros], lambda head: head.logps(temperature))
 

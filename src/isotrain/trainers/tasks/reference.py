@@ -27,9 +27,7 @@ Reference = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
 """From micro-batches to the summed log-probs of each of their samples, `logp_S`."""
 
 
-def response_logps(
-    model: TrainingEngine | InferenceModel, batches: Sequence[MicroBatch]
-) -> list[torch.Tensor]:
+def response_logps(model: InferenceModel, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     """The summed log-probs of each sample's response; ranks must bring equally many micro-batches."""
     found = model.infer([batch.packed for batch in batches], lambda head: head.logps())
     return [sums(logp_N, batch.lengths) for batch, logp_N in zip(batches, found, strict=True)]
