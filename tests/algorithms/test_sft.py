@@ -8,7 +8,7 @@ import torch
 
 from isotrain.algorithms import SUPERVISED_LOSSES
 from isotrain.algorithms.sft import sft_loss
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 from isotrain.recipe.schema import SftSection
 
 

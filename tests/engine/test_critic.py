@@ -70,7 +70,7 @@ def test_a_critic_begins_with_the_policy_s_backbone_and_trains_all_of_it(job: Jo
     named = {name.removeprefix("classifier."): p for name, p in critic.model.named_parameters()}
     assert torch.equal(named.pop("score.weight"), torch.zeros(1, 64, device=job.world.device))
     for name, parameter in policy.model.named_parameters():
-        assert torch.equal(named.pop(name.removeprefix("causal_lm.")), parameter), name
+        assert torch.equal(named.pop(name.removeprefix("pretrained.")), parameter), name
     assert not named and critic.trained.keys() == dict(critic.model.named_parameters()).keys()
     every, trained = critic.parameter_counts
     assert every == trained == sum(p.numel() for p in critic.model.parameters()) - 512 * 64

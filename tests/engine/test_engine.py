@@ -18,11 +18,12 @@ from isotrain.algorithms.sft import sft_loss
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
 from isotrain.device.detect import choose_device
-from isotrain.engine.build import PREFIX, build_engine
+from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
-from isotrain.models.head import TokenHead
+from isotrain.models.backbone import Backbone
+from isotrain.models.packed import TokenHead
 from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
@@ -65,7 +66,7 @@ def build(tiny: Path, device_type: str, world: World) -> Build:
 
 def weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     return {
-        name.removeprefix(PREFIX): shard_of(p).local.detach().cpu().clone()
+        name.removeprefix(Backbone.prefix): shard_of(p).local.detach().cpu().clone()
         for name, p in engine.model.named_parameters()
     }
 

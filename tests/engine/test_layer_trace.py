@@ -19,7 +19,7 @@ from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
 from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.sketch import SIZE, Sketch
 from isotrain.engine.world import join_world
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 
 BATCHES = [pack(jobs.SAMPLES[:2]), pack(jobs.SAMPLES[2:])]
 ROWS = sum(len(batch.tokens_T) for batch in BATCHES)

@@ -14,7 +14,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 
 Outcome = Callable[[str, int], Path]
 

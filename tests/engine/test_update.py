@@ -16,7 +16,7 @@ from isotrain.data.packing import PackedBatch, pack
 from isotrain.device.detect import choose_device
 from isotrain.engine.engine import Objective
 from isotrain.engine.world import join_world
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 
 Outcome = Callable[[str, int], Path]
 

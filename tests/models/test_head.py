@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, GraniteConfig, PhiConfig, PreTrai
 
 from isotrain.data.prepare.tiny import Architecture, make_tiny
 from isotrain.device.detect import choose_device
-from isotrain.engine.build import PREFIX, build_engine
+from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
+from isotrain.models.backbone import Backbone
 from isotrain.models.load import build_causal_lm, load_tokenizer, materialise, model_directory, move_buffers
 from isotrain.models.weights import WeightFiles, load_weights, shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
@@ -60,13 +61,13 @@ def engine(directory: Path, device_type: str) -> Iterator[TrainingEngine]:
 
 def test_an_engine_has_exactly_the_weights_of_the_files(engine: TrainingEngine, directory: Path) -> None:
     expected = dict(reference(directory).named_parameters())
-    found = {name.removeprefix(PREFIX): p for name, p in engine.model.named_parameters()}
+    found = {name.removeprefix(Backbone.prefix): p for name, p in engine.model.named_parameters()}
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         local = shard_of(parameter).local
         assert local.device.type == engine.world.device.type and local.dtype == torch.float32
         assert torch.equal(local.cpu(), expected[name]), name
-    causal_lm = engine.model.causal_lm
+    causal_lm = engine.model.pretrained
     tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
     assert tied == causal_lm.config.tie_word_embeddings
 
@@ -122,7 +123,7 @@ def test_building_an_engine_takes_the_memory_of_its_weights(directory: Path) -> 
         torch.npu.reset_peak_memory_stats()
         engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
         weights = 4 * sum(p.numel() for p in engine.model.parameters())
-        tied = 4 * 512 * 64 * engine.model.causal_lm.config.tie_word_embeddings  # for a moment there are two
+        tied = 4 * 512 * 64 * engine.model.pretrained.config.tie_word_embeddings  # for a moment there are two
         assert weights <= device.memory().allocated - before < 1.01 * weights
         assert device.memory().peak - before < 1.01 * weights + tied
 

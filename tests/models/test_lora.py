@@ -106,7 +106,7 @@ def test_types(tiny: Path, device_type: str) -> None:
 
 def test_outputs_are_scaled_by_alpha_over_rank(tiny: Path, device_type: str) -> None:
     with build(tiny, device_type, rank=4, alpha=10, targets=["down_proj"]) as engine:
-        layer = engine.model.causal_lm.base_model.layers[1].mlp.down_proj
+        layer = engine.model.pretrained.base_model.layers[1].mlp.down_proj
         adapters = [shard_of(layer.get_parameter(f"lora_{x}.default.weight")).local for x in "AB"]
         base = shard_of(layer.base_layer.weight).local
         with torch.no_grad():

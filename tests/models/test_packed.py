@@ -21,9 +21,8 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
-from isotrain.models.head import TokenHead
 from isotrain.models.load import IMPLEMENTATIONS, build_causal_lm
-from isotrain.models.packed import PackedModel
+from isotrain.models.packed import PackedModel, TokenHead
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
 LENGTHS = (9, 1, 20, 4)
@@ -85,7 +84,7 @@ def directory(request: pytest.FixtureRequest, tiny: Path, windowed: Path) -> Pat
 def test_segments_and_padding_equal_samples_one_by_one(directory: Path, device_type: str) -> None:
     tokens_T = tokens(device_type)
     padded = load(directory, device_type, "padded")
-    expected = one_by_one(padded.causal_lm, tokens_T)
+    expected = one_by_one(padded.pretrained, tokens_T)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(hidden_states(padded, tokens_T), expected, rtol=0, atol=1e-5)
     packed = hidden_states(load(directory, device_type, "sdpa"), tokens_T)
@@ -140,9 +139,9 @@ def test_gradients_equal_samples_one_by_one(tiny: Path, attention: str) -> None:
     tokens_T = tokens("npu")
     factor_TD = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(1)).npu()
     (hidden_states(model, tokens_T) * factor_TD).sum().backward()
-    (one_by_one(reference.causal_lm, tokens_T) * factor_TD).sum().backward()
-    expected = dict(reference.causal_lm.base_model.named_parameters())
-    for name, p in model.causal_lm.base_model.named_parameters():
+    (one_by_one(reference.pretrained, tokens_T) * factor_TD).sum().backward()
+    expected = dict(reference.pretrained.base_model.named_parameters())
+    for name, p in model.pretrained.base_model.named_parameters():
         q = expected[name]
         assert p.grad is not None and q.grad is not None
         scale = float(q.grad.abs().max())
@@ -155,7 +154,7 @@ def test_positions_are_the_given_ones(tiny: Path, attention: str) -> None:
     model, tokens_T = load(tiny / "model", "npu", attention), tokens("npu")[:20]
     place = torch.arange(20, device="npu")
     spread = model(tokens_T, 3 * place, (20,), place, tokens_T, lambda head: head.hidden_ND)
-    reference = load(tiny / "model", "npu", "padded").causal_lm.base_model
+    reference = load(tiny / "model", "npu", "padded").pretrained.base_model
     expected = reference(tokens_T[None], position_ids=3 * place[None]).last_hidden_state[0]
     torch.testing.assert_close(spread, expected, rtol=0, atol=1e-5)
     assert not torch.allclose(spread, hidden_states(model, tokens_T, (20,)), atol=1e-2)
@@ -179,7 +178,7 @@ def test_samples_do_not_meet_in_a_convolution(tmp_path: Path) -> None:
         return  # refusing is as good
     model, tokens_T = load(tmp_path, "cpu", "sdpa"), tokens("cpu")
     with torch.no_grad():
-        expected = one_by_one(load(tmp_path, "cpu", "padded").causal_lm, tokens_T)
+        expected = one_by_one(load(tmp_path, "cpu", "padded").pretrained, tokens_T)
         torch.testing.assert_close(hidden_states(model, tokens_T), expected, rtol=0, atol=1e-5)
 
 
@@ -192,7 +191,7 @@ def test_the_objective_gets_the_predicting_positions(tiny: Path, device_type: st
     head = model(tokens_T, positions_T, LENGTHS, predict_N, targets_N, lambda head: head)
     assert isinstance(head, TokenHead) and head.chunk == 7 and head.targets_N is targets_N
     assert torch.equal(head.hidden_ND, everything[predict_N])
-    assert head.weight_VD is model.causal_lm.get_output_embeddings().weight
+    assert head.weight_VD is model.pretrained.get_output_embeddings().weight
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -209,7 +208,7 @@ def test_a_shared_prompt_changes_nothing(tiny: Path, device_type: str, checkpoin
     for batch in (pack(samples), pack_shared(samples, [len(begin) for begin, _ in rows])):
         model = load(tiny / "model", device_type, "sdpa").train()
         if checkpointing:
-            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+            model.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
         batch = batch.to(torch.device(device_type))
         logp_N = model(
             batch.tokens_T,

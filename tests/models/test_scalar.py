@@ -63,7 +63,7 @@ def test_values_and_gradients_equal_transformers(directory: Path, device_type: s
     assert values_N.dtype == torch.float32 and expected_N.abs().max() > 0.01
     torch.testing.assert_close(values_N, expected_N, rtol=0, atol=1e-5)
     for name, parameter in plain.named_parameters():
-        found, expected = model.classifier.get_parameter(name).grad, parameter.grad
+        found, expected = model.pretrained.get_parameter(name).grad, parameter.grad
         assert found is not None and expected is not None
         scale = float(expected.abs().max())
         torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5, msg=name)

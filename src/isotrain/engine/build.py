@@ -20,6 +20,7 @@ from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import FUSED, provide
+from isotrain.models.backbone import Backbone
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.load import (
     IMPLEMENTATIONS,
@@ -38,8 +39,6 @@ from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
-# Where the Hugging Face model sits inside ours: stripped from names in files.
-PREFIX = PackedModel.prefix
 # Larger chunks sum the head's gradient fewer times. About three such tensors exist at one time.
 LOGIT_BYTES = 256 << 20
 
@@ -51,9 +50,9 @@ def build_engine(
     directory = model_directory(model.path)
     packed = _causal_model(directory, model, device)
     if model.lora.rank:
-        add_adapters(packed.causal_lm, adapter_config(model.lora), frozen_dtype=_dtype(model))
+        add_adapters(packed.pretrained, adapter_config(model.lora), frozen_dtype=_dtype(model))
     if model.gradient_checkpointing:
-        packed.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        packed.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
     named = _place(packed, model, world)
     base = [(base_name(name), p) for name, p in named.items() if not is_adapter(name)]
     _load(base, model, WeightFiles(directory))
@@ -94,7 +93,7 @@ def build_step_classifier(
 def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, files: WeightFiles) -> None:
     """Weights of a model that is to train; a head that the files lack is 0."""
     if model.gradient_checkpointing:
-        classifier.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+        classifier.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
     named = _place(classifier, model, world)
     if SCORE not in files.file_of:
         for name in {SCORE, SCORE_BIAS} & set(named):
@@ -131,7 +130,7 @@ def build_process_reward_model(
     """A trained scorer of steps, frozen: a token classifier, or a language model with two label tokens."""
     directory = model_directory(path, "reward.process.path")
     files = WeightFiles(directory)
-    scorer: PackedModel | ScalarModel
+    scorer: Backbone
     if SCORE not in files.file_of:
         scorer = _causal_model(directory, model, device)
     elif files.shape(SCORE)[0] == 2:
@@ -217,9 +216,7 @@ def _dtype(model: ModelSection) -> torch.dtype:
     return dtype
 
 
-def _frozen(
-    packed: PackedModel | ScalarModel, model: ModelSection, world: World, files: WeightFiles
-) -> InferenceModel:
+def _frozen(packed: Backbone, model: ModelSection, world: World, files: WeightFiles) -> InferenceModel:
     dtype = _dtype(model)
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
@@ -235,7 +232,7 @@ def _load(parameters: Iterable[tuple[str, nn.Parameter]], model: ModelSection, f
         perturb(parameters, model.perturbation)
 
 
-def _place(packed: PackedModel | ScalarModel, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
+def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
     """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
     move_buffers(packed, world.device)
     shard_model(packed, world, _dtype(model))
@@ -245,7 +242,7 @@ def _place(packed: PackedModel | ScalarModel, model: ModelSection, world: World)
 
 
 def _engine(
-    packed: PackedModel | ScalarModel, optimizer: OptimizerSection, lr: float, device: Device, world: World
+    packed: Backbone, optimizer: OptimizerSection, lr: float, device: Device, world: World
 ) -> TrainingEngine:
     adamw = make_optimizer(
         packed,
@@ -262,7 +259,7 @@ def adapter_config(lora: LoraSection) -> LoraConfig:
     return lora_config(lora.rank, lora.alpha, lora.targets, lora.dropout)
 
 
-def shard_model(model: PackedModel | ScalarModel, world: World, dtype: torch.dtype) -> None:
+def shard_model(model: Backbone, world: World, dtype: torch.dtype) -> None:
     """Shard each layer, then the rest; gradients are summed over ranks in float32, never averaged.
 
     Losses are shares of a global mean already (see `algorithms.sft`): averaging would divide twice.

@@ -15,9 +15,8 @@ from torch.nn.utils import get_total_norm
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
-from isotrain.models.head import TokenHead
-from isotrain.models.packed import PackedModel
-from isotrain.models.scalar import ScalarModel
+from isotrain.models.backbone import Backbone
+from isotrain.models.packed import TokenHead
 from isotrain.models.weights import shard_of
 
 Loss = Callable[[TokenHead, int], torch.Tensor]
@@ -42,7 +41,7 @@ class UpdateResult:
 class TrainingEngine(InferenceModel):
     def __init__(
         self,
-        model: PackedModel | ScalarModel,
+        model: Backbone,
         optimizer: torch.optim.Optimizer,
         world: World,
         max_grad_norm: float,

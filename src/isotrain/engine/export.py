@@ -18,13 +18,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from isotrain.engine.build import PREFIX, adapter_config
+from isotrain.engine.build import adapter_config
 from isotrain.engine.checkpoint.layout import share, step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.errors import CheckpointError, RecipeError
+from isotrain.models.backbone import Backbone
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.lora import ADAPTER
-from isotrain.models.scalar import ScalarModel
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
 from isotrain.recipe.preference import PrmSection, RmSection
@@ -88,9 +88,9 @@ def _open(root: Path, step: int | None) -> CheckpointReader:
     )
 
 
-def _weights(reader: CheckpointReader, prefix: str = PREFIX) -> dict[str, torch.Tensor]:
+def _weights(reader: CheckpointReader) -> dict[str, torch.Tensor]:
     """The trained weights under their Hugging Face names."""
-    prefix = f"weights/{prefix}"
+    prefix = f"weights/{Backbone.prefix}"
     return {
         name.removeprefix(prefix): reader.whole(name) for name in reader.shapes() if name.startswith(prefix)
     }
@@ -110,7 +110,7 @@ def _write_scorer(model: ModelSection, reader: CheckpointReader, out: Path) -> N
     # In a batch, the score of a row is that of its last token which is not padding.
     config.pad_token_id = load_tokenizer(directory).pad_token_id
     scorer = AutoModelForSequenceClassification.from_pretrained(directory, config=config, dtype="auto")
-    _fill(scorer, _weights(reader, ScalarModel.prefix), reader, model)
+    _fill(scorer, _weights(reader), reader, model)
     scorer.save_pretrained(out)
 
 
@@ -122,7 +122,7 @@ def _write_step_classifier(model: ModelSection, reader: CheckpointReader, out: P
         directory, id2label=labels, label2id={v: k for k, v in labels.items()}, classifier_dropout=0.0
     )
     classifier = AutoModelForTokenClassification.from_pretrained(directory, config=config, dtype="auto")
-    _fill(classifier, _weights(reader, ScalarModel.prefix), reader, model)
+    _fill(classifier, _weights(reader), reader, model)
     classifier.save_pretrained(out)
 
 

@@ -10,14 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.world import World
-from isotrain.models.packed import PackedModel
-from isotrain.models.scalar import ScalarModel
+from isotrain.models.backbone import Backbone
 
 Result = TypeVar("Result")
 
 
 class InferenceModel:
-    def __init__(self, model: PackedModel | ScalarModel, world: World) -> None:
+    def __init__(self, model: Backbone, world: World) -> None:
         self.model = model
         self.world = world
         # As they are sharded now: while sharded weights are whole, the modules show others.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from isotrain.algorithms.preference.process_reward import two_classes
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.inference_model import InferenceModel
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 from isotrain.models.scalar import ScalarHead
 
 

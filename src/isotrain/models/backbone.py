@@ -1,16 +1,21 @@
 """A Hugging Face backbone over packed samples, whatever head comes after it.
 
-T: packed tokens, S: samples, L: longest sample, D: hidden size.
+T: packed tokens, N: those whose states are wanted, S: samples, L: longest sample, D: hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+
+from isotrain.models.fused import NONE_FUSED, Fused
+
+Result = TypeVar("Result")
 
 
 def is_padded(attention: str) -> bool:
@@ -23,11 +28,37 @@ def shares_prompts(attention: str) -> bool:
     return attention in ("sdpa", "fused")
 
 
-@dataclass(frozen=True)
-class Backbone:
-    pretrained: PreTrainedModel
-    """A model with any head; only its base is run."""
-    attention: str
+class Backbone(nn.Module):
+    """Runs a model's base over packed samples and hands its head to an objective.
+
+    The objective runs inside `forward`: sharded weights, the head's among them, are whole only there.
+    """
+
+    prefix: ClassVar[str] = "pretrained."
+    """Before the Hugging Face names of its parameters."""
+
+    def __init__(self, pretrained: PreTrainedModel, attention: str, fused: Fused = NONE_FUSED) -> None:
+        super().__init__()
+        self.pretrained = pretrained
+        self.attention = attention
+        self.fused = fused
+
+    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> Any:
+        """What objectives see, over the wanted states; some models have nothing to predict."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        lengths: tuple[int, ...],
+        predict_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        objective: Callable[[Any], Result],
+        continues: tuple[int, ...] = (),
+    ) -> Result:
+        hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
+        return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
 
     def hidden_states(
         self,

@@ -1,58 +1,66 @@
-"""A causal language model that reads packed samples.
+"""A causal language model that reads packed samples, and its head: token log-probs and entropies.
 
-T: packed tokens, N: loss-bearing tokens.
+N: loss-bearing tokens, D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.models.backbone import Backbone
+from isotrain.models.chunks import Logps, LogpsAndEntropies, NllShare
 from isotrain.models.fused import NONE_FUSED, Fused
-from isotrain.models.head import TokenHead
-
-Result = TypeVar("Result")
 
 
-class PackedModel(nn.Module):
-    """Runs the backbone over packed samples and hands the head to an objective.
+@dataclass(frozen=True)
+class TokenHead:
+    """The language-model head over the positions that predict loss-bearing tokens."""
 
-    The objective runs inside `forward`: sharded weights, the head's among them, are whole only there.
-    """
+    hidden_ND: torch.Tensor
+    weight_VD: torch.Tensor
+    targets_N: torch.Tensor
+    chunk: int
 
-    prefix: ClassVar[str] = "causal_lm."
-    """Before the Hugging Face names of its parameters."""
+    def nll_share(self, loss_tokens: int) -> torch.Tensor:
+        """These tokens' share of the mean negative log-likelihood over `loss_tokens` tokens.
 
+        Its gradient is taken while the logits are there: it costs no second pass over them.
+        """
+        if not torch.is_grad_enabled():
+            return -self.logps().sum() / loss_tokens
+        share: torch.Tensor = NllShare.apply(  # type: ignore[no-untyped-call]
+            self.hidden_ND, self.weight_VD, self.targets_N, loss_tokens, self.chunk
+        )
+        return share
+
+    def logps(self, temperature: float = 1.0) -> torch.Tensor:
+        """The targets' log-probs, float32; the logits are computed again in the backward pass."""
+        logp_N: torch.Tensor = Logps.apply(  # type: ignore[no-untyped-call]
+            self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature
+        )
+        return logp_N
+
+    def logps_and_entropies(self, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same log-probs, bit for bit, and the entropy of each token's distribution, float32.
+
+        An entropy that no loss depends on costs nothing in the backward pass.
+        """
+        logp_N, entropy_N = LogpsAndEntropies.apply(  # type: ignore[no-untyped-call]
+            self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature
+        )
+        return logp_N, entropy_N
+
+
+class PackedModel(Backbone):
     def __init__(
         self, causal_lm: PreTrainedModel, attention: str, logits_chunk: int, fused: Fused = NONE_FUSED
     ) -> None:
-        super().__init__()
-        self.causal_lm = causal_lm
-        self.attention = attention
-        self.fused = fused
+        super().__init__(causal_lm, attention, fused)
         self.logits_chunk = logits_chunk
 
-    @property
-    def pretrained(self) -> PreTrainedModel:
-        return self.causal_lm
-
-    def forward(
-        self,
-        tokens_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        lengths: tuple[int, ...],
-        predict_N: torch.Tensor,
-        targets_N: torch.Tensor,
-        objective: Callable[[TokenHead], Result],
-        continues: tuple[int, ...] = (),
-    ) -> Result:
-        backbone = Backbone(self.causal_lm, self.attention)
-        hidden_TD = backbone.hidden_states(tokens_T, positions_T, lengths, continues)
-        weight_VD = self.causal_lm.get_output_embeddings().weight
-        head = TokenHead(hidden_TD.index_select(0, predict_N), weight_VD, targets_N, self.logits_chunk)
-        return objective(head)
+    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> TokenHead:
+        weight_VD = self.pretrained.get_output_embeddings().weight
+        return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk)

@@ -1,23 +1,17 @@
 """A model with one number per token, or one for each class, over packed samples: a critic or a reward model.
 
-T: packed tokens, N: positions whose numbers are wanted, D: hidden size, K: classes.
+N: positions whose numbers are wanted, D: hidden size, K: classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from isotrain.models.backbone import Backbone
-from isotrain.models.fused import NONE_FUSED, Fused
-
-Result = TypeVar("Result")
 
 # The head in Hugging Face's layout of sequence and token classifiers; the latter's has a bias.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
@@ -42,37 +36,10 @@ class ScalarHead:
         return logits_NK
 
 
-class ScalarModel(nn.Module):
-    """Runs a classifier's backbone over packed samples and hands its head to an objective.
+class ScalarModel(Backbone):
+    """A classifier; there is nothing to predict, and the targets are not read."""
 
-    Called like `PackedModel`; there is nothing to predict, and the targets are not read.
-    """
-
-    prefix: ClassVar[str] = "classifier."
-    """Before the Hugging Face names of its parameters."""
-
-    def __init__(self, classifier: PreTrainedModel, attention: str, fused: Fused = NONE_FUSED) -> None:
-        super().__init__()
-        self.classifier = classifier
-        self.attention = attention
-        self.fused = fused
-
-    @property
-    def pretrained(self) -> PreTrainedModel:
-        return self.classifier
-
-    def forward(
-        self,
-        tokens_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        lengths: tuple[int, ...],
-        predict_N: torch.Tensor,
-        targets_N: torch.Tensor,
-        objective: Callable[[ScalarHead], Result],
-        continues: tuple[int, ...] = (),
-    ) -> Result:
-        backbone = Backbone(self.classifier, self.attention)
-        hidden_TD = backbone.hidden_states(tokens_T, positions_T, lengths, continues)
-        score = self.classifier.get_submodule("score")
+    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> ScalarHead:
+        score = self.pretrained.get_submodule("score")
         assert isinstance(score, nn.Linear)
-        return objective(ScalarHead(hidden_TD.index_select(0, predict_N), score.weight, score.bias))
+        return ScalarHead(hidden_ND, score.weight, score.bias)

@@ -15,8 +15,7 @@ from isotrain.device.determinism import Profile
 from isotrain.engine.checkpoint.layout import sha256_of
 from isotrain.engine.world import World
 from isotrain.errors import ModelError, RecipeError
-from isotrain.models.packed import PackedModel
-from isotrain.models.scalar import ScalarModel
+from isotrain.models.backbone import Backbone
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free
@@ -56,7 +55,7 @@ def write_start(
     return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
 
 
-def describe_model(model: PackedModel | ScalarModel) -> dict[str, Any]:
+def describe_model(model: Backbone) -> dict[str, Any]:
     """How the model is computed, for `environment.json`: what `auto` has chosen."""
     return {"attention": model.attention, "fused": model.fused.operators, "unfused": model.fused.unknown}
 

@@ -23,7 +23,7 @@ from isotrain.algorithms.segments import spread, sums
 from isotrain.algorithms.value import value_loss
 from isotrain.algorithms.whitening import Moments, combine, moments, whitened
 from isotrain.data.policy_batch import PolicyBatch
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 from isotrain.models.scalar import ScalarHead
 from isotrain.trainers.online.messages import Totals
 

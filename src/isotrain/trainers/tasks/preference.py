@@ -23,7 +23,7 @@ from isotrain.data.loader import MicroBatch, StepData
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
 from isotrain.engine.scores import StepScores, at_ends, at_last_tokens
-from isotrain.models.head import TokenHead
+from isotrain.models.packed import TokenHead
 from isotrain.models.scalar import ScalarHead
 from isotrain.trainers.tasks.reference import Reference, response_logps
 
