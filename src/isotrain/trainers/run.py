@@ -17,7 +17,7 @@ from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import cache, open_feeds
+from isotrain.trainers.setup import cache, open_loaders
 from isotrain.trainers.start import check_run, describe_model, model_digest, record_start, run_lock
 from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.reference import precompute_reference
