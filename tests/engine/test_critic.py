@@ -127,7 +127,7 @@ def test_a_reward_model_with_two_labels(job: Job, tiny: Path, tmp_path: Path) ->
 def test_paths_are_named_by_their_field(job: Job) -> None:
     place: dict[str, Any] = {"device": job.device, "world": job.world}
     with pytest.raises(ModelError, match=r"algorithm\.critic\.path: '\./typo' does not exist"):
-        build_critic(job.section(), OptimizerSection(), path="./typo", lr=LR, seed=0, **place)
+        build_critic(job.section(), OptimizerSection(), path="./typo", lr=LR, **place)
     with pytest.raises(ModelError, match=r"reward\.model\.path: '\./typo' does not exist"):
         build_reward_model("./typo", job.section(), **place)
 

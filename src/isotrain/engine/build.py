@@ -68,12 +68,8 @@ def build_critic(
     lr: float,
     device: Device,
     world: World,
-    seed: int,
 ) -> TrainingEngine:
-    """A scalar model that trains all weights; without a head in the files, its first values are exactly 0.
-
-    So nothing is drawn today, and `seed` is there for heads that are.
-    """
+    """A scalar model of which all weights train; without a head in the files, its first values are 0."""
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
     critic = _scalar_model(directory, model, device)
     _load_classifier(critic, model, world, WeightFiles(directory))

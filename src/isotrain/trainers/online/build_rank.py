@@ -68,7 +68,7 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
     critic, value_clip = None, None
     if isinstance(algorithm, PpoSection):
         path, lr = algorithm.critic.path, algorithm.critic.lr
-        critic = build_critic(model, optimizer, path=path, lr=lr, seed=recipe.seed, **common)
+        critic = build_critic(model, optimizer, path=path, lr=lr, **common)
         value_clip = algorithm.critic.clip
     return Models(
         device=device,
