@@ -82,27 +82,9 @@ def _scaled(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return tensor if factor.is_cpu and factor.item() == 1.0 else tensor * factor
 
 
-class Logps(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        targets_N: torch.Tensor,
-        chunk: int,
-        temperature: float,
-    ) -> torch.Tensor:
-        logp_N, norm_N, _ = _all_chunks(hidden_ND, weight_VD, targets_N, chunk, temperature, entropies=False)
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, norm_N)
-        ctx.chunk, ctx.temperature = chunk, temperature
-        return logp_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _backward(ctx, grad_N, None)
-
-
 class LogpsAndEntropies(torch.autograd.Function):
+    """Entropies that are not wanted are not computed, and mean nothing."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -111,9 +93,10 @@ class LogpsAndEntropies(torch.autograd.Function):
         targets_N: torch.Tensor,
         chunk: int,
         temperature: float,
+        entropies: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logp_N, norm_N, entropy_N = _all_chunks(
-            hidden_ND, weight_VD, targets_N, chunk, temperature, entropies=True
+            hidden_ND, weight_VD, targets_N, chunk, temperature, entropies
         )
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, norm_N, entropy_N)
         ctx.chunk, ctx.temperature = chunk, temperature
@@ -154,7 +137,7 @@ def _backward(
     ctx: Any, grad_logp_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
     """The logits are computed a second time; what was learnt about them in the forward pass is not."""
-    hidden_ND, weight_VD, targets_N, norm_N, *entropy = ctx.saved_tensors
+    hidden_ND, weight_VD, targets_N, norm_N, entropy_N = ctx.saved_tensors
     if grad_logp_N is None:
         grad_logp_N = torch.zeros_like(norm_N)
     gradient = _HeadGradient(hidden_ND, weight_VD, ctx.needs_input_grad[1])
@@ -165,7 +148,7 @@ def _backward(
         if grad_entropy_N is None:
             grad_CV = logp_CV.exp_().mul_(-grad_logp_C1)
         else:
-            grad_CV = (logp_CV + entropy[0][part, None]).mul_(grad_entropy_N[part, None]).add_(grad_logp_C1)
+            grad_CV = (logp_CV + entropy_N[part, None]).mul_(grad_entropy_N[part, None]).add_(grad_logp_C1)
             grad_CV.mul_(logp_CV.exp_()).neg_()
         grad_CV.scatter_add_(1, targets_N[part, None], grad_logp_C1)
         grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(weight_VD.dtype)
@@ -173,4 +156,4 @@ def _backward(
         gradient.add(part, grad_CV @ weight_VD, grad_VD)
         del logits_CV, logp_CV, grad_CV
     grad_weight = None if gradient.weight_VD is None else gradient.weight_VD.to(weight_VD.dtype)
-    return gradient.hidden_ND, grad_weight, None, None, None
+    return gradient.hidden_ND, grad_weight, None, None, None, None

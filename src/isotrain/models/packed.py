@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from isotrain.models.backbone import Backbone
-from isotrain.models.chunks import Logps, LogpsAndEntropies, NllShare
+from isotrain.models.chunks import LogpsAndEntropies, NllShare
 from isotrain.models.fused import NONE_FUSED, Fused
 
 
@@ -38,18 +38,18 @@ class TokenHead:
 
     def logps(self, temperature: float = 1.0) -> torch.Tensor:
         """The targets' log-probs, float32; the logits are computed again in the backward pass."""
-        logp_N: torch.Tensor = Logps.apply(  # type: ignore[no-untyped-call]
-            self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature
-        )
-        return logp_N
+        return self._logps(temperature, entropies=False)[0]
 
     def logps_and_entropies(self, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The same log-probs, bit for bit, and the entropy of each token's distribution, float32.
 
         An entropy that no loss depends on costs nothing in the backward pass.
         """
+        return self._logps(temperature, entropies=True)
+
+    def _logps(self, temperature: float, entropies: bool) -> tuple[torch.Tensor, torch.Tensor]:
         logp_N, entropy_N = LogpsAndEntropies.apply(  # type: ignore[no-untyped-call]
-            self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature
+            self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature, entropies
         )
         return logp_N, entropy_N
 
