@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from isotrain.device.base import Device
 from isotrain.errors import RolloutError
@@ -32,6 +33,20 @@ class Plan:
     def eager(self) -> bool:
         """Where compiling takes minutes and saves little, unless the recipe says otherwise."""
         return self.device.type == "cpu" if self.rollout.eager is None else self.rollout.eager
+
+    @property
+    def server(self) -> dict[str, Any]:
+        """What both engines with processes of their own are told."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "device_type": self.device.type,
+            "seed": self.seed,
+            "tensor_parallel": self.rollout.tensor_parallel,
+            "memory_utilization": self.rollout.memory_utilization,
+            "eager": self.eager,
+            "update_timeout": self.rollout.update_timeout,
+        }
 
     def room(self, spare: int) -> int:
         """Positions that an engine needs, and `spare` ones where the model has them."""
@@ -65,48 +80,24 @@ def build_rollout(
 def _vllm(plan: Plan) -> RolloutEngine:
     from isotrain.rollout.vllm import VllmEngine
 
-    return VllmEngine(
-        plan.directory,
-        name=plan.name,
-        dtype=plan.dtype,
-        device_type=plan.device.type,
-        max_length=plan.room(1),  # scoring a whole sequence, it writes a token after it
-        seed=plan.seed,
-        tensor_parallel=plan.rollout.tensor_parallel,
-        memory_utilization=plan.rollout.memory_utilization,
-        cache_bytes=int(plan.rollout.kv_cache_gb * 2**30),
-        eager=plan.eager,
-        update_timeout=plan.rollout.update_timeout,
-    )
+    max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
+    cache_bytes = int(plan.rollout.kv_cache_gb * 2**30)
+    return VllmEngine(plan.directory, max_length=max_length, cache_bytes=cache_bytes, **plan.server)
 
 
 def _sglang(plan: Plan) -> RolloutEngine:
     from isotrain.rollout.sglang import SglangEngine
 
+    max_length = plan.room(8)  # it cuts responses 2 before the end, and refuses prompts of the last 7
     return SglangEngine(
-        plan.directory,
-        name=plan.name,
-        dtype=plan.dtype,
-        device_type=plan.device.type,
-        max_length=plan.room(8),  # it cuts responses 2 before the end, and refuses prompts of the last 7
-        python=plan.rollout.server_python,
-        seed=plan.seed,
-        tensor_parallel=plan.rollout.tensor_parallel,
-        memory_utilization=plan.rollout.memory_utilization,
-        eager=plan.eager,
-        update_timeout=plan.rollout.update_timeout,
+        plan.directory, max_length=max_length, python=plan.rollout.server_python, **plan.server
     )
 
 
 def _hf(plan: Plan) -> RolloutEngine:
     from isotrain.rollout.hf import HfEngine
 
-    return HfEngine(
-        plan.directory,
-        name=plan.name,
-        dtype=plan.dtype,
-        device=plan.device.activate(0),
-    )
+    return HfEngine(plan.directory, name=plan.name, dtype=plan.dtype, device=plan.device.activate(0))
 
 
 ENGINES: dict[str, Callable[[Plan], RolloutEngine]] = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}

@@ -35,15 +35,9 @@ class HfEngine:
     """Refuses to generate from a failed update until a good one, as every engine does."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        name: str,
-        dtype: str,
-        device: torch.device,
-        batch: int = 64,
+        self, directory: Path, *, name: str, dtype: str, device: torch.device, batch: int = 64
     ) -> None:
-        self._name, self._version, self._unusable = name, 0, ""
+        self.name, self.version, self._unusable = name, 0, ""
         self._device, self._batch = device, batch
         self._ends = set(end_tokens(directory))
         model = AutoModelForCausalLM.from_pretrained(
@@ -51,14 +45,6 @@ class HfEngine:
         )
         self._model = cast(Any, model).eval()  # torch's methods are wrapped, and lose their types
         self._move(device)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def settings(self) -> dict[str, str]:
@@ -85,22 +71,22 @@ class HfEngine:
         self._unusable = f"weight update {update.version} was not finished"
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         missing = {name for name, _ in self._model.named_parameters()}
-        for name, tensor in read_update(update, self._name):
+        for name, tensor in read_update(update, self.name):
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
                 shape = "no such parameter" if parameter is None else f"{tuple(parameter.shape)}"
                 raise WeightUpdateError(
-                    f"{self._name}: weight update {update.version} has {name!r} of shape "
+                    f"{self.name}: weight update {update.version} has {name!r} of shape "
                     f"{tuple(tensor.shape)}, the model has {shape}"
                 )
             parameter.copy_(tensor)
             missing.discard(name)
         if missing:
             raise WeightUpdateError(
-                f"{self._name}: weight update {update.version} lacks weights of {len(missing)} parameters: "
+                f"{self.name}: weight update {update.version} lacks weights of {len(missing)} parameters: "
                 f"{', '.join(sorted(missing)[:5])}"
             )
-        self._version, self._unusable = update.version, ""
+        self.version, self._unusable = update.version, ""
 
     def sleep(self) -> None:
         self._move(torch.device("cpu"))
@@ -118,7 +104,7 @@ class HfEngine:
 
     def _check_usable(self) -> None:
         if self._unusable:
-            raise RolloutError(f"{self._name} does not generate: {self._unusable}")
+            raise RolloutError(f"{self.name} does not generate: {self._unusable}")
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         rows = [_Row(request) for request in requests]
@@ -168,7 +154,7 @@ class HfEngine:
 
     def _trajectory(self, row: _Row) -> Trajectory:
         response_N, logp_N = np.array(row.tokens, dtype=np.int32), np.array(row.logps, dtype=np.float32)
-        return trajectory_of(row.request, response_N, logp_N, self._version, row.tokens[-1] in self._ends)
+        return trajectory_of(row.request, response_N, logp_N, self.version, row.tokens[-1] in self._ends)
 
 
 def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Written to SGLang 0.5.18; unverified: it has not run against a real SGLang server or device.
 
-T: tokens of a sequence.
+P: prompt tokens, N: response tokens, T: tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SglangEngine:
                 f"rollout.engine: sglang does not support a seed per response on {device_type}; "
                 "set rollout.engine: vllm or hf"
             )
-        self._name, self._version, self._timeout = name, 0, update_timeout
+        self.name, self.version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost, self._running = "", "", False
         self._ends = end_tokens(directory)
         model = build_causal_lm(directory, "padded")
@@ -115,22 +115,14 @@ class SglangEngine:
             self.close()
             raise
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int:
-        return self._version
-
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         asked = [ask_response(request, sampling, self._ends) for request in requests]
         for index, reply in self._run(asked):
-            yield read_response(reply, requests[index], sampling, self._version, self._name)
+            yield read_response(reply, requests[index], sampling, self.version, self.name)
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         found = {
-            index: read_logps(reply, sequences[index], self._version, self._name)
+            index: read_logps(reply, sequences[index], self.version, self.name)
             for index, reply in self._run([ask_logps(tokens_T) for tokens_T in sequences])
         }
         return [found[index] for index in range(len(sequences))]
@@ -139,11 +131,11 @@ class SglangEngine:
         self._check_idle(WeightUpdateError)
         self._unusable = f"weight update {update.version} was not finished"
         # Until the server has read the file, its lock keeps the next version out of it.
-        with open_update(update, self._name) as contents:
+        with open_update(update, self.name) as contents:
             self._check_complete(update, contents.tensors)
             contents.tensors.clear()
             self._send(update)
-        self._version, self._unusable = update.version, ""
+        self.version, self._unusable = update.version, ""
 
     def sleep(self) -> None:
         self._check_idle()
@@ -172,30 +164,30 @@ class SglangEngine:
         while True:
             if (ended := self._server.ended(0.2)) is not None:
                 raise RolloutError(
-                    f"{self._name}: SGLang did not start; check that rollout.server_python is the Python "
-                    f"of its environment: {ended}"
+                    f"{self.name}: SGLang did not start; rollout.server_python names the interpreter of its "
+                    f"environment: {ended}"
                 )
             try:
                 self._exchange.get("/health", HEALTH)
                 break
             except RolloutError as error:  # nobody listens yet, or it is still loading
                 if time.monotonic() > deadline:
-                    raise RolloutError(f"{self._name}: SGLang did not start within {START:g} s") from error
+                    raise RolloutError(f"{self.name}: SGLang did not start within {START:g} s") from error
         # With our key, and so not another server that has taken the port.
         info = self._model_info()
         if info.get("model_path") != str(directory.absolute()) or info.get("weight_version") != "0":
-            raise RolloutError(f"{self._name}: another server uses its port: {info}")
+            raise RolloutError(f"{self.name}: the port of its server is that of another one: {info}")
 
     def _model_info(self) -> dict[str, Any]:
         info = self._exchange.get("/model_info", PROMPT)
         if not isinstance(info, dict):
-            raise RolloutError(f"{self._name}: the reply to /model_info is not an object: {info!r}")
+            raise RolloutError(f"{self.name}: the response to /model_info is not an object: {info!r}")
         return info
 
     def _run(self, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
         """Responses as they come; closing the iterator aborts the remaining requests."""
         if self._unusable and not self._lost:
-            raise RolloutError(f"{self._name} does not generate: {self._unusable}")
+            raise RolloutError(f"{self.name} does not generate: {self._unusable}")
         self._check_idle()
         if not bodies:
             return
@@ -224,7 +216,7 @@ class SglangEngine:
         try:
             self._exchange.get("/health", HEALTH)
         except RolloutError as error:
-            raise NoReply(f"{self._name}: its server is stuck: {error}") from error
+            raise NoReply(f"{self.name}: its server is stuck: {error}") from error
 
     def _give_up(self, futures: list[Future[Any]]) -> None:
         running = [future for future in futures if not future.cancel()]
@@ -235,7 +227,7 @@ class SglangEngine:
                 self._exchange.post("/abort_request", {"abort_all": True}, PROMPT)
                 running = list(wait(running, 1.0).not_done)
                 if running and time.monotonic() > deadline:
-                    raise NoReply(f"{self._name}: its server does not abort its requests")
+                    raise NoReply(f"{self.name}: its server does not give up what it was asked")
             except RolloutError as error:
                 self._lose(error)
 
@@ -244,13 +236,13 @@ class SglangEngine:
         ended = self._server.ended(patience=2.0)
         self._server.kill()
         self._lost = "lost its server"
-        return f"{self._name}: {ended}" if ended else str(error)
+        return f"{self.name}: {ended}" if ended else str(error)
 
     def _check_idle(self, kind: type[RolloutError] = RolloutError) -> None:
         if self._lost:
-            raise kind(f"{self._name} {self._lost}; it must be restarted")
+            raise kind(f"{self.name} {self._lost}; it must be started again")
         if self._running:
-            raise kind(f"{self._name} is generating; finish or close that iterator first")
+            raise kind(f"{self.name} is generating; finish or close that iterator first")
 
     def _control(self, path: str, body: dict[str, Any]) -> Any:
         try:
@@ -269,7 +261,7 @@ class SglangEngine:
         ):
             if keys:
                 raise WeightUpdateError(
-                    f"{self._name}: weight update {update.version} {what} ({len(keys)}): "
+                    f"{self.name}: weight update {update.version} {what} ({len(keys)}): "
                     f"{', '.join(sorted(keys)[:5])}"
                 )
 
@@ -288,13 +280,13 @@ class SglangEngine:
         try:
             reply = self._control("/update_weights_from_disk", body)
             if not isinstance(reply, dict) or reply.get("success") is not True:
-                raise RolloutError(f"{self._name}: its server replied {reply!r}")
+                raise RolloutError(f"{self.name}: its server answers {reply!r}")
             version = self._model_info().get("weight_version")
             if version != str(update.version):
-                raise RolloutError(f"{self._name}: its server has version {version!r} of the weights")
+                raise RolloutError(f"{self.name}: its server has version {version!r} of the weights")
         except RolloutError as error:
-            what = str(error).removeprefix(f"{self._name}: ")
-            raise WeightUpdateError(f"{self._name}: weight update {update.version} failed: {what}") from error
+            what = str(error).removeprefix(f"{self.name}: ")
+            raise WeightUpdateError(f"{self.name}: weight update {update.version} failed: {what}") from error
 
 
 def _environment(device_type: str) -> dict[str, str]:

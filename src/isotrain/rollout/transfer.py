@@ -12,6 +12,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -89,10 +90,7 @@ def checksum(data: memoryview) -> int:
 
 def tensor_over(buffer: object, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
     """A tensor on the memory of a buffer, which it keeps alive."""
-    count = 1
-    for size in shape:
-        count *= size
-    if count == 0:
+    if not (count := math.prod(shape)):
         return torch.empty(shape, dtype=TYPES[dtype])
     flat: torch.Tensor = torch.frombuffer(buffer, dtype=TYPES[dtype], count=count, offset=offset)
     return flat.view(shape)

@@ -82,7 +82,7 @@ class VllmEngine:
                 f"rollout.engine: the installed vLLM is for {current_platform.device_type}, but device.type "
                 f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
             )
-        self._name, self._version, self._timeout = name, 0, update_timeout
+        self.name, self.version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost = "", False
         self._serial, self._workers = 0, tensor_parallel
         self._running: dict[str, int] = {}
@@ -128,14 +128,6 @@ class VllmEngine:
             raise RolloutError(f"{name}: vLLM did not start: {error}") from error
         self._engine = self._llm.llm_engine
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int:
-        return self._version
-
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         from vllm import SamplingParams
 
@@ -170,23 +162,21 @@ class VllmEngine:
 
     def update_weights(self, update: WeightUpdate) -> None:
         if self._running:
-            raise WeightUpdateError(f"{self._name} is generating; finish or close that iterator first")
+            raise WeightUpdateError(f"{self.name} is generating; finish or close that iterator first")
         if self._lost:
-            raise EngineLost(f"{self._name}: its workers stopped replying; it must be restarted")
+            raise EngineLost(f"{self.name}: its workers stopped answering; it must be started again")
         self._unusable = f"weight update {update.version} was not finished"
         try:
             with self._workers_watched():
                 outcomes = self._llm.collective_rpc(
-                    "isotrain_update",
-                    timeout=self._timeout,
-                    args=(self._name, asdict(update)),
+                    "isotrain_update", timeout=self._timeout, args=(self.name, asdict(update))
                 )
         except EngineLost:
             raise
         except Exception as error:
             self._lost = isinstance(error, TimeoutError)
             kind = EngineLost if self._lost else WeightUpdateError
-            raise kind(f"{self._name}: weight update {update.version} failed: {error!r}") from error
+            raise kind(f"{self.name}: weight update {update.version} failed: {error!r}") from error
         for worker, outcome in enumerate(outcomes):
             problem = outcome["error"]
             for what, wanted in (
@@ -196,15 +186,15 @@ class VllmEngine:
             ):
                 if not problem and outcome[what] != wanted:
                     problem = (
-                        f"{self._name}: worker {worker} reports {what} {outcome[what]} after weight update "
+                        f"{self.name}: worker {worker} reports {what} {outcome[what]} after weight update "
                         f"{update.version}, announced was {wanted}"
                     )
             if problem:
                 self._unusable = problem
                 raise WeightUpdateError(problem)
         if not self._llm.reset_prefix_cache():
-            raise WeightUpdateError(f"{self._name}: its prefix cache of the old weights is still in use")
-        self._version, self._unusable = update.version, ""
+            raise WeightUpdateError(f"{self.name}: what it has cached is in use and of the old weights")
+        self.version, self._unusable = update.version, ""
 
     def sleep(self) -> None:
         if self._sleeps:
@@ -233,7 +223,7 @@ class VllmEngine:
             if self._workers > 1 and self._has_lost_workers():
                 self._lost = True
                 raise EngineLost(
-                    f"{self._name}: a worker process of vLLM has ended ({error!r}); it must be restarted"
+                    f"{self.name}: a worker process of vLLM has ended ({error!r}); it must be started again"
                 ) from error
             raise
 
@@ -253,9 +243,9 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         if self._unusable:
-            raise RolloutError(f"{self._name} does not generate: {self._unusable}")
+            raise RolloutError(f"{self.name} does not generate: {self._unusable}")
         if self._running:
-            raise RolloutError(f"{self._name} is generating; finish or close that iterator first")
+            raise RolloutError(f"{self.name} is generating; finish or close that iterator first")
         running = self._running
         try:
             for index, (tokens, parameters) in enumerate(waiting):
@@ -271,7 +261,7 @@ class VllmEngine:
         except EngineLost:
             raise
         except (ValueError, RuntimeError) as error:
-            raise RolloutError(f"{self._name}: {error}") from error
+            raise RolloutError(f"{self.name}: {error}") from error
         finally:
             self._engine.abort_request(list(running))
             running.clear()
@@ -280,7 +270,7 @@ class VllmEngine:
         response_N = np.asarray(output.token_ids, dtype=np.int32)
         starts = output.logprobs.start_indices
         logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
-        return trajectory_of(request, response_N, logp_N, self._version, output.finish_reason == "stop")
+        return trajectory_of(request, response_N, logp_N, self.version, output.finish_reason == "stop")
 
 
 def _set_environment(device_type: str) -> dict[str, str]:
@@ -302,6 +292,7 @@ def _compile_nothing() -> None:
     torch._dynamo.config.disable = True
 
 
+# Read from vllm-ascend 0.23.0's wheel, which a slow test does again; not run on hardware yet.
 _ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 

@@ -110,7 +110,7 @@ class FaultyWorker(RolloutWorker):
         if self.fault == "hangs":
             time.sleep(600)
         if self.fault == "lies":
-            self.engine._version = update.version  # type: ignore[attr-defined]
+            self.engine.version = update.version  # type: ignore[attr-defined]
             return self.engine.version
         if self.fault == "swaps":
             two_of_a_shape = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight")
