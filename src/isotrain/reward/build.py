@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Literal
 
-from isotrain.recipe.online import Gsm8kSection, RewardSection
+from isotrain.recipe.online import FunctionSection, RewardPluginSection, RewardSection
 from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
 from isotrain.reward.function import function_setup, plugin_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
@@ -107,7 +106,7 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     parts: dict[str, tuple[Gsm8kRule | Pool, float]] = {}
     if gsm8k := reward.gsm8k:
-        parts["gsm8k"] = _gsm8k_rule(gsm8k), gsm8k.weight
+        parts["gsm8k"] = Gsm8kRule(gsm8k.method, gsm8k.format_score), gsm8k.weight
     if math := reward.math:
         pool = Pool(
             {"kind": "math"},
@@ -118,39 +117,20 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
             memory=MATH_MEMORY,
         )
         parts["math"] = pool, math.weight
-    start = partial(_start, timeout=reward.timeout, cores=cores)
     if function := reward.function:
         assert source is not None
-        pool = start(
-            "reward.function",
-            function_setup(function.path, source),
-            concurrency=function.concurrency,
-            start_timeout=function.start_timeout,
-            memory_gb=function.memory_gb,
-            environment=function.environment,
-        )
-        parts["function"] = pool, function.weight
+        setup = function_setup(function.path, source)
+        parts["function"] = _pool("reward.function", function, setup, reward.timeout, cores), function.weight
     if plugin := reward.plugin:
-        pool = start(
-            "reward.plugin",
-            plugin_setup(plugin.name, plugin.options),
-            concurrency=plugin.concurrency,
-            start_timeout=plugin.start_timeout,
-            memory_gb=plugin.memory_gb,
-            environment=plugin.environment,
-        )
-        parts["plugin"] = pool, plugin.weight
+        setup = plugin_setup(plugin.name, plugin.options)
+        parts["plugin"] = _pool("reward.plugin", plugin, setup, reward.timeout, cores), plugin.weight
     return WeightedSum(parts, reward.failed_score)
 
 
-def _start(
+def _pool(
     name: str,
+    section: FunctionSection | RewardPluginSection,
     setup: dict[str, Any],
-    *,
-    concurrency: int | None,
-    start_timeout: float,
-    memory_gb: float | None,
-    environment: Sequence[str],
     timeout: float,
     cores: int,
 ) -> Pool:
@@ -158,13 +138,9 @@ def _start(
         setup,
         name=name,
         timeout=timeout,
-        processes=concurrency or cores,
-        concurrency=concurrency or CALLS_AT_ONCE,
-        start_timeout=start_timeout,
-        memory=int(memory_gb * 2**30) if memory_gb else None,
-        passed=environment,
+        processes=section.concurrency or cores,
+        concurrency=section.concurrency or CALLS_AT_ONCE,
+        start_timeout=section.start_timeout,
+        memory=int(section.memory_gb * 2**30) if section.memory_gb else None,
+        passed=section.environment,
     )
-
-
-def _gsm8k_rule(gsm8k: Gsm8kSection) -> Gsm8kRule:
-    return Gsm8kRule(gsm8k.method, gsm8k.format_score)
