@@ -9,11 +9,4 @@ from isotrain.algorithms.sft import sft_loss
 # `algorithm.name` to its loss.
 SUPERVISED_LOSSES = {"sft": sft_loss}
 
-__all__ = [
-    "ADVANTAGES",
-    "AGGREGATIONS",
-    "KL_ESTIMATORS",
-    "POLICY_LOSSES",
-    "SUPERVISED_LOSSES",
-    "sft_loss",
-]
+__all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "POLICY_LOSSES", "SUPERVISED_LOSSES", "sft_loss"]

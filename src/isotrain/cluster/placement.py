@@ -163,11 +163,7 @@ def engine_environments(
     at_work = Counter(seat.node for seat in [*seats, *beside])
     repeatable = profile(device, determinism, os.environ, starts=True).variables
     return [
-        {
-            **device.rank_environment(at_work[seat.node]),
-            **repeatable,
-            **_visible(device, seat.devices),
-        }
+        {**device.rank_environment(at_work[seat.node]), **repeatable, **_visible(device, seat.devices)}
         for seat in seats
     ]
 

@@ -40,11 +40,7 @@ class UpdateResult:
 
 class TrainingEngine(InferenceModel):
     def __init__(
-        self,
-        model: Backbone,
-        optimizer: torch.optim.Optimizer,
-        world: World,
-        max_grad_norm: float,
+        self, model: Backbone, optimizer: torch.optim.Optimizer, world: World, max_grad_norm: float
     ) -> None:
         super().__init__(model, world)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm

@@ -127,10 +127,7 @@ def _write_step_classifier(model: ModelSection, reader: CheckpointReader, out: P
 
 
 def _fill(
-    target: PreTrainedModel,
-    weights: dict[str, torch.Tensor],
-    reader: CheckpointReader,
-    model: ModelSection,
+    target: PreTrainedModel, weights: dict[str, torch.Tensor], reader: CheckpointReader, model: ModelSection
 ) -> None:
     named = dict(target.named_parameters())  # tied ones once, as they are trained and saved
     if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:

@@ -51,10 +51,7 @@ def build_trainer(
     assert isinstance(algorithm, OnlineSection) and rollout is not None
     settings = _settings(recipe, cluster, stores, described, groups.colocated)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
-    common: dict[str, Any] = {
-        "start_timeout": cluster.start_timeout,
-        "tell": recorder.console.message,
-    }
+    common: dict[str, Any] = {"start_timeout": cluster.start_timeout, "tell": recorder.console.message}
     engines = Engines(
         groups.engines,
         **common,

@@ -14,7 +14,6 @@ from typing import Any
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.placement import (
     Demand,
-    Placement,
     device_of,
     engine_environments,
     helper_environment,
@@ -108,8 +107,17 @@ def assemble(
         values["device"]["type"] = device.type
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
         at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
-        learners = _ranks(recipe, values, placement, device, at_once)
-        writers = _engines(recipe, values, placement, device, at_once)
+        beside = (placement.engines, placement.ranks) if at_once else ((), ())
+        determinism, common = recipe.device.determinism, _passed_on(device)
+        of_ranks = rank_environments(placement.ranks, device, determinism, beside[0])
+        of_engines = engine_environments(placement.engines, device, determinism, beside[1])
+        learners = [
+            Member((values,), common | own, seat) for own, seat in zip(of_ranks, placement.ranks, strict=True)
+        ]
+        writers = [
+            Member((values, engine_name(index)), common | own, seat)
+            for index, (own, seat) in enumerate(zip(of_engines, placement.engines, strict=True))
+        ]
         scorer = Member((values, reward_source), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
         ranks, engines, rewards, relay_group = _at_once(
@@ -141,28 +149,6 @@ def _at_once(*starts: Callable[[], WorkerGroup]) -> list[WorkerGroup]:
     for future in wait(futures, return_when=FIRST_EXCEPTION).done:
         future.result()
     return [future.result() for future in futures]
-
-
-def _ranks(
-    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
-) -> list[Member]:
-    beside = placement.engines if at_once else []
-    environments = rank_environments(placement.ranks, device, recipe.device.determinism, beside)
-    return [
-        Member((values,), _passed_on(device) | environment, seat)
-        for environment, seat in zip(environments, placement.ranks, strict=True)
-    ]
-
-
-def _engines(
-    recipe: Recipe, values: dict[str, Any], placement: Placement, device: Device, at_once: bool
-) -> list[Member]:
-    beside = placement.ranks if at_once else []
-    environments = engine_environments(placement.engines, device, recipe.device.determinism, beside)
-    return [
-        Member((values, engine_name(index)), _passed_on(device) | environment, seat)
-        for index, (environment, seat) in enumerate(zip(environments, placement.engines, strict=True))
-    ]
 
 
 def _passed_on(device: Device) -> dict[str, str]:

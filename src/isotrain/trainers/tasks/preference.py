@@ -31,17 +31,13 @@ Work = Sequence[tuple[PackedBatch, Objective]]
 """A step's micro-batches, each with its objective: shares of the step's loss and metrics."""
 
 
-def _items(data: StepData) -> int:
-    return data.items
-
-
 @dataclass(frozen=True)
 class PreferenceTask:
     engine: TrainingEngine
     work: Callable[[StepData], Work]
     metrics: Callable[[dict[str, float]], dict[str, float]]
-    """From summed shares to metrics."""
-    size: Callable[[StepData], int] = _items
+    """From summed shares to what people read."""
+    size: Callable[[StepData], int] = lambda data: data.items
     """What the shares of a step are divided by."""
 
     def update(self, data: StepData, lr: float) -> UpdateResult:
