@@ -18,7 +18,7 @@ from plain_workers import Clerk
 
 from isotrain.cluster import connect
 from isotrain.cluster.connect import (
-    Answer,
+    Reply,
     check_authentication,
     find_cluster,
     join_cluster,
@@ -98,8 +98,8 @@ def test_a_private_cluster_is_alone_and_leaves_nothing(
             own = [line.split()[3] for line in lines]
             assert len(own) > 4
             assert [address for address in own if "127.0.0.1" not in address] == []
-        assert knock(cluster.address, 30, stranger=True) is Answer.REFUSED
-        assert knock(cluster.address, 30) is Answer.OPEN
+        assert knock(cluster.address, 30, stranger=True) is Reply.REFUSED
+        assert knock(cluster.address, 30) is Reply.OPEN
         with (
             pytest.raises(ClusterError, match="connected to a Ray cluster already"),
             join_cluster(ClusterSection(), Cpu()),
@@ -169,7 +169,7 @@ def running() -> Iterator[str]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            assert knock(f"127.0.0.1:{port}", 60, stranger=True) is Answer.REFUSED
+            assert knock(f"127.0.0.1:{port}", 60, stranger=True) is Reply.REFUSED
             yield f"127.0.0.1:{port}"
         finally:
             head.terminate()
@@ -206,7 +206,7 @@ def test_a_running_cluster_is_joined_and_left_running(
             assert group.call("say", "hello") == ["guest: hello"]
         check_authentication(running, 30)
     assert not ray.is_initialized()
-    assert knock(running, 30) is Answer.OPEN
+    assert knock(running, 30) is Reply.OPEN
 
 
 def test_nothing_answers() -> None:

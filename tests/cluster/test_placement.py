@@ -11,7 +11,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from isotrain.cluster import connect
 from isotrain.cluster import placement as placing
-from isotrain.cluster.connect import Answer, Cluster
+from isotrain.cluster.connect import Cluster, Reply
 from isotrain.cluster.nodes import Node
 from isotrain.cluster.placement import (
     Demand,
@@ -140,7 +140,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "resource_counts", lambda name: counts.get(name, (0.0, 0.0)))
     nodes = [Node("a", "10.0.0.1"), Node("b", "10.0.0.2")]
     monkeypatch.setattr(connect, "living_nodes", lambda: nodes)
-    monkeypatch.setattr(connect, "knock", lambda *_, **__: Answer.OPEN)
+    monkeypatch.setattr(connect, "knock", lambda *_, **__: Reply.OPEN)
 
 
 def test_a_machine_that_came_later_is_no_way_around_the_token(grown: None) -> None:

@@ -79,7 +79,7 @@ class FixedKl:
 
 @dataclass(frozen=True)
 class AdaptiveKl:
-    """Steers the divergence towards `target`, by at most 20 % in `horizon` trajectories."""
+    """Adapts the coefficient so that the KL reaches `target`, by at most 20 % in `horizon` trajectories."""
 
     coefficient: float = 0.001
     target: float = 0.1

@@ -106,7 +106,7 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
         named = os.environ.get("RAY_ADDRESS")
         if not named:
             found = own_cluster(Path(get_ray_address_file(None)))
-            return None if not found or knock(found, answer_timeout) is Answer.NONE else found
+            return None if not found or knock(found, answer_timeout) is Reply.NONE else found
         address = named
     if address in ("local", "auto"):
         return None
@@ -135,12 +135,12 @@ def own_cluster(file: Path) -> str | None:
 @contextmanager
 def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Iterator[Cluster]:
     answer = knock(address, answer_timeout)
-    if answer is Answer.NONE:
+    if answer is Reply.NONE:
         raise ClusterError(
             f"cluster.address: no Ray cluster answered at {address} within {answer_timeout:g} s; start one "
             "with `ray start --head` or set cluster.address=local"
         )
-    if answer is Answer.REFUSED:
+    if answer is Reply.REFUSED:
         raise ClusterError(
             f"cluster.address: the Ray cluster at {address} needs a token, and this process has none or a "
             "wrong one; put the cluster's token into ~/.ray/auth_token and set RAY_AUTH_MODE=token"
@@ -175,7 +175,7 @@ def check_machines(cluster: Cluster, answer_timeout: float = 30.0) -> None:
 
 def check_authentication(address: str, answer_timeout: float) -> None:
     """Refuse a cluster that accepts unauthenticated requests: to Ray, a request is code to run."""
-    if knock(address, answer_timeout, stranger=True) is not Answer.REFUSED:
+    if knock(address, answer_timeout, stranger=True) is not Reply.REFUSED:
         raise ClusterError(
             f"the Ray cluster at {address} has several machines and runs code for anyone who reaches its "
             f"ports. Turn on token authentication: {HOW_TO_AUTHENTICATE}. On an isolated network you can set "
@@ -206,17 +206,17 @@ def _end_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Answer(Enum):
+class Reply(Enum):
     OPEN = "open"
-    """The cluster takes requests."""
+    """The cluster accepts requests."""
     REFUSED = "refused"
-    """It wants a token, and had none or a wrong one."""
+    """It needs a token, and got none or a wrong one."""
     NONE = "none"
-    """Nothing answered in time."""
+    """No reply in time."""
 
 
 # In a process of its own, because Ray reads its authentication mode once, and because its client cannot be
-# interrupted while it waits for an answer.
+# interrupted while it waits for a reply.
 _VISITOR = """
 import os, sys
 from ray._raylet import GcsClient
@@ -231,8 +231,8 @@ os._exit(0)
 """
 
 
-def knock(address: str, timeout: float, *, stranger: bool = False) -> Answer:
-    """What the cluster's head at `host:port` answers to this process, or to one that has no token."""
+def knock(address: str, timeout: float, *, stranger: bool = False) -> Reply:
+    """How the cluster's head at `host:port` replies to this process, or to one without a token."""
     environment = dict(os.environ)
     if stranger:
         environment = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_")}
@@ -246,6 +246,6 @@ def knock(address: str, timeout: float, *, stranger: bool = False) -> Answer:
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        return Answer.NONE
+        return Reply.NONE
     last = done.stdout.split()[-1:]
-    return Answer(last[0]) if last and done.returncode == 0 else Answer.NONE
+    return Reply(last[0]) if last and done.returncode == 0 else Reply.NONE

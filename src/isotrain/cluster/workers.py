@@ -404,7 +404,7 @@ def next_item(group: WorkerGroup, stream: Stream) -> Any:
 
 
 def wait_any(watch: Watch, works: Sequence[Call | Stream], deadline: float | None = None) -> list[int]:
-    """Numbers of those that have something to give, or have ended or failed: one unless the time is over."""
+    """Indices of streams that have an item, have ended or have failed: at least one unless time runs out."""
     refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
     found = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}
     return [number for number, ref in enumerate(refs) if id(ref) in found]

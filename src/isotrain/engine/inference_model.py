@@ -22,10 +22,10 @@ class InferenceModel:
         # As they are sharded now: while sharded weights are whole, the modules show others.
         self.parameters = dict(model.named_parameters())
         self.on_host: list[torch.UntypedStorage] | None = None
-        """What `offload` keeps while the device's memory is given away."""
+        """Host copies while the model is offloaded."""
 
     def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
-        """What the objective makes of the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
+        """The objective applied to the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
         assert self.on_host is None, "the model is offloaded"
         on_device = batch.to(self.world.device)
         result: Result = self.model(

@@ -11,7 +11,7 @@ from isotrain.models.weights import shard_of
 
 @torch.no_grad()
 def offload(engine: InferenceModel) -> None:
-    """Weights and optimizer state go to host memory; until `onload`, the model can be asked nothing.
+    """Move weights and optimizer state to host memory; the model cannot run until `onload`.
 
     Storages are emptied and the tensors stay: the optimizer and sharding go on holding the same ones.
     Without effect where the device is the host, or where this was done already.
@@ -23,13 +23,13 @@ def offload(engine: InferenceModel) -> None:
     engine.on_host = [storage.cpu() for storage in storages]
     for storage in storages:
         storage.resize_(0)
-    # What an allocator keeps for later is of no use to another process.
+    # Another process cannot use memory that the allocator caches.
     torch.get_device_module(engine.world.device).empty_cache()
 
 
 @torch.no_grad()
 def onload(engine: InferenceModel) -> None:
-    """Bring everything back, bit for bit; without effect where nothing is away."""
+    """Bring everything back, bit for bit; no effect if nothing is offloaded."""
     if engine.on_host is None:
         return
     for storage, copy in zip(_storages(engine), engine.on_host, strict=True):

@@ -105,7 +105,7 @@ LONGEST_COMPLAINT = 1000
 
 
 class NoReply(RolloutError):
-    """The server did not answer: nobody knows what it does with the request."""
+    """The server did not reply: what became of the request is unknown."""
 
 
 class Exchange:
@@ -121,7 +121,7 @@ class Exchange:
         return self._request("POST", path, json.dumps(body, allow_nan=False).encode(), timeout)
 
     def _request(self, method: str, path: str, body: bytes | None, timeout: float | None) -> Any:
-        """The JSON of the response, None where it is empty; `timeout` is for a server that says nothing."""
+        """The JSON of the reply, None if it is empty; `timeout` is for a silent server."""
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout)
         try:
@@ -131,17 +131,17 @@ class Exchange:
         except (OSError, http.client.HTTPException) as error:
             late = isinstance(error, TimeoutError) and timeout is not None
             why = f"within {timeout:g} s" if late else f"({error!r})"
-            raise NoReply(f"{self._engine}: no answer to {path} {why}") from error
+            raise NoReply(f"{self._engine}: no reply to {path} {why}") from error
         finally:
             connection.close()
         if status != 200:
-            raise RolloutError(f"{self._engine}: {path} was refused with {status}: {_complaint(text)}")
+            raise RolloutError(f"{self._engine}: the server refused {path} with {status}: {_complaint(text)}")
         if not text:
             return None
         try:
             return json.loads(text)
         except ValueError as error:
-            raise RolloutError(f"{self._engine}: the response to {path} is not JSON: {error}") from error
+            raise RolloutError(f"{self._engine}: the reply to {path} is not JSON: {error}") from error
 
 
 def _complaint(text: bytes) -> str:

@@ -164,8 +164,8 @@ class SglangEngine:
         while True:
             if (ended := self._server.ended(0.2)) is not None:
                 raise RolloutError(
-                    f"{self.name}: SGLang did not start; rollout.server_python names the interpreter of its "
-                    f"environment: {ended}"
+                    f"{self.name}: SGLang did not start; check that rollout.server_python is the Python "
+                    f"of its environment: {ended}"
                 )
             try:
                 self._exchange.get("/health", HEALTH)
@@ -176,12 +176,12 @@ class SglangEngine:
         # With our key, and so not another server that has taken the port.
         info = self._model_info()
         if info.get("model_path") != str(directory.absolute()) or info.get("weight_version") != "0":
-            raise RolloutError(f"{self.name}: the port of its server is that of another one: {info}")
+            raise RolloutError(f"{self.name}: another server uses its port: {info}")
 
     def _model_info(self) -> dict[str, Any]:
         info = self._exchange.get("/model_info", PROMPT)
         if not isinstance(info, dict):
-            raise RolloutError(f"{self.name}: the response to /model_info is not an object: {info!r}")
+            raise RolloutError(f"{self.name}: the reply to /model_info is not an object: {info!r}")
         return info
 
     def _run(self, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
@@ -227,7 +227,7 @@ class SglangEngine:
                 self._exchange.post("/abort_request", {"abort_all": True}, PROMPT)
                 running = list(wait(running, 1.0).not_done)
                 if running and time.monotonic() > deadline:
-                    raise NoReply(f"{self.name}: its server does not give up what it was asked")
+                    raise NoReply(f"{self.name}: its server does not abort its requests")
             except RolloutError as error:
                 self._lose(error)
 
@@ -240,7 +240,7 @@ class SglangEngine:
 
     def _check_idle(self, kind: type[RolloutError] = RolloutError) -> None:
         if self._lost:
-            raise kind(f"{self.name} {self._lost}; it must be started again")
+            raise kind(f"{self.name} {self._lost}; it must be restarted")
         if self._running:
             raise kind(f"{self.name} is generating; finish or close that iterator first")
 
@@ -280,7 +280,7 @@ class SglangEngine:
         try:
             reply = self._control("/update_weights_from_disk", body)
             if not isinstance(reply, dict) or reply.get("success") is not True:
-                raise RolloutError(f"{self.name}: its server answers {reply!r}")
+                raise RolloutError(f"{self.name}: its server replied {reply!r}")
             version = self._model_info().get("weight_version")
             if version != str(update.version):
                 raise RolloutError(f"{self.name}: its server has version {version!r} of the weights")

@@ -164,7 +164,7 @@ class VllmEngine:
         if self._running:
             raise WeightUpdateError(f"{self.name} is generating; finish or close that iterator first")
         if self._lost:
-            raise EngineLost(f"{self.name}: its workers stopped answering; it must be started again")
+            raise EngineLost(f"{self.name}: its workers stopped replying; it must be restarted")
         self._unusable = f"weight update {update.version} was not finished"
         try:
             with self._workers_watched():
@@ -193,7 +193,7 @@ class VllmEngine:
                 self._unusable = problem
                 raise WeightUpdateError(problem)
         if not self._llm.reset_prefix_cache():
-            raise WeightUpdateError(f"{self.name}: what it has cached is in use and of the old weights")
+            raise WeightUpdateError(f"{self.name}: its prefix cache of the old weights is still in use")
         self.version, self._unusable = update.version, ""
 
     def sleep(self) -> None:
@@ -223,7 +223,7 @@ class VllmEngine:
             if self._workers > 1 and self._has_lost_workers():
                 self._lost = True
                 raise EngineLost(
-                    f"{self.name}: a worker process of vLLM has ended ({error!r}); it must be started again"
+                    f"{self.name}: a worker process of vLLM has ended ({error!r}); it must be restarted"
                 ) from error
             raise
 

@@ -36,7 +36,7 @@ def _pending(root: Path) -> str | None:
     return next((directory.name for directory in newest if not (directory / MARKER).exists()), None)
 
 
-FINISHING = "interrupted; finishing the checkpoint that is being written"
+FINISHING = "interrupted; finishing the current checkpoint"
 
 
 def is_writing(checkpoints: Path) -> bool:
@@ -49,5 +49,5 @@ def how_to_go_on(checkpoints: Path) -> str:
     )
     newest = next(complete, None)
     if newest is None:
-        return "there is no checkpoint yet: the same command starts from the first step"
+        return "no checkpoint yet: the same command starts from the first step"
     return f"the same command resumes after step {newest}"

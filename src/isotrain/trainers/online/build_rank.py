@@ -192,20 +192,20 @@ _NEEDS = ("values_N", "greedy_R")
 
 
 def plugin_estimator(section: PluginSection, has_critic: bool) -> Estimator:
-    """An `Estimator` of another package, whose results are looked at."""
+    """An `Estimator` of another package, with checked results."""
     plugin = find_plugin(plugins.ADVANTAGES, section.name, "algorithm.advantage.name")
     estimator = plugin.load()
     if not isinstance(estimator, Estimator):
         raise plugin.wrong(f"is of {type(estimator)}, not an isotrain.algorithms.advantages.Estimator")
     if estimator.per not in ("trajectory", "token") or not set(estimator.needs) <= {*_NEEDS}:
         known = " and ".join(_NEEDS)
-        raise plugin.wrong(f"has per={estimator.per!r}, needs={estimator.needs!r}; known needs are {known}")
+        raise plugin.wrong(f"has per={estimator.per!r}, needs={estimator.needs!r}; allowed needs are {known}")
     if estimator.per == "trajectory" and estimator.needs:
-        raise plugin.wrong("needs more than rewards and groups, which only estimators per token are given")
+        raise plugin.wrong("needs more than rewards and groups, which only per-token estimators get")
     if "values_N" in estimator.needs and not has_critic:
         raise plugin.wrong("needs a critic's values_N: write algorithm.name: ppo")
     if estimator.per == "trajectory" and has_critic:
-        raise plugin.wrong("gives no returns that ppo's critic could learn: write another algorithm.name")
+        raise plugin.wrong("gives no returns for ppo's critic: write another algorithm.name")
     plugin.check_options(estimator.function, section.options)
     return replace(estimator, function=_checked(plugin, estimator))
 
@@ -226,7 +226,7 @@ def _checked(plugin: Plugin, estimator: Estimator) -> Callable[..., Any]:
 
 
 def plugin_loss(section: PluginSection) -> Callable[..., Loss]:
-    """A policy loss of another package, whose results are looked at."""
+    """A policy loss of another package, with checked results."""
     ours = {name: f"algorithm.loss.name: {name}" for name in POLICY_LOSSES}
     plugin = find_plugin(plugins.POLICY_LOSSES, section.name, "algorithm.loss.plugin.name", ours)
     loss = plugin.load()

@@ -162,7 +162,7 @@ PATIENCE_SECONDS = 300.0
 
 
 class Request:
-    """Responses that were asked for together."""
+    """Responses that were requested together."""
 
     def __init__(self, what: str, total: int, begun: float) -> None:
         self.what, self.total, self.begun = what, total, begun
@@ -220,6 +220,6 @@ class RolloutProgress:
             if silent >= self._patience and engine not in self._told:
                 self._told.add(engine)
                 self._tell(
-                    f"warning: {engine_name(engine)} has given no response for {silent:.0f} s: "
-                    "it is writing very long ones, or it hangs"
+                    f"warning: {engine_name(engine)} has finished no response for {silent:.0f} s: "
+                    "its responses are very long, or it hangs"
                 )

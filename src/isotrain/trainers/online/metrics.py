@@ -88,7 +88,7 @@ class Scored(NamedTuple):
     scores_R: Numbers
     failures: Failures
     metrics: dict[str, float]
-    """Means of what the models gave."""
+    """Mean scores of the reward models."""
 
 
 def total_scores(
@@ -108,7 +108,7 @@ def total_scores(
         broken_R = ~failed_R & ~(np.abs(total_R) <= LARGEST_SCORE)
         failed_R |= broken_R
         if broken := int(broken_R.sum()):
-            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} cannot be learnt from"
+            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} is out of range"
             failures = failures.plus(Failures(0, {"error": broken}, first))
         if not failed_R.all():
             metrics[f"reward/{name}/mean"] = float(model_scores_R[~failed_R].mean())
@@ -117,7 +117,7 @@ def total_scores(
     return Scored(scores_R, failures, metrics)
 
 
-# The first few say what is wrong. After them only what is much worse is told; the metrics go on counting.
+# The first few show what is wrong. Later only much worse steps are reported; the metrics count all.
 TOLD_FIRST = 3
 STEPS_BETWEEN = 10
 
@@ -152,7 +152,7 @@ class Failures:
         return {"responses": self.responses, **self.causes} if self.responses else {}
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.responses} responses got no score, the first because of {self.first}"
+        return f"{self.count} of {self.responses} responses got no score; the first because of {self.first}"
 
 
 def failures_of(groups: Iterable[Group]) -> Failures:
@@ -170,16 +170,16 @@ def recorded_failures(counts: Mapping[str, int]) -> Failures:
 
 @dataclass
 class Warnings:
-    """When failures of one kind of responses are told: the first few, then what is twice as bad, or all."""
+    """When failures of one kind of response are reported: the first few, then twice as many, or all."""
 
     told: int = 0
     worst: float = 0.0
-    """The largest share that was told."""
+    """The largest reported fraction."""
     last: int = 0
-    """The step that was told last."""
+    """The last reported step."""
 
     def is_due(self, step: int, failures: Failures) -> bool:
-        """Whether this step's are told now; it is then remembered that they were."""
+        """Whether to report this step's failures now; remembers it if so."""
         worse = failures.share == 1.0 or failures.share >= 2 * self.worst
         soon = self.told >= TOLD_FIRST and step < self.last + STEPS_BETWEEN
         if not failures.count or soon or (self.told >= TOLD_FIRST and not worse):

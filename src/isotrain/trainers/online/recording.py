@@ -199,22 +199,22 @@ class Replayed:
     def _check(self, prompt_index: int, records: Sequence[Record]) -> None:
         group = [record.trajectory for record in records]
         if [t.sample for t in group] != list(range(self.n)):
-            raise self._wrong(f"has not {self.n} responses to draw {prompt_index}")
+            raise self._wrong(f"does not have {self.n} responses to draw {prompt_index}")
         drawn = self._row(prompt_index)
         prompt_P = self.prompts[drawn].tokens_P
         for t in group:
             if t.row != drawn or not np.array_equal(t.tokens_T[: t.prompt_length], prompt_P):
-                raise self._wrong(f"has another prompt for draw {prompt_index} than the data of this recipe")
+                raise self._wrong(
+                    f"has a prompt for draw {prompt_index} that differs from the data of this recipe"
+                )
             if len(t.mask_N) > self.max_tokens:
                 raise self._wrong(f"has a response of {len(t.mask_N)} tokens to draw {prompt_index}")
             if ((t.tokens_T < 0) | (t.tokens_T >= self.vocabulary)).any():
-                raise self._wrong(
-                    f"has tokens that the model does not know, in a response to draw {prompt_index}"
-                )
+                raise self._wrong(f"has tokens outside the vocabulary in a response to draw {prompt_index}")
 
     def _row(self, prompt_index: int) -> int:
         if not 0 <= prompt_index - self.sampler.taken < self.most:
-            raise self._wrong(f"has responses to draw {prompt_index}, which is not of this step")
+            raise self._wrong(f"has responses to draw {prompt_index}, which is not part of this step")
         return int(replace(self.sampler, taken=prompt_index, batch_size=1, limit=None).next_batch()[0])
 
     def _wrong(self, what: str) -> DataError:

@@ -30,7 +30,7 @@ from isotrain.trainers.online.messages import Totals
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """All that an update of the policy depends on besides the responses."""
+    """All inputs of a policy update besides the responses."""
 
     temperature: float
     ppo_epochs: int

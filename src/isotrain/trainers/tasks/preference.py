@@ -36,7 +36,7 @@ class PreferenceTask:
     engine: TrainingEngine
     work: Callable[[StepData], Work]
     metrics: Callable[[dict[str, float]], dict[str, float]]
-    """From summed shares to what people read."""
+    """From summed shares to metrics."""
     size: Callable[[StepData], int] = lambda data: data.items
     """What the shares of a step are divided by."""
 

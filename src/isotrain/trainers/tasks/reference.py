@@ -63,31 +63,31 @@ SECONDS_BETWEEN_LINES = 10.0
 
 def precompute_reference(
     engine: TrainingEngine,
-    feed: BatchLoader,
+    loader: BatchLoader,
     model: Mapping[str, str],
     steps: int,
     root: Path,
     console: Console,
 ) -> None:
-    """Give the feed a table that knows all items of its first `steps`; `model` says which the engine's is.
+    """Give the loader a table of all items of its first `steps`; `model` identifies the engine's model.
 
     Only what no earlier run has left in the cache is computed, with the packing of the steps that will learn
     from it. The engine must have its first weights.
     """
     world = engine.world
-    path = table_path(root, _identity(engine, feed, model))
+    path = table_path(root, _identity(engine, loader, model))
     if world.local_rank == 0:
-        make_table(path, len(feed.store))
+        make_table(path, len(loader.store))
     world.barrier()
-    table = ReferenceLogProbs(path, len(feed.store))
+    table = ReferenceLogProbs(path, len(loader.store))
     # A machine may have what another lacks: what one lacks is computed by all.
     known = np.array(world.sum(table.known().astype(float).tolist())) == world.size
-    sampler = replace(feed.sampler, taken=0)
+    sampler = replace(loader.sampler, taken=0)
     draws = min(steps, -(-sampler.rows // sampler.batch_size))
     wanted = [sampler.next_batch() for _ in range(draws)]
     missing = int((~known[np.unique(np.concatenate(wanted))]).sum())
     if missing:
-        console.message(f"reference log-probs of {missing:,} items: once, then from {path}")
+        console.message(f"computing reference log-probs of {missing:,} items, to be cached in {path}")
     told, done = time.monotonic(), 0
     for drawn in wanted:
         # A batch that crosses into the next epoch may have an item twice.
@@ -95,7 +95,7 @@ def precompute_reference(
         known[numbers] = True
         if not numbers:
             continue
-        logps_IC = _compute(engine, feed, numbers)
+        logps_IC = _compute(engine, loader, numbers)
         if world.local_rank == 0:
             table.put(numbers, logps_IC)
         done += len(numbers)
@@ -105,23 +105,23 @@ def precompute_reference(
     if world.local_rank == 0:
         table.flush()
     world.barrier()
-    feed.reference = table
+    loader.reference = table
 
 
-def _identity(engine: TrainingEngine, feed: BatchLoader, model: Mapping[str, str]) -> dict[str, Any]:
-    """All that decides which numbers come out; devices and kernels round differently."""
+def _identity(engine: TrainingEngine, loader: BatchLoader, model: Mapping[str, str]) -> dict[str, Any]:
+    """Everything the numbers depend on; devices and kernels round differently."""
     return {
         "model": dict(model),
-        "data": feed.store.digest,
-        "mismatched": feed.longest,
+        "data": loader.store.digest,
+        "mismatched": loader.longest,
         "device": engine.world.device.type,
         "attention": engine.model.attention,
         **({"fused": list(fused)} if (fused := engine.model.fused.operators) else {}),
     }
 
 
-def _compute(engine: TrainingEngine, feed: BatchLoader, numbers: Sequence[int]) -> npt.NDArray[np.float32]:
-    data = feed.step_of(numbers)
+def _compute(engine: TrainingEngine, loader: BatchLoader, numbers: Sequence[int]) -> npt.NDArray[np.float32]:
+    data = loader.step_of(numbers)
     places = {number: place for place, number in enumerate(numbers)}
     own_IC = np.zeros((len(numbers), COLUMNS), np.float64)
 
@@ -130,7 +130,7 @@ def _compute(engine: TrainingEngine, feed: BatchLoader, numbers: Sequence[int]) 
             rows = np.array([places[number] for number in batch.numbers], np.int64)  # may be empty
             own_IC[rows, columns] = logp_S.cpu().numpy().reshape(own_IC[rows, columns].shape)
 
-    fill(data.batches, feed.own_columns)
+    fill(data.batches, loader.own_columns)
     if data.mismatched:
         fill(data.mismatched, MISMATCHED)
     total = engine.world.sum(own_IC.reshape(-1).tolist())
