@@ -133,7 +133,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
     from vllm import SamplingParams
 
     from isotrain.data.trajectory import sample_seed
-    from isotrain.models.load import end_tokens
+    from isotrain.rollout.base import end_tokens
     from isotrain.trainers.setup import TRAIN, open_prompts
 
     recipe = work.recipe

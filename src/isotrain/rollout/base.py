@@ -5,9 +5,11 @@ P: prompt tokens, N: response tokens, T: tokens of a sequence.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +71,16 @@ def trajectory_of(
         version_N=np.full(len(response_N), version, dtype=np.int32),
         finished=finished,
     )
+
+
+def end_tokens(directory: Path) -> tuple[int, ...]:
+    """From the generation configuration, or else the model's own; some models have several."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found: Any = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
 
 
 class RolloutEngine(Protocol):

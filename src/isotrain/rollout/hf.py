@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError, WeightUpdateError
-from isotrain.models.load import end_tokens
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, trajectory_of
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, trajectory_of
 from isotrain.rollout.transfer import read_update
 
 

@@ -25,8 +25,8 @@ import torch
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.variables import child_environment
 from isotrain.errors import RolloutError, WeightUpdateError
-from isotrain.models.load import build_causal_lm, end_tokens
-from isotrain.rollout.base import Request, Sampling, WeightUpdate
+from isotrain.models.load import build_causal_lm
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens
 from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
 from isotrain.rollout.sglang_messages import ask_logps, ask_response, read_logps, read_response
 from isotrain.rollout.transfer import open_update, private_directory

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.models.load import end_tokens
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, trajectory_of
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, trajectory_of
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {

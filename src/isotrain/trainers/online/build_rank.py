@@ -29,7 +29,7 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
-from isotrain.models.load import end_tokens, load_tokenizer, model_directory
+from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.scalar import ScalarModel
 from isotrain.plugins import Plugin, find_plugin
 from isotrain.recipe.online import (
@@ -45,6 +45,7 @@ from isotrain.recipe.online import (
     RolloutCorrectionSection,
 )
 from isotrain.recipe.schema import ModelSection, Recipe
+from isotrain.rollout.base import end_tokens
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
     ProcessRewardModel,
