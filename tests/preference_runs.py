@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.data.prepare.tiny import toy_prompts
-from isotrain.data.prepare.tiny_preferences import toy_preferences
+from isotrain.data.prepare.tiny import toy_preferences, toy_prompts
 from isotrain.recipe.schema import Recipe
 from support import tiny_recipe
 

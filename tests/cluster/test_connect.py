@@ -18,6 +18,7 @@ from plain_workers import Clerk
 
 from isotrain.cluster import connect
 from isotrain.cluster.connect import (
+    Node,
     Reply,
     check_authentication,
     find_cluster,
@@ -26,7 +27,6 @@ from isotrain.cluster.connect import (
     own_cluster,
     several_machines,
 )
-from isotrain.cluster.nodes import Node
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES

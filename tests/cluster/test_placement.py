@@ -11,8 +11,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from isotrain.cluster import connect
 from isotrain.cluster import placement as placing
-from isotrain.cluster.connect import Cluster, Reply
-from isotrain.cluster.nodes import Node
+from isotrain.cluster.connect import Cluster, Node, Reply
 from isotrain.cluster.placement import (
     Demand,
     Seat,

@@ -8,8 +8,7 @@ import pytest
 from encoders import Encoding
 
 from isotrain.data.items import ITEMS, Item
-from isotrain.data.loader import BatchLoader
-from isotrain.data.mismatched import donors
+from isotrain.data.loader import BatchLoader, donors
 from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler

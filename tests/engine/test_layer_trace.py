@@ -16,8 +16,7 @@ from safetensors import safe_open
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.device.detect import choose_device
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
-from isotrain.engine.layer_trace import LayerTrace
-from isotrain.engine.sketch import SIZE, Sketch
+from isotrain.engine.layer_trace import SIZE, LayerTrace, Sketch
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
 
@@ -108,7 +107,7 @@ def test_rows_go_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = sketch(x), sketch(x[:20].reshape(1, 20, 7), x[20:])
     np.testing.assert_allclose(parts.numbers_KK, whole.numbers_KK, rtol=1e-12)
     assert (parts.rows, parts.columns) == (50, 7)
-    monkeypatch.setattr("isotrain.engine.sketch._NUMBERS_AT_ONCE", 30)
+    monkeypatch.setattr("isotrain.engine.layer_trace._NUMBERS_AT_ONCE", 30)
     np.testing.assert_allclose(sketch(x).numbers_KK, whole.numbers_KK, rtol=1e-12)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import auto_init_hook
+from ray._private.state import actors
 
-from isotrain.cluster.nodes import Node, living_nodes
 from isotrain.cluster.private import (
     has_token,
     loopback_addresses,
@@ -249,3 +249,34 @@ def knock(address: str, timeout: float, *, stranger: bool = False) -> Reply:
         return Reply.NONE
     last = done.stdout.split()[-1:]
     return Reply(last[0]) if last and done.returncode == 0 else Reply.NONE
+
+
+@dataclass(frozen=True)
+class Node:
+    id: str
+    host: str
+    """Its address in the cluster's network."""
+
+
+def living_nodes() -> list[Node]:
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [Node(node["NodeID"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
+
+
+def resource_counts(name: str) -> tuple[float, float]:
+    """How much of a resource the cluster has, and how much of it nobody has reserved."""
+    total = ray.cluster_resources().get(name, 0.0)  # type: ignore[no-untyped-call]
+    free = ray.available_resources().get(name, 0.0)  # type: ignore[no-untyped-call]
+    return float(total), float(free)
+
+
+def largest_node(name: str) -> float:
+    """The most of a resource that one living node has."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return max((float(node["Resources"].get(name, 0.0)) for node in nodes if node["Alive"]), default=0.0)
+
+
+def ended_actors() -> set[str]:
+    """Ids of the workers of this run that have ended, for whatever reason."""
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    return set(actors(job_id=job, actor_state_name="DEAD"))

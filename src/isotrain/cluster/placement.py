@@ -18,8 +18,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from isotrain.cluster.connect import Cluster, check_machines
-from isotrain.cluster.nodes import largest_node, living_nodes, resource_counts
+from isotrain.cluster.connect import Cluster, check_machines, largest_node, living_nodes, resource_counts
 from isotrain.device.base import Device
 from isotrain.device.detect import DEVICES, find_device
 from isotrain.device.determinism import profile

@@ -13,9 +13,9 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from isotrain.cluster.connect import ended_actors, living_nodes
 from isotrain.cluster.failures import Overdue, WorkerDied, explain
 from isotrain.cluster.host import Host, Whereabouts
-from isotrain.cluster.nodes import ended_actors, living_nodes
 from isotrain.cluster.placement import Seat
 from isotrain.errors import ClusterError, IsotrainError
 

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from isotrain.data.items import PROMPT_IDS, Item, Size, labels, sizes
-from isotrain.data.mismatched import Numbers, donors
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
 from isotrain.data.reference_logprobs import ANSWER, MISMATCHED, PAIR, ReferenceLogProbs
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
 from isotrain.data.shared_prompts import pack_shared
 from isotrain.data.store import SampleStore
+from isotrain.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,28 @@ class BatchLoader:
         tokens_T = np.concatenate([sample.tokens_T[:prompt], other.tokens_T[start:]])[: self.longest]
         mask_T = np.concatenate([sample.mask_T[:prompt], other.mask_T[start:]])[: self.longest]
         return Item((Sample(tokens_T, mask_T),), item.values_V)
+
+
+Numbers = npt.NDArray[np.int64]
+
+
+def donors(prompt_ids: Numbers) -> Numbers:
+    """Which item gives its response to each prompt; it depends on the order of the items alone.
+
+    Items of one prompt count as one group, wherever they are. The first of a group takes the response that
+    follows the group, the second the next, and so on past all other groups: responses are used evenly.
+    """
+    count = len(prompt_ids)
+    _, first, group = np.unique(prompt_ids, return_index=True, return_inverse=True)
+    if len(first) < 2:
+        raise DataError(
+            f"all {count} responses belong to one prompt, but KTO's reference point needs at least two "
+            "prompts; add rows of a second prompt"
+        )
+    order = np.argsort(first[group], kind="stable")  # groups by first appearance, each in its own order
+    sizes = np.bincount(group)[group[order]]
+    starts = np.searchsorted(first[group][order], first[group][order])
+    rank = np.arange(count) - starts
+    found = np.empty(count, np.int64)
+    found[order] = order[(starts + sizes + rank % (count - sizes)) % count]
+    return found

@@ -15,8 +15,16 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from isotrain.engine.operator_oracles import NoOracleError, is_attention, least_norm, should_return, to_host
-from isotrain.engine.operator_parts import LARGEST, Part, part_of
+from isotrain.engine.operator_oracles import (
+    LARGEST,
+    NoOracleError,
+    Part,
+    is_attention,
+    least_norm,
+    part_of,
+    should_return,
+    to_host,
+)
 from isotrain.engine.world import World
 from isotrain.observe.run_directory import write_atomically
 

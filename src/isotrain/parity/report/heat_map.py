@@ -14,7 +14,6 @@ from matplotlib.patches import Rectangle
 from isotrain.observe.plotting import GREY, INK, Array, new_figure, plain
 from isotrain.parity.levels import Level
 from isotrain.parity.report.evidence import Layer, first_layer, layers
-from isotrain.parity.report.heading import clipped, head
 
 MOST_ROWS, MOST_COLUMNS, MOST_KINDS = 44, 16, 6
 # So many cells have room for their figure.
@@ -102,3 +101,24 @@ def _groups(count: int, most: int) -> list[range]:
 def _label(names: Sequence[str]) -> str:
     more = f" (+{len(names) - 1})" if len(names) > 1 else ""
     return plain(clipped(names[0])) + more
+
+
+_LONGEST_NAME = 30
+_HEIGHT_INCHES = 0.78
+
+
+def head(figure: Figure, title: str, aside: str) -> None:
+    """What is seen, and below it in grey the figures; they take the whole width, axes may be narrow."""
+    height = figure.get_figheight()
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.set(rect=(0.0, 0.0, 1.0, 1 - _HEIGHT_INCHES / height))  # type: ignore[call-arg]
+    figure.text(0.025, 1 - 0.2 / height, plain(title), fontsize=14, fontweight="bold", color=INK, va="top")
+    figure.text(0.025, 1 - 0.52 / height, plain(aside), fontsize=11.5, color=GREY, va="top")
+
+
+def clipped(name: str, longest: int = _LONGEST_NAME) -> str:
+    """A name without its middle: what tells names apart is at their ends."""
+    if len(name) <= longest:
+        return name
+    return f"{name[: longest // 2 - 1]}…{name[-(longest // 2) :]}"

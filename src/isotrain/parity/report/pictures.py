@@ -29,8 +29,7 @@ from isotrain.observe.plotting import (
 from isotrain.parity.compare import default_metrics
 from isotrain.parity.report.evidence import Envelope, envelope
 from isotrain.parity.report.facts import UNKNOWN, device_of
-from isotrain.parity.report.heading import clipped, head
-from isotrain.parity.report.heat_map import layer_maps
+from isotrain.parity.report.heat_map import clipped, head, layer_maps
 from isotrain.parity.run import Run, common
 from isotrain.parity.statistics import Apart
 from isotrain.parity.told import number
