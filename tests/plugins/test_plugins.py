@@ -23,9 +23,8 @@ from isotrain.recipe.online import GrpoSection, PluginSection, PpoSection, Rewar
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.base import RewardInput
 from isotrain.reward.build import build_scorer
-from isotrain.trainers.online.build_rank import plugin_loss
+from isotrain.trainers.online.build_rank import advantage_settings, plugin_loss, update_settings
 from isotrain.trainers.online.precheck import changed_plugins, check_online, look_online
-from isotrain.trainers.online.step import advantage_settings, update_settings
 from support import run_cli, write_recipe
 
 PACKAGE = "isotrain-demo-plugins"
