@@ -14,7 +14,7 @@ import torch
 
 from isotrain.data.items import PROMPT_IDS, Item, Size, labels, sizes
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
-from isotrain.data.reference_logprobs import ANSWER, MISMATCHED, PAIR, ReferenceLogProbs
+from isotrain.data.reference_logprobs import RESPONSE, MISMATCHED, PAIR, ReferenceLogProbs
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
 from isotrain.data.shared_prompts import pack_shared
@@ -74,7 +74,7 @@ class BatchLoader:
     @property
     def own_columns(self) -> slice:
         """Where a reference table has the log-probs of an item's own samples."""
-        return ANSWER if self.longest else PAIR
+        return RESPONSE if self.longest else PAIR
 
     def next_step(self) -> StepData:
         return self.step_of([int(row) for row in self.sampler.next_batch()])

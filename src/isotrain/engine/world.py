@@ -135,10 +135,10 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has no IPv4 address
                 continue
-            if answer[20:24] == wanted:
+            if reply[20:24] == wanted:
                 return name
     if wanted[0] == 127:  # every address of that net is the loopback interface's
         return interface_of("127.0.0.1")

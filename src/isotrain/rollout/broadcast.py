@@ -81,10 +81,10 @@ class BroadcastSender:
 
     def _hear(self, store: Any, version: int, deadline: _Deadline) -> None:
         for rank in range(1, self.receivers + 1):
-            store.wait([f"answer/{rank}"], deadline.left())
-            answer = store.get(f"answer/{rank}").decode()
-            if answer != "whole":
-                raise WeightUpdateError(f"weight update {version}: {answer}")
+            store.wait([f"reply/{rank}"], deadline.left())
+            reply = store.get(f"reply/{rank}").decode()
+            if reply != "whole":
+                raise WeightUpdateError(f"weight update {version}: {reply}")
 
 
 class _Deadline:
@@ -148,9 +148,9 @@ def _receive(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tupl
         if update.digest:
             digest.check(update, engine)
     except WeightUpdateError as error:
-        store.set(f"answer/{rank}", str(error))
+        store.set(f"reply/{rank}", str(error))
         raise
-    store.set(f"answer/{rank}", "whole")
+    store.set(f"reply/{rank}", "whole")
 
 
 def _wait_for_joins(store: Any, receivers: int, deadline: _Deadline, version: int) -> None:
