@@ -14,7 +14,7 @@ import torch
 
 from isotrain.data.items import PROMPT_IDS, Item, Size, labels, sizes
 from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
-from isotrain.data.reference_logprobs import RESPONSE, MISMATCHED, PAIR, ReferenceLogProbs
+from isotrain.data.reference_logprobs import MISMATCHED, PAIR, RESPONSE, ReferenceLogProbs
 from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
 from isotrain.data.shared_prompts import pack_shared
