@@ -17,7 +17,7 @@ def test_counted_by_cause() -> None:
     found = failures_of([Group(ANSWERS, 0, scores, "data")])
     assert found == Failures(3, {"crash": 1, "error": 1}, "crash: it ended")
     both = found.plus(Failures(2, {"crash": 2}, "crash: another"))
-    assert str(both) == "4 of 5 responses got no score, the first because of crash: it ended"
+    assert str(both) == "4 of 5 responses got no score; the first because of crash: it ended"
     assert both.metrics() == {
         "reward/failures": 4.0,
         "reward/timeouts": 0.0,

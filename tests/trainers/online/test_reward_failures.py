@@ -69,9 +69,9 @@ def test_every_failure_is_counted_and_told(tiny: Path, tmp_path: Path) -> None:
         assert row["critic/score/min"] == -2.0 and row["critic/score/max"] >= 0.0
     assert rows[-1]["val/reward_failures"] == 2.0 and "val/reward_failures" not in rows[0]
     for step in (1, 2):
-        told = f"warning: step {step}: {3 * N} of {4 * N} responses got no score, the first because of "
+        told = f"warning: step {step}: {3 * N} of {4 * N} responses got no score; the first because of "
         assert told in run.text
-    told = "warning: validation after step 2: 2 of 3 responses got no score, the first because of error: "
+    told = "warning: validation after step 2: 2 of 3 responses got no score; the first because of error: "
     assert re.search(re.escape(told) + r"reward\.function: .*ValueError: no such judge", run.text)
     marks = [record.marks for record in read_step(tmp_path / "run" / "trajectories", 1)]
     assert all(bool(m.failure) == bool(m.detail) for m in marks)
