@@ -48,7 +48,7 @@ def test_files(tmp_path: Path) -> None:
         assert pair.chosen.values["completion"][0]["content"] == "\n".join(STEPS)
         assert pair.rejected.values["completion"][0]["content"] != "\n".join(STEPS)
     preference = [answer for row in rows("responses") for answer in read_responses(row)]
-    right = ["\n".join(STEPS) == answer.answer.values["completion"][0]["content"] for answer in preference]
+    right = ["\n".join(STEPS) == answer.response.values["completion"][0]["content"] for answer in preference]
     assert right == [answer.desirable for answer in preference] and 8 < sum(right) < 32
     wrong = [read_steps(row).labels.count(0.0) for row in rows("steps")]
     assert set(wrong) == {0, 1} and 20 < sum(wrong) < 39

@@ -150,7 +150,7 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
             pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
             if not any(file.schema_arrow.equals(known) for known in (whole, earlier)):
-                raise DataError(f"{path} lacks columns of recorded trajectories; record them again")
+                raise DataError(f"{path}: columns of recorded trajectories are missing; record them again")
             yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as recorded trajectories: {error}") from error
