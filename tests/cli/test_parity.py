@@ -105,7 +105,7 @@ def test_mistakes(tmp_path: Path) -> None:
     one = log(tmp_path / "a.log")
     result = compare(one, tmp_path / "nowhere.log")
     assert result.exit_code == 2 and "nowhere.log" in result.output and "Traceback" not in result.output
-    assert "is neither" in compare(one, one, "--reference", "c").output
+    assert "--reference c: write" in compare(one, one, "--reference", "c").output
     assert "what can be allowed" in compare(one, one, "--allow", "nan").output
 
 

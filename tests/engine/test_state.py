@@ -185,7 +185,7 @@ def test_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
         reader = adapters.save(tmp_path / "checkpoints")
     with (
         job(recipe_for(tiny, tmp_path, "cpu")) as full,
-        pytest.raises(CheckpointError, match=r"'weights/.*' is not in the checkpoint"),
+        pytest.raises(CheckpointError, match=r"the checkpoint has no 'weights/"),
     ):
         restore(full.engine, full.device, reader)
 

@@ -153,7 +153,7 @@ def test_it_listens_on_the_loopback_only(found: dict[str, Any]) -> None:
 
 
 def test_it_refuses_other_devices(found: dict[str, Any]) -> None:
-    assert "is for cpu, device.type is" in found["other_device"]
+    assert "is for cpu, but device.type is" in found["other_device"]
 
 
 @pytest.mark.slow
