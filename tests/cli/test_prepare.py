@@ -50,7 +50,7 @@ def test_preferences(tmp_path: Path) -> None:
     source.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
     out = tmp_path / "pairs.jsonl"
     result = CliRunner().invoke(
-        app, ["preference", "ultrafeedback", "--source", str(source), "--out", str(out)]
+        app, ["preferences", "ultrafeedback", "--source", str(source), "--out", str(out)]
     )
     assert result.exit_code == 0, result.output
     assert f"wrote {out} (1 rows from 1)" in result.output and out.is_file()

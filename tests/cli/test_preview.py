@@ -69,7 +69,7 @@ def test_rows_left_out_are_counted(recipe: Path, capsys: pytest.CaptureFixture[s
     preview(str(recipe), ["data.max_length=21", "data.too_long=drop"], 5)
     out = capsys.readouterr().out
     assert "train.jsonl:2: " in out and "1 rows were dropped" in out
-    with pytest.raises(DataError, match="no sample to show: all 2 rows"):
+    with pytest.raises(DataError, match="no sample to show: 2 rows"):
         preview(str(recipe), ["data.max_length=2", "data.too_long=drop"], 5)
 
 
@@ -123,7 +123,7 @@ class TestPrompts:
     def test_too_long(self, online: Path, capsys: pytest.CaptureFixture[str]) -> None:
         preview(str(online), ["data.max_length=14", "data.too_long=drop"], 1)
         assert "1 rows were dropped" in capsys.readouterr().out
-        with pytest.raises(DataError, match="no prompt to show: all 3 rows"):
+        with pytest.raises(DataError, match="no prompt to show: 3 rows"):
             preview(str(online), ["data.max_length=2", "data.too_long=drop"], 1)
         with pytest.raises(DataError, match=r"data\.too_long: truncate"):
             preview(str(online), ["data.too_long=truncate"], 1)

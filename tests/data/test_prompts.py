@@ -88,7 +88,10 @@ class TestEncoder:
             ({"prompt": []}, "'prompt' must be a list of messages"),
             ({"prompt": 3}, "'prompt' must be a list of messages"),
             ({"prompt": [{"content": "x"}]}, r"prompt\[0\] must be"),
-            ({"prompt": [*QUESTION, {"role": "assistant", "content": "42"}]}, "remove the response from the prompt"),
+            (
+                {"prompt": [*QUESTION, {"role": "assistant", "content": "42"}]},
+                "remove the response from the prompt",
+            ),
         ],
     )
     def test_prompts_that_do_not_fit(

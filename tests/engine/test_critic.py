@@ -67,7 +67,7 @@ def test_first_values_are_exactly_zero(outcome: Outcome, device_type: str) -> No
 
 def test_a_critic_begins_with_the_policy_s_backbone_and_trains_all_of_it(job: Job) -> None:
     critic, policy = job.critic(lora={"rank": 4}), job.policy()
-    named = {name.removeprefix("classifier."): p for name, p in critic.model.named_parameters()}
+    named = {name.removeprefix("pretrained."): p for name, p in critic.model.named_parameters()}
     assert torch.equal(named.pop("score.weight"), torch.zeros(1, 64, device=job.world.device))
     for name, parameter in policy.model.named_parameters():
         assert torch.equal(named.pop(name.removeprefix("pretrained.")), parameter), name
@@ -88,7 +88,7 @@ def test_a_critic_learns(job: Job) -> None:
 
 
 def test_a_critic_from_a_classifier_keeps_its_head(job: Job, reward_model: Path) -> None:
-    place: dict[str, Any] = {"device": job.device, "world": job.world, "seed": 0}
+    place: dict[str, Any] = {"device": job.device, "world": job.world}
     critic = build_critic(job.section(), OptimizerSection(), path=str(reward_model), lr=LR, **place)
     (values_N,) = critic.infer([pack(SAMPLES)], ScalarHead.values)
     model = classifier(reward_model)
@@ -120,7 +120,7 @@ def test_a_reward_model_without_a_head(job: Job, tiny: Path) -> None:
 
 def test_a_reward_model_with_two_labels(job: Job, tiny: Path, tmp_path: Path) -> None:
     write_reward_model(tiny, tmp_path, labels=2)
-    with pytest.raises(ModelError, match=r"reward\.model\.path: .* has 2 labels; give .* with one label"):
+    with pytest.raises(ModelError, match=r"reward\.model\.path: .* has 2 labels; set .* with one label"):
         build_reward_model(str(tmp_path), job.section(), device=job.device, world=job.world)
 
 

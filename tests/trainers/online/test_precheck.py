@@ -57,7 +57,7 @@ def test_sglang_is_found_and_marked_as_unverified(
     with pytest.raises(IsotrainError, match=r"rollout\.server_python: '\./nowhere' is not an executable"):
         check(server_python="./nowhere")
     (warning,) = check(server_python=sys.executable)
-    assert "unverified: it has not run against a real SGLang server or device" in warning
+    assert "unverified: it has not run with a real SGLang server or device" in warning
 
 
 def test_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:

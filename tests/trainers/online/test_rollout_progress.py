@@ -20,7 +20,7 @@ def watch() -> tuple[RolloutProgress, Clock, list[str], list[str]]:
 def test_the_newest_of_requests_that_overlap_is_shown() -> None:
     watching, clock, shown, _ = watch()
     with watching.request("responses", 8) as first:
-        first.answered, first.scored, clock.now = 8, 2, 40.0
+        first.generated, first.scored, clock.now = 8, 2, 40.0
         watching.look(first, [])
         with watching.request("validation responses", 4) as second:
             clock.now = 41.0
