@@ -137,7 +137,7 @@ class Inventor:
         return Group(describe(group), self.put(group), tuple(scores), "invented")
 
     def _trajectory(self, prompt_index: int, row: int, sample: int) -> Trajectory:
-        prompt_P = self.prompts.prompt(row)
+        prompt_P = self.prompts[row].tokens_P
         length = int(self.draw.integers(1, MAX_TOKENS + 1))
         response_N = self.draw.integers(3, 100, length)
         return Trajectory(
