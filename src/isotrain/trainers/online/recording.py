@@ -129,7 +129,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(
         isinstance(content.get(key), dict) for key in ("recipe", "digests")
     ):
-        raise DataError(f"{path} is not the metadata of a recording; record the run again")
+        raise DataError(f"{path}: not the metadata of a recording; record the run again")
     return content
 
 
