@@ -65,11 +65,8 @@ def test_the_first_error_by_row_is_told(tmp_path: Path, encoder: Encoder) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.jsonl"], "no chunks of a key that has no store"
 
 
-@pytest.fixture
-def shared_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two more processes from the first chunk on; the chunks that the builder encodes itself."""
-    monkeypatch.setattr(tokenise, "SECONDS_ALONE", -1.0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+def count_chunks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The chunks that this process encodes from now on."""
     own: list[str] = []
     encode = tokenise.encode_chunk
 
@@ -79,6 +76,14 @@ def shared_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(tokenise, "encode_chunk", counted)
     return own
+
+
+@pytest.fixture
+def shared_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two more processes from the first chunk on; the chunks that the builder encodes itself."""
+    monkeypatch.setattr(tokenise, "SECONDS_ALONE", -1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    return count_chunks(monkeypatch)
 
 
 def test_processes_do_not_change_a_store(tmp_path: Path, encoder: Encoder, shared_work: list[str]) -> None:
@@ -159,14 +164,7 @@ def test_a_killed_builder_leaves_what_it_has_done(
     assert not (tmp_path / "s").exists() and 3 <= len(kept) < ROWS // 7
     damaged = chunks / "7-7"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    encoded: list[str] = []
-    encode = tokenise.encode_chunk
-
-    def counted(encoder: Any, rows: Any, path: Path) -> None:
-        encoded.append(path.name)
-        encode(encoder, rows, path)
-
-    monkeypatch.setattr(tokenise, "encode_chunk", counted)
+    encoded = count_chunks(monkeypatch)
     again = build_store(read_rows(str(source)), slow, tmp_path / "s", "key")
     assert not kept - {"7-7"} & set(encoded) and "7-7" in encoded
     fresh = build_store(read_rows(str(source)), slow, tmp_path / "fresh", "key")

@@ -188,7 +188,7 @@ def test_a_tensor_of_another_shape(copy: Path) -> None:
 
 def test_weights_that_are_not_safetensors(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"no model\.safetensors; convert .*pickles are never loaded"):
+    with pytest.raises(ModelError, match=r"no model\.safetensors; convert .* \(pickles are never loaded\)"):
         WeightFiles(copy)
 
 
