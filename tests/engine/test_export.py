@@ -182,14 +182,14 @@ def test_a_model_published_in_a_short_type_is_rounded_once(tiny: Path, tmp_path:
     name = "model.layers.0.self_attn.q_proj"
     if lora:
         a, b = (
-            reader.whole(f"weights/causal_lm.{name}.lora_{side}.default.weight").double() for side in "AB"
+            reader.whole(f"weights/pretrained.{name}.lora_{side}.default.weight").double() for side in "AB"
         )
         base = load_file(tmp_path / "short" / "model" / "model.safetensors")[f"{name}.weight"].double()
         expected = base + b @ a * (16 / 4)
         error = (exported[f"{name}.weight"].double() - expected).abs()
         assert bool((error <= expected.abs() * 2**-8 + 1e-6).all())
     else:
-        trained = reader.whole(f"weights/causal_lm.{name}.weight")
+        trained = reader.whole(f"weights/pretrained.{name}.weight")
         assert trained.dtype == torch.float32
         assert torch.equal(exported[f"{name}.weight"], trained.bfloat16())
 
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_aloud(
         out = export_run(copied, tmp_path / "model", None, adapter_only=False)
     assert "checkpoint step-00000006 is not used" in caplog.text
     expected = CheckpointReader(copied / "checkpoints" / "step-00000003").whole(
-        "weights/causal_lm.model.norm.weight"
+        "weights/pretrained.model.norm.weight"
     )
     assert torch.equal(load_file(out / "model.safetensors")["model.norm.weight"], expected)
 

@@ -64,7 +64,7 @@ def one_by_one(reward: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "attention"), [(1, "segments"), (1, "padded"), (2, "segments")])
+@pytest.mark.parametrize(("ranks", "attention"), [(1, "sdpa"), (1, "padded"), (2, "sdpa")])
 def test_within_the_budget_and_as_one_by_one(
     tiny: Path, tmp_path: Path, device_type: str, reward: dict[str, Any], ranks: int, attention: str
 ) -> None:
@@ -81,6 +81,6 @@ def test_within_the_budget_and_as_one_by_one(
         sizes = [rank[name]["sizes"] for rank in told]
         assert len({len(own) for own in sizes}) == 1 and len(sizes[0]) > 1
         assert BUDGET / 2 < max(map(max, sizes)) <= BUDGET
-        if attention == "segments":  # a prompt is not read again for each of its responses
+        if attention == "sdpa":  # a prompt is not read again for each of its responses
             responses = sum(len(t.mask_N) for t in trajectories().values())
             assert sum(map(sum, sizes)) < responses + 0.75 * RESPONSES * sum(PROMPTS)

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.workers import Member, WorkerGroup
+from isotrain.data.prompts import Prompt
 from isotrain.device.detect import choose_device
 from isotrain.errors import WeightUpdateError
 from isotrain.observe.metrics import read_metrics
@@ -76,11 +77,7 @@ def test_what_is_allowed_follows_the_updates_before() -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [1, 5, 3], [1, 90]])
 def test_a_weight_check_has_at_least_two_tokens(lengths: list[int]) -> None:
-    class Prompts(list[np.ndarray]):
-        def prompt(self, number: int) -> np.ndarray:
-            return self[number]
-
-    store: Any = Prompts(np.arange(7, 7 + length, dtype=np.int32) for length in lengths)
+    store: Any = [Prompt(np.arange(7, 7 + length, dtype=np.int32), b"{}") for length in lengths]
     check_T = _check_tokens(store)
     assert check_T.dtype == np.int32 and len(check_T) == max(2, min(max(lengths), 32))
     assert check_T[0] == 7
