@@ -19,6 +19,8 @@ from isotrain.api.run import Metrics
 from isotrain.errors import DataError, IsotrainError, RecipeError
 from support import tiny_recipe
 
+pytestmark = pytest.mark.heavy
+
 
 def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     file = cwd / "program.py"

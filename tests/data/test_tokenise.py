@@ -21,6 +21,8 @@ from isotrain.data.rows import read_rows
 from isotrain.data.tokenise import build_store
 from isotrain.errors import DataError
 
+pytestmark = pytest.mark.heavy
+
 ROWS = 60
 # A template that takes about as long as asked for; the sandbox limits one range, not two.
 SLOW = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}"

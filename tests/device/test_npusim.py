@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.heavy
+
 RANKS = str(Path(npusim.__file__).with_name("ranks.py"))
 
 

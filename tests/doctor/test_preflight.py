@@ -16,6 +16,8 @@ from isotrain.errors import DeviceError
 from isotrain.recipe.library import locate
 from isotrain.recipe.load import load_recipe
 
+pytestmark = pytest.mark.heavy
+
 MACHINES = Path(__file__).parent / "machines"
 RECIPE = "gsm8k-sft-lora"
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 RANK = """
 import os, sys, time
 from pathlib import Path

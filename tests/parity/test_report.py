@@ -31,6 +31,8 @@ from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 
+pytestmark = pytest.mark.heavy
+
 HOSTILE = """<script>alert("x")</script>'"><img src=x onerror=y>|`$\\frac{$\x1b[31m\u202e\udcff/loss"""
 VOID = {"meta", "img"}
 

@@ -20,6 +20,8 @@ from isotrain.reward.base import RewardInput, Scored
 from isotrain.reward.function import function_setup, read_source
 from isotrain.reward.pool import Pool
 
+pytestmark = pytest.mark.heavy
+
 MakePool = Callable[..., Pool]
 ENDLESS = 1000.0
 

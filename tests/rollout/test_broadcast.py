@@ -21,6 +21,8 @@ from isotrain.rollout import broadcast
 from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import BroadcastSender
 
+pytestmark = pytest.mark.heavy
+
 TIMEOUT = 5.0
 
 

@@ -19,6 +19,8 @@ from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.transfer import write_update
 
+pytestmark = pytest.mark.heavy
+
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
 
 

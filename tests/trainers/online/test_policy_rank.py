@@ -34,6 +34,8 @@ from transformers import (
 from support import how_computed
 from traced_runs import layers_level
 
+pytestmark = pytest.mark.heavy
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "rloo": {},
