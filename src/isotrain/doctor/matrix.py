@@ -37,7 +37,13 @@ class Stack(Row):
     """Exact versions, or ranges."""
     arm: dict[str, str] = Field(default_factory=dict)
     x86: dict[str, str] = Field(default_factory=dict)
+    no_deps: tuple[str, ...] = ()
+    """Packages to install with `--no-deps`: their wheels ask for other versions than the stack's."""
     unsupported: tuple[str, ...] = ()
+    requirements: str | None = None
+    """The file with all packages of the stack."""
+    checked: str | None = None
+    """The day when the published wheels' metadata was seen to agree with the row."""
     status: Status
     source: str
 

@@ -97,7 +97,8 @@ def _packages_to_change(stack: Stack, scene: Scene) -> dict[str, str]:
         if not (name in have and fits(have[name], wanted))
         # One that is there must go with the new torch as well.
         and (name not in _FOR_ENGINES or name in have or "online" in needs)
-        and name != "transformers"  # isotrain's own bounds see to it
+        # isotrain's own bounds see to it, unless an engine is there that wants one version.
+        and (name != "transformers" or (is_exact(wanted) and ("vllm" in have or "online" in needs)))
     }
 
 
@@ -127,8 +128,17 @@ def _commands(stack: Stack, scene: Scene) -> list[str]:
         build = "+cpu" if pinned else ""
         note = "   # from PyTorch's index of CPU builds" if build else ""
         lines.append(f"pip install {_pin('torch', torch + build)}{note}")
+    if stack.requirements and _engines(packages):
+        lines.append(
+            f"pip install --no-deps --require-hashes -r {stack.requirements}   # isotrain's repository"
+        )
+        packages = {name: packages[name] for name in packages if name == "triton-ascend"}
+    loose = {name: packages.pop(name) for name in (*stack.no_deps, "triton-ascend") if name in packages}
     if packages:
-        lines.append("pip install " + " ".join(_pin(name, wanted) for name, wanted in packages.items()))
+        lines.append(f"pip install {_pins(packages)}")
+    if loose:
+        note = "   # triton-ascend comes from Ascend" if "triton-ascend" in loose else ""
+        lines.append(f"pip install --no-deps {_pins(loose)}{note}")
     if lines:
         lines.append("pip install 'isotrain[train]'")
     return lines
@@ -136,6 +146,10 @@ def _commands(stack: Stack, scene: Scene) -> list[str]:
 
 def _differs(wanted: str, have: str | None) -> bool:
     return have is None or order(have) != order(wanted)
+
+
+def _pins(packages: dict[str, str]) -> str:
+    return " ".join(_pin(name, wanted) for name, wanted in packages.items())
 
 
 def _pin(name: str, wanted: str) -> str:

@@ -18,6 +18,9 @@ Which versions work together, and which problems are known. This page is generat
 
 **No row for Ascend or CUDA is verified: isotrain has not run on such hardware yet.** `published` means that
 its publisher says that it works. The column `torch` says whether isotrain's bounds allow the stack's torch.
+A row is `resolved` on the day when pip's reports of the published wheels contradicted none of its versions
+(`pytest -m slow tests/doctor/test_published_metadata.py`). A package with `--no-deps` asks for other versions
+than the row has: pip refuses the row without that option.
 """
 
 
@@ -28,8 +31,19 @@ def render() -> str:
 
 def _stacks() -> Iterator[str]:
     yield "## Published together\n"
-    yield "| stack | hardware | driver | CANN | Python | packages | not supported | torch | status | source |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    columns = (
+        "stack",
+        "hardware",
+        "driver",
+        "CANN",
+        "Python",
+        "packages",
+        "not supported",
+        "torch",
+        "resolved",
+    )
+    yield table_row(*columns, "status", "source")
+    yield "|" + "---|" * (len(columns) + 2)
     for stack in matrix().stacks:
         hardware = ", ".join(stack.boxes or stack.hardware) or stack.device
         yield table_row(
@@ -41,6 +55,7 @@ def _stacks() -> Iterator[str]:
             _packages(stack),
             ", ".join(stack.unsupported),
             "new enough" if carries_isotrain(stack) else "too old",
+            _resolved(stack),
             stack.status,
             stack.source,
         )
@@ -48,10 +63,16 @@ def _stacks() -> Iterator[str]:
 
 
 def _packages(stack: Stack) -> str:
-    pins = [f"{name} {version}" for name, version in stack.packages.items()]
+    without = dict.fromkeys(stack.no_deps, " (--no-deps)")
+    pins = [f"{name} {version}{without.get(name, '')}" for name, version in stack.packages.items()]
     pins += [f"{name} {version} (ARM)" for name, version in stack.arm.items()]
     pins += [f"{name} {version} (x86)" for name, version in stack.x86.items()]
     return ", ".join(pins)
+
+
+def _resolved(stack: Stack) -> str:
+    file = f", `pip install --no-deps -r {stack.requirements}`" if stack.requirements else ""
+    return f"by pip on {stack.checked}{file}" if stack.checked else ""
 
 
 def _toolkits() -> Iterator[str]:

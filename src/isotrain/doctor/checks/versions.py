@@ -189,8 +189,10 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
     if not plugin:
         return
     stacks = [stack for stack in matrix().stacks if fits(plugin, stack.packages.get("vllm-ascend", "0"))]
-    for name in ("vllm", "torch", "torch-npu"):
-        versions = list(dict.fromkeys(stack.packages[name] for stack in stacks if name in stack.packages))
+    for name in ("vllm", "torch", "torch-npu", "transformers"):
+        # Rows that were not checked against the wheel leave transformers to its user.
+        told = [stack for stack in stacks if name != "transformers" or stack.checked]
+        versions = list(dict.fromkeys(stack.packages[name] for stack in told if name in stack.packages))
         have = packages.get(name)
         # Post releases of torch_npu are for other toolkits, which is looked at by itself.
         same = _release_is if name == "torch-npu" else fits
@@ -198,7 +200,7 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
             problem = f"vllm-ascend {plugin} was published with {name} {' or '.join(versions)}, not with " + (
                 have or "none"
             )
-            remedy = f"pip install {name}=={versions[-1]}"
+            remedy = f"pip install {name}=={versions[0] if name == 'transformers' else versions[-1]}"
             yield Finding(
                 f"vllm-ascend-and-{name}",
                 "error" if wanted or scene.needs is None else "warning",

@@ -5,6 +5,9 @@
 
 namespace {
 
+#if __has_include(<ATen/core/Dimname.h>)  // older torch: its macros below name the type without the namespace
+using at::DimnameList;
+#endif
 using at::ScalarType;
 using at::Scalar;
 using at::Tensor;
