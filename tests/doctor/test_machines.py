@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from pathlib import Path
 
@@ -149,6 +151,22 @@ def test_settings_that_matter_to_several_ranks() -> None:
         "hccl-exec-timeout",
         "hccl-ports-taken",
     }
+
+
+@pytest.mark.parametrize("variables", [{}, {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050"}])
+def test_free_ports_are_chosen_unless_the_user_sets_the_first(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    shutil.copytree(MACHINES / "hccl-settings", tmp_path / "machine")
+    file = tmp_path / "machine" / "machine.json"
+    machine = json.loads(file.read_text())
+    if not variables:
+        del machine["variables"]["HCCL_IF_BASE_PORT"]
+    machine["variables"] |= variables
+    file.write_text(json.dumps(machine))
+    recipe = load_recipe(locate("gsm8k-sft-lora-8x"))
+    found = examine(RecordedMachine(tmp_path / "machine"), recipe=recipe).findings
+    assert "hccl-ports-taken" not in {finding.id for finding in found}
 
 
 def test_an_odd_number_of_dies() -> None:

@@ -274,11 +274,13 @@ class VllmEngine:
 
 def _set_environment(device_type: str) -> dict[str, str]:
     """Returns what is special to the device."""
+    from isotrain.device.detect import find_device  # with torch, which the command line starts without
+
     special = npu_environment(os.environ) if device_type == "npu" else {}
     os.environ.update(FIXED | special)
     for variable in [name for name, value in special.items() if not value]:
         del os.environ[variable]
-    for variable, value in DEFAULTS.items():
+    for variable, value in (DEFAULTS | find_device(device_type).port_variables(os.environ)).items():
         os.environ.setdefault(variable, value)
     return special
 
