@@ -7,6 +7,7 @@ P: prompt tokens, N: response tokens, T: tokens of a sequence.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -66,6 +67,7 @@ class SglangEngine:
         memory_utilization: float = 0.5,
         eager: bool = True,
         update_timeout: float = 300.0,
+        config_changes: Mapping[str, int] | None = None,
     ) -> None:
         if device_type not in DEVICES:
             raise RolloutError(
@@ -96,6 +98,8 @@ class SglangEngine:
             "mem-fraction-static": str(memory_utilization),
             "random-seed": str(seed),
         }
+        if config_changes:
+            options["json-model-override-args"] = json.dumps(dict(config_changes))
         try:
             self._server = LocalServer(
                 name,
