@@ -169,6 +169,23 @@ def test_free_ports_are_chosen_unless_the_user_sets_the_first(
     assert "hccl-ports-taken" not in {finding.id for finding in found}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "hard", "warned"), [(1024, 1024, True), (1024, 4096, False), (8, 1024, False)]
+)
+def test_a_limit_of_open_files(tmp_path: Path, ranks: int, hard: int, warned: bool) -> None:
+    """Each rank may connect to all others; the soft limit is raised by the ranks themselves."""
+    shutil.copytree(MACHINES / "good-a2", tmp_path / "machine")
+    limits = tmp_path / "machine" / "files" / "proc" / "self" / "limits"
+    limits.parent.mkdir(parents=True, exist_ok=True)
+    limits.write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max open files            512                  {hard}               files     \n"
+    )
+    recipe = load_recipe(locate("gsm8k-sft-lora-8x"), [f"device.ranks={ranks}"])
+    found = examine(RecordedMachine(tmp_path / "machine"), recipe=recipe).findings
+    assert ("few-open-files" in {finding.id for finding in found}) is warned
+
+
 def test_an_odd_number_of_dies() -> None:
     recipe = load_recipe(locate("gsm8k-sft-lora"), ["device.ranks=3"])
     found = examine(RecordedMachine(MACHINES / "good-a3"), recipe=recipe).findings

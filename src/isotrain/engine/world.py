@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -33,6 +34,8 @@ STORE_VARIABLE = "ISOTRAIN_STORE"
 # Long enough for the slowest rank to read its shard of a large model, short enough to end a hang.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
+# Ranks from which on gloo connects pairs when they first talk.
+CONNECT_ON_DEMAND = 128
 
 # Seconds between polls of other ranks where no collective may wait for them.
 WAIT_SECONDS = 0.2
@@ -141,6 +144,19 @@ def _meet(store: str, size: int, device: Device) -> Any:
     return met
 
 
+def _make_room_for_sockets(size: int) -> None:
+    """gloo connects every pair of ranks at the start, more than the usual 1,024 open files allow.
+
+    Large jobs connect on demand instead. Small ones do not: a connection that breaks shows a dead rank at
+    once, one that was never made only after the timeout.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if size >= CONNECT_ON_DEMAND:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 @contextmanager
 def join_world(device: Device, store: str | None = None) -> Iterator[World]:
     """Join the job that the environment describes (as torchrun does), or form one of a single rank.
@@ -159,6 +175,7 @@ def join_world(device: Device, store: str | None = None) -> Iterator[World]:
     elif host := os.environ.get("MASTER_ADDR"):
         one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
         use_interface(lambda: address_towards_master(host, one_machine), device.interface_variable)
+    _make_room_for_sockets(size)
     torch_device = device.activate(local_rank)
     dist.init_process_group(device.collectives, timeout=COLLECTIVE_TIMEOUT, **place)
     try:
