@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from isotrain.doctor.checks.versions import requirements
 from isotrain.doctor.examine import Report, examine
 from isotrain.doctor.recorded import RecordedMachine
 from isotrain.recipe.library import locate
@@ -214,3 +216,19 @@ def test_the_nearest_stack() -> None:
 def test_no_stack_is_named_where_versions_are_not_the_trouble() -> None:
     assert examined("mask-out-of-order").nearest is None
     assert examined("good-a2").nearest is None
+
+
+def test_isotrain_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone on PYTHONPATH has no metadata."""
+
+    def absent(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    requirements.cache_clear()
+    try:
+        found = [finding for finding in examined("good-cpu").findings if finding.level == "warning"]
+    finally:
+        requirements.cache_clear()
+    assert [finding.id for finding in found] == ["not-installed"]
+    assert "pip install" in found[0].remedy
