@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from isotrain.cluster.connect import join_cluster
 from isotrain.device.cpu import Cpu
+from isotrain.errors import ClusterError
 from isotrain.recipe.online import ClusterSection
 
 PORT = 6399
@@ -29,8 +31,16 @@ if __name__ == "__main__":
     )
     try:
         section = ClusterSection(address=f"127.0.0.1:{PORT}")
-        with join_cluster(section, Cpu(), answer_timeout=60) as joined:
-            print(joined.introduction)
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                with join_cluster(section, Cpu(), answer_timeout=60) as joined:
+                    print(joined.introduction)
+                break
+            except ClusterError:  # its head replies a moment before its first node is there
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
     finally:
         head.terminate()
         head.wait(timeout=30)

@@ -58,7 +58,8 @@ def test_local_directories_have_no_commit(tmp_path: Path) -> None:
 def test_a_start_records_the_commits(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "name: r\noutput: out\nmodel: {path: someone/small@v1}\ndata: {train: rows.jsonl}\nalgorithm: {name: sft}\n"
+        "name: r\noutput: out\nmodel: {path: someone/small@v1}\n"
+        "data: {train: rows.jsonl}\nalgorithm: {name: sft}\n"
     )
     assert hub_commits(load_recipe(recipe)) == {"model.path": OLD}
 
