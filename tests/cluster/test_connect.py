@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import ray
 from plain_workers import Clerk
 
+import isotrain
 from isotrain.cluster import connect
 from isotrain.cluster.connect import (
     Node,
@@ -202,11 +204,41 @@ def test_a_running_cluster_is_joined_and_left_running(
         monkeypatch.setenv("RAY_ADDRESS", running)
     with join_cluster(section, Cpu()) as cluster:
         assert cluster.address == running and not cluster.private
+        assert cluster.introduction == f"joined the Ray cluster at {running}"
         with WorkerGroup("clerk", Clerk, [Member(("guest",))], start_timeout=60) as group:
             assert group.call("say", "hello") == ["guest: hello"]
         check_authentication(running, 30)
     assert not ray.is_initialized()
     assert knock(running, 30) is Reply.OPEN
+
+
+def _can_isolate() -> bool:
+    if not all(map(shutil.which, ("unshare", "ip"))):
+        return False
+    return (
+        subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], capture_output=True).returncode
+        == 0
+    )
+
+
+@pytest.mark.skipif(not _can_isolate(), reason="no network namespaces here")
+def test_a_cluster_without_authentication_is_joined_with_a_warning() -> None:
+    """A single machine's; `ray start` listens on all interfaces, and so this has a network of its own."""
+    child = Path(__file__).with_name("open_cluster.py")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NPU_SIM"))}
+    source = {"PYTHONPATH": str(Path(isotrain.__file__).parents[1])}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home:
+        done = subprocess.run(
+            ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", sys.executable, child, home],
+            env={**clean, **source},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "joined the Ray cluster at 127.0.0.1" in done.stdout
+    assert "warning: this cluster runs code for anyone who reaches its ports" in done.stdout
+    assert "ray get-auth-token --generate" in done.stdout
 
 
 def test_nothing_answers() -> None:

@@ -17,8 +17,7 @@ from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, place, rank_environments
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
-from isotrain.engine.world import interface_of
-from isotrain.errors import ClusterError, LaunchError
+from isotrain.errors import ClusterError
 from isotrain.recipe.online import ClusterSection
 from ray_machines import two_machines
 
@@ -94,9 +93,3 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
             assert others.call_on(1 - index, "add", 1) == 1
             others.close()
     assert not ray.is_initialized()
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") == interface_of("127.3.2.1") == "lo"
-    with pytest.raises(LaunchError, match=r"no network interface has the address 203\.0\.113\.9"):
-        interface_of("203.0.113.9")

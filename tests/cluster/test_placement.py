@@ -73,6 +73,8 @@ def test_colocated_engines_share_the_devices_of_ranks() -> None:
     assert placement.store_host == "a"
     environments = engine_environments(placement.engines, NPU)
     assert [own["ASCEND_RT_VISIBLE_DEVICES"] for own in environments] == ["2,3", "0,1"]
+    for own in environments + rank_environments(placement.ranks, NPU):  # two processes on a device
+        assert own["HCCL_HOST_SOCKET_PORT_RANGE"] == own["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
 
 
 def test_separate_engines_have_devices_of_their_own() -> None:

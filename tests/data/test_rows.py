@@ -125,14 +125,20 @@ class TestHub:
     def test_name_config_and_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 
-        def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, object]]:
-            asked.append((name, config, split))
+        def load_dataset(
+            name: str, config: str | None, split: str, revision: str | None
+        ) -> list[dict[str, object]]:
+            asked.append((name, config, split, revision))
             return [{"text": "a", "other": None}]
 
         monkeypatch.setattr("datasets.load_dataset", load_dataset)
-        for name in ("org/set", "org/set:test", "org/set:main:test"):
+        for name in ("org/set", "org/set:test", "org/set@v1:main:test"):
             assert list(read_rows(name)) == [Row({"text": "a"}, f"{name} row 0")]
-        assert asked == [("org/set", None, "train"), ("org/set", None, "test"), ("org/set", "main", "test")]
+        assert asked == [
+            ("org/set", None, "train", None),
+            ("org/set", None, "test", None),
+            ("org/set", "main", "test", "v1"),
+        ]
         with pytest.raises(DataError, match="name:config:split"):
             list(read_rows("a:b:c:d"))
 

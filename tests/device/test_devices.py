@@ -163,7 +163,19 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cpu, "count", lambda self: 8)
     for ranks, threads in ((1, "8"), (2, "4"), (3, "2"), (16, "1")):
         assert Cpu().rank_environment(ranks) == {"OMP_NUM_THREADS": threads}
-        assert NPU.rank_environment(ranks) == {"OMP_NUM_THREADS": "1"}
+        assert NPU.rank_environment(ranks)["OMP_NUM_THREADS"] == "1"
+
+
+def test_processes_on_one_device_choose_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, own, first = "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE", "HCCL_IF_BASE_PORT"
+    for name in (host, own, first):
+        monkeypatch.delenv(name, raising=False)
+    assert NPU.rank_environment(8).items() >= {host: "auto", own: "auto"}.items()
+    monkeypatch.setenv(own, "61000-61050")
+    assert NPU.rank_environment(8).items() >= {host: "auto", own: "61000-61050"}.items()
+    monkeypatch.setenv(first, "50000")  # a range would overrule it
+    assert host not in NPU.rank_environment(8)
+    assert all(device.port_variables({}) == {} for device in (CUDA, Cpu()))
 
 
 @pytest.mark.parametrize("name", DEVICES)

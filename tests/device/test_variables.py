@@ -46,5 +46,7 @@ def test_all_that_a_device_reads_is_passed(name: str) -> None:
     """A child computes as its parent, on the parent's devices."""
     device = DEVICES[name]
     own = [*device.numerics_variables, device.visible_devices_variable, device.interface_variable]
-    wanted = {name: "1" for name in [*own, *device.deterministic_variables({})] if name}
+    wanted = {
+        name: "1" for name in [*own, *device.deterministic_variables({}), *device.port_variables({})] if name
+    }
     assert child_environment(wanted) == wanted

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from isotrain.doctor.checks.versions import requirements
 from isotrain.doctor.examine import Report, examine
 from isotrain.doctor.recorded import RecordedMachine
 from isotrain.recipe.library import locate
@@ -151,6 +155,39 @@ def test_settings_that_matter_to_several_ranks() -> None:
     }
 
 
+@pytest.mark.parametrize("variables", [{}, {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050"}])
+def test_free_ports_are_chosen_unless_the_user_sets_the_first(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    shutil.copytree(MACHINES / "hccl-settings", tmp_path / "machine")
+    file = tmp_path / "machine" / "machine.json"
+    machine = json.loads(file.read_text())
+    if not variables:
+        del machine["variables"]["HCCL_IF_BASE_PORT"]
+    machine["variables"] |= variables
+    file.write_text(json.dumps(machine))
+    recipe = load_recipe(locate("gsm8k-sft-lora-8x"))
+    found = examine(RecordedMachine(tmp_path / "machine"), recipe=recipe).findings
+    assert "hccl-ports-taken" not in {finding.id for finding in found}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hard", "warned"), [(1024, 1024, True), (1024, 4096, False), (8, 1024, False)]
+)
+def test_a_limit_of_open_files(tmp_path: Path, ranks: int, hard: int, warned: bool) -> None:
+    """Each rank may connect to all others; the soft limit is raised by the ranks themselves."""
+    shutil.copytree(MACHINES / "good-a2", tmp_path / "machine")
+    limits = tmp_path / "machine" / "files" / "proc" / "self" / "limits"
+    limits.parent.mkdir(parents=True, exist_ok=True)
+    limits.write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max open files            512                  {hard}               files     \n"
+    )
+    recipe = load_recipe(locate("gsm8k-sft-lora-8x"), [f"device.ranks={ranks}"])
+    found = examine(RecordedMachine(tmp_path / "machine"), recipe=recipe).findings
+    assert ("few-open-files" in {finding.id for finding in found}) is warned
+
+
 def test_an_odd_number_of_dies() -> None:
     recipe = load_recipe(locate("gsm8k-sft-lora"), ["device.ranks=3"])
     found = examine(RecordedMachine(MACHINES / "good-a3"), recipe=recipe).findings
@@ -179,3 +216,19 @@ def test_the_nearest_stack() -> None:
 def test_no_stack_is_named_where_versions_are_not_the_trouble() -> None:
     assert examined("mask-out-of-order").nearest is None
     assert examined("good-a2").nearest is None
+
+
+def test_isotrain_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone on PYTHONPATH has no metadata."""
+
+    def absent(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    requirements.cache_clear()
+    try:
+        found = [finding for finding in examined("good-cpu").findings if finding.level == "warning"]
+    finally:
+        requirements.cache_clear()
+    assert [finding.id for finding in found] == ["not-installed"]
+    assert "pip install" in found[0].remedy

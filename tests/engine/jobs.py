@@ -115,7 +115,7 @@ class Job:
 
     def critic(self, **model: Any) -> TrainingEngine:
         place: dict[str, Any] = {"device": self.device, "world": self.world}
-        return build_critic(self.section(**model), OptimizerSection(), path=None, lr=LR, **place)
+        return build_critic(self.section(**model), OptimizerSection(), path=None, **place)
 
     def reference(self, **model: Any) -> InferenceModel:
         return build_reference(self.section(**model), device=self.device, world=self.world)

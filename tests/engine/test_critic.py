@@ -10,7 +10,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from jobs import LR, SAMPLES, STEPS, Job, critic_objective, updates
+from jobs import SAMPLES, STEPS, Job, critic_objective, updates
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from isotrain.data.packing import pack
@@ -89,7 +89,7 @@ def test_a_critic_learns(job: Job) -> None:
 
 def test_a_critic_from_a_classifier_keeps_its_head(job: Job, reward_model: Path) -> None:
     place: dict[str, Any] = {"device": job.device, "world": job.world}
-    critic = build_critic(job.section(), OptimizerSection(), path=str(reward_model), lr=LR, **place)
+    critic = build_critic(job.section(), OptimizerSection(), path=str(reward_model), **place)
     (values_N,) = critic.infer([pack(SAMPLES)], ScalarHead.values)
     model = classifier(reward_model)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_reward_model_with_two_labels(job: Job, tiny: Path, tmp_path: Path) ->
 def test_paths_are_named_by_their_field(job: Job) -> None:
     place: dict[str, Any] = {"device": job.device, "world": job.world}
     with pytest.raises(ModelError, match=r"algorithm\.critic\.path: '\./typo' does not exist"):
-        build_critic(job.section(), OptimizerSection(), path="./typo", lr=LR, **place)
+        build_critic(job.section(), OptimizerSection(), path="./typo", **place)
     with pytest.raises(ModelError, match=r"reward\.model\.path: '\./typo' does not exist"):
         build_reward_model("./typo", job.section(), **place)
 

@@ -179,7 +179,6 @@ def test_optimizer_groups() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1, bias=False))
     model[2].requires_grad_(False)
     options: dict[str, Any] = {
-        "lr": 0.1,
         "betas": (0.8, 0.9),
         "eps": 1e-6,
         "weight_decay": 0.3,
@@ -189,7 +188,7 @@ def test_optimizer_groups() -> None:
     assert decayed["params"] == [model[0].weight] and decayed["weight_decay"] == 0.3
     assert kept["params"] == [model[0].bias, model[1].weight, model[1].bias] and kept["weight_decay"] == 0
     for group in (decayed, kept):
-        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.1, (0.8, 0.9), 1e-6, True)
+        assert (group["betas"], group["eps"], group["fused"]) == ((0.8, 0.9), 1e-6, True)
     assert len(make_optimizer(nn.Linear(2, 3, bias=False), **options).param_groups) == 1
 
 

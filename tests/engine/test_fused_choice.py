@@ -136,7 +136,7 @@ def build(
     if kind == "adapters":
         return build_engine(model, optimizer, seed=0, **place)
     if kind == "critic":
-        return build_critic(model, optimizer, path=str(classifier), lr=1e-3, **place)
+        return build_critic(model, optimizer, path=str(classifier), **place)
     if kind == "steps":
         return build_step_classifier(model, optimizer, **place)
     if kind == "reward":

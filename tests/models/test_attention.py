@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from isotrain.device import varlen
 from isotrain.errors import ModelError
 from isotrain.models import attention
 from isotrain.models.attention import SEGMENTS, segment_attention
@@ -139,3 +140,134 @@ def test_transformers_knows_it() -> None:
 
     assert ALL_ATTENTION_FUNCTIONS[SEGMENTS] is segment_attention
     assert SEGMENTS not in ALL_MASK_ATTENTION_FUNCTIONS, "no mask is built for it"
+
+
+def reference_64(
+    qkv: list[torch.Tensor], lengths: tuple[int, ...], continues: tuple[int, ...], window: int | None
+) -> torch.Tensor:
+    """Attention in float64, one query at a time."""
+    query_HTD, key_HTD, value_HTD = (x[0].detach().cpu().double() for x in qkv)
+    groups = query_HTD.shape[0] // key_HTD.shape[0]
+    key_HTD, value_HTD = (x.repeat_interleave(groups, dim=0) for x in (key_HTD, value_HTD))
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    out_TD = []
+    for start, length, trunk in zip(starts, lengths, continues, strict=True):
+        before = list(range(starts[trunk], starts[trunk] + lengths[trunk])) if trunk >= 0 else []
+        for token in range(start, start + length):
+            seen = (before + list(range(start, token + 1)))[-(window or TOKENS) :]
+            scores_HK = torch.einsum("hd,hkd->hk", query_HTD[:, token], key_HTD[:, seen]) * 8**-0.5
+            out_TD.append(torch.einsum("hk,hkd->hd", scores_HK.softmax(-1), value_HTD[:, seen]))
+    return torch.stack(out_TD)[None]
+
+
+TRUNKS = ((3, 2, 2, 1, 1), (-1, 0, 0, 0, -1))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_kernels_of_devices_get_no_mask_with_grouped_heads(
+    device_type: str, key_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No efficient kernel takes both: the one that does keeps the scores of all tokens, 49 GB for 8 x 11k."""
+    calls = []
+    real = attention.F.scaled_dot_product_attention
+
+    def watched(*args: torch.Tensor, **options: object) -> torch.Tensor:
+        calls.append((args[0].shape[1] != args[1].shape[1], options))
+        return real(*args, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    qkv = inputs(device_type, key_heads)
+    out = attend(qkv, TRUNKS[0], segment_continues=TRUNKS[1], sliding_window=window)
+    assert any(options["attn_mask"] is not None for _, options in calls)
+    assert all(options["enable_gqa"] is grouped for grouped, options in calls)
+    if device_type != "cpu":
+        assert not any(options["enable_gqa"] for _, options in calls), "float32, or with a mask"
+    torch.testing.assert_close(out.cpu().double(), reference_64(qkv, *TRUNKS, window), rtol=0, atol=1e-6)
+
+
+def bottom_right(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch's kernel is documented to compute; it has none for the host."""
+    assert window_size[1] == 0 and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    groups, out = query.shape[1] // key.shape[1], []
+    for index in range(len(cu_seq_q) - 1):
+        q = query[cu_seq_q[index] : cu_seq_q[index + 1]].transpose(0, 1)
+        k, v = (x[cu_seq_k[index] : cu_seq_k[index + 1]].transpose(0, 1) for x in (key, value))
+        k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        if window_size[0] >= 0:
+            seen = seen.triu(k.shape[1] - q.shape[1] - window_size[0])
+        scores = (q @ k.transpose(1, 2)) * (scale or q.shape[-1] ** -0.5)
+        out.append((scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("segments", [TRUNKS, (LENGTHS, (-1, -1, -1))])
+def test_the_kernel_for_packed_samples(
+    segments: tuple[tuple[int, ...], tuple[int, ...]],
+    key_heads: int,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One call for the whole pack, equal to attention sample by sample and to float64."""
+    lengths, continues = segments
+    options = {"segment_continues": continues if max(continues) >= 0 else (), "sliding_window": window}
+    expected_qkv, qkv = inputs("cpu", key_heads), inputs("cpu", key_heads)
+    expected = attend(expected_qkv, lengths, **options)
+    monkeypatch.setattr(varlen, "takes", lambda query, dropout: True)
+    monkeypatch.setattr(varlen, "_kernel", lambda: bottom_right)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", None)
+    out = attend(qkv, lengths, **options)
+    torch.testing.assert_close(out.double(), reference_64(qkv, *segments, window), rtol=0, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for x, y in zip(qkv, expected_qkv, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=2e-6)
+
+
+@pytest.mark.skipif(varlen._kernel() is None, reason="this torch has no such kernel")
+def test_torchs_kernel_takes_our_arguments() -> None:
+    """Shapes and gradients of the real function; only a CUDA device computes with it."""
+    query, key = (
+        torch.randn(9, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2)
+    )
+    out = varlen.attend(query, key, key, query_ends=(3, 9), key_ends=(3, 9), scale=0.5, window=4)
+    assert out.shape == query.shape
+    out.sum().backward()
+    assert key.grad is not None and key.grad.shape == key.shape
+
+
+def test_where_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+        def __init__(self, dtype: torch.dtype, size: int) -> None:
+            self.dtype, self.shape = dtype, torch.Size([1, 4, 9, size])
+
+    def takes(dtype: torch.dtype = torch.bfloat16, size: int = 128, dropout: float = 0.0) -> bool:
+        return varlen.takes(OnCuda(dtype, size), dropout)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(varlen, "_kernel", lambda: bottom_right)
+    monkeypatch.setattr(varlen, "_is_new_enough", lambda device: True)
+    assert takes() and takes(torch.float16)
+    assert not takes(torch.float32) and not takes(size=264) and not takes(size=12) and not takes(dropout=0.1)
+    assert not varlen.takes(torch.zeros(1, 4, 9, 128, dtype=torch.bfloat16), 0.0)
+    monkeypatch.setattr(varlen, "_kernel", lambda: None)  # torch 2.10's has neither scale nor groups
+    assert not takes()

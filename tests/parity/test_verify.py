@@ -123,6 +123,14 @@ def test_levels_computed_again(path: Path) -> None:
     assert wrong(verify(path, again=lambda _: [Level("P3", "different", "outside")])) == ["P3 again"]
 
 
+def test_levels_without_the_curves_they_are_about(path: Path) -> None:
+    def drop(certificate: Any) -> None:
+        for name in [name for name in certificate["curves"] if name != "perf/throughput"]:
+            del certificate["curves"][name]
+
+    assert wrong(verify(rewrite(path, drop), again=levels_again)) == ["figures", "levels again"]
+
+
 def test_a_forged_envelope_is_found(path: Path) -> None:
     def wider(content: dict[str, Any]) -> None:
         for curve in content["curves"].values():

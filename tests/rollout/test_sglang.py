@@ -5,6 +5,7 @@ What a real SGLang does is not shown here: none has been run.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -143,6 +144,21 @@ def test_other_devices(start: Start, recorder: Recorder, monkeypatch: pytest.Mon
     assert "attention-backend" not in sglang._options("cuda", eager=True)
     with pytest.raises(RolloutError, match=r"does not support .* on cpu; set .* vllm or hf"):
         start("cpu")
+
+
+def test_stretched_positions(tiny: Path, start: Start, recorder: Recorder) -> None:
+    """SGLang refuses lengths beyond a config's limit unless it is told of a larger one."""
+    file = tiny / "model" / "config.json"
+    config = json.loads(file.read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    file.write_text(json.dumps(config | {"max_position_embeddings": 16, "rope_parameters": rope}))
+    try:
+        start()
+    finally:
+        file.write_text(json.dumps(config))
+    options = recorder.start()["options"]
+    assert options["context-length"] == "34"
+    assert json.loads(options["json-model-override-args"]) == {"max_position_embeddings": 64}
 
 
 def test_responses(engine: SglangEngine, recorder: Recorder) -> None:

@@ -40,7 +40,7 @@ def run_child(
 ) -> dict[str, Any]:
     """Everything that one engine can show; starting it is what takes the time."""
     # An interpreter of another environment has what isotrain needs, but not isotrain.
-    source = {} if python == sys.executable else {"PYTHONPATH": str(Path(isotrain.__file__).parents[1])}
+    source = {"PYTHONPATH": str(Path(isotrain.__file__).parents[1])}
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("NPU_SIM")}
     done = subprocess.run(
         [python, str(CHILD), str(work), str(tensor_parallel)],

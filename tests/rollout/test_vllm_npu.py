@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from isotrain.rollout.vllm import npu_environment
+import os
+from unittest.mock import patch
+
+from isotrain.rollout.vllm import _set_environment, npu_environment
 
 
 def test_nz_is_always_off() -> None:
@@ -15,3 +18,13 @@ def test_expandable_segments_are_taken_out() -> None:
     assert changed["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"
     assert npu_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})["PYTORCH_ALLOC_CONF"] == ""
     assert "PYTORCH_NPU_ALLOC_CONF" not in npu_environment({"PYTORCH_NPU_ALLOC_CONF": "page_size:1g"})
+
+
+def test_the_engine_chooses_free_ports() -> None:
+    with patch.dict(os.environ, {"HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}, clear=True):
+        _set_environment("npu")
+        assert os.environ["HCCL_HOST_SOCKET_PORT_RANGE"] == "auto"
+        assert os.environ["HCCL_NPU_SOCKET_PORT_RANGE"] == "61000-61050"  # the user's
+    with patch.dict(os.environ, {}, clear=True):
+        _set_environment("cuda")
+        assert not any(name.startswith("HCCL_") for name in os.environ)

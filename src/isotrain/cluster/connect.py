@@ -52,12 +52,20 @@ class Cluster:
     """Where Ray's workers on this machine write their output."""
     trusted: bool = True
     """Whether the user says that nobody else reaches it."""
+    authenticated: bool = True
+    """Whether it refuses requests without a token."""
 
     @property
     def introduction(self) -> str:
-        """One line for the user."""
+        """One line for the user, and a warning where one is due."""
+        if self.private:
+            return "started a private Ray cluster"
+        joined = f"joined the Ray cluster at {self.address}"
+        if self.authenticated:
+            return joined
         return (
-            "started a private Ray cluster" if self.private else f"joined the Ray cluster at {self.address}"
+            f"{joined}\nwarning: this cluster runs code for anyone who reaches its ports. To turn on token "
+            f"authentication, {HOW_TO_AUTHENTICATE}"
         )
 
 
@@ -155,7 +163,15 @@ def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Itera
         raise ClusterError(f"cluster.address: cannot join the Ray cluster at {address}: {error}") from error
     try:
         logs = Path(context["session_dir"]) / "logs"
-        joined = Cluster(address, private=False, logs=logs, trusted=cluster.allow_unauthenticated)
+        joined = Cluster(
+            address,
+            private=False,
+            logs=logs,
+            trusted=cluster.allow_unauthenticated,
+            # Without a token of our own, the reply that we had is everybody's.
+            authenticated=os.environ.get("RAY_AUTH_MODE") == "token"
+            and knock(address, answer_timeout, stranger=True) is Reply.REFUSED,
+        )
         check_machines(joined, answer_timeout)
         yield joined
     finally:

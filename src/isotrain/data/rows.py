@@ -37,7 +37,8 @@ class Rows:
 def read_rows(source: str | Sequence[str]) -> Rows:
     """Rows of `.jsonl`, `.json` and `.parquet` files, directories of them, and Hub data sets, in this order.
 
-    A Hub data set is `name`, `name:split` or `name:config:split`; the split is `train` unless given.
+    A Hub data set is `name`, `name:split` or `name:config:split`; the split is `train` unless given. The
+    name may end in `@revision`: a commit, tag or branch.
     """
     parts: list[Callable[[], Iterator[Row]]] = []
     for name in _names(source):
@@ -210,6 +211,7 @@ class _HubReader:
 
 def _load_hub(name: str) -> Any:
     repository, *rest = name.split(":")
+    repository, _, revision = repository.partition("@")
     if len(rest) > 2:
         raise DataError(f"{name}: write a Hub data set as name, name:split or name:config:split")
     split = rest[-1] if rest else "train"
@@ -221,7 +223,7 @@ def _load_hub(name: str) -> Any:
             f"{name}: no such file, and Hub data sets need one more package: pip install 'isotrain[hub]'"
         ) from None
     try:
-        return datasets.load_dataset(repository, config, split=split)
+        return datasets.load_dataset(repository, config, split=split, revision=revision or None)
     except Exception as error:  # the library raises dozens of kinds; all mean that there is no data
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(

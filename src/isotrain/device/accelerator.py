@@ -28,6 +28,7 @@ class Accelerator:
     peak_bf16_tflops: dict[str, float] = field(default_factory=dict)
     """By whole words of the device's name; the longest match counts."""
     deterministic_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
+    port_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
     prepare: Callable[[], None] = lambda: None
     """Run once the device is active, before the first operator."""
     flash_window: bool = True
@@ -59,7 +60,8 @@ class Accelerator:
 
     def rank_environment(self, local_ranks: int) -> dict[str, str]:
         # Host threads only feed the device: one per rank unless the user says otherwise.
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
+        return threads | self.port_variables(os.environ)
 
     def activate(self, local_rank: int) -> torch.device:
         device = torch.device(self.type, local_rank)

@@ -82,6 +82,12 @@ class Device(Protocol):
     def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Variables that make results repeatable, given what else is set. The first operator reads them."""
 
+    def port_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables that keep the collectives of two processes on one device from the same ports.
+
+        What the environment says of ports stays.
+        """
+
     def activate(self, local_rank: int) -> torch.device:
         """Make one device this process's own."""
 

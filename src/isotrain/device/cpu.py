@@ -56,6 +56,9 @@ class Cpu:
     def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         return {}
 
+    def port_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 

@@ -24,6 +24,15 @@ def _deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return collectives | products
 
 
+def _port_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    # Each process on a device listens, and by default all at the same ports: a rank and a colocated engine
+    # cannot both. A first port that the user has set would be overruled by a range.
+    names = ["HCCL_NPU_SOCKET_PORT_RANGE"]
+    if not environment.get("HCCL_IF_BASE_PORT"):
+        names.append("HCCL_HOST_SOCKET_PORT_RANGE")
+    return {name: environment.get(name) or "auto" for name in names}
+
+
 NPU = Accelerator(
     type="npu",
     collectives="cpu:gloo,npu:hccl",
@@ -55,6 +64,7 @@ NPU = Accelerator(
     # transformers' variable-length attention for this device takes a window and drops it.
     flash_window=False,
     deterministic_variables=_deterministic_variables,
+    port_variables=_port_variables,
     prepare=_prepare,
     fused_operators=OPERATORS,
 )

@@ -87,6 +87,8 @@ class Facts:
     """Ports on which a process listens."""
     free: dict[str, int] = field(default_factory=dict)
     """Free bytes at paths that matter."""
+    open_files: int | None = None
+    """How many a process may have; None where there is no limit, or it is not known."""
 
     @property
     def simulated(self) -> bool:
@@ -125,6 +127,7 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
         container=system.read("/.dockerenv") is not None
         or "containerd" in (system.read("/proc/1/cgroup") or ""),
         ports=_ports(system.read("/proc/net/tcp")) | _ports(system.read("/proc/net/tcp6")),
+        open_files=_open_files(system.read("/proc/self/limits")),
         free={place: free for place in places if (free := system.free(place)) is not None},
     )
 
@@ -177,6 +180,12 @@ def _field(text: str | None, *names: str) -> str | None:
 def _gpus(text: str) -> list[Gpu]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [Gpu(int(row[0]), row[1], row[2]) for row in rows if len(row) == 4 and is_number(row[0])]
+
+
+def _open_files(limits: str | None) -> int | None:
+    """The hard limit: a process may raise its own up to that."""
+    found = re.search(r"^Max open files\s+\S+\s+(\d+)", limits or "", re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _ports(table: str | None) -> frozenset[int]:

@@ -57,7 +57,7 @@ def build_engine(
     base = [(base_name(name), p) for name, p in named.items() if not is_adapter(name)]
     _load(base, model, WeightFiles(directory))
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
-    return _engine(packed, optimizer, optimizer.lr, device, world)
+    return _engine(packed, optimizer, device, world)
 
 
 def build_critic(
@@ -65,7 +65,6 @@ def build_critic(
     optimizer: OptimizerSection,
     *,
     path: str | None,
-    lr: float,
     device: Device,
     world: World,
 ) -> TrainingEngine:
@@ -73,7 +72,7 @@ def build_critic(
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
     critic = _scalar_model(directory, model, device)
     _load_classifier(critic, model, world, WeightFiles(directory))
-    return _engine(critic, optimizer, lr, device, world)
+    return _engine(critic, optimizer, device, world)
 
 
 def build_step_classifier(
@@ -83,7 +82,7 @@ def build_step_classifier(
     directory = model_directory(model.path)
     classifier = _step_model(directory, model, device)
     _load_classifier(classifier, model, world, WeightFiles(directory))
-    return _engine(classifier, optimizer, optimizer.lr, device, world)
+    return _engine(classifier, optimizer, device, world)
 
 
 def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, files: WeightFiles) -> None:
@@ -237,12 +236,9 @@ def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.
     return {name.removeprefix(packed.prefix): p for name, p in packed.named_parameters()}
 
 
-def _engine(
-    packed: Backbone, optimizer: OptimizerSection, lr: float, device: Device, world: World
-) -> TrainingEngine:
+def _engine(packed: Backbone, optimizer: OptimizerSection, device: Device, world: World) -> TrainingEngine:
     adamw = make_optimizer(
         packed,
-        lr=lr,
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,

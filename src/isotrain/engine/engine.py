@@ -127,12 +127,15 @@ class TrainingEngine(InferenceModel):
 
 
 def make_optimizer(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, fused: bool
+    model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, fused: bool
 ) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (norms, biases) are not decayed."""
+    """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
+
+    Each update sets the learning rate.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps, fused=fused)

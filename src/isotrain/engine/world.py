@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import resource
 import shutil
 import socket
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,12 @@ from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[att
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isotrain.device.base import Device
+from isotrain.engine.interfaces import (
+    HOST_VARIABLE,
+    address_towards,
+    address_towards_master,
+    use_interface,
+)
 from isotrain.errors import LaunchError
 
 # Set by our own launcher: ranks of one machine meet in a file, so that nothing listens on a network.
@@ -29,6 +34,8 @@ STORE_VARIABLE = "ISOTRAIN_STORE"
 # Long enough for the slowest rank to read its shard of a large model, short enough to end a hang.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
+# Ranks from which on gloo connects pairs when they first talk.
+CONNECT_ON_DEMAND = 128
 
 # Seconds between polls of other ranks where no collective may wait for them.
 WAIT_SECONDS = 0.2
@@ -100,9 +107,6 @@ class World:
 # What this process opened for the others; a listening store lives as long as its object.
 _opened: dict[str, TCPStore | None] = {}
 
-# Linux's request for the address of an interface.
-SIOCGIFADDR = 0x8915
-
 
 def open_store(host: str | None, directory: str | None = None) -> str:
     """Make the place where ranks meet, to be told to all of them; rank 0 calls this before anyone joins.
@@ -129,33 +133,28 @@ def _close_store(address: str, size: int) -> None:
         shutil.rmtree(os.path.dirname(address), ignore_errors=True)
 
 
-def interface_of(address: str) -> str:
-    """The name of this machine's network interface that has an IPv4 address."""
-    wanted = socket.inet_aton(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
-                continue
-            if reply[20:24] == wanted:
-                return name
-    if wanted[0] == 127:  # every address of that net is the loopback interface's
-        return interface_of("127.0.0.1")
-    raise LaunchError(f"no network interface has the address {address}; set GLOO_SOCKET_IFNAME to its name")
-
-
-def _meet(store: str, size: int) -> Any:
-    """The store of that name. Host collectives then use the interface that leads to it, and no other."""
+def _meet(store: str, size: int, device: Device) -> Any:
+    """The store of that name. Collectives then use the interface that leads to it, and no other."""
     if not store.startswith("tcp://"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault(HOST_VARIABLE, "lo")
         return FileStore(store, size)
     host, _, port = store.removeprefix("tcp://").rpartition(":")
     met = _opened.get(store) or TCPStore(host, int(port), is_master=False, timeout=COLLECTIVE_TIMEOUT)
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        with socket.create_connection((host, int(port))) as probe:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(probe.getsockname()[0])
+    use_interface(lambda: address_towards(host), device.interface_variable)
     return met
+
+
+def _make_room_for_sockets(size: int) -> None:
+    """gloo connects every pair of ranks at the start, more than the usual 1,024 open files allow.
+
+    Large jobs connect on demand instead. Small ones do not: a connection that breaks shows a dead rank at
+    once, one that was never made only after the timeout.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if size >= CONNECT_ON_DEMAND:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 @contextmanager
@@ -170,11 +169,13 @@ def join_world(device: Device, store: str | None = None) -> Iterator[World]:
     store = store or os.environ.get(STORE_VARIABLE)
     place: dict[str, Any] = {}
     if store is not None:
-        place = {"store": _meet(store, size), "rank": rank, "world_size": size}
-        if device.interface_variable and store.startswith("tcp://"):
-            os.environ.setdefault(device.interface_variable, os.environ["GLOO_SOCKET_IFNAME"])
+        place = {"store": _meet(store, size, device), "rank": rank, "world_size": size}
     elif "RANK" not in os.environ:
         place = {"store": HashStore(), "rank": 0, "world_size": 1}
+    elif host := os.environ.get("MASTER_ADDR"):
+        one_machine = os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
+        use_interface(lambda: address_towards_master(host, one_machine), device.interface_variable)
+    _make_room_for_sockets(size)
     torch_device = device.activate(local_rank)
     dist.init_process_group(device.collectives, timeout=COLLECTIVE_TIMEOUT, **place)
     try:

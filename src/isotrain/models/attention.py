@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from isotrain.device import varlen
 from isotrain.device.fused import FusedAttention
 from isotrain.errors import ModelError
 
@@ -54,6 +55,21 @@ def segment_attention(
                 f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
                 "set model.attention=padded"
             )
+    if varlen.takes(query_1HTD, dropout):
+        query_THD, key_KGD, value_KGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
+        key_KGD, value_KGD, key_lengths = _after_trunks(
+            key_KGD, value_KGD, segment_lengths, segment_continues
+        )
+        out_THD = varlen.attend(
+            query_THD,
+            key_KGD,
+            value_KGD,
+            query_ends=tuple(accumulate(segment_lengths)),
+            key_ends=tuple(accumulate(key_lengths)),
+            scale=scaling,
+            window=sliding_window,
+        )
+        return out_THD[None], None
     outputs: list[torch.Tensor] = []
     seen: list[Run] = []
     for run, trunk in _runs(
@@ -121,7 +137,12 @@ def _attend(
         mask_LK = torch.ones(tokens, seen, dtype=torch.bool, device=query_SHLD.device).tril_(seen - tokens)
         if sliding_window is not None:
             mask_LK.triu_(seen - tokens - sliding_window + 1)
-    dtype = query_SHLD.dtype
+    dtype, grouped = query_SHLD.dtype, query_SHLD.shape[1] != key_SGKD.shape[1]
+    if grouped and not query_SHLD.is_cpu and (mask_LK is not None or dtype == torch.float32):
+        # Kernels of devices that take a mask, or float32, take no groups: what is left keeps all scores.
+        groups = query_SHLD.shape[1] // key_SGKD.shape[1]
+        key_SGKD, value_SGKD = (x.repeat_interleave(groups, dim=1) for x in (key_SGKD, value_SGKD))
+        grouped = False
     if query_SHLD.is_cpu and seen <= SHORT_ON_CPU:
         query_SHLD, key_SGKD, value_SGKD = query_SHLD.float(), key_SGKD.float(), value_SGKD.float()
     return F.scaled_dot_product_attention(
@@ -132,7 +153,7 @@ def _attend(
         dropout_p=dropout,
         is_causal=mask_LK is None,
         scale=scaling,
-        enable_gqa=query_SHLD.shape[1] != key_SGKD.shape[1],
+        enable_gqa=grouped,
     ).to(dtype)
 
 
@@ -180,14 +201,7 @@ def fused_attention(
     if not segment_lengths:
         return attend(query, key, value, scale=scale, dropout=dropout), None
     query_THD, key_KGD, value_KGD = query[0], key[0], value[0]
-    key_lengths = segment_lengths
-    if segment_continues:
-        # The operator aligns its causal mask at the last tokens: a trunk's keys go before a segment's own.
-        trunks = [segment_lengths[trunk] if trunk >= 0 else 0 for trunk in segment_continues]
-        key_lengths = tuple(map(sum, zip(trunks, segment_lengths, strict=True)))
-        key_KGD, value_KGD = (
-            _with_trunks(x.split(segment_lengths), segment_continues) for x in (key_KGD, value_KGD)
-        )
+    key_KGD, value_KGD, key_lengths = _after_trunks(key_KGD, value_KGD, segment_lengths, segment_continues)
     out_THD = attend(
         query_THD,
         key_KGD,
@@ -198,6 +212,20 @@ def fused_attention(
         key_ends=tuple(accumulate(key_lengths)),
     )
     return out_THD[None], None
+
+
+def _after_trunks(
+    key_KGD: torch.Tensor, value_KGD: torch.Tensor, lengths: tuple[int, ...], continues: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Keys and values of each segment, with those of the one it continues before them, and their numbers.
+
+    Kernels for packed samples align their causal mask at the last tokens.
+    """
+    if not continues:
+        return key_KGD, value_KGD, lengths
+    trunks = [lengths[trunk] if trunk >= 0 else 0 for trunk in continues]
+    key_KGD, value_KGD = (_with_trunks(x.split(lengths), continues) for x in (key_KGD, value_KGD))
+    return key_KGD, value_KGD, tuple(map(sum, zip(trunks, lengths, strict=True)))
 
 
 def _with_trunks(parts: tuple[torch.Tensor, ...], continues: tuple[int, ...]) -> torch.Tensor:

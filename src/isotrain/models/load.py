@@ -36,7 +36,7 @@ IMPLEMENTATIONS = {
 def model_directory(path: str, field: str = "model.path") -> Path:
     """A local directory as it is; a Hub name is downloaded (safetensors only, never pickled weights).
 
-    `field` is where the user wrote the path.
+    `name@revision` is a commit, tag or branch of it. `field` is where the user wrote the path.
     """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():
@@ -48,11 +48,19 @@ def model_directory(path: str, field: str = "model.path") -> Path:
 
     try:
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(path, allow_patterns=patterns))
+        name, _, revision = path.partition("@")
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
         raise ModelError(
             f"{field}: '{path}' is neither a local model directory nor reachable on the Hub ({error})"
         ) from error
+
+
+def hub_commit(path: str, field: str = "model.path") -> str | None:
+    """The commit that a Hub name stands for; None for a local directory."""
+    directory = model_directory(path, field)
+    # The Hub's client keeps each commit of a model in a directory of that name.
+    return directory.name if directory.parent.name == "snapshots" else None
 
 
 def read_config(directory: Path) -> PretrainedConfig:

@@ -99,7 +99,12 @@ def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
 
 def _again(certificate: Certificate, levels: Iterable[Level]) -> Iterator[Finding]:
     stated = {level.name: level for level in certificate.levels}
-    for level in map(level_found, levels):
+    try:
+        found = [level_found(level) for level in levels]
+    except DataError as error:
+        yield Finding("levels again", "wrong", f"the curves do not give them: {error}")
+        return
+    for level in found:
         before = stated[level.name]
         differ = before.state != level.state or not _same_checks(before.checks, level.checks)
         words = f"the curves give {level.state!r}: {level.words}"

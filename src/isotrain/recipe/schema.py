@@ -43,7 +43,7 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     path: str
-    """A local Hugging Face model directory, or a Hub name."""
+    """A local Hugging Face model directory, or a Hub name; `name@revision` is a commit, tag or branch."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type. Trained weights, optimizer state and gradient reduction are always float32."""
     attention: Annotated[Literal["auto", "flash", "sdpa", "padded"], Affects.EXECUTION] = "auto"
@@ -62,7 +62,7 @@ class ModelSection(Section):
 
 class DataSection(Section):
     train: str | list[str]
-    """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name."""
+    """Training rows: `.jsonl` or `.parquet` files, directories of them, or a Hub name (`name@revision`)."""
     validation: str | list[str] | None = None
     """Validation rows, in the same forms as `train`."""
     validation_rows: Annotated[int | None, Affects.COURSE] = Field(default=None, ge=1)

@@ -10,6 +10,7 @@ from typing import Any
 from isotrain.device.base import Device
 from isotrain.errors import RolloutError
 from isotrain.models.load import model_directory, read_config
+from isotrain.models.positions import Positions, positions
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import RolloutEngine
 
@@ -24,8 +25,8 @@ class Plan:
     device: Device
     longest: int
     """Tokens of the longest prompt with the longest response."""
-    limit: int | None
-    """Positions of the model."""
+    positions: Positions
+    """Of the model."""
     seed: int
     name: str
 
@@ -46,11 +47,13 @@ class Plan:
             "memory_utilization": self.rollout.memory_utilization,
             "eager": self.eager,
             "update_timeout": self.rollout.update_timeout,
+            "config_changes": self.positions.config_changes,
         }
 
     def room(self, spare: int) -> int:
         """Positions that an engine needs, and `spare` ones where the model has them."""
-        return self.longest + spare if self.limit is None else min(self.longest + spare, self.limit)
+        limit = self.positions.limit
+        return self.longest + spare if limit is None else min(self.longest + spare, limit)
 
 
 def build_rollout(
@@ -65,13 +68,13 @@ def build_rollout(
 ) -> RolloutEngine:
     directory = model_directory(model_path)
     longest = max_prompt + rollout.max_tokens
-    limit: int | None = getattr(read_config(directory), "max_position_embeddings", None)
-    if limit is not None and longest > limit:
+    found = positions(read_config(directory))
+    if (limit := found.limit) is not None and longest > limit:
         raise RolloutError(
             f"rollout.max_tokens: prompts of {max_prompt} and responses of {rollout.max_tokens} tokens make "
             f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
         )
-    return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, longest, limit, seed, name))
+    return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, longest, found, seed, name))
 
 
 # Engines are imported when they are asked for: each brings packages that the others do not need.

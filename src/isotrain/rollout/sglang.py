@@ -7,6 +7,7 @@ P: prompt tokens, N: response tokens, T: tokens of a sequence.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -23,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from isotrain.data.trajectory import Trajectory
+from isotrain.device.detect import find_device
 from isotrain.device.variables import child_environment
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.models.load import build_causal_lm
@@ -36,8 +38,6 @@ DEVICES = ("cuda", "npu")
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 # What a user who sets them means to have.
 DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo"}  # an engine is on one host
-# Training ranks on the same devices hold HCCL's default ports.
-NPU_DEFAULTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "auto"}
 
 # Requests that the server has at the same time; what it cannot run yet waits there.
 IN_FLIGHT = 256
@@ -67,6 +67,7 @@ class SglangEngine:
         memory_utilization: float = 0.5,
         eager: bool = True,
         update_timeout: float = 300.0,
+        config_changes: Mapping[str, int] | None = None,
     ) -> None:
         if device_type not in DEVICES:
             raise RolloutError(
@@ -97,6 +98,8 @@ class SglangEngine:
             "mem-fraction-static": str(memory_utilization),
             "random-seed": str(seed),
         }
+        if config_changes:
+            options["json-model-override-args"] = json.dumps(dict(config_changes))
         try:
             self._server = LocalServer(
                 name,
@@ -291,7 +294,7 @@ class SglangEngine:
 
 def _environment(device_type: str) -> dict[str, str]:
     """Of the server: this process's own without keys; it has the devices that are the engine's."""
-    defaults = DEFAULTS | (NPU_DEFAULTS if device_type == "npu" else {})
+    defaults = DEFAULTS | find_device(device_type).port_variables(os.environ)
     return {**defaults, **child_environment(os.environ), **FIXED}
 
 

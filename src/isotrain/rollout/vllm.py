@@ -25,7 +25,7 @@ FIXED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process and dies with it
     "VLLM_NO_USAGE_STATS": "1",
 }
-# Prompt tokens that are read in one step.
+# Prompt tokens that are read in one step: more are hardly faster, and a device keeps memory for so many.
 PREFILL_TOKENS = 8192
 # The end of a worker's process is seen a moment after what it was doing has failed.
 NOTICE = 2.0
@@ -67,6 +67,7 @@ class VllmEngine:
         cache_bytes: int = 2 << 30,
         eager: bool = True,
         update_timeout: float = 300.0,
+        config_changes: Mapping[str, int] | None = None,
     ) -> None:
         special = _set_environment(device_type)
         if eager:
@@ -114,9 +115,8 @@ class VllmEngine:
                 enforce_eager=eager,
                 use_tqdm_on_load=False,
                 enable_prefix_caching=True,
-                # A prompt read in parts rewinds its seed's generator, which vLLM cannot do on the host.
-                enable_chunked_prefill=not current_platform.is_cpu(),
-                max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
+                hf_overrides=dict(config_changes or {}),
+                **prefill(max_length, in_parts=_reads_in_parts(current_platform)),
                 enable_sleep_mode=self._sleeps,
                 generation_config="vllm",  # sampling is what the request says, not what the model suggests
                 logprobs_mode="processed_logprobs",
@@ -272,13 +272,26 @@ class VllmEngine:
         return trajectory_of(request, response_N, logp_N, self.version, output.finish_reason == "stop")
 
 
+def prefill(max_length: int, *, in_parts: bool) -> dict[str, Any]:
+    """vLLM's options for reading prompts; one that is read at once must fit into one step."""
+    tokens = PREFILL_TOKENS if in_parts else max(PREFILL_TOKENS, max_length)
+    return {"enable_chunked_prefill": in_parts, "max_num_batched_tokens": tokens}
+
+
+def _reads_in_parts(platform: Any) -> bool:
+    # A prompt read in parts rewinds its seed's generator, which vLLM cannot do on the host.
+    return not platform.is_cpu()
+
+
 def _set_environment(device_type: str) -> dict[str, str]:
     """Returns what is special to the device."""
+    from isotrain.device.detect import find_device  # with torch, which the command line starts without
+
     special = npu_environment(os.environ) if device_type == "npu" else {}
     os.environ.update(FIXED | special)
     for variable in [name for name, value in special.items() if not value]:
         del os.environ[variable]
-    for variable, value in DEFAULTS.items():
+    for variable, value in (DEFAULTS | find_device(device_type).port_variables(os.environ)).items():
         os.environ.setdefault(variable, value)
     return special
 

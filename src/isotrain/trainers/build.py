@@ -77,7 +77,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
     algorithm, model, optimizer = recipe.algorithm, recipe.model, recipe.optimizer
     if isinstance(algorithm, RmSection):
         _no_adapters(recipe, "a reward model")
-        scorer = build_critic(model, optimizer, path=None, lr=optimizer.lr, device=device, world=world)
+        scorer = build_critic(model, optimizer, path=None, device=device, world=world)
         options = {"loss": algorithm.loss, "centre": algorithm.centre}
         return scorer, PreferenceTask(scorer, RmWork(algorithm.margins, options), pair_metrics)
     if isinstance(algorithm, PrmSection) and algorithm.head == "classifier":

@@ -16,10 +16,12 @@ from isotrain.engine.checkpoint.layout import sha256_of
 from isotrain.engine.world import World
 from isotrain.errors import ModelError, RecipeError
 from isotrain.models.backbone import Backbone
+from isotrain.models.load import hub_commit
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free
 from isotrain.recipe.load import load_resolved, resolved
+from isotrain.recipe.online import PpoSection
 from isotrain.recipe.schema import Recipe
 
 
@@ -52,7 +54,20 @@ def write_start(
     recipe: Recipe, source: str, environment: Mapping[str, object], data: dict[str, str]
 ) -> RunDirectory:
     """The run directory with this start in it: on which device, with which versions, on which data."""
-    return RunDirectory.create(recipe.output, source, resolved(recipe), {**environment, "data": data})
+    start = {**environment, "data": data, "hub": hub_commits(recipe)}
+    return RunDirectory.create(recipe.output, source, resolved(recipe), start)
+
+
+def hub_commits(recipe: Recipe) -> dict[str, str]:
+    """The commits of the models that come from the Hub, by field: a branch may be another one tomorrow."""
+    paths: dict[str, str | None] = {"model.path": recipe.model.path}
+    if isinstance(recipe.algorithm, PpoSection):
+        paths["algorithm.critic.path"] = recipe.algorithm.critic.path
+    for name in ("model", "process"):
+        section = getattr(recipe.reward, name, None)
+        paths[f"reward.{name}.path"] = section.path if section else None
+    found = {field: hub_commit(path, field) for field, path in paths.items() if path}
+    return {field: commit for field, commit in found.items() if commit}
 
 
 def describe_model(model: Backbone) -> dict[str, Any]:
@@ -62,6 +77,14 @@ def describe_model(model: Backbone) -> dict[str, Any]:
 
 def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:
     """Refuse to go on with other data, or another reference model, than the run was started with."""
+    starts = RunDirectory(recipe.output).starts()
+    before = starts[-1].get("hub", {}) if starts else {}
+    moved = [field for field, commit in hub_commits(recipe).items() if before.get(field, commit) != commit]
+    if moved:
+        raise RecipeError(
+            f"{', '.join(moved)}: the Hub has another commit there since the run in {recipe.output} started "
+            f"from {before[moved[0]]}; set another output, and write name@{before[moved[0]]} to stay with it"
+        )
     if changed := changed_since_start(recipe, data):
         raise RecipeError(
             f"{', '.join(changed)}: has changed since the run in {recipe.output} started; restore the old "

@@ -123,7 +123,7 @@ def _npus(scene: Scene) -> Iterator[Finding]:
         name = facts.npus[0].name
         kind = f"{scene.generation} hardware" if scene.generation else "not in the matrix"
         problem = f"{name} is {kind}: no published stack trains on it"
-        remedy = "expect problems; docs/ascend.md has the matrix"
+        remedy = "expect problems; docs/stacks.md has the matrix"
         yield Finding("unknown-hardware", "warning", problem, remedy)
 
 

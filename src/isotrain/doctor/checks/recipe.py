@@ -1,4 +1,4 @@
-"""What one recipe needs on a machine: devices, shared memory, disk, ports, files."""
+"""What one recipe needs on a machine: devices, shared memory, disk, ports, open files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _GIB = 1 << 30
 _LEAST_SHARED_MEMORY = 1 * _GIB
 # A checkpoint of a 1B model with its optimizer.
 _LEAST_DISK = 16 * _GIB
-_HCCL_BASE_PORT, _HCCL_PORTS = 60000, 16
+_HCCL_PORTS = 16
+# Of a rank, besides its connections: weights, data, logs, devices.
+_OTHER_FILES = 512
 
 
 def check(scene: Scene) -> Iterator[Finding]:
@@ -26,6 +28,7 @@ def check(scene: Scene) -> Iterator[Finding]:
     yield from _device_count(scene, scene.recipe)
     yield from _space(scene, scene.recipe)
     yield from _ports(scene)
+    yield from _open_files(scene, scene.recipe)
 
 
 def devices_needed(recipe: Recipe) -> int:
@@ -79,13 +82,27 @@ def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
 def _ports(scene: Scene) -> Iterator[Finding]:
     if scene.target != "npu" or not scene.needs or "several ranks" not in scene.needs:
         return
+    # Without it our processes choose free ports; a range of the user's overrules it.
     text = scene.facts.variables.get("HCCL_IF_BASE_PORT", "")
-    base = int(text) if is_number(text) else _HCCL_BASE_PORT
+    if not is_number(text) or scene.facts.variables.get("HCCL_HOST_SOCKET_PORT_RANGE"):
+        return
+    base = int(text)
     taken = sorted(scene.facts.ports & set(range(base, base + _HCCL_PORTS)))
     if taken:
         problem = (
             f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, but another process listens on "
             + ", ".join(map(str, taken))
         )
-        remedy = "export HCCL_IF_BASE_PORT=50000 (a free range of 16), the same on every node"
+        remedy = "unset HCCL_IF_BASE_PORT (free ports are then chosen), or set it to 16 free ports"
         yield Finding("hccl-ports-taken", "warning", problem, remedy)
+
+
+def _open_files(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+    limit, needed = scene.facts.open_files, recipe.device.ranks + _OTHER_FILES
+    if recipe.device.ranks > 1 and limit is not None and limit < needed:
+        problem = (
+            f"a process may have {limit} open files here; a rank may connect to {recipe.device.ranks - 1} "
+            f"others and needs up to {needed}"
+        )
+        remedy = f"raise the hard limit: ulimit -Hn {needed}, or docker run --ulimit nofile={needed}"
+        yield Finding("few-open-files", "warning", problem, remedy)

@@ -36,6 +36,9 @@ def own_bounds(scene: Scene) -> Iterator[Finding]:
     used = {"train", *(("online", rollout.engine) if rollout else ())}
     if rollout and rollout.server_python is not None:
         used.discard(rollout.engine)  # it is installed in an environment of its own
+    if not requirements():
+        problem = "isotrain is on Python's path but not installed: its version bounds are unknown"
+        yield Finding("not-installed", "warning", problem, "pip install isotrain, or -e . in a clone")
     for extra, requirement in requirements():
         if extra not in used:
             continue
@@ -70,9 +73,16 @@ def _too_old(requirement: Requirement, version: str) -> bool:
 
 @lru_cache(maxsize=1)
 def requirements() -> tuple[tuple[str, Requirement], ...]:
-    """What isotrain's extras ask for, each with the extra's name; pip sees to what is not in `_CHECKED`."""
+    """What isotrain's extras ask for, each with the extra's name; pip sees to what is not in `_CHECKED`.
+
+    Nothing where isotrain is used without having been installed.
+    """
     found = []
-    for requirement in map(Requirement, importlib.metadata.requires("isotrain") or []):
+    try:
+        stated = importlib.metadata.requires("isotrain") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    for requirement in map(Requirement, stated):
         for extra in ("train", "online", "vllm", "sglang"):
             if requirement.marker and requirement.marker.evaluate({"extra": extra}):
                 found.append((extra, requirement))

@@ -68,8 +68,7 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
     needs_copy = kl.place != "off" and not model.lora.rank
     critic, value_clip = None, None
     if isinstance(algorithm, PpoSection):
-        path, lr = algorithm.critic.path, algorithm.critic.lr
-        critic = build_critic(model, optimizer, path=path, lr=lr, **common)
+        critic = build_critic(model, optimizer, path=algorithm.critic.path, **common)
         value_clip = algorithm.critic.clip
     return Models(
         device=device,
