@@ -50,6 +50,10 @@ class ModelSection(Section):
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
     fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
     """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
+    experts: Annotated[Literal["auto", "eager", "grouped_mm", "batched_mm"], Affects.EXECUTION] = "auto"
+    """transformers' implementation of a mixture's experts; `auto` takes the device's."""
+    router_aux_loss: float | None = Field(default=None, gt=0)
+    """Weight of the load-balancing loss of a mixture's routers (`router_aux_loss_coef` in transformers)."""
     gradient_checkpointing: Annotated[bool, Affects.EXECUTION] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     logits_chunk: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)

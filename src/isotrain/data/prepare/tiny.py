@@ -12,7 +12,27 @@ from typing import Any, Literal
 from isotrain.data.prepare import tiny_reward
 from isotrain.data.prepare.tiny_reward import KINDS
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"]
+
+# Of the last two: eight experts, two for each token. DeepSeek's first layer is dense, as published.
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        # Published with these; transformers takes them for granted, vLLM reads them.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+}
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -163,6 +183,13 @@ def make_model(
     import transformers
 
     hf: Any = transformers  # its constructors have no types
+    mixture = _EXPERTS.get(architecture, {})
+    if mixture:
+        # Two experts do the work of the dense layer.
+        mixture = {"moe_intermediate_size": hidden * 3 // 2, **mixture}
+    if architecture == "deepseek_v3":
+        # Its keys are expanded to all heads.
+        kv_heads, mixture = heads, {"qk_rope_head_dim": hidden // heads, **mixture}
     config = hf.AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
@@ -179,6 +206,7 @@ def make_model(
         eos_token_id=2,
         # Wider than the usual 0.02, which is made for wider models: this one learns in far fewer steps.
         initializer_range=0.08,
+        **mixture,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
