@@ -35,6 +35,7 @@ from isotrain.models.load import (
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
+from isotrain.models.routing import RouterBalance
 from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
 from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
@@ -57,6 +58,8 @@ def build_engine(
     named = _place(packed, model, world)
     base = {base_name(name): p for name, p in named.items() if not is_adapter(name)}
     _load(packed, base, model, WeightFiles(directory))
+    if model.router_aux_loss is not None:
+        packed.balance = RouterBalance(packed.pretrained, model.router_aux_loss)
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
     return _engine(packed, optimizer, optimizer.lr, device, world)
 

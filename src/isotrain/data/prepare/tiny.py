@@ -27,7 +27,9 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         # Published with these; transformers takes them for granted, vLLM reads them.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "kv_lora_rank": 32,
+        # As published, and the only sizes that vLLM's latent attention on CPUs takes.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
         "q_lora_rank": 32,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -189,7 +191,7 @@ def make_model(
         mixture = {"moe_intermediate_size": hidden * 3 // 2, **mixture}
     if architecture == "deepseek_v3":
         # Its keys are expanded to all heads.
-        kv_heads, mixture = heads, {"qk_rope_head_dim": hidden // heads, **mixture}
+        kv_heads = heads
     config = hf.AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
