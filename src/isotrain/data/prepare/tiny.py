@@ -200,7 +200,8 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        # DeepSeek rotates a part of each head only.
+        head_dim=mixture.get("qk_rope_head_dim", hidden // heads),
         max_position_embeddings=2048,
         tie_word_embeddings=tie_word_embeddings,
         pad_token_id=0,
