@@ -97,7 +97,7 @@ def test_dpo_learns_the_pairs(mixture: Path, tmp_path: Path, device_type: str) -
         device_type,
         data={"train": str(mixture / "pairs.jsonl"), "batch_size": 16},
         algorithm={"name": "dpo"},
-        optimizer={"lr": 1e-3, "schedule": "constant", "warmup_ratio": 0.0},
+        optimizer={"lr": 5e-3, "schedule": "constant", "warmup_ratio": 0.0},
         trainer={"steps": 12},
     )
     launch(recipe, "")

@@ -36,7 +36,8 @@ class LoraSection(Section):
     alpha: int = Field(default=16, ge=1)
     """Adapter outputs are scaled by `alpha / rank`."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """`all-linear` (every linear layer but the head), or module names such as `[q_proj, v_proj]`."""
+    """`all-linear` (every linear layer but the head; of a mixture of experts, attention's), or module names
+    such as `[q_proj, v_proj]`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapters."""
 

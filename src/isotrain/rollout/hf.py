@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
-from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.errors import ModelError, RolloutError, WeightUpdateError
 from isotrain.models.conversion import conversions, stored_buffers
 from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, trajectory_of
 from isotrain.rollout.transfer import open_update
@@ -79,7 +79,13 @@ class HfEngine:
             for name in published.keys() - used:
                 raise self._unfit(update, name, published[name], "no such parameter")
             for conversion in plan:
-                for name, tensor in conversion.convert(self._model, published.__getitem__).items():
+                try:
+                    made = conversion.convert(self._model, published.__getitem__)
+                except ModelError as error:
+                    raise WeightUpdateError(
+                        f"{self.name}: weight update {update.version}: {error}"
+                    ) from error
+                for name, tensor in made.items():
                     if name not in own or own[name].shape != tensor.shape:
                         shape = f"{tuple(own[name].shape)}" if name in own else "no such parameter"
                         raise self._unfit(update, name, tensor, shape)
