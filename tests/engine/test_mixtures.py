@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mixture_ranks
+import npusim
 import pytest
 import torch
 from jobs import SAMPLES
+from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -19,8 +23,10 @@ from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
+from isotrain.models.lora import adapted_layers
 from isotrain.models.routing import RouterBalance
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 
@@ -171,3 +177,50 @@ def test_a_token_costs_the_experts_it_is_sent_to(qwen: Path) -> None:
         sizes = {name: p.numel() for name, p in engine.model.named_parameters()}
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         assert engine.parameter_counts == (sum(sizes.values()) - experts * 6 // 8,) * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_streamed_weights_are_in_published_form(
+    directory: Path, tmp_path: Path, device_type: str, ranks: int
+) -> None:
+    """What engines are sent, from the trained model on one rank and on two, is what the files would hold."""
+    command = [sys.executable, mixture_ranks.__file__, device_type, str(directory), str(tmp_path)]
+    npusim.run_ranks(command, ranks, timeout=240)
+    base = load_file(directory / "model.safetensors")
+    for rank in range(ranks):
+        streamed = load_file(tmp_path / f"{rank}.safetensors")
+        assert {name: t.shape for name, t in streamed.items()} == {name: t.shape for name, t in base.items()}
+        assert all(torch.equal(streamed[name], tensor) for name, tensor in base.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "adapted"),
+    [
+        ("qwen3_moe", "all-linear", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("qwen3_moe", ["v_proj"], {"v_proj"}),
+        ("deepseek_v3", "all-linear", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    ],
+)
+def test_adapters_of_a_mixture_go_to_attention(
+    tmp_path: Path, kind: str, targets: Any, adapted: set[str]
+) -> None:
+    with engine_of(make(tmp_path, kind), "cpu", lora={"rank": 2, "targets": targets}) as engine:
+        assert adapted_layers(engine.trained) == adapted
+        before = {name: tensor.clone() for name, tensor in full_weights(engine, torch.float32)}
+        result = engine.step([pack(SAMPLES)], lambda head, tokens: head.nll_share(tokens), 1e-2)
+        engine.step([pack(SAMPLES)], lambda head, tokens: head.nll_share(tokens), 1e-2)
+        after = dict(full_weights(engine, torch.float32))
+    assert abs(result.loss - reference(tmp_path / "model", SAMPLES)[0]) < 1e-5
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == adapted
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("qwen3_moe", ["down_proj"]), ("deepseek_v3", ["gate_proj", "up_proj"])]
+)
+def test_adapters_on_experts_are_refused(tmp_path: Path, kind: str, targets: list[str]) -> None:
+    with (
+        pytest.raises(ModelError, match=r"model\.lora\.targets: .*; use some of: .*o_proj"),
+        engine_of(make(tmp_path, kind), "cpu", lora={"rank": 2, "targets": targets}),
+    ):
+        pass

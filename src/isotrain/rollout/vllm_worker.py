@@ -60,6 +60,8 @@ def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str) -
         # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
         parameters = {name for name, _ in model.named_parameters()}
         initialize_layerwise_reload(model)
+        # What vLLM computed from weights, as for latent attention, is gone now and will be computed again.
+        parameters &= {name for name, _ in model.named_parameters()}
         _pack_experts_again(model)
         try:
             count = _load(model, parameters, contents.tensors, update, engine)

@@ -190,8 +190,8 @@ def make_model(
         # Two experts do the work of the dense layer.
         mixture = {"moe_intermediate_size": hidden * 3 // 2, **mixture}
     if architecture == "deepseek_v3":
-        # Its keys are expanded to all heads.
-        kv_heads = heads
+        # Its keys are expanded to all heads; published ones are not tied, and vLLM ties none.
+        kv_heads, tie_word_embeddings = heads, False
     config = hf.AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
