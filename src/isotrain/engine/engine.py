@@ -95,8 +95,8 @@ class TrainingEngine(InferenceModel):
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
-        metrics = dict(zip(sums, values, strict=True))
-        return UpdateResult(loss, grad_norm, finite, metrics, uneven if balance else None)
+        means = dict(zip(sums, values, strict=True))
+        return UpdateResult(loss, grad_norm, finite, means, uneven if balance else None)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> UpdateResult:
         """One supervised update: `loss` gives each micro-batch's share; the tokens with loss are a metric."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -68,7 +70,8 @@ class Conversion:
         converter = deepcopy(self.converter)
         for pattern, names in self.sources.items():
             for name in names[stacked]:
-                converter.add_tensor(self.target, name, pattern, partial(read, name))
+                # A call is taken as well as a future: the tensor is read when it is needed.
+                converter.add_tensor(self.target, name, pattern, cast(Any, partial(read, name)))
         try:
             made = converter.convert(self.target, model=model, config=model.config)
         except (RuntimeError, ValueError) as error:
@@ -128,7 +131,7 @@ class Publisher:
         yield from published.items()
 
 
-def _matches(transform: WeightConverter | WeightRenaming, name: str) -> bool:
+def _matches(transform: WeightTransform, name: str) -> bool:
     return transform.reverse_transform().rename_source_key(name)[1] is not None
 
 

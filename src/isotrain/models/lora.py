@@ -39,7 +39,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, frozen_dtype: torch
     _check_targets(model, config.target_modules)
     if number_of_experts(model.config) and config.target_modules == ALL:
         # peft would also take the experts and the router, which we cannot merge.
-        config.target_modules = attention_layers(model)
+        config.target_modules = sorted(attention_layers(model))
     with init_empty_weights(include_buffers=False):
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
