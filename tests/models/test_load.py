@@ -29,7 +29,7 @@ from support import rank_of_two
 LENGTHS = (7, 1, 12)
 
 
-@pytest.fixture(scope="module", params=["llama-tied", "llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama-tied", "llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     architecture, _, tied = request.param.partition("-")
     return make_model(tmp_path_factory.mktemp(request.param), architecture, bool(tied))
@@ -133,12 +133,13 @@ def test_a_rank_reads_its_own_part(tmp_path: Path, rank: int) -> None:
     # Five rows over two ranks are three and two; of a single row, the second rank has none.
     whole = {"matrix": torch.arange(15.0).view(5, 3), "vector": torch.tensor([7.0])}
     save_file(whole, tmp_path / "model.safetensors")
+    model = build_causal_lm(make_model(tmp_path / "any"), "sdpa")
     with rank_of_two(rank) as mesh:
         parameters = {
             name: nn.Parameter(distribute_tensor(-torch.ones_like(x), mesh, [Shard(0)], src_data_rank=None))
             for name, x in whole.items()
         }
-        load_weights(parameters.items(), WeightFiles(tmp_path))
+        load_weights(model, parameters, WeightFiles(tmp_path))
         found = [shard_of(p).local.tolist() for p in parameters.values()]
     assert found == ([[[0, 1, 2], [3, 4, 5], [6, 7, 8]], [7]], [[[9, 10, 11], [12, 13, 14]], []])[rank]
 
@@ -162,7 +163,7 @@ def test_weights_of_a_narrower_type_are_widened(tiny: Path, tmp_path: Path) -> N
 def loaded(directory: Path) -> dict[str, torch.Tensor]:
     model = build_causal_lm(directory, "sdpa")
     parameters = {name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()}
-    load_weights(parameters.items(), WeightFiles(directory))
+    load_weights(model, parameters, WeightFiles(directory))
     return {name: p.detach() for name, p in parameters.items()}
 
 

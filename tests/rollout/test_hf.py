@@ -12,11 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
+from isotrain.rollout.hf import HfEngine
 from isotrain.rollout.transfer import write_update
 
 pytestmark = pytest.mark.heavy
@@ -145,6 +148,29 @@ def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path) -> None:
     engine.sleep()
     engine.wake()
     assert np.array_equal(next(engine.generate(requests(1), Sampling(max_tokens=8))).tokens_T, found.tokens_T)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+def test_an_update_of_a_mixture_is_in_published_form(tmp_path: Path, architecture: Any) -> None:
+    make_tiny(tmp_path, train_rows=1, validation_rows=1, architecture=architecture)
+    trained: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    publish, buffers = Publisher(trained), stored_buffers(trained)
+    for tensor in (*trained.parameters(), *buffers.values()):
+        tensor.data += 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+    own = {**dict(trained.named_parameters()), **buffers}
+    tensors = {n: t for name, tensor in own.items() for n, t in publish(name, tensor.detach())}
+    assert sum(".experts." in name for name in tensors) >= 8 * 3
+    engine = HfEngine(tmp_path / "model", name="e", dtype="float32", device=torch.device("cpu"))
+    (before,) = engine.logps(PROMPTS[-1:])
+    engine.update_weights(write_update(tensors.items(), 1))
+    (after,) = engine.logps(PROMPTS[-1:])
+    expected = forward(trained, PROMPTS[-1])
+    assert np.allclose(after, expected, atol=1e-5) and not np.allclose(before, expected, atol=1e-2)
+    tensors.pop(f"model.layers.1.mlp.experts.{3}.up_proj.weight")
+    with pytest.raises(
+        WeightUpdateError, match=r"update 2: .*experts\.gate_up_proj' cannot be made from its tensors"
+    ):
+        engine.update_weights(write_update(tensors.items(), 2))
 
 
 def test_what_cannot_be_built(tiny: Path) -> None:

@@ -36,14 +36,14 @@ BAD = (
 
 
 def run_child(
-    work: Path, tensor_parallel: int, timeout: float, python: str = sys.executable
+    work: Path, argument: int | str, timeout: float, python: str = sys.executable, child: Path = CHILD
 ) -> dict[str, Any]:
     """Everything that one engine can show; starting it is what takes the time."""
     # An interpreter of another environment has what isotrain needs, but not isotrain.
     source = {"PYTHONPATH": str(Path(isotrain.__file__).parents[1])}
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("NPU_SIM")}
     done = subprocess.run(
-        [python, str(CHILD), str(work), str(tensor_parallel)],
+        [python, str(child), str(work), str(argument)],
         env={**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **source},
         capture_output=True,
         text=True,
@@ -181,3 +181,10 @@ def test_another_version_of_vllm(tmp_path: Path) -> None:
         check_bad_update(found, name)
     assert found["responses"]["same_alone"] and found["responses"]["greedy_is_best"]
     assert found["abandoned"]["scheduled"] == 0
+
+
+def test_a_mixture_s_experts_are_updated(tmp_path: Path) -> None:
+    found = run_child(tmp_path, "qwen3_moe", 300, child=CHILD.with_name("vllm_mixture_child.py"))
+    print(f"mean differences of log-probs: {found['differences']}")
+    assert max(found["differences"]) <= TOLERANCE and min(found["moved"]) > 0.1
+    assert "lacks weights" in found["refused"] and "experts" in found["refused"]

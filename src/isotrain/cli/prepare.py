@@ -98,7 +98,9 @@ def tiny(
     out: _Out,
     seed: _Seed = 0,
     rows: Annotated[int, Option(min=10, help="Training rows.")] = 2000,
-    architecture: Annotated[Literal["llama", "qwen2", "qwen3"], Option(help="Kind of model.")] = "llama",
+    architecture: Annotated[
+        Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"], Option(help="Kind of model.")
+    ] = "llama",
 ) -> None:
     """Write a tiny random model, its tokenizer, and two tasks to learn. Nothing is downloaded.
 

@@ -32,6 +32,8 @@ class Accelerator:
     prepare: Callable[[], None] = lambda: None
     """Run once the device is active, before the first operator."""
     flash_window: bool = True
+    experts: str = "eager"
+    """A loop over the experts: plain operators that every device has."""
     fused_adamw: bool = True
     fused_operators: FusedOperators | None = None
 

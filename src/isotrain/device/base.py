@@ -60,6 +60,10 @@ class Device(Protocol):
         """Whether that flash attention respects a sliding window."""
 
     @property
+    def experts(self) -> str:
+        """transformers' implementation of a mixture's experts that is right here."""
+
+    @property
     def fused_adamw(self) -> bool:
         """Whether AdamW has a fused kernel here."""
 

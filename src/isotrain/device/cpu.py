@@ -28,6 +28,7 @@ class Cpu:
     )
     flash_attention = False
     flash_window = False
+    experts = "eager"
     fused_adamw = True
     fused_operators = None
 

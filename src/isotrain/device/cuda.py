@@ -19,6 +19,8 @@ CUDA = Accelerator(
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     ),
     flash_packages=("flash_attn",),
+    # transformers' own choice where torch has the kernel. Not verified on hardware yet.
+    experts="grouped_mm",
     # Dense bf16 figures of the data sheets (SXM where there are several forms).
     peak_bf16_tflops={
         "A100": 312,

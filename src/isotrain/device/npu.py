@@ -61,6 +61,8 @@ NPU = Accelerator(
         "Ascend910B4": 270,
         "Ascend910_93": 376,
     },
+    # transformers would call a grouped product that torch_npu does not have under torch's name.
+    experts="eager",
     # transformers' variable-length attention for this device takes a window and drops it.
     flash_window=False,
     deterministic_variables=_deterministic_variables,

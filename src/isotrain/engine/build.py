@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,7 @@ from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import FUSED, provide
 from isotrain.models.backbone import Backbone
+from isotrain.models.conversion import stored_buffers
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.load import (
     IMPLEMENTATIONS,
@@ -34,6 +35,7 @@ from isotrain.models.load import (
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
 from isotrain.models.packed import PackedModel
+from isotrain.models.routing import RouterBalance
 from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
 from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
@@ -54,8 +56,10 @@ def build_engine(
     if model.gradient_checkpointing:
         packed.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
     named = _place(packed, model, world)
-    base = [(base_name(name), p) for name, p in named.items() if not is_adapter(name)]
-    _load(base, model, WeightFiles(directory))
+    base = {base_name(name): p for name, p in named.items() if not is_adapter(name)}
+    _load(packed, base, model, WeightFiles(directory))
+    if model.router_aux_loss is not None:
+        packed.balance = RouterBalance(packed.pretrained, model.router_aux_loss)
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
     return _engine(packed, optimizer, device, world)
 
@@ -94,7 +98,7 @@ def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World,
         for name in {SCORE, SCORE_BIAS} & set(named):
             with torch.no_grad():
                 shard_of(named.pop(name)).local.zero_()
-    _load(named.items(), model, files)
+    _load(classifier, named, model, files)
 
 
 def build_reference(model: ModelSection, *, device: Device, world: World) -> InferenceModel:
@@ -154,15 +158,16 @@ def _step_model(directory: Path, model: ModelSection, device: Device) -> ScalarM
 
 
 def _pretrained(
-    build: Callable[[Path, str], PreTrainedModel], directory: Path, model: ModelSection, device: Device
+    build: Callable[[Path, str, str], PreTrainedModel], directory: Path, model: ModelSection, device: Device
 ) -> tuple[PreTrainedModel, str, Fused]:
     """A model, its attention, and its fused operators."""
     attention = choose_attention(directory, model, device)
+    experts = device.experts if model.experts == "auto" else model.experts
     table = fused_operators(model, device)
     if table is None:
-        return build(directory, attention), attention, NONE_FUSED
+        return build(directory, attention, experts), attention, NONE_FUSED
     provide(table.attention)
-    pretrained = build(directory, attention)
+    pretrained = build(directory, attention, experts)
     fused = fuse_layers(pretrained, table)
     if model.fused == "on" and (fused.unknown or fused.operators != LAYERS):
         missing = ", ".join(name for name in LAYERS if name not in fused.operators) or "none"
@@ -216,15 +221,16 @@ def _frozen(packed: Backbone, model: ModelSection, world: World, files: WeightFi
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
-    _load(_place(packed, model, world).items(), model, files)
+    _load(packed, _place(packed, model, world), model, files)
     return InferenceModel(packed, world)
 
 
-def _load(parameters: Iterable[tuple[str, nn.Parameter]], model: ModelSection, files: WeightFiles) -> None:
-    parameters = list(parameters)
-    load_weights(parameters, files)
+def _load(
+    packed: Backbone, parameters: dict[str, nn.Parameter], model: ModelSection, files: WeightFiles
+) -> None:
+    load_weights(packed.pretrained, {**parameters, **stored_buffers(packed.pretrained)}, files)
     if model.perturbation:
-        perturb(parameters, model.perturbation)
+        perturb(parameters.items(), model.perturbation)
 
 
 def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:

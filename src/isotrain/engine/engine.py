@@ -17,6 +17,7 @@ from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
 from isotrain.models.backbone import Backbone
 from isotrain.models.packed import TokenHead
+from isotrain.models.routing import active_experts
 from isotrain.models.weights import shard_of
 
 Loss = Callable[[TokenHead, int], torch.Tensor]
@@ -36,6 +37,8 @@ class UpdateResult:
     applied: bool
     """False where the loss or the gradient was not finite: the weights are as before."""
     metrics: dict[str, float]
+    router_aux_loss: float | None = None
+    """Of a mixture whose routers are balanced: a mean over the step's tokens, before its coefficient."""
 
 
 class TrainingEngine(InferenceModel):
@@ -50,13 +53,19 @@ class TrainingEngine(InferenceModel):
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters that take part in matrix products, and the trained ones among them.
 
-        An input embedding of its own is a table: looking up costs nothing.
+        An input embedding of its own is a table: looking up costs nothing. Of a mixture's experts,
+        those count that a token is sent to.
         """
         pretrained = self.model.pretrained
         table, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
         tied = head is not None and head.weight is table.weight
-        multiplied = [p for p in self.model.parameters() if tied or p is not table.weight]
-        return sum(p.numel() for p in multiplied), sum(p.numel() for p in multiplied if p.requires_grad)
+        share = active_experts(pretrained.config)
+        multiplied = [
+            (int(p.numel() * share) if ".experts." in name else p.numel(), p.requires_grad)
+            for name, p in self.model.named_parameters()
+            if tied or p is not table.weight
+        ]
+        return sum(count for count, _ in multiplied), sum(count for count, trained in multiplied if trained)
 
     def update(self, work: Sequence[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
         """One optimizer update from this rank's micro-batches, each with its objective.
@@ -65,14 +74,20 @@ class TrainingEngine(InferenceModel):
         """
         self.model.train()
         total, sums = self._zero(), dict[str, torch.Tensor]()
+        balance, imbalance = self.model.balance, self._zero()
+        tokens = self._real_tokens([batch for batch, _ in work]) if balance else 1
         for batch, objective in work:
             share, metrics = self.forward(batch, objective)
+            if balance is not None and self.model.imbalance is not None:
+                own = self.model.imbalance * (_real_tokens(batch) / tokens)
+                share, self.model.imbalance = share + balance.coefficient * own, None
+                imbalance += own.detach()
             share.backward()
             total += share.detach()
             for name, value in metrics.items():
                 sums.setdefault(name, self._zero()).add_(value.detach())
         grad_norm = self._clip()
-        loss, *values = self.world.sum(torch.stack([total, *sums.values()]).tolist())
+        loss, uneven, *values = self.world.sum(torch.stack([total, imbalance, *sums.values()]).tolist())
         # Both numbers are the same on every rank, and so is the decision.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
@@ -80,7 +95,8 @@ class TrainingEngine(InferenceModel):
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return UpdateResult(loss, grad_norm, finite, dict(zip(sums, values, strict=True)))
+        means = dict(zip(sums, values, strict=True))
+        return UpdateResult(loss, grad_norm, finite, means, uneven if balance else None)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss, lr: float) -> UpdateResult:
         """One supervised update: `loss` gives each micro-batch's share; the tokens with loss are a metric."""
@@ -106,6 +122,9 @@ class TrainingEngine(InferenceModel):
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float32, device=self.world.device)
 
+    def _real_tokens(self, batches: Sequence[PackedBatch]) -> int:
+        return int(self.world.sum([sum(map(_real_tokens, batches))])[0])
+
     def _loss_tokens(self, batches: Sequence[PackedBatch]) -> int:
         return int(self.world.sum([sum(batch.loss_tokens for batch in batches)])[0])
 
@@ -124,6 +143,11 @@ class TrainingEngine(InferenceModel):
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(grads, factor)
         return norm.item()
+
+
+def _real_tokens(batch: PackedBatch) -> int:
+    """Tokens of samples; a micro-batch without loss stands in for missing work."""
+    return len(batch.tokens_T) if batch.loss_tokens else 0
 
 
 def make_optimizer(

@@ -23,8 +23,9 @@ from isotrain.engine.checkpoint.layout import share, step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.backbone import Backbone
-from isotrain.models.load import load_tokenizer, model_directory
-from isotrain.models.lora import ADAPTER
+from isotrain.models.load import load_tokenizer, model_directory, read_config
+from isotrain.models.lora import ADAPTER, ALL, adapted_layers
+from isotrain.models.routing import number_of_experts
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
 from isotrain.recipe.preference import PrmSection, RmSection
@@ -138,13 +139,17 @@ def _fill(
 
 
 def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    trained = _weights(reader)
     config = adapter_config(model.lora)
+    if config.target_modules == ALL and number_of_experts(read_config(model_directory(model.path))):
+        config.target_modules = sorted(
+            adapted_layers(trained)
+        )  # peft would look for adapters of the experts too
     config.base_model_name_or_path = model.path
     config.inference_mode = True
     config.save_pretrained(str(out))
     weights = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor
-        for name, tensor in _weights(reader).items()
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in trained.items()
     }
     save_file(weights, out / "adapter_model.safetensors", metadata={"format": "pt"})
 

@@ -1,4 +1,4 @@
-"""Stream the full weights of an engine under their Hugging Face names."""
+"""Stream the full weights of an engine as published files hold them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
 from isotrain.engine.engine import TrainingEngine
+from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.lora import ADAPTER, base_name, is_adapter
 
 _WRAPPED = ".base_layer.weight"
@@ -16,11 +17,14 @@ _WRAPPED = ".base_layer.weight"
 
 @torch.no_grad()
 def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every rank must go through all of them: putting a weight together is a collective.
+    """Names and shapes are those of published files: a fused parameter becomes one tensor per expert.
+
+    Every rank must go through all of them: putting a weight together is a collective.
 
     Adapters are merged into their weights. A tensor may be the parameter itself: use it before the next step.
     """
     assert engine.on_host is None, "the model is offloaded"
+    publish = Publisher(engine.model.pretrained)
     for name, parameter in engine.parameters.items():
         if is_adapter(name):
             continue
@@ -29,7 +33,9 @@ def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[s
         else:
             # Rounded before it is gathered: fewer bytes travel, and rounding each part is rounding the whole.
             tensor = _whole(parameter.detach().to(dtype))
-        yield base_name(name.removeprefix(engine.model.prefix)), tensor
+        yield from publish(base_name(name.removeprefix(engine.model.prefix)), tensor)
+    for name, buffer in stored_buffers(engine.model.pretrained).items():
+        yield from publish(base_name(name), buffer)  # in its own type, which engines keep as well
 
 
 def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:

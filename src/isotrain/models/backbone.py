@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from isotrain.models.fused import NONE_FUSED, Fused
+from isotrain.models.routing import RouterBalance
 
 Result = TypeVar("Result")
 
@@ -42,6 +43,10 @@ class Backbone(nn.Module):
         self.pretrained = pretrained
         self.attention = attention
         self.fused = fused
+        self.balance: RouterBalance | None = None
+        """Set where the routers of a mixture are to spread tokens evenly."""
+        self.imbalance: torch.Tensor | None = None
+        """What `balance` found in the last forward pass, while training."""
 
     def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> Any:
         """What objectives see, over the wanted states; some models have nothing to predict."""
@@ -81,9 +86,7 @@ class Backbone(nn.Module):
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
-        output = self.pretrained.base_model(
-            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **extras
-        )
+        output = self._run(input_ids=tokens_T[None], position_ids=positions_T[None], **extras)
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
         return hidden_TD
 
@@ -91,8 +94,13 @@ class Backbone(nn.Module):
         tokens_SL = pad_sequence(list(tokens_T.split(lengths)), batch_first=True)
         place_L = torch.arange(tokens_SL.shape[1], device=tokens_T.device)
         real_SL = place_L[None] < torch.tensor(lengths, device=tokens_T.device)[:, None]
-        output = self.pretrained.base_model(
-            input_ids=tokens_SL, attention_mask=real_SL.long(), use_cache=False
-        )
+        output = self._run(input_ids=tokens_SL, attention_mask=real_SL.long())
         hidden_TD: torch.Tensor = output.last_hidden_state[real_SL]
         return hidden_TD
+
+    def _run(self, **inputs: Any) -> Any:
+        if self.balance is None or not (self.training and torch.is_grad_enabled()):
+            return self.pretrained.base_model(use_cache=False, **inputs)
+        output = self.pretrained.base_model(use_cache=False, output_router_logits=True, **inputs)
+        self.imbalance = self.balance(output.router_logits, inputs.get("attention_mask"))
+        return output

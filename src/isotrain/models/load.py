@@ -32,6 +32,9 @@ IMPLEMENTATIONS = {
     "fused-padded": FUSED,
 }
 
+# Experts one after the other, in plain operators.
+EAGER = "eager"
+
 
 def model_directory(path: str, field: str = "model.path") -> Path:
     """A local directory as it is; a Hub name is downloaded (safetensors only, never pickled weights).
@@ -68,15 +71,19 @@ def read_config(directory: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}/config.json cannot be used: {error}") from error
+    if getattr(config, "quantization_config", None):
+        # Its numbers mean nothing without scales that stand beside them.
+        raise ModelError(f"{directory} is quantized; set a directory with the weights in bfloat16 or float32")
     return config
 
 
-def build_causal_lm(directory: Path, attention: str) -> PreTrainedModel:
+def build_causal_lm(directory: Path, attention: str, experts: str = EAGER) -> PreTrainedModel:
     """The model of a directory, its parameters on the meta device in float32, its buffers real."""
     model = _from_config(
         AutoModelForCausalLM,
         read_config(directory),
         attention,
+        experts,
         f"{directory}: cannot build a causal language model",
     )
     check_head(model)
@@ -85,32 +92,39 @@ def build_causal_lm(directory: Path, attention: str) -> PreTrainedModel:
     return model
 
 
-def build_scalar(directory: Path, attention: str) -> PreTrainedModel:
+def build_scalar(directory: Path, attention: str, experts: str = EAGER) -> PreTrainedModel:
     """The directory's model as a sequence classifier with one label, built like the causal one."""
-    return _classifier(AutoModelForSequenceClassification, "sequence", directory, attention, labels=1)
+    return _classifier(
+        AutoModelForSequenceClassification, "sequence", directory, attention, experts, labels=1
+    )
 
 
-def build_token_classifier(directory: Path, attention: str) -> PreTrainedModel:
+def build_token_classifier(directory: Path, attention: str, experts: str = EAGER) -> PreTrainedModel:
     """The directory's model as a token classifier with two labels, bad and good."""
-    return _classifier(AutoModelForTokenClassification, "token", directory, attention, labels=2)
+    return _classifier(AutoModelForTokenClassification, "token", directory, attention, experts, labels=2)
 
 
-def _classifier(kind: Any, of: str, directory: Path, attention: str, labels: int) -> PreTrainedModel:
+def _classifier(
+    kind: Any, of: str, directory: Path, attention: str, experts: str, labels: int
+) -> PreTrainedModel:
     config = read_config(directory)
     config.num_labels = labels
-    model = _from_config(kind, config, attention, f"{directory}: cannot build a {of} classifier")
+    model = _from_config(kind, config, attention, experts, f"{directory}: cannot build a {of} classifier")
     check_score(model)
     check_packing(model, attention)
     return model
 
 
-def _from_config(kind: Any, config: PretrainedConfig, attention: str, complaint: str) -> PreTrainedModel:
+def _from_config(
+    kind: Any, config: PretrainedConfig, attention: str, experts: str, complaint: str
+) -> PreTrainedModel:
     try:
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = kind.from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=IMPLEMENTATIONS[attention],
+                experts_implementation=experts,
                 trust_remote_code=False,
             )
     except (ValueError, KeyError) as error:

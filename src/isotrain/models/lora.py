@@ -11,13 +11,16 @@ import torch
 from accelerate import init_empty_weights
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
+from isotrain.models.routing import number_of_experts
 from isotrain.models.weights import shard_of
 
 ADAPTER = "default"
+ALL = "all-linear"
 
 
 def lora_config(rank: int, alpha: int, targets: str | list[str], dropout: float) -> LoraConfig:
@@ -34,8 +37,16 @@ def lora_config(rank: int, alpha: int, targets: str | list[str], dropout: float)
 def add_adapters(model: PreTrainedModel, config: LoraConfig, frozen_dtype: torch.dtype) -> None:
     """Insert adapters (float32, on the meta device) and freeze everything else in the compute type."""
     _check_targets(model, config.target_modules)
+    if number_of_experts(model.config) and config.target_modules == ALL:
+        # peft would also take the experts and the router, which we cannot merge.
+        config.target_modules = sorted(attention_layers(model))
     with init_empty_weights(include_buffers=False):
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise ModelError(
+            "model.lora.targets: adapters on the experts of a mixture are not supported; use some of: "
+            + ", ".join(sorted(attention_layers(model)))
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(torch.float32 if is_adapter(name) else frozen_dtype)
@@ -54,6 +65,22 @@ def _check_targets(model: PreTrainedModel, targets: str | Collection[str] | None
             raise ModelError(
                 f"model.lora.targets: '{target}' cannot have an adapter; use some of: {', '.join(known)}"
             )
+
+
+def attention_layers(model: nn.Module) -> set[str]:
+    """Last parts of the names of attention's linear layers."""
+    return {
+        name.rpartition(".")[2]
+        for attention in model.modules()
+        if type(attention).__name__.endswith("Attention")
+        for name, layer in attention.named_modules()
+        if isinstance(layer, nn.Linear) and ".lora_" not in f".{name}" and not name.endswith("base_layer")
+    }
+
+
+def adapted_layers(names: Iterable[str]) -> set[str]:
+    """Last parts of the names of the layers that these adapter weights belong to."""
+    return {name.partition(".lora_")[0].rpartition(".")[2] for name in names if is_adapter(name)}
 
 
 def is_adapter(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
+from isotrain.models.conversion import Conversion, conversions
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class WeightFiles:
         tensor: torch.Tensor = self._slice(name)[part]
         return tensor
 
+    def whole(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._slice(name)[...]
+        return tensor
+
     def _index(self) -> dict[str, str]:
         index = self.directory / INDEX
         if index.is_file():
@@ -94,17 +100,54 @@ class WeightFiles:
 
 
 @torch.no_grad()
-def load_weights(parameters: Iterable[tuple[str, nn.Parameter]], files: WeightFiles) -> None:
-    """Fill each parameter's local shard from the tensor of the same name."""
-    for name, parameter in parameters:
-        if name not in files.file_of:
-            raise ModelError(f"{files.directory} has no weights for '{name}'; set a causal language model")
-        shard = shard_of(parameter)
-        if files.shape(name) != shard.shape:
-            raise ModelError(
-                f"{files.directory}: '{name}' has shape {files.shape(name)}, config.json says {shard.shape}"
-            )
-        shard.local.copy_(files.read(name, shard.part()))
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], files: WeightFiles) -> None:
+    """Fill each tensor's local shard; `tensors` are some of the model's, by their Hugging Face names.
+
+    A fused parameter is put together by transformers' own conversion, one at a time. Of stacked experts, a
+    rank reads its own only.
+    """
+    missing = set(tensors)
+    for conversion in conversions(model, tensors, files.file_of):
+        for name, shape in _fill(model, conversion, tensors, files).items():
+            expected = shard_of(tensors[name]).shape
+            if shape != expected:
+                raise ModelError(
+                    f"{files.directory}: '{name}' has shape {shape}, config.json says {expected}"
+                )
+            missing.discard(name)
+    # A buffer that the files do not have keeps its first value, as it does in transformers.
+    missing = {name for name in missing if isinstance(tensors[name], nn.Parameter)}
+    if missing:
+        raise ModelError(
+            f"{files.directory} has no weights for '{min(missing)}'; set a causal language model"
+        )
+
+
+def _fill(
+    model: PreTrainedModel, conversion: Conversion, tensors: Mapping[str, torch.Tensor], files: WeightFiles
+) -> dict[str, tuple[int, ...]]:
+    """Copies what fits; returns the shape that each whole tensor has in the files."""
+    shard = shard_of(tensors[conversion.target])
+    if conversion.converter is None:
+        ((name, *_),) = conversion.sources.values()
+        if files.shape(name) == shard.shape:
+            shard.local.copy_(files.read(name, shard.part()))
+        return {conversion.target: files.shape(name)}
+    if conversion.stacks and conversion.stacked == shard.shape[0]:
+        if not shard.local.numel():
+            return {conversion.target: shard.shape}
+        made = conversion.convert(model, files.whole, shard.part()[0])[conversion.target]
+        if made.shape == shard.local.shape:
+            shard.local.copy_(made)
+        return {conversion.target: (conversion.stacked, *made.shape[1:])}
+    shapes = {}
+    for name, made in conversion.convert(model, files.whole).items():
+        if name in tensors:
+            shard = shard_of(tensors[name])
+            shapes[name] = tuple(made.shape)
+            if shapes[name] == shard.shape:
+                shard.local.copy_(made[shard.part()])
+    return shapes
 
 
 # Of float32, which trained weights are kept in. Narrower arithmetic makes noise of its own size from it, as

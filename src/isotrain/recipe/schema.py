@@ -36,7 +36,8 @@ class LoraSection(Section):
     alpha: int = Field(default=16, ge=1)
     """Adapter outputs are scaled by `alpha / rank`."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """`all-linear` (every linear layer but the head), or module names such as `[q_proj, v_proj]`."""
+    """`all-linear` (every linear layer but the head; of a mixture of experts, attention's), or module names
+    such as `[q_proj, v_proj]`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapters."""
 
@@ -50,6 +51,10 @@ class ModelSection(Section):
     """Attention over packed samples: `flash` kernels, `sdpa` (exact SDPA per sample), or `padded`."""
     fused: Annotated[Literal["auto", "off", "on"], Affects.EXECUTION] = "off"
     """Fused operators (other rounding): `auto` where they fit, `on` or an error. Not verified on hardware."""
+    experts: Annotated[Literal["auto", "eager", "grouped_mm", "batched_mm"], Affects.EXECUTION] = "auto"
+    """transformers' implementation of a mixture's experts; `auto` takes the device's."""
+    router_aux_loss: float | None = Field(default=None, gt=0)
+    """Weight of the load-balancing loss of a mixture's routers (`router_aux_loss_coef` in transformers)."""
     gradient_checkpointing: Annotated[bool, Affects.EXECUTION] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     logits_chunk: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)

@@ -17,9 +17,10 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
-from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.errors import ModelError, RolloutError, WeightUpdateError
+from isotrain.models.conversion import conversions, stored_buffers
 from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, trajectory_of
-from isotrain.rollout.transfer import read_update
+from isotrain.rollout.transfer import open_update
 
 
 @dataclass
@@ -68,24 +69,40 @@ class HfEngine:
     @torch.no_grad()
     def update_weights(self, update: WeightUpdate) -> None:
         self._unusable = f"weight update {update.version} was not finished"
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        missing = {name for name, _ in self._model.named_parameters()}
-        for name, tensor in read_update(update, self.name):
-            parameter = parameters.get(name)
-            if parameter is None or parameter.shape != tensor.shape:
-                shape = "no such parameter" if parameter is None else f"{tuple(parameter.shape)}"
-                raise WeightUpdateError(
-                    f"{self.name}: weight update {update.version} has {name!r} of shape "
-                    f"{tuple(tensor.shape)}, the model has {shape}"
-                )
-            parameter.copy_(tensor)
-            missing.discard(name)
+        buffers = stored_buffers(self._model)
+        own = dict(self._model.named_parameters(remove_duplicate=False)) | buffers
+        missing = {name for name, _ in self._model.named_parameters()} | buffers.keys()
+        with open_update(update, self.name) as contents:
+            published = dict(contents.tensors)
+            plan = conversions(self._model, own, published)
+            used = {name for conversion in plan for names in conversion.sources.values() for name in names}
+            for name in published.keys() - used:
+                raise self._unfit(update, name, published[name], "no such parameter")
+            for conversion in plan:
+                try:
+                    made = conversion.convert(self._model, published.__getitem__)
+                except ModelError as error:
+                    raise WeightUpdateError(
+                        f"{self.name}: weight update {update.version}: {error}"
+                    ) from error
+                for name, tensor in made.items():
+                    if name not in own or own[name].shape != tensor.shape:
+                        shape = f"{tuple(own[name].shape)}" if name in own else "no such parameter"
+                        raise self._unfit(update, name, tensor, shape)
+                    own[name].copy_(tensor)
+                    missing.discard(name)
         if missing:
             raise WeightUpdateError(
                 f"{self.name}: weight update {update.version} lacks weights of {len(missing)} parameters: "
                 f"{', '.join(sorted(missing)[:5])}"
             )
         self.version, self._unusable = update.version, ""
+
+    def _unfit(self, update: WeightUpdate, name: str, tensor: torch.Tensor, shape: str) -> WeightUpdateError:
+        return WeightUpdateError(
+            f"{self.name}: weight update {update.version} has {name!r} of shape "
+            f"{tuple(tensor.shape)}, the model has {shape}"
+        )
 
     def sleep(self) -> None:
         self._move(torch.device("cpu"))

@@ -27,6 +27,7 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import find_device
 from isotrain.device.variables import child_environment
 from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.models.conversion import published_shapes, stored_buffers
 from isotrain.models.load import build_causal_lm
 from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens
 from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
@@ -78,11 +79,10 @@ class SglangEngine:
         self._unusable, self._lost, self._running = "", "", False
         self._ends = end_tokens(directory)
         model = build_causal_lm(directory, "padded")
-        self._needed = {key for key, _ in model.named_parameters()}
+        own = {**dict(model.named_parameters()), **stored_buffers(model)}
+        self._needed = set(published_shapes(model, own))
         # Tied ones have several names.
-        self._shapes = {
-            key: tuple(value.shape) for key, value in model.named_parameters(remove_duplicate=False)
-        }
+        self._shapes = published_shapes(model, own | dict(model.named_parameters(remove_duplicate=False)))
         self._directory = Path(tempfile.mkdtemp(prefix="sglang-", dir=private_directory()))
         port, key = free_port(), secrets.token_hex(32)
         self._exchange = Exchange(name, port, key)

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_processing,
     get_layerwise_info,
 )
+from vllm.platforms import current_platform
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
@@ -59,6 +60,9 @@ def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str) -
         # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
         parameters = {name for name, _ in model.named_parameters()}
         initialize_layerwise_reload(model)
+        # What vLLM computed from weights, as for latent attention, is gone now and will be computed again.
+        parameters &= {name for name, _ in model.named_parameters()}
+        _pack_experts_again(model)
         try:
             count = _load(model, parameters, contents.tensors, update, engine)
         finally:
@@ -121,6 +125,17 @@ def _wanted(layer: nn.Module, own: dict[str, nn.Parameter]) -> int:
         return sum(rows * parameter[0].numel() for parameter in own.values())
     # vLLM notes there what of a parameter is in the checkpoint, where it has filled the rest up.
     return sum(getattr(parameter, "weight_loader_numel", parameter.numel()) for parameter in own.values())
+
+
+def _pack_experts_again(model: nn.Module) -> None:
+    """On CPUs, vLLM packs experts only while it builds their kernel, and would leave updated ones unpacked.
+
+    Seen in 0.32: the tensors have the right sizes, and the log-probs are wrong.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and current_platform.is_cpu():
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def _pack_tied_layers(model: nn.Module) -> None:

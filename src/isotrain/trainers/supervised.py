@@ -89,6 +89,7 @@ class SupervisedTrainer:
             "train/lr": self.schedule(step),
             "train/tokens": data.tokens,
             **{f"train/{name}": value for name, value in result.metrics.items()},
+            **({} if result.router_aux_loss is None else {"train/router_aux_loss": result.router_aux_loss}),
             "timing_s/step": seconds,
             "perf/throughput": data.tokens / (seconds * ranks),
             "perf/max_memory_allocated_gb": self.device.memory().peak / 2**30,

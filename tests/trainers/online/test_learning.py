@@ -87,6 +87,15 @@ def crowded() -> bool:
 
 
 @needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_mixture_of_experts_learns_with_vllm(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "tiny", architecture="qwen3_moe")
+    rewards = learn(tmp_path / "tiny", tmp_path, "grpo", "vllm", "cpu")
+    check(rewards)
+
+
+@needs_vllm
 @pytest.mark.timeout(1800)
 def test_the_shipped_recipe_learns_with_vllm_in_five_minutes(tmp_path: Path) -> None:
     recipe = as_shipped(tmp_path)

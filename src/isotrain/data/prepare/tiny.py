@@ -12,7 +12,29 @@ from typing import Any, Literal
 from isotrain.data.prepare import tiny_reward
 from isotrain.data.prepare.tiny_reward import KINDS
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"]
+
+# Of the last two: eight experts, two for each token. DeepSeek's first layer is dense, as published.
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        # Published with these; transformers takes them for granted, vLLM reads them.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        # As published, and the only sizes that vLLM's latent attention on CPUs takes.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+}
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -163,6 +185,13 @@ def make_model(
     import transformers
 
     hf: Any = transformers  # its constructors have no types
+    mixture = _EXPERTS.get(architecture, {})
+    if mixture:
+        # Two experts do the work of the dense layer.
+        mixture = {"moe_intermediate_size": hidden * 3 // 2, **mixture}
+    if architecture == "deepseek_v3":
+        # Its keys are expanded to all heads; published ones are not tied, and vLLM ties none.
+        kv_heads, tie_word_embeddings = heads, False
     config = hf.AutoConfig.for_model(
         architecture,
         vocab_size=vocab,
@@ -171,7 +200,8 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        # DeepSeek rotates a part of each head only.
+        head_dim=mixture.get("qk_rope_head_dim", hidden // heads),
         max_position_embeddings=2048,
         tie_word_embeddings=tie_word_embeddings,
         pad_token_id=0,
@@ -179,6 +209,7 @@ def make_model(
         eos_token_id=2,
         # Wider than the usual 0.02, which is made for wider models: this one learns in far fewer steps.
         initializer_range=0.08,
+        **mixture,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -362,7 +362,10 @@ def _means(results: list[Any], name: str) -> dict[str, float]:
     """Metrics averaged over the updates of a step."""
     total: dict[str, float] = {}
     for result in results:
-        for key, value in {**result.metrics, f"{name}/grad_norm": result.grad_norm}.items():
+        own = {f"{name}/grad_norm": result.grad_norm}
+        if result.router_aux_loss is not None:
+            own[f"{name}/router_aux_loss"] = result.router_aux_loss
+        for key, value in {**result.metrics, **own}.items():
             total[key] = total.get(key, 0.0) + value / len(results)
     total[f"{name}/skipped"] = float(sum(not result.applied for result in results))
     return total

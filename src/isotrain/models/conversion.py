@@ -1,0 +1,157 @@
+"""Published tensors to a model's own, or back, through transformers' conversions.
+
+transformers keeps the experts of a layer in one parameter; published files hold a tensor for each of them.
+Which tensors make which parameter, and how, is transformers' knowledge: nothing of it is repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from isotrain.errors import ModelError
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass
+class Conversion:
+    """The published tensors from which transformers makes one parameter, or several at once."""
+
+    target: str
+    """The parameter's name; the first one's, where there are several."""
+    converter: WeightConverter | None
+    """None where the tensor is used as it is, whatever its published name."""
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Published names by the pattern they match, in the order in which transformers takes them."""
+
+    @property
+    def stacks(self) -> bool:
+        """Whether the first dimension counts published tensors, as that of fused experts does."""
+        if self.converter is None:
+            return False
+        first, *rest = self.converter.operations
+        return (
+            isinstance(first, MergeModulelist)
+            and first.dim == 0
+            and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in rest)
+        )
+
+    @property
+    def stacked(self) -> int:
+        """How many: the least of all patterns, so that a missing tensor is noticed."""
+        return min(len(names) for names in self.sources.values())
+
+    def convert(
+        self, model: PreTrainedModel, read: Read, stacked: slice = slice(None)
+    ) -> dict[str, torch.Tensor]:
+        """Parameters by name; of stacked tensors, only the given ones are read and put together."""
+        if self.converter is None:
+            ((name, *_),) = self.sources.values()
+            return {self.target: read(name)}
+        converter = deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names[stacked]:
+                # A call is taken as well as a future: the tensor is read when it is needed.
+                converter.add_tensor(self.target, name, pattern, cast(Any, partial(read, name)))
+        try:
+            made = converter.convert(self.target, model=model, config=model.config)
+        except (RuntimeError, ValueError) as error:
+            counts = ", ".join(f"{len(names)} of {pattern}" for pattern, names in self.sources.items())
+            raise ModelError(
+                f"'{self.target}' cannot be made from its tensors ({counts}): {error}"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def conversions(model: PreTrainedModel, own: Iterable[str], published: Iterable[str]) -> list[Conversion]:
+    """How the model's `own` tensors come from the published ones; those that nothing needs are left out."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known, prefix = dict.fromkeys(own, True), model.base_model_prefix
+    found: dict[str, Conversion] = {}
+    # transformers' own order: experts by number, not by the digits of it.
+    for name in sorted(published, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            # Files can also hold a tensor under the name that a conversion would have made.
+            target, pattern = name, None
+        if target not in known:
+            continue
+        converter = by_pattern[pattern] if pattern is not None else None
+        conversion = found.setdefault(target, Conversion(target, converter))
+        conversion.sources.setdefault(pattern or target, []).append(name)
+    return [found[name] for name in known if name in found]
+
+
+class Publisher:
+    """Gives a model's tensors the names and shapes of published files, parameter by parameter."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        # What was stripped from names in files may not have been there: transformers does not add it either.
+        self._transforms = [t for t in transforms if type(t).__name__ != "PrefixChange"]
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._transforms:
+            yield name, tensor
+            return
+        if any(len(t.target_patterns) > 1 and _matches(t, name) for t in self._transforms):
+            raise ModelError(
+                f"'{name}' is published in one tensor with other parameters, which engines cannot be sent yet"
+            )
+        # transformers looks for them there; looking them up again for every parameter takes long.
+        before = getattr(self.model, "_weight_conversions", None)
+        self.model._weight_conversions = self._transforms  # type: ignore[assignment]
+        try:
+            published = revert_weight_conversion(self.model, {name: tensor})
+        finally:
+            self.model._weight_conversions = before  # type: ignore[assignment]
+        yield from published.items()
+
+
+def _matches(transform: WeightTransform, name: str) -> bool:
+    return transform.reverse_transform().rename_source_key(name)[1] is not None
+
+
+def published_shapes(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """What an update of these tensors consists of; nothing is computed with them."""
+    publish = Publisher(model)
+    return {
+        published: tuple(tensor.shape)
+        for name, own in tensors.items()
+        for published, tensor in publish(name, own.detach().to("meta"))
+    }
+
+
+def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are part of the weights, such as the correction of DeepSeek's router."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
