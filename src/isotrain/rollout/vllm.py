@@ -300,6 +300,9 @@ def npu_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables to set before vLLM is imported, given those that are there; an empty one is to be removed."""
     # Weights in NZ format cannot take an update; the plug-in refuses to wake up with them.
     changes = {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    # Training ranks on the same devices hold HCCL's default ports.
+    for name in ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
+        changes |= {} if environment.get(name) else {name: "auto"}
     # The pool that sleeping engines give back refuses expandable segments.
     for name in _ALLOCATOR:
         parts = environment.get(name, "").split(",")
