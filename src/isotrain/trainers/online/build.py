@@ -83,7 +83,9 @@ def build_trainer(
     )
     trainer.send_weights(goes_on.step)
     if isinstance(maker, BatchMaker) and rollout.staleness:
-        trainer.batches = AsyncBatches(maker.begin, rollout.staleness, settings.steps - goes_on.step)
+        trainer.batches = AsyncBatches(
+            maker.begin, rollout.staleness, settings.steps - goes_on.step, engines.verifying
+        )
     return trainer
 
 

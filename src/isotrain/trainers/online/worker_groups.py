@@ -27,7 +27,7 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import in_background
+from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import CALLS_AT_ONCE
 from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
