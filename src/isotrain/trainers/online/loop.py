@@ -310,17 +310,34 @@ class OnlineTrainer:
                 return self.collector.again(VALIDATION, groups, gone, n, sampling)
 
             groups, _ = self._load(groups, len(groups), again)
-            if settings.colocated:
-                self.ranks.call("onload")
-        scores_R, failures, _ = self._scores(groups)
+        with self._device_for_reward_models(last=step == settings.steps):
+            scores_R, failures, _ = self._scores(groups)
         if settings.reward_models:
             self.ranks.call("forget")
-            if settings.colocated:
-                self.ranks.call("offload")
         self.engines.post("release", 0)
         if self.validation_warnings.is_due(step, failures):
             self.recorder.console.message(f"warning: validation after step {step}: {failures}")
         return validation_metrics(groups, scores_R, failures)
+
+    @contextmanager
+    def _device_for_reward_models(self, last: bool) -> Iterator[None]:
+        """Colocated engines sleep meanwhile; they lose their weights by it, and get them again unless it is
+        the `last` time."""
+        if not (self.settings.colocated and self.settings.reward_models):
+            yield
+            return
+        limit = self.engines.timeout
+        with self._in_time("validation"):
+            self.engines.on_all("sleep", timeout=limit)
+            self.ranks.call("onload_reward_models", timeout=limit)
+        yield
+        with self._in_time("after validation"):
+            self.ranks.call("offload", timeout=limit)
+            if not last:
+                self.engines.on_all("wake", timeout=limit)
+                assert self.engines.newest is not None
+                self.engines.send(self.engines.newest)
+                self.engines.settle()
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]
@@ -338,11 +355,8 @@ class OnlineTrainer:
     def _save(self, step: int, taken: int) -> None:
         started = time.perf_counter()
         self.recorder.sync()
-        if self.settings.colocated:
-            self.ranks.call("onload")
+        # Colocated, the ranks' state is in host memory since the weights were sent: it is saved from there.
         self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
-        if self.settings.colocated:
-            self.ranks.call("offload")
         self.saving = {"save_checkpoint": time.perf_counter() - started}
 
     def _count_skipped(self, step: int, values: dict[str, float]) -> None:
