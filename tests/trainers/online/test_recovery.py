@@ -59,6 +59,7 @@ def trainer(
     engines = stand_in_engines(group)
     collector = StandInCollector(engines)
     settings = SimpleNamespace(
+        steps=9,
         mini_batch_size=2,
         budget=64,
         share_prompts=False,
@@ -69,7 +70,7 @@ def trainer(
         validation_n=N,
         validation_sampling=Sampling(8, 0.0),
     )
-    parts: dict[str, Any] = dict.fromkeys(("relays", "batches", "schedule", "critic_schedule", "kl"))
+    parts: dict[str, Any] = dict.fromkeys(("relays", "batches", "schedule", "critic_schedule", "kl", "saves"))
     return OnlineTrainer(
         settings=settings,  # type: ignore[arg-type]
         ranks=Ranks(lost),  # type: ignore[arg-type]

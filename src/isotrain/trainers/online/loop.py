@@ -42,6 +42,7 @@ from isotrain.trainers.online.metrics import (
 from isotrain.trainers.online.relays import Relays
 from isotrain.trainers.online.step import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import VALIDATION
 
 # Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
@@ -55,7 +56,6 @@ class LoopSettings:
     steps: int
     validate_every: int
     validate_first: bool
-    save_every: int
     mini_batch_size: int
     """Prompts of one update."""
     budget: int
@@ -96,6 +96,7 @@ class OnlineTrainer:
     schedule: Schedule
     critic_schedule: Schedule | None
     kl: FixedKl | AdaptiveKl
+    saves: SaveSchedule
     recorder: Recorder
     skipped: int = 0
     first: bool = True
@@ -143,7 +144,7 @@ class OnlineTrainer:
                     values |= self.validate(step)
             values |= self._performance(batch, plan)
             self.recorder.write(step, values)
-            if self._is_due(step, self.settings.save_every):
+            if self.saves.is_due(step):
                 self._save(step, batch.taken)
             if failure := next(filter(None, self.ranks.call("save_failure")), None):
                 self.recorder.console.message(f"warning: {failure}; training continues without it")
@@ -357,7 +358,9 @@ class OnlineTrainer:
         self.recorder.sync()
         # Colocated, the ranks' state is in host memory since the weights were sent: it is saved from there.
         self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
-        self.saving = {"save_checkpoint": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        self.saving = {"save_checkpoint": seconds}
+        self.saves.saved(seconds)
 
     def _count_skipped(self, step: int, values: dict[str, float]) -> None:
         skipped = int(values.pop("actor/skipped", 0.0) + values.pop("critic/skipped", 0.0))
