@@ -12,6 +12,7 @@ from jobs import Job
 
 from isotrain.device.detect import choose_device
 from isotrain.engine.offload import offload, onload
+from isotrain.engine.state import engine_shards, optimizer_updates, restore
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
@@ -47,12 +48,38 @@ def test_who_is_away_cannot_be_asked(tiny: Path) -> None:
             lambda: engine.infer(job.batches, TokenHead.logps),
             lambda: jobs.updates(engine, jobs.policy_objective, job.batches),
             lambda: next(full_weights(engine, torch.float32)),
-            lambda: jobs.local(engine),
+            lambda: restore(engine, device, None),  # type: ignore[arg-type]
         ):
             with pytest.raises(AssertionError, match="offloaded"):
                 ask()
         onload(engine)
         assert engine.infer(job.batches, TokenHead.logps)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("updated", [True, False])
+def test_it_is_saved_from_host_memory(tiny: Path, updated: bool) -> None:
+    device = choose_device("npu")
+    with join_world(device) as world:
+        job = Job(device, world, tiny / "model")
+        engine = job.policy()
+        if updated:
+            jobs.updates(engine, jobs.policy_objective, job.batches)
+            before, count = jobs.local(engine), optimizer_updates(engine)
+            offload(engine)
+        else:  # a critic's warm-up: there is no optimizer state yet, and no room on the device to make it
+            offload(engine)
+            before, count = {}, 0
+        held = device.memory().allocated
+        saved = engine_shards(engine)
+        assert all(shard.local.device.type == "cpu" for shard in saved.values())
+        assert optimizer_updates(engine) == count
+        assert device.memory().allocated == held
+        found = {name: shard.local for name, shard in saved.items()}
+        onload(engine)
+        wanted = before or jobs.local(engine)
+        assert jobs.same(found, wanted), "also what has become of the copies after the model went back"
+        jobs.updates(engine, jobs.policy_objective, job.batches)
+        assert jobs.same(found, wanted) and not jobs.same(found, jobs.local(engine))
 
 
 def test_on_the_host_there_is_nothing_to_do(tiny: Path) -> None:

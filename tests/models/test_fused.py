@@ -117,8 +117,8 @@ def run(
 
 def far(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The root mean square of the difference, as a share of that of what is expected."""
-    expected = expected.double()
-    return float((found.double() - expected).norm() / expected.norm())
+    found, expected = found.cpu().double(), expected.cpu().double()
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(

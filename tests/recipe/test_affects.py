@@ -30,7 +30,10 @@ BOTH = {
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory_utilization", "kv_cache_gb")),
     *(
         f"rollout.{name}"
-        for name in ("eager", "server_python", "update_timeout", "weight_check_tolerance", "record")
+        for name in (
+            *("eager", "load_format", "server_python", "update_timeout", "weight_check_tolerance"),
+            "record",
+        )
     ),
     *("reward.workers", "reward.math.processes"),
     *(

@@ -134,6 +134,7 @@ def test_a_recipe_has_the_published_values_but_for_what_its_header_says(name: st
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "sft" not in name])
 def test_engines_take_every_device(name: str) -> None:
-    recipe = resolved(load_recipe(locate(name)))
-    rollout = recipe["rollout"]
-    assert rollout["engines"] * rollout["tensor_parallel"] == recipe["device"]["ranks"]
+    recipe = load_recipe(locate(name))
+    rollout, ranks = recipe.rollout, recipe.device.ranks
+    assert rollout is not None
+    assert rollout.engine_count(ranks, "colocated") * rollout.tensor_parallel == ranks

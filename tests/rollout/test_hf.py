@@ -109,7 +109,7 @@ def test_greedy_and_ends(engine: RolloutEngine, model: Any) -> None:
         np.testing.assert_allclose(trajectory.logp_N, -np.log(512), atol=1e-5)
 
 
-def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path) -> None:
+def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path, device_type: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
@@ -147,6 +147,10 @@ def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path) -> None:
         engine.update_weights(write_update(weights, 5))
     engine.sleep()
     engine.wake()
+    if device_type != "cpu":  # a sleeping engine has no weights, as vLLM's
+        with pytest.raises(RolloutError, match=r"e does not generate: it slept, and has no weights"):
+            engine.logps([PROMPTS[0]])
+        engine.update_weights(write_update(weights, 5))
     assert np.array_equal(next(engine.generate(requests(1), Sampling(max_tokens=8))).tokens_T, found.tokens_T)
 
 

@@ -9,8 +9,14 @@ from isotrain.rollout.vllm import _set_environment, npu_environment
 
 
 def test_nz_is_always_off() -> None:
-    assert npu_environment({}) == {"VLLM_ASCEND_ENABLE_NZ": "0"}
-    assert npu_environment({"VLLM_ASCEND_ENABLE_NZ": "1"}) == {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    for there in ({}, {"VLLM_ASCEND_ENABLE_NZ": "1"}):
+        assert npu_environment(there)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
+def test_engine_and_ranks_do_not_listen_on_the_same_ports() -> None:
+    names = {"HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"}
+    assert {name: npu_environment({})[name] for name in names} == dict.fromkeys(names, "auto")
+    assert names.isdisjoint(npu_environment(dict.fromkeys(names, "61000-61050"))), "what the user has chosen"
 
 
 def test_expandable_segments_are_taken_out() -> None:

@@ -93,7 +93,9 @@ def _online_rows(recipe: Recipe) -> dict[str, str]:
         "model": reward.model and reward.model.path,
         "process": reward.process and reward.process.path,
     }
-    engines = f"{rollout.engines} engine(s)"
+    count = rollout.engine_count(recipe.device.ranks, cluster.placement)
+    all_free = rollout.engines is None and cluster.placement == "separate"
+    engines = "engines on all free devices" if all_free else f"{count} engine(s)"
     if rollout.tensor_parallel > 1:
         engines += f" of {rollout.tensor_parallel} devices each"
     when = f", up to {rollout.staleness} version(s) behind" if rollout.staleness else ""

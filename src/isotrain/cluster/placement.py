@@ -103,7 +103,7 @@ def place(
                 raise ClusterError(f"{_shortage(demand, resource)} (waited {start_timeout:g} s)")
         seats = _seats(group, sizes, device, start_timeout)
         check_machines(cluster)  # some may have come since it was joined
-        if not cluster.private and (idle := resource_counts(resource)[1]) >= 1 and resource != "CPU":
+        if (idle := resource_counts(resource)[1]) >= 1 and resource != "CPU":
             tell(f"{idle:g} {resource} of the cluster stay idle; device.ranks counts devices of all machines")
         yield assign(seats, demand)
     finally:

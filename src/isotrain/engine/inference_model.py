@@ -21,8 +21,8 @@ class InferenceModel:
         self.world = world
         # As they are sharded now: while sharded weights are whole, the modules show others.
         self.parameters = dict(model.named_parameters())
-        self.on_host: list[torch.UntypedStorage] | None = None
-        """Host copies while the model is offloaded."""
+        self.on_host: dict[int, torch.UntypedStorage] | None = None
+        """Host copies while the model is offloaded, by `id` of the tensor whose memory they are."""
 
     def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
         """The objective applied to the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""

@@ -112,7 +112,7 @@ class LayerTrace:
 
     def _leave(self, _: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if self._looking and (loss := _first_tensor(output)) is not None:
-            self._update.loss += float(loss.detach().double().cpu())
+            self._update.loss += float(loss.detach().cpu().double())
         # Layers that run again in the backward pass are those of gradient checkpointing.
         self._looking = False
 

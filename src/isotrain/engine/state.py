@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.offload import held_shard
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
-from isotrain.models.weights import Shard, shard_of
+from isotrain.models.weights import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -21,15 +23,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
     """This rank's part of every trained weight and its optimizer moments; frozen weights are not saved.
 
-    Engines that share a checkpoint have prefixes of their own, such as `critic/`.
+    Those of an offloaded model are its host copies: nothing returns to the device. Engines that share a
+    checkpoint have prefixes of their own, such as `critic/`.
     """
-    assert engine.on_host is None, "the model is offloaded"
-    start_optimizer_state(engine)
+    if engine.on_host is None:
+        start_optimizer_state(engine)
     shards = {}
     for name, parameter in engine.trained.items():
-        shards[f"{prefix}weights/{name}"] = shard_of(parameter)
+        weight, state = held_shard(engine, parameter), engine.optimizer.state.get(parameter)
+        shards[f"{prefix}weights/{name}"] = weight
         for moment in MOMENTS:
-            shards[f"{prefix}{moment}/{name}"] = shard_of(engine.optimizer.state[parameter][moment])
+            # An offloaded model that was never updated has none, and the device no room for it now.
+            shards[f"{prefix}{moment}/{name}"] = (
+                held_shard(engine, state[moment])
+                if state
+                else replace(weight, local=torch.zeros_like(weight.local))
+            )
     return shards
 
 
@@ -47,8 +56,8 @@ def start_optimizer_state(engine: TrainingEngine) -> None:
 
 def optimizer_updates(engine: TrainingEngine) -> int:
     """Updates made so far; all parameters share the count."""
-    start_optimizer_state(engine)
-    return int(next(iter(engine.optimizer.state.values()))["step"].item())
+    states = engine.optimizer.state.values()
+    return int(held_shard(engine, next(iter(states))["step"]).local.item()) if states else 0
 
 
 def generator_shards(device: Device) -> dict[str, Shard]:
@@ -71,6 +80,7 @@ def restore(engine: TrainingEngine, device: Device, reader: CheckpointReader, pr
 
     `prefix` is the one it was saved with; the checkpoint counts its updates as `<prefix>updates`.
     """
+    assert engine.on_host is None, "the model is offloaded"
     reader.fill(engine_shards(engine, prefix), engine.world.rank)
     for state in engine.optimizer.state.values():
         state["step"].fill_(float(reader.state[f"{prefix}updates"]))

@@ -248,8 +248,9 @@ class RolloutSection(Section):
     """Sample from this many most likely tokens; -1 for all."""
     staleness: int = Field(default=0, ge=0)
     """How many weight versions behind the trained model responses may be; 0 is on-policy."""
-    engines: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
-    """Generation engines."""
+    engines: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
+    """Generation engines; by default `device.ranks` / `tensor_parallel`. With `cluster.placement: separate`
+    as many as fit on the devices that the ranks leave free, or one on CPUs."""
     tensor_parallel: Annotated[int, Affects.EXECUTION] = Field(default=1, ge=1)
     """Devices per engine."""
     memory_utilization: Annotated[float, Affects.EXECUTION] = Field(default=0.5, gt=0, le=1)
@@ -258,6 +259,9 @@ class RolloutSection(Section):
     """Size of the KV cache in GiB if the engine keeps it in host memory."""
     eager: Annotated[bool | None, Affects.EXECUTION] = None
     """Run the engine without compilation or graph capture: fast start, slow steps; by default only on CPU."""
+    load_format: Annotated[Literal["dummy", "safetensors"], Affects.EXECUTION] = "dummy"
+    """What vLLM starts with: random weights, as the trained ones follow before it generates, or the model's
+    files. Pickled files are never read."""
     server_python: Annotated[str | None, Affects.EXECUTION] = None
     """With `sglang`: the Python of the environment it is installed in; by default the trainer's."""
     update_timeout: Annotated[float, Affects.EXECUTION] = Field(default=300.0, gt=0)
@@ -277,6 +281,12 @@ class RolloutSection(Section):
     def generates(self) -> bool:
         """Whether engines generate responses."""
         return self.replay is None
+
+    def engine_count(self, ranks: int, placement: str, free: int = 0) -> int:
+        """How many engines there are; `free` devices are left by the ranks, where these are not shared."""
+        if self.engines is not None:
+            return self.engines
+        return max(1, (ranks if placement == "colocated" else free) // self.tensor_parallel)
 
 
 class Gsm8kSection(Section):

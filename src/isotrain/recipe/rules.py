@@ -72,11 +72,12 @@ def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> It
             f"rollout.tensor_parallel ({rollout.tensor_parallel}) cannot be used with rollout.engine hf, "
             "which runs on one device: remove it"
         )
-    wanted = rollout.engines * rollout.tensor_parallel
+    engines = rollout.engine_count(ranks, cluster.placement)
+    wanted = engines * rollout.tensor_parallel
     if rollout.generates and cluster.placement == "colocated" and wanted > ranks:
         yield (
             f"device.ranks ({ranks}) is below {wanted}, the number of devices that rollout.engines "
-            f"({rollout.engines}) with rollout.tensor_parallel ({rollout.tensor_parallel}) share with "
+            f"({engines}) with rollout.tensor_parallel ({rollout.tensor_parallel}) share with "
             "training: raise it, lower one of the others, or set cluster.placement: separate"
         )
 

@@ -137,8 +137,9 @@ class TrainerSection(Section):
     """Steps between validations; 0 validates at the end only."""
     validate_first: bool = False
     """Validate before the first step too; the results are the metrics of step 0."""
-    save_every: Annotated[int, Affects.EXECUTION] = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    save_every: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=0)
+    """Steps between checkpoints; 0 saves at the end only. By default a checkpoint follows the first step that
+    ends 10 minutes or more after the last one, less often if saving takes more than 5 % of the time."""
     keep_checkpoints: Annotated[int, Affects.EXECUTION] = Field(default=3, ge=1)
     """How many of the newest checkpoints to keep."""
     resume: Annotated[Literal["auto", "never"], Affects.EXECUTION] = "auto"

@@ -85,7 +85,10 @@ def _vllm(plan: Plan) -> RolloutEngine:
 
     max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
     cache_bytes = int(plan.rollout.kv_cache_gb * 2**30)
-    return VllmEngine(plan.directory, max_length=max_length, cache_bytes=cache_bytes, **plan.server)
+    load_format = plan.rollout.load_format
+    return VllmEngine(
+        plan.directory, max_length=max_length, cache_bytes=cache_bytes, load_format=load_format, **plan.server
+    )
 
 
 def _sglang(plan: Plan) -> RolloutEngine:

@@ -32,7 +32,7 @@ class _Row:
 
 
 class HfEngine:
-    """Refuses to generate from a failed update until a good one, as every engine does."""
+    """Refuses to generate from a failed update, or a sleep, until a good update, as every engine does."""
 
     def __init__(
         self, directory: Path, *, name: str, dtype: str, device: torch.device, batch: int = 64
@@ -105,7 +105,12 @@ class HfEngine:
         )
 
     def sleep(self) -> None:
+        if self._device.type == "cpu":
+            return
+        self._unusable = "it slept, and has no weights until the next update"
         self._move(torch.device("cpu"))
+        # Another process cannot use memory that the allocator caches.
+        torch.get_device_module(self._device).empty_cache()
 
     def wake(self) -> None:
         self._move(self._device)

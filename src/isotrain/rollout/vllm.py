@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,7 @@ class VllmEngine:
         eager: bool = True,
         update_timeout: float = 300.0,
         config_changes: Mapping[str, int] | None = None,
+        load_format: Literal["dummy", "safetensors"] = "safetensors",
     ) -> None:
         special = _set_environment(device_type)
         if eager:
@@ -83,7 +84,8 @@ class VllmEngine:
                 f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
             )
         self.name, self.version, self._timeout = name, 0, update_timeout
-        self._unusable, self._lost = "", False
+        self._unusable = "its weights are random until the first update" if load_format == "dummy" else ""
+        self._lost = False
         self._serial, self._workers = 0, tensor_parallel
         self._running: dict[str, int] = {}
         self._ends = end_tokens(directory)
@@ -107,6 +109,7 @@ class VllmEngine:
                 skip_tokenizer_init=True,
                 trust_remote_code=False,
                 dtype=dtype,
+                load_format=load_format,  # by itself it would take pickled files as well
                 seed=seed,
                 tensor_parallel_size=tensor_parallel,
                 # By itself it asks Ray for processes wherever there is a placement group, which has no room.

@@ -27,6 +27,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import total_steps
 from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.base import SftTask, Task
@@ -61,7 +62,7 @@ def build_trainer(
         steps=steps,
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,
-        save_every=trainer.save_every,
+        saves=SaveSchedule(trainer.save_every, steps),
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
         around_first_update=(

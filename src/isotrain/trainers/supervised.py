@@ -20,6 +20,7 @@ from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
 from isotrain.observe.console import Console
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.tasks.base import Task
 
 
@@ -36,7 +37,7 @@ class SupervisedTrainer:
     steps: int
     validate_every: int
     validate_first: bool
-    save_every: int
+    saves: SaveSchedule
     max_skipped: int
     """Updates that may be skipped because a number was not finite."""
     peak_flops: float | None
@@ -67,7 +68,7 @@ class SupervisedTrainer:
             if self.validation is not None and self._is_due(step, self.validate_every):
                 values |= self._validate(self.validation)
             self.recorder.write(step, values)
-            if self._is_due(step, self.save_every):
+            if self._is_save_due(step):
                 self._save(step)
             if failure := self.writer.failure():
                 self.recorder.console.message(f"warning: {failure}; training continues without it")
@@ -80,6 +81,12 @@ class SupervisedTrainer:
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
+
+    def _is_save_due(self, step: int) -> bool:
+        due = self.saves.is_due(step)
+        if self.saves.by_clock and self.engine.world.size > 1:  # every rank has a clock of its own
+            due = bool(self.engine.world.sum([due and self.engine.world.leads])[0])
+        return due
 
     def _values(self, step: int, result: UpdateResult, data: StepData, seconds: float) -> dict[str, float]:
         ranks = self.engine.world.size
@@ -115,6 +122,7 @@ class SupervisedTrainer:
         self.recorder.console.message(f"warning: {what}: not finite, update skipped")
 
     def _save(self, step: int) -> None:
+        started = time.perf_counter()
         self.recorder.sync()
         state = {
             "taken": self.loader.sampler.taken,
@@ -123,6 +131,7 @@ class SupervisedTrainer:
         }
         shards = engine_shards(self.engine) | generator_shards(self.device)
         self.writer.save(step, shards, host_generators(), state)
+        self.saves.saved(time.perf_counter() - started)
 
     def resume(self, root: Path, console: Console) -> int:
         """Go on from the newest valid checkpoint, if there is one; returns the steps done."""

@@ -4,25 +4,62 @@ import contextlib
 import importlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 SITE = Path(__file__).with_name("site")
 
 
-def environment(devices: int = 2) -> dict[str, str]:
-    """The whole environment of a subprocess in which `import torch` finds the simulated npu by itself."""
+def environment(
+    devices: int = 2, *, host: Path | None = None, memory: int | None = None, exclusive: bool = False
+) -> dict[str, str]:
+    """The whole environment of a subprocess in which `import torch` finds the simulated npu by itself.
+
+    `host` is a directory: all processes that have the same share its devices, as those of one machine do.
+    `memory` is that of each device in bytes, `exclusive` gives a device to the first process that uses it.
+    """
     path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    strict = {
+        "NPU_SIM_HOST": host and str(host),
+        "NPU_SIM_MEMORY_MB": None if memory is None else repr(memory / 2**20),
+        "NPU_SIM_EXCLUSIVE": "1" if exclusive else None,
+    }
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "NPU_SIM_DEVICES": str(devices),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        **{name: value for name, value in strict.items() if value},
     }
+
+
+class Process(NamedTuple):
+    """What a process held of a device, in bytes; `held` is left as it was when the process ended."""
+
+    pid: int
+    rank: int
+    """Its RANK, or -1 for a process that is no training rank."""
+    held: int
+    peak: int
+
+
+class Usage(NamedTuple):
+    """The memory of one device of a simulated machine."""
+
+    peak: int
+    """The most that all processes held at once, with what their allocators cached."""
+    processes: list[Process]
+
+
+def usage(host: Path, device: int = 0) -> Usage:
+    """Who has used a device of the machine `host`, in the order in which they came."""
+    together, *rows = struct.iter_unpack("=4q", (host / f"npu-{device}").read_bytes())
+    return Usage(together[3], [Process(*row) for row in rows if row[0]])
 
 
 def load() -> None:

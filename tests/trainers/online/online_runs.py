@@ -52,14 +52,14 @@ def environment(device_type: str = "cpu") -> dict[str, str]:
 class OnlineRun:
     """One start of `isotrain train`, in a session of its own so that everything of it can be found."""
 
-    def __init__(self, recipe: Recipe, work: Path, name: str = "run") -> None:
+    def __init__(self, recipe: Recipe, work: Path, name: str = "run", **variables: str) -> None:
         self.recipe = recipe
         self.log = work / f"{name}.log"
         path = write_recipe(recipe, work / f"{name}.yaml")
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 command("train", str(path)),
-                env=environment(recipe.device.type),
+                env=environment(recipe.device.type) | variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

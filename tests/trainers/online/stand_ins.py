@@ -28,6 +28,8 @@ class StandInGroup:
 
     def __init__(self, seconds: float = 0.0, hangs_at: int | None = None) -> None:
         self.seconds, self.hangs_at, self.version = seconds, hangs_at, 0
+        self.called: list[str] = []
+        """Of the calls that change what is on the device."""
         self._tasks: queue.Queue[tuple[Future[Any], str, tuple[Any, ...]]] = queue.Queue()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -59,7 +61,14 @@ class StandInGroup:
         wait()
         return self.version
 
+    def sleep(self) -> None:
+        self.called.append("sleep")
+
+    def wake(self) -> None:
+        self.called.append("wake")
+
     def update(self, version: int) -> int:
+        self.called.append("update")
         if version == self.hangs_at:
             threading.Event().wait()
         self.version = version

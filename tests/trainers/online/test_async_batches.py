@@ -67,7 +67,8 @@ def draws(batches: list[Batch]) -> list[list[tuple[int, int]]]:
 def test_an_update_may_wait_longer_for_responses_than_it_may_take_itself(staleness: int) -> None:
     group = StandInGroup(seconds=0.7)
     engines = stand_in_engines(group, timeout=0.5)
-    assert len(trained(engines, AsyncBatches(maker(StandInCollector(engines)).begin, staleness, 4), 4)) == 4
+    ahead = AsyncBatches(maker(StandInCollector(engines)).begin, staleness, 4, engines.verifying)
+    assert len(trained(engines, ahead, 4)) == 4
     engines.settle()
     assert group.version == 4
 
@@ -81,7 +82,7 @@ def test_the_time_of_an_update_begins_when_the_engine_is_free() -> None:
 
 def test_an_update_that_hangs_is_told_in_time() -> None:
     engines = stand_in_engines(StandInGroup(seconds=0.3, hangs_at=2), timeout=0.5)
-    ahead = AsyncBatches(maker(StandInCollector(engines)).begin, 2, 9)
+    ahead = AsyncBatches(maker(StandInCollector(engines)).begin, 2, 9, engines.verifying)
     begun = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"weight update 2 did not end within 0.5 s"):
         # While it learns, the next batch reaches the engine, before the weights that hang.
@@ -89,10 +90,27 @@ def test_an_update_that_hangs_is_told_in_time() -> None:
     assert time.monotonic() - begun < 4 * (0.3 + 0.1) + 0.5 + 2
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_batch_behind_an_update_that_hangs_is_not_waited_for(staleness: int) -> None:
+    """The engine gets the next batch after the weights, because training is faster than it writes."""
+    engines = stand_in_engines(StandInGroup(seconds=0.1, hangs_at=1), timeout=0.5)
+    asked = StandInCollector(engines)
+    ahead = AsyncBatches(maker(asked, batch_size=1).begin, staleness, 9, engines.verifying)
+    for _ in range(staleness + 1):  # all that were begun before the weights
+        batch = ahead.next()
+        assert batch.groups[0].responses.version == 0
+    engines.send(weights(1))
+    ahead.weights_are_out()
+    begun = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=r"weight update 1 did not end within 0.5 s .rollout.update"):
+        ahead.next()
+    assert 0.4 < time.monotonic() - begun < 5
+
+
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_fast_responses_are_as_old_as_they_may_be_and_never_older(staleness: int) -> None:
     engines = stand_in_engines(StandInGroup())
-    ahead = AsyncBatches(maker(StandInCollector(engines)).begin, staleness, 8)
+    ahead = AsyncBatches(maker(StandInCollector(engines)).begin, staleness, 8, engines.verifying)
     seen = ages(trained(engines, ahead, 8, before=lambda: time.sleep(0.1)))
     assert seen[0] == 0 and max(seen) == staleness
 
@@ -102,7 +120,9 @@ def test_slow_responses_are_written_with_the_newest_weights_there_are(staleness:
     """New weights never wait behind a batch that has not been begun."""
     engines = stand_in_engines(StandInGroup())
     asked = threading.Semaphore(0)
-    ahead = AsyncBatches(maker(StandInCollector(engines, wait=asked.acquire)).begin, staleness, 8)
+    ahead = AsyncBatches(
+        maker(StandInCollector(engines, wait=asked.acquire)).begin, staleness, 8, engines.verifying
+    )
     # Each batch takes until training has nothing else to do.
     assert max(ages(trained(engines, ahead, 8, before=asked.release))) == 1
 
@@ -116,7 +136,7 @@ def run(taken: int, steps: int, **options: Any) -> list[Batch]:
     """The first batches of a run that goes on after so many draws, two versions ahead."""
     engines = stand_in_engines(StandInGroup())
     made = maker(StandInCollector(engines, alike), taken, **options)
-    return trained(engines, AsyncBatches(made.begin, 2, steps), steps)
+    return trained(engines, AsyncBatches(made.begin, 2, steps, engines.verifying), steps)
 
 
 @pytest.mark.parametrize("options", [{}, {"attempts": 3}, {"greedy": True}, {"attempts": 1, "greedy": True}])
@@ -153,7 +173,7 @@ def test_one_by_one_asks_for_one_batch_after_the_other() -> None:
     """Whether a draw is replaced is known when its responses are scored."""
     engines = stand_in_engines(StandInGroup())
     collector = StandInCollector(engines, alike)
-    trained(engines, AsyncBatches(maker(collector, attempts=5).begin, 3, 5), 5)
+    trained(engines, AsyncBatches(maker(collector, attempts=5).begin, 3, 5, engines.verifying), 5)
     places = [place for _, asked, _, _ in collector.asked for place in asked]
     assert places == list(range(len(places)))
 

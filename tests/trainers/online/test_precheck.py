@@ -9,7 +9,7 @@ from online_runs import online_recipe
 
 from isotrain.errors import IsotrainError
 from isotrain.trainers.online import precheck
-from isotrain.trainers.online.precheck import check_online
+from isotrain.trainers.online.precheck import check_online, look_online
 
 MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
     r"reward.function.path: there is no file nowhere.py": {
@@ -67,3 +67,23 @@ def test_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:
         return check_online(online_recipe(tiny, tmp_path, "cpu", algorithm=algorithm, **sections))
 
     assert "correction.level=token" in warnings("off")[0] and warnings("token") == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cluster", "idle"),
+    [
+        ({"engines": 1}, {}, 3),
+        ({"engine": "vllm", "tensor_parallel": 3}, {}, 1),
+        ({}, {}, 0),
+        ({"engine": "vllm", "tensor_parallel": 2}, {}, 0),
+        ({"engines": 1}, {"placement": "separate"}, 0),
+        ({"engines": 1, "replay": "runs/recorded"}, {}, 0),
+    ],
+)
+def test_devices_without_an_engine_are_told(
+    tiny: Path, tmp_path: Path, rollout: dict[str, Any], cluster: dict[str, Any], idle: int
+) -> None:
+    recipe = online_recipe(tiny, tmp_path, device={"ranks": 4}, rollout=rollout, cluster=cluster)
+    found = [warning for warning in look_online(recipe) if "idle" in warning]
+    message = f"{idle} of 4 devices are idle while responses are generated; remove rollout.engines, or"
+    assert [warning[: len(message)] for warning in found] == ([message] if idle else [])

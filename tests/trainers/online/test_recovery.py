@@ -41,7 +41,7 @@ class Ranks:
             for plan in self.plans
         ]
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         self.called.append(method)
         if method == "reward_model_scores":
             own = [[i for mini in plan.mini_batches for micro in mini for i in micro] for plan in self.plans]
@@ -59,6 +59,7 @@ def trainer(
     engines = stand_in_engines(group)
     collector = StandInCollector(engines)
     settings = SimpleNamespace(
+        steps=9,
         mini_batch_size=2,
         budget=64,
         share_prompts=False,
@@ -69,7 +70,7 @@ def trainer(
         validation_n=N,
         validation_sampling=Sampling(8, 0.0),
     )
-    parts: dict[str, Any] = dict.fromkeys(("relays", "batches", "schedule", "critic_schedule", "kl"))
+    parts: dict[str, Any] = dict.fromkeys(("relays", "batches", "schedule", "critic_schedule", "kl", "saves"))
     return OnlineTrainer(
         settings=settings,  # type: ignore[arg-type]
         ranks=Ranks(lost),  # type: ignore[arg-type]
@@ -122,3 +123,17 @@ def test_what_a_validation_has_verified_is_told_with_the_next_weights() -> None:
     loop.engines.send(sent._replace(logps=sent.logps + 0.25))
     loop.validate(1)
     assert loop.engines.settle() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("step", "again"), [(3, ["wake", "update"]), (9, [])])
+def test_colocated_engines_sleep_while_a_reward_model_scores(step: int, again: list[str]) -> None:
+    """A device has room for one of them; what slept has no weights. After the last step nobody needs it."""
+    group = StandInGroup()
+    loop = trainer(set(), group, reward_models={"model": 1.0})
+    loop.settings.colocated = True
+    loop.engines.send(weights(0))
+    loop.engines.settle()
+    loop.ranks.called = group.called = []
+    loop.validate(step)
+    device = ["sleep", "onload_reward_models", "reward_model_scores", "offload"]
+    assert group.called == [*device, *again, "forget"]

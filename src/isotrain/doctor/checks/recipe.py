@@ -36,9 +36,9 @@ def devices_needed(recipe: Recipe) -> int:
     ranks, rollout = recipe.device.ranks, recipe.rollout
     if rollout is None or rollout.engine == "hf":
         return ranks
-    engines = rollout.engines * rollout.tensor_parallel
-    separate = (recipe.cluster or ClusterSection()).placement == "separate"
-    return ranks + engines if separate else max(ranks, engines)
+    placement = (recipe.cluster or ClusterSection()).placement
+    engines = rollout.engine_count(ranks, placement) * rollout.tensor_parallel
+    return ranks + engines if placement == "separate" else max(ranks, engines)
 
 
 def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:

@@ -57,17 +57,25 @@ class CheckpointWriter:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def save(
-        self, step: int, shards: Mapping[str, Shard], extras: Mapping[str, Any], state: Mapping[str, Any]
+        self,
+        step: int,
+        shards: Mapping[str, Shard],
+        extras: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        copied: bool = False,
     ) -> None:
         """Copy the shards and write them in the background; waits for an earlier save to end first.
 
         `extras` is this rank's own JSON (its host generators), `state` the loop's, the same on every rank.
+        `copied` shards are host copies that nothing will change: they are written as they are.
         """
         self._join()
         self._newest_failure = None
         # The copy is what makes the save consistent: training changes the weights while the thread writes.
         staged = {
-            name: shard.local.detach().to("cpu", copy=True).contiguous() for name, shard in shards.items()
+            name: shard.local.detach().to("cpu", copy=not copied).contiguous()
+            for name, shard in shards.items()
         }
         places = {name: {"shape": shard.shape, "offset": shard.offset} for name, shard in shards.items()}
         metadata = {"shards": json.dumps(places), "extras": json.dumps(extras)}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from isotrain.algorithms.dapo import informative
 from isotrain.data.sampler import Sampler
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import Collector, Seconds
 from isotrain.trainers.online.messages import Group, PromptRequest
 from isotrain.trainers.online.metrics import Failures, failures_of
@@ -142,6 +142,12 @@ class SyncBatches:
     def close(self) -> None: ...
 
 
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
 class AsyncBatches:
     """Batches are made in threads while training goes on, at most `staleness` weight versions ahead.
 
@@ -149,14 +155,22 @@ class AsyncBatches:
     way at most. It waits for its turn here and not at the engines, because new weights would queue there
     behind batches that could have been written with them. Its turn comes with the first engine that has
     written all of the batch before, whose last responses are then still being written elsewhere or scored.
+
+    An engine that hangs in a weight update never gets to a batch behind it. `verifying` gives the outcome of
+    the newest update, which has a time limit: its error ends the wait for a batch.
     """
 
-    def __init__(self, begin: Callable[[], Make], staleness: int, batches: int) -> None:
-        self._begin, self._left = begin, batches
+    def __init__(
+        self,
+        begin: Callable[[], Make],
+        staleness: int,
+        batches: int,
+        verifying: Callable[[], Future[Any]] = _done,
+    ) -> None:
+        self._begin, self._left, self._verifying = begin, batches, verifying
         self._begun: deque[Future[Batch]] = deque()
-        self._turn: Future[None] = Future()
+        self._turn = _done()
         """Of the batch that is begun next."""
-        self._turn.set_result(None)
         for _ in range(staleness + 1):
             self._start()
 
@@ -168,7 +182,10 @@ class AsyncBatches:
         self._begun.append(in_background(partial(_made_in_turn, self._begin(), turn, self._turn)))
 
     def next(self) -> Batch:
-        return self._begun.popleft().result()
+        batch, verifying = self._begun.popleft(), self._verifying()
+        if batch not in wait([batch, verifying], return_when=FIRST_COMPLETED).done:
+            verifying.result()
+        return batch.result()
 
     def weights_are_out(self) -> None:
         """New weights are on their way to the engines: one more batch is begun behind them."""
@@ -193,20 +210,3 @@ def _made_in_turn(make: Make, turn: Future[None], next_turn: Future[None]) -> Ba
         raise
     next_may_begin()
     return batch
-
-
-T = TypeVar("T")
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Begin it. Not in an executor: one that waits for a worker must not keep the program from ending."""
-    future: Future[T] = Future()
-
-    def fulfil() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=fulfil, daemon=True).start()
-    return future

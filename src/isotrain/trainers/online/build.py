@@ -28,6 +28,7 @@ from isotrain.trainers.online.recording import Replayed, trajectories
 from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import TRAIN, VALIDATION, total_steps
 
 # Long enough to show weights that do not fit, short enough to cost nothing.
@@ -49,7 +50,8 @@ def build_trainer(
     """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     assert isinstance(algorithm, OnlineSection) and rollout is not None
-    settings = _settings(recipe, cluster, stores, described, groups.colocated)
+    devices = devices_of(recipe, cluster, len(groups.engines))
+    settings = _settings(recipe, devices, stores, described, groups.colocated)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
     common: dict[str, Any] = {"start_timeout": cluster.start_timeout, "tell": recorder.console.message}
     engines = Engines(
@@ -78,12 +80,15 @@ def build_trainer(
             else None
         ),
         kl=_controller(algorithm.kl, float(state["kl_coefficient"])),
+        saves=SaveSchedule(recipe.trainer.save_every, settings.steps),
         recorder=recorder,
         skipped=int(state["skipped"]),
     )
     trainer.send_weights(goes_on.step)
     if isinstance(maker, BatchMaker) and rollout.staleness:
-        trainer.batches = AsyncBatches(maker.begin, rollout.staleness, settings.steps - goes_on.step)
+        trainer.batches = AsyncBatches(
+            maker.begin, rollout.staleness, settings.steps - goes_on.step, engines.verifying
+        )
     return trainer
 
 
@@ -141,7 +146,7 @@ def _reward_models(reward: RewardSection) -> dict[str, float]:
 
 def _settings(
     recipe: Recipe,
-    cluster: ClusterSection,
+    devices: int,
     stores: Mapping[str, SampleStore[Prompt]],
     described: Description,
     colocated: bool,
@@ -159,11 +164,10 @@ def _settings(
         steps=total_steps(recipe, len(stores[TRAIN])),
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,
-        save_every=trainer.save_every,
         mini_batch_size=mini_batch_size,
         budget=data.tokens_per_micro_batch,
         share_prompts=described.shares_prompts,
-        devices=devices_of(recipe, cluster),
+        devices=devices,
         estimation=advantage_settings(algorithm),
         several_updates=updates > 1,
         uses_reference=algorithm.kl.place != "off",
@@ -187,9 +191,9 @@ def _settings(
     )
 
 
-def devices_of(recipe: Recipe, cluster: ClusterSection) -> int:
+def devices_of(recipe: Recipe, cluster: ClusterSection, engines: int | None = None) -> int:
     """What throughput is divided by: devices of ranks, and those that engines have to themselves."""
-    return sum(demand_of(recipe, cluster).bundles)
+    return sum(demand_of(recipe, cluster, engines).bundles)
 
 
 def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:

@@ -6,6 +6,7 @@ T: tokens of the weight check.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from isotrain.cluster.failures import Overdue
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
+from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
 
 
@@ -77,6 +79,8 @@ class Engines(Replaceable):
         self.check_T, self.timeout, self.tolerance = check_T, timeout, tolerance
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
+        self._verification: Future[float] | None = None
+        """Of what is under way, once somebody watches it."""
         self.difference = 0.0
         """In the weight check, of the update that was verified last."""
         self.largest: float | None = None
@@ -84,7 +88,7 @@ class Engines(Replaceable):
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
-        self.newest = weights
+        self.newest, self._verification = weights, None
         self.under_way = [self._send_to(index, weights) for index in range(len(self))]
 
     def _send_to(self, index: int, weights: Weights) -> Delivery:
@@ -95,6 +99,15 @@ class Engines(Replaceable):
 
     def settle(self) -> float:
         """Wait until all engines have the newest weights; returns the weight check's largest difference."""
+        return self._settle() if self._verification is None else self._verification.result()
+
+    def verifying(self) -> Future[float]:
+        """What `settle` will return or raise, without waiting for it."""
+        if self._verification is None:
+            self._verification = in_background(self._settle)
+        return self._verification
+
+    def _settle(self) -> float:
         deliveries, self.under_way = self.under_way, []
         verified = [self._verified(delivery) for delivery in deliveries]
         if found := [difference for difference in verified if difference is not None]:

@@ -42,6 +42,7 @@ from isotrain.trainers.online.metrics import (
 from isotrain.trainers.online.relays import Relays
 from isotrain.trainers.online.step import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import VALIDATION
 
 # Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
@@ -55,7 +56,6 @@ class LoopSettings:
     steps: int
     validate_every: int
     validate_first: bool
-    save_every: int
     mini_batch_size: int
     """Prompts of one update."""
     budget: int
@@ -96,6 +96,7 @@ class OnlineTrainer:
     schedule: Schedule
     critic_schedule: Schedule | None
     kl: FixedKl | AdaptiveKl
+    saves: SaveSchedule
     recorder: Recorder
     skipped: int = 0
     first: bool = True
@@ -143,7 +144,7 @@ class OnlineTrainer:
                     values |= self.validate(step)
             values |= self._performance(batch, plan)
             self.recorder.write(step, values)
-            if self._is_due(step, self.settings.save_every):
+            if self.saves.is_due(step):
                 self._save(step, batch.taken)
             if failure := next(filter(None, self.ranks.call("save_failure")), None):
                 self.recorder.console.message(f"warning: {failure}; training continues without it")
@@ -310,17 +311,34 @@ class OnlineTrainer:
                 return self.collector.again(VALIDATION, groups, gone, n, sampling)
 
             groups, _ = self._load(groups, len(groups), again)
-            if settings.colocated:
-                self.ranks.call("onload")
-        scores_R, failures, _ = self._scores(groups)
+        with self._device_for_reward_models(last=step == settings.steps):
+            scores_R, failures, _ = self._scores(groups)
         if settings.reward_models:
             self.ranks.call("forget")
-            if settings.colocated:
-                self.ranks.call("offload")
         self.engines.post("release", 0)
         if self.validation_warnings.is_due(step, failures):
             self.recorder.console.message(f"warning: validation after step {step}: {failures}")
         return validation_metrics(groups, scores_R, failures)
+
+    @contextmanager
+    def _device_for_reward_models(self, last: bool) -> Iterator[None]:
+        """Colocated engines sleep meanwhile; they lose their weights by it, and get them again unless it is
+        the `last` time."""
+        if not (self.settings.colocated and self.settings.reward_models):
+            yield
+            return
+        limit = self.engines.timeout
+        with self._in_time("validation"):
+            self.engines.on_all("sleep", timeout=limit)
+            self.ranks.call("onload_reward_models", timeout=limit)
+        yield
+        with self._in_time("after validation"):
+            self.ranks.call("offload", timeout=limit)
+            if not last:
+                self.engines.on_all("wake", timeout=limit)
+                assert self.engines.newest is not None
+                self.engines.send(self.engines.newest)
+                self.engines.settle()
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]
@@ -338,12 +356,11 @@ class OnlineTrainer:
     def _save(self, step: int, taken: int) -> None:
         started = time.perf_counter()
         self.recorder.sync()
-        if self.settings.colocated:
-            self.ranks.call("onload")
+        # Colocated, the ranks' state is in host memory since the weights were sent: it is saved from there.
         self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
-        if self.settings.colocated:
-            self.ranks.call("offload")
-        self.saving = {"save_checkpoint": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        self.saving = {"save_checkpoint": seconds}
+        self.saves.saved(seconds)
 
     def _count_skipped(self, step: int, values: dict[str, float]) -> None:
         skipped = int(values.pop("actor/skipped", 0.0) + values.pop("critic/skipped", 0.0))

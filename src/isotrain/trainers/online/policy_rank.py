@@ -152,7 +152,10 @@ class PolicyRank:
         return ResumeState(reader.step, dict(reader.state), complaints)
 
     def load(self, plan: RankPlan) -> list[int]:
-        """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any."""
+        """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any.
+
+        Offloaded, they stay in host memory: the engines that may have to generate lost ones are awake.
+        """
         fetched = fetch([handle for handle, _ in plan.groups])
         lost = [number for number, group in enumerate(fetched) if group is None]
         if lost:
@@ -160,17 +163,24 @@ class PolicyRank:
         by_number: dict[int, Trajectory] = {}
         for group, (_, first) in zip(fetched, plan.groups, strict=True):
             by_number.update(enumerate(group, start=first))
-        device = self.world.device
         self.minis = [
-            [
-                Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts).to(device))
-                for m in mini
-            ]
+            [Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts)) for m in mini]
             for mini in plan.mini_batches
         ]
         self.totals = plan.totals
         self.trajectories = by_number
+        if not self.offloaded:
+            self._batches_to_device()
         return []
+
+    def _batches_to_device(self) -> None:
+        for micro in self.micros:
+            micro.batch = micro.batch.to(self.world.device)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the device is another's now."""
+        return self.policy.on_host is not None
 
     @property
     def micros(self) -> list[Micro]:
@@ -325,13 +335,14 @@ class PolicyRank:
         self.minis, self.trajectories = [], {}
 
     def save(self, step: int, state: RunState) -> None:
+        """From the device, or from host memory while the models are there."""
         shards = engine_shards(self.policy) | generator_shards(self.device)
         if self.models.critic is not None:
             shards |= engine_shards(self.models.critic, prefix="critic/")
         told = {**asdict(state), "updates": optimizer_updates(self.policy)}
         if self.models.critic is not None:
             told["critic/updates"] = optimizer_updates(self.models.critic)
-        self.writer.save(step, shards, host_generators(), told)
+        self.writer.save(step, shards, host_generators(), told, copied=self.offloaded)
 
     def save_failure(self) -> str | None:
         return self.writer.failure()
@@ -348,8 +359,15 @@ class PolicyRank:
             offload(engine)
 
     def onload(self) -> None:
+        """Everything back to the device, with the trajectories of the step."""
         for engine in self.models.all():
             onload(engine)
+        self._batches_to_device()
+
+    def onload_reward_models(self) -> None:
+        """Those alone, which is enough to score responses; `offload` ends it."""
+        for scorer in self.models.reward_models.values():
+            onload(scorer.model)
 
     def close(self) -> None:
         """Finish what is being written, remove what was shared, leave the other ranks."""

@@ -10,7 +10,14 @@ from isotrain.errors import IsotrainError, RecipeError, RewardError, RolloutErro
 from isotrain.observe.environment import package_name
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.plugins import ADVANTAGES, POLICY_LOSSES, REWARDS, find_plugin
-from isotrain.recipe.online import Online, OnlineSection, PpoSection, RewardSection, RolloutSection
+from isotrain.recipe.online import (
+    ClusterSection,
+    Online,
+    OnlineSection,
+    PpoSection,
+    RewardSection,
+    RolloutSection,
+)
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import
@@ -22,7 +29,7 @@ def check_online(recipe: Recipe) -> list[str]:
     for problem in _not_here(recipe):
         raise problem
     _check_plugins(algorithm, reward)
-    return [*_check_models(recipe, algorithm, reward), *_warnings(algorithm, rollout)]
+    return [*_check_models(recipe, algorithm, reward), *_warnings(recipe, algorithm, rollout)]
 
 
 def look_online(recipe: Recipe) -> list[str]:
@@ -30,7 +37,7 @@ def look_online(recipe: Recipe) -> list[str]:
     algorithm, rollout, _ = _sections(recipe)
     problems = _not_here(recipe)
     lacking = [f"a run on this machine would fail: {problem}" for problem in problems]
-    return [*lacking, *_warnings(algorithm, rollout)]
+    return [*lacking, *_warnings(recipe, algorithm, rollout)]
 
 
 def _sections(recipe: Recipe) -> tuple[OnlineSection, RolloutSection, RewardSection]:
@@ -39,8 +46,15 @@ def _sections(recipe: Recipe) -> tuple[OnlineSection, RolloutSection, RewardSect
     return algorithm, rollout, reward
 
 
-def _warnings(algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
+def _warnings(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection) -> list[str]:
     warnings = []
+    ranks, placement = recipe.device.ranks, (recipe.cluster or ClusterSection()).placement
+    generating = rollout.engine_count(ranks, placement) * rollout.tensor_parallel
+    if rollout.generates and placement == "colocated" and generating < ranks:
+        warnings.append(
+            f"{ranks - generating} of {ranks} devices are idle while responses are generated; remove "
+            "rollout.engines, or set a rollout.tensor_parallel that divides device.ranks"
+        )
     if rollout.generates and rollout.engine == "sglang":
         warnings.append(
             "rollout.engine: sglang is unverified: it has not run with a real SGLang server or device"

@@ -64,7 +64,7 @@ def train_online(recipe: Recipe, source: str) -> None:
             console.message(f"warning: {warning}")
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, steps)
-        console.message(f"{recipe.name}: starting {_workers(rollout, recipe.device.ranks)}")
+        console.message(f"{recipe.name}: starting {_workers(recipe, cluster)}")
         with assemble(recipe, cluster, function, console.message) as groups:
             determinism = profile(groups.device, recipe.device.determinism, os.environ, starts=True)
             for complaint in determinism.complaints:
@@ -93,8 +93,8 @@ def train_online(recipe: Recipe, source: str) -> None:
             trainer = build_trainer(recipe, cluster, stores, groups, described, Recorder(console), goes_on)
             console.message(_introduction(recipe, rollout, described, steps))
             console.message(f"  {_responses(rollout, settings)}")
-            if not 0 < recipe.trainer.save_every < steps:
-                console.message("  no checkpoint before the last step: trainer.save_every=N saves every N")
+            if recipe.trainer.save_every is not None and not 0 < recipe.trainer.save_every < steps:
+                console.message("  no checkpoint before the last step: remove or lower trainer.save_every")
             if goes_on.step:
                 console.message(f"resuming after step {goes_on.step} of {steps}")
             with recording(trainer.recorder, recipe, run, goes_on.step):
@@ -125,8 +125,13 @@ def _differences(device: Device, ranks: Sequence[Description]) -> list[str]:
     return differences([rank.environment for rank in ranks], {hides} if hides else set())
 
 
-def _workers(rollout: RolloutSection, ranks: int) -> str:
-    engines = f" and {rollout.engines} {rollout.engine} engine(s)" if rollout.generates else ""
+def _workers(recipe: Recipe, cluster: ClusterSection) -> str:
+    rollout, ranks = recipe.rollout, recipe.device.ranks
+    assert rollout is not None
+    count = str(rollout.engine_count(ranks, cluster.placement))
+    if rollout.engines is None and cluster.placement == "separate":
+        count = f"at least {count}"  # the cluster has not been asked for its devices yet
+    engines = f" and {count} {rollout.engine} engine(s)" if rollout.generates else ""
     return f"{ranks} training rank(s){engines}"
 
 

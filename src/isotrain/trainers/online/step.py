@@ -93,7 +93,7 @@ class Span(NamedTuple):
 
 
 def span(values_N: torch.Tensor, mask_N: torch.Tensor) -> Span:
-    values = values_N[mask_N].detach().float()
+    values = values_N[mask_N].detach().float().cpu()  # where there is float64 for the sum
     if not len(values):
         return Span(0.0, 0.0, -math.inf, math.inf)
     return Span(float(len(values)), values.double().sum().item(), values.max().item(), values.min().item())

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.connect import join_cluster, resource_counts
 from isotrain.cluster.placement import (
     Demand,
     device_of,
@@ -27,7 +27,7 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import in_background
+from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import CALLS_AT_ONCE
 from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
@@ -73,13 +73,23 @@ class WorkerGroups:
         return described, settings
 
 
-def demand_of(recipe: Recipe, cluster: ClusterSection) -> Demand:
-    """Which devices ranks and engines take."""
-    rollout = recipe.rollout
+def demand_of(recipe: Recipe, cluster: ClusterSection, engines: int | None = None) -> Demand:
+    """Which devices ranks and engines take; `engines` as there are, once that is known."""
+    rollout, ranks = recipe.rollout, recipe.device.ranks
     assert rollout is not None
-    engines = rollout.engines if rollout.generates else 0
-    colocated = cluster.placement == "colocated"
-    return Demand(recipe.device.ranks, engines, rollout.tensor_parallel, colocated)
+    if engines is None:
+        engines = rollout.engine_count(ranks, cluster.placement) if rollout.generates else 0
+    return Demand(ranks, engines, rollout.tensor_parallel, cluster.placement == "colocated")
+
+
+def _engine_count(recipe: Recipe, cluster: ClusterSection, device: Device) -> int:
+    """With engines for the devices that nobody else uses. Cores are no such devices: engines share them."""
+    rollout, ranks = recipe.rollout, recipe.device.ranks
+    assert rollout is not None
+    if not rollout.generates:
+        return 0
+    free = 0 if device.type == "cpu" else int(resource_counts(device.ray_resource)[1]) - ranks
+    return rollout.engine_count(ranks, cluster.placement, free)
 
 
 @contextmanager
@@ -89,7 +99,6 @@ def assemble(
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
     rollout, values = recipe.rollout, resolved(recipe)
-    demand = demand_of(recipe, cluster)
     scorer_count = recipe.reward.workers if rollout.generates else 0
     options: dict[str, Any] = {"start_timeout": cluster.start_timeout, "watch": Watch()}
     with ExitStack() as stack:
@@ -105,6 +114,7 @@ def assemble(
         device = device_of(joined, recipe.device.type)
         # Decided once: workers elsewhere may see other devices than this process.
         values["device"]["type"] = device.type
+        demand = demand_of(recipe, cluster, _engine_count(recipe, cluster, device))
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
         at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
         beside = (placement.engines, placement.ranks) if at_once else ((), ())

@@ -1,10 +1,19 @@
 """A stand-in for torch_npu: device `npu` in host memory, run by CPU kernels, with `hccl` over gloo.
 
 It proves code paths on a machine without Ascend hardware. It never proves Ascend numerics or speed:
-every number comes from a CPU kernel.
+every number comes from a CPU kernel. It refuses what a device refuses: memory beyond its capacity, float64
+arithmetic, ports of HCCL that another process has.
 
-Variables: `NPU_SIM_DEVICES` (how many devices, 2), `NPU_SIM_MEMORY_MB` (memory of each, 65536),
-`NPU_SIM_CACHE` (where the compiled library is kept). `ASCEND_RT_VISIBLE_DEVICES` masks devices as usual.
+| variable | meaning | default |
+|---|---|---|
+| `NPU_SIM_DEVICES` | number of devices | 2 |
+| `NPU_SIM_MEMORY_MB` | memory of each in MiB, which may be a fraction | 65536 |
+| `NPU_SIM_HOST` | a directory; processes with the same one share devices, memory and HCCL's ports | |
+| `NPU_SIM_EXCLUSIVE` | 1: a device belongs to the first process that uses it; needs `NPU_SIM_HOST` | 0 |
+| `NPU_SIM_CACHE` | where the compiled library is kept | the user's cache |
+
+`ASCEND_RT_VISIBLE_DEVICES` masks devices as usual. Allocators keep freed memory until `empty_cache`, as real
+ones do, but neither fragment it nor round sizes up; a process costs nothing by itself.
 """
 
 import os

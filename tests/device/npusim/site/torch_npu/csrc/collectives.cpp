@@ -232,6 +232,9 @@ class Hccl final : public c10d::Backend {
  private:
   WorkPtr finish_reduction(const WorkPtr& work, const Tensors& results, const ReduceOp& op) {
     work->wait();
+    for (const auto& tensor : results) {
+      TORCH_CHECK(tensor.scalar_type() != at::kDouble, "HCCL: unsupported data type float64 of a reduction");
+    }
     if (op == ReduceOp::AVG) {
       for (const auto& tensor : results) host_tensor(tensor).div_(getSize());
     }
@@ -255,6 +258,7 @@ class Hccl final : public c10d::Backend {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace npusim;
   m.def("device_count", [] { return int(device_count()); });
+  m.def("physical_device", [](int index) { return physical_device(c10::DeviceIndex(index)); });
   m.def("in_bad_fork", &in_bad_fork);
   m.def("default_generator", [](int index) { return default_generator(c10::DeviceIndex(index)); });
 

@@ -14,6 +14,13 @@ c10::DeviceIndex device_count();
 c10::DeviceIndex current_device();
 c10::DeviceIndex exchange_device(c10::DeviceIndex index);  // a negative index leaves it unchanged
 bool in_bad_fork();
+int physical_device(c10::DeviceIndex index);  // its number on the machine, whatever the mask hides
+
+// Devices are shared with the other processes that have the same `NPU_SIM_HOST`, as on one machine. `enter`
+// refuses a device that is another's, `hold` says what this process now holds of it and whether that fits.
+void enter(c10::DeviceIndex index);
+bool hold(c10::DeviceIndex index, int64_t bytes, int64_t capacity);
+int64_t held_by_others(c10::DeviceIndex index);
 
 // Every npu storage is a handle on a host storage that owns the bytes. `host_storage` gives that owner,
 // `adopt` wraps a host storage as npu memory, and `refresh` follows an owner whose bytes have moved.

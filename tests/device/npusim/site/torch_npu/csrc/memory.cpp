@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -33,19 +34,32 @@ int64_t setting(const char* name, int64_t otherwise) {
   return text ? std::atoll(text) : otherwise;
 }
 
+double amount(const char* name, double otherwise) {
+  const char* text = std::getenv(name);
+  return text ? std::atof(text) : otherwise;
+}
+
 // The Ascend runtime reports no device at all when the mask is not strictly ascending.
-c10::DeviceIndex count_visible_devices() {
+std::vector<int> find_visible_devices() {
   auto installed = std::min<int64_t>(setting("NPU_SIM_DEVICES", 2), kMaxDevices);
   const char* mask = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-  if (!mask) return static_cast<c10::DeviceIndex>(installed);
-  int previous = -1, count = 0;
-  std::stringstream ids(mask);
-  for (std::string id; std::getline(ids, id, ','); ++count) {
-    int value = std::atoi(id.c_str());
-    if (value <= previous || value >= installed) return 0;
-    previous = value;
+  std::vector<int> found;
+  if (!mask) {
+    for (int id = 0; id < installed; ++id) found.push_back(id);
+    return found;
   }
-  return static_cast<c10::DeviceIndex>(count);
+  std::stringstream ids(mask);
+  for (std::string id; std::getline(ids, id, ',');) {
+    int value = std::atoi(id.c_str());
+    if (value <= (found.empty() ? -1 : found.back()) || value >= installed) return {};
+    found.push_back(value);
+  }
+  return found;
+}
+
+const std::vector<int>& visible_devices() {
+  static const auto found = find_visible_devices();
+  return found;
 }
 
 void require_device(c10::DeviceIndex index) {
@@ -54,7 +68,19 @@ void require_device(c10::DeviceIndex index) {
               "you must use the 'spawn' start method");
   TORCH_CHECK(index >= 0 && index < device_count(), "Invalid NPU device ID ", int(index), ", ",
               int(device_count()), " available, error code is 107001");
+  static std::array<std::atomic<bool>, kMaxDevices> entered{};
+  if (!entered[index]) {
+    enter(index);
+    entered[index] = true;
+  }
   initialised = true;
+}
+
+std::string size_of(int64_t bytes) {
+  char text[32];
+  bool large = bytes >= int64_t(1) << 30;
+  std::snprintf(text, sizeof text, "%.2f %s", double(bytes) / (1 << (large ? 30 : 20)), large ? "GiB" : "MiB");
+  return text;
 }
 
 struct Block {
@@ -73,18 +99,21 @@ class Allocator final : public c10::DeviceAllocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     require_device(current);
-    require_room(current, static_cast<int64_t>(bytes));
-    return own(c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-                   c10::StorageImpl::use_byte_size_t(), bytes, c10::GetCPUAllocator(), /*resizable=*/true)),
-               current);
+    add(current, static_cast<int64_t>(bytes));
+    try {
+      return wrap(c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                                     bytes, c10::GetCPUAllocator(),
+                                                                     /*resizable=*/true)),
+                  current);
+    } catch (...) {
+      remove(current, static_cast<int64_t>(bytes));
+      throw;
+    }
   }
 
   c10::DataPtr own(c10::Storage host, c10::DeviceIndex device) {
-    auto bytes = static_cast<int64_t>(host.nbytes());
-    require_room(device, bytes);
-    add(device, bytes);
-    void* data = host.mutable_data();
-    return {data, new Block{std::move(host), device, bytes}, &release, c10::Device(kNpu, device)};
+    add(device, static_cast<int64_t>(host.nbytes()));
+    return wrap(std::move(host), device);
   }
 
   static Block* block(const c10::Storage& storage) {
@@ -100,9 +129,12 @@ class Allocator final : public c10::DeviceAllocator {
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   void emptyCache(c10::MempoolId_t) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& stats : stats_) {
-      auto& reserved = stats.reserved_bytes[0];
-      reserved.decrease(reserved.current - stats.allocated_bytes[0].current);
+    for (c10::DeviceIndex device = 0; device < kMaxDevices; ++device) {
+      auto& reserved = stats_[device].reserved_bytes[0];
+      auto cached = reserved.current - stats_[device].allocated_bytes[0].current;
+      if (cached <= 0) continue;
+      reserved.decrease(cached);
+      hold(device, reserved.current, capacity_);
     }
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
@@ -117,7 +149,8 @@ class Allocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {capacity_ - stats_.at(device).reserved_bytes[0].current, capacity_};
+    auto held = stats_.at(device).reserved_bytes[0].current + held_by_others(device);
+    return {std::max<int64_t>(0, capacity_ - held), capacity_};
   }
 
  private:
@@ -127,28 +160,34 @@ class Allocator final : public c10::DeviceAllocator {
     delete block;
   }
 
-  void require_room(c10::DeviceIndex device, int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto& stats = stats_.at(device);
-    auto allocated = stats.allocated_bytes[0].current;
-    if (allocated + bytes <= capacity_) return;
-    ++stats.num_ooms;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", bytes >> 20,
-                     " MiB (NPU ", int(device), "; ", capacity_ >> 20, " MiB total capacity; ",
-                     allocated >> 20, " MiB already allocated)");
+  static c10::DataPtr wrap(c10::Storage host, c10::DeviceIndex device) {
+    void* data = host.mutable_data();
+    auto bytes = static_cast<int64_t>(host.nbytes());
+    return {data, new Block{std::move(host), device, bytes}, &release, c10::Device(kNpu, device)};
   }
 
   void add(c10::DeviceIndex device, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& stats = stats_.at(device);
+    auto& reserved = stats.reserved_bytes[0];
+    auto allocated = stats.allocated_bytes[0].current;
+    // Like a caching allocator, keep what was once reserved until emptyCache.
+    auto more = std::max<int64_t>(0, allocated + bytes - reserved.current);
+    if (more && !hold(device, reserved.current + more, capacity_)) {
+      ++stats.num_ooms;
+      auto free = std::max<int64_t>(0, capacity_ - reserved.current - held_by_others(device));
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", size_of(bytes),
+                       " (NPU ", int(device), "; ", size_of(capacity_), " total capacity; ",
+                       size_of(allocated), " already allocated; ", size_of(allocated), " current active; ",
+                       size_of(free), " free; ", size_of(reserved.current),
+                       " reserved in total by PyTorch) If reserved memory is >> allocated memory try "
+                       "setting max_split_size_mb to avoid fragmentation.");
+    }
     stats.allocation[0].increase(1);
     for (auto* counter : {&stats.allocated_bytes, &stats.active_bytes, &stats.requested_bytes}) {
       (*counter)[0].increase(bytes);
     }
-    // Like a caching allocator, keep what was once reserved until emptyCache.
-    auto& reserved = stats.reserved_bytes[0];
-    auto allocated = stats.allocated_bytes[0].current;
-    if (allocated > reserved.current) reserved.increase(allocated - reserved.current);
+    if (more) reserved.increase(more);
   }
 
   void remove(c10::DeviceIndex device, int64_t bytes) {
@@ -172,7 +211,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   std::mutex mutex_;
   std::array<c10::CachingDeviceAllocator::DeviceStats, kMaxDevices> stats_;
-  const int64_t capacity_ = setting("NPU_SIM_MEMORY_MB", 65536) << 20;
+  const int64_t capacity_ = static_cast<int64_t>(amount("NPU_SIM_MEMORY_MB", 65536) * (1 << 20));
 };
 
 struct RegisterAllocator {
@@ -357,9 +396,10 @@ struct RegisterHooks {
 }  // namespace
 
 c10::DeviceIndex device_count() {
-  static const auto count = count_visible_devices();
-  return count;
+  return static_cast<c10::DeviceIndex>(visible_devices().size());
 }
+
+int physical_device(c10::DeviceIndex index) { return visible_devices().at(index); }
 
 c10::DeviceIndex current_device() { return current; }
 

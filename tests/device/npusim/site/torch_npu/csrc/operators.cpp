@@ -15,6 +15,9 @@
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
+#include <string>
+#include <unordered_set>
+
 namespace npusim {
 namespace {
 
@@ -64,6 +67,22 @@ class BorrowedGenerator {
   at::Tensor saved_;
 };
 
+// The vendor's kernels are for float32 and narrower types. A few of its elementwise operators do take doubles,
+// on slow cores of the device: here none does. What moves or compares bytes takes any type.
+bool takes_doubles(const std::string& name) {
+  static const std::unordered_set<std::string> names{
+      "aten::fill_",  "aten::zero_",        "aten::cat",           "aten::index",      "aten::index_put_",
+      "aten::equal",  "aten::index_select", "aten::masked_select", "aten::masked_fill_", "aten::unfold",
+      "aten::gather", "aten::eq",           "aten::ne",            "aten::_index_put_impl_"};
+  return names.count(name) > 0;
+}
+
+void refuse_double(const at::Tensor& tensor, const std::string& name) {
+  bool refused = tensor.defined() && tensor.scalar_type() == at::kDouble && !takes_doubles(name);
+  TORCH_CHECK(!refused, "EZ1001: Tensor not implemented for DT_DOUBLE, should be in dtype support list ",
+              "[DT_FLOAT,DT_FLOAT16,DT_BFLOAT16]. (operator ", name, ")");
+}
+
 // One operator call, carried out by the CPU kernel. Results with memory of their own become npu memory
 // without a copy, results on an argument's memory become views of it, and written arguments are returned.
 class HostCall {
@@ -78,6 +97,7 @@ class HostCall {
   void run() {
     for (size_t i = 0; i < arguments_.size(); ++i) (*stack_)[first_ + i] = lower(arguments_[i]);
     require_one_device();
+    for (const auto& pair : pairs_) refuse_double(pair.npu, op_.operator_name().name);
     {
       at::AutoDispatchBelowADInplaceOrView below;
       std::optional<BorrowedGenerator> borrowed;
@@ -190,6 +210,7 @@ class HostCall {
     bool untouched = pairs_.empty() && device_ < 0;  // neither npu tensors nor an npu device took part
     if (untouched || !host.defined() || !host.device().is_cpu()) return host;
     auto* owner = host.storage().unsafeGetStorageImpl();
+    if (!pairs_.empty()) refuse_double(host, op_.operator_name().name);  // otherwise it only fills memory
     for (const auto& pair : pairs_) {
       if (pair.host.is_same(host)) return pair.npu;
       if (pair.host.storage().unsafeGetStorageImpl() == owner) {
@@ -331,6 +352,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
                        c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
                        c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  refuse_double(input, "aten::convolution");
   at::AutoDispatchBelowADInplaceOrView below;
   auto out = at::convolution_symint(host_tensor(input), host_tensor(weight), host_tensor_or_none(bias),
                                     stride, padding, dilation, transposed, output_padding, groups);

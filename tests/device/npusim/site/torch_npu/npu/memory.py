@@ -46,7 +46,7 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Free and total bytes; the total is `NPU_SIM_MEMORY_MB`, 64 GiB by default."""
+    """Free and total bytes of the device, with what other processes hold; see `NPU_SIM_HOST`."""
     return torch.accelerator.get_memory_info(device)
 
 
