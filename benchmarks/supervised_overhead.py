@@ -92,6 +92,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from isotrain.observe.console import Console
     from isotrain.observe.metrics import MetricsLog
     from isotrain.recipe.schema import ModelSection, OptimizerSection
+    from isotrain.trainers.save_schedule import SaveSchedule
     from isotrain.trainers.supervised import SupervisedTrainer
     from isotrain.trainers.tasks.base import SftTask
 
@@ -123,7 +124,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
             steps=len(store) // BATCH,
             validate_every=0,
             validate_first=False,
-            save_every=0,
+            saves=SaveSchedule(0, len(store) // BATCH),
             max_skipped=0,
             peak_flops=None,
         ).train(done=0)
