@@ -85,8 +85,8 @@ def test_one_machine_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("DEVICE_SOCKET_IFNAME", raising=False)
     use_interface(lambda: address_towards_master("localhost", one_machine=True), "DEVICE_SOCKET_IFNAME")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and "DEVICE_SOCKET_IFNAME" not in os.environ
-    del os.environ["GLOO_SOCKET_IFNAME"]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["DEVICE_SOCKET_IFNAME"] == "lo"
+    del os.environ["GLOO_SOCKET_IFNAME"], os.environ["DEVICE_SOCKET_IFNAME"]
 
 
 def test_a_master_without_an_address() -> None:

@@ -34,13 +34,13 @@ def interface_of(address: str) -> str:
 
 
 def use_interface(find_address: Callable[[], str], device_variable: str | None) -> None:
-    """Let collectives between machines use the interface with that address, unless the user has set one.
+    """Let collectives use the interface with that address, unless the user has set one.
 
-    Those of devices on one machine need none.
+    The device's too on one machine: by themselves they would listen on an interface that others reach.
     """
     if HOST_VARIABLE not in os.environ:
         os.environ[HOST_VARIABLE] = interface_of(find_address())
-    if device_variable and os.environ[HOST_VARIABLE] != "lo":
+    if device_variable:
         os.environ.setdefault(device_variable, os.environ[HOST_VARIABLE])
 
 
