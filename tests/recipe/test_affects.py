@@ -26,7 +26,10 @@ IN_PARITY_ONLY = {"rollout.replay"}
 BOTH = {
     *("name", "output"),
     *(f"trainer.{name}" for name in ("save_every", "keep_checkpoints", "resume")),
-    *(f"model.{name}" for name in ("attention", "fused", "gradient_checkpointing", "logits_chunk")),
+    *(
+        f"model.{name}"
+        for name in ("attention", "experts", "fused", "gradient_checkpointing", "logits_chunk")
+    ),
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory_utilization", "kv_cache_gb")),
     *(
         f"rollout.{name}"

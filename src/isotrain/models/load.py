@@ -47,12 +47,18 @@ def model_directory(path: str, field: str = "model.path") -> Path:
     if local.exists() or path.startswith((".", "/", "~")):
         problem = "has no config.json" if local.exists() else "does not exist"
         raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
         name, _, revision = path.partition("@")
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        # By itself the Hub's client 1.x asks the network about a commit, even offline.
+        offline = constants.HF_HUB_OFFLINE
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=patterns, local_files_only=offline
+            )
+        )
     except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
         raise ModelError(
             f"{field}: '{path}' is neither a local model directory nor reachable on the Hub ({error})"
