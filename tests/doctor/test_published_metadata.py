@@ -39,8 +39,8 @@ Metadata = dict[str, Any]
 
 def published(pins: list[str], machine: str) -> dict[str, Metadata]:
     """Metadata of the wheels for Python 3.11."""
-    systems = ("manylinux_2_34", "manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24")
-    systems += ("manylinux_2_17", "manylinux_2_12", "manylinux2014", "manylinux2010", "manylinux1", "linux")
+    systems = [*(f"manylinux_2_{minor}" for minor in range(35, 4, -1)), "manylinux2014", "manylinux2010"]
+    systems += ["manylinux1", "linux"]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--report", "-"]
     command += [
         "--ignore-installed",

@@ -13,12 +13,6 @@ def test_nz_is_always_off() -> None:
         assert npu_environment(there)["VLLM_ASCEND_ENABLE_NZ"] == "0"
 
 
-def test_engine_and_ranks_do_not_listen_on_the_same_ports() -> None:
-    names = {"HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"}
-    assert {name: npu_environment({})[name] for name in names} == dict.fromkeys(names, "auto")
-    assert names.isdisjoint(npu_environment(dict.fromkeys(names, "61000-61050"))), "what the user has chosen"
-
-
 def test_expandable_segments_are_taken_out() -> None:
     changed = npu_environment({"PYTORCH_NPU_ALLOC_CONF": "page_size:1g, expandable_segments:True"})
     assert changed["PYTORCH_NPU_ALLOC_CONF"] == "page_size:1g"

@@ -48,7 +48,9 @@ def main(work: Path, how: str) -> dict[str, Any]:
         mock.patch.object(vllm, "PREFILL_TOKENS", PART),
     ):
         engine: Any = build_rollout(
-            RolloutSection(engine="vllm", max_tokens=4, kv_cache_gb=0.25, eager=True),
+            RolloutSection(
+                engine="vllm", max_tokens=4, kv_cache_gb=0.25, eager=True, load_format="safetensors"
+            ),
             str(directory),
             "float32",
             device=Cpu(),

@@ -48,6 +48,14 @@ def takes(query: torch.Tensor, dropout: float) -> bool:
     )
 
 
+def keeps_scores_of_groups(query: torch.Tensor, masked: bool) -> bool:
+    """Whether SDPA with grouped heads falls to the kernel that keeps all scores.
+
+    Kernels of devices that take a mask take no groups, nor do CUDA's for float32.
+    """
+    return not query.is_cpu and (masked or (query.is_cuda and query.dtype == torch.float32))
+
+
 def attend(
     query_THD: torch.Tensor,
     key_KGD: torch.Tensor,

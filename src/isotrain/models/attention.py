@@ -138,8 +138,7 @@ def _attend(
         if sliding_window is not None:
             mask_LK.triu_(seen - tokens - sliding_window + 1)
     dtype, grouped = query_SHLD.dtype, query_SHLD.shape[1] != key_SGKD.shape[1]
-    if grouped and not query_SHLD.is_cpu and (mask_LK is not None or dtype == torch.float32):
-        # Kernels of devices that take a mask, or float32, take no groups: what is left keeps all scores.
+    if grouped and varlen.keeps_scores_of_groups(query_SHLD, masked=mask_LK is not None):
         groups = query_SHLD.shape[1] // key_SGKD.shape[1]
         key_SGKD, value_SGKD = (x.repeat_interleave(groups, dim=1) for x in (key_SGKD, value_SGKD))
         grouped = False
