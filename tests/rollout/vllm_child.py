@@ -248,7 +248,7 @@ class Checks:
 
     def other_device(self) -> None:
         self.results["other_device"] = self.error(
-            lambda: VllmEngine(self.work, name="e", dtype="float32", device_type="other", max_length=9)
+            lambda: VllmEngine(self.work, name="e", dtype="float32", device_type="cuda", max_length=9)
         )
 
     def listening(self) -> None:
