@@ -142,9 +142,8 @@ def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> 
     trained = _weights(reader)
     config = adapter_config(model.lora)
     if config.target_modules == ALL and number_of_experts(read_config(model_directory(model.path))):
-        config.target_modules = sorted(
-            adapted_layers(trained)
-        )  # peft would look for adapters of the experts too
+        # peft would look for adapters of the experts too.
+        config.target_modules = sorted(adapted_layers(trained))
     config.base_model_name_or_path = model.path
     config.inference_mode = True
     config.save_pretrained(str(out))
