@@ -56,7 +56,7 @@ def test_a_folder_cannot_reach_outside(tmp_path: Path) -> None:
 def test_what_a_folder_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
     described = {"machine": "\x1b[2Jx86_64", "python": "3.11.0", "packages": {"isotrain": "0.1"}}
     (tmp_path / "machine.json").write_text(json.dumps(described))
-    shown = CliRunner().invoke(app, ["doctor", "--saved", str(tmp_path), "--for", "cpu"]).output
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path), "--for", "cpu"]).output
     assert "x86_64" in shown and "\x1b[2J" not in shown
 
 

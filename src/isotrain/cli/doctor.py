@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from isotrain import api
-from isotrain.doctor.examine import Report, visible_devices
+from isotrain.cli import self_test
+from isotrain.cli.self_test import plain
+from isotrain.doctor.examine import Report
 from isotrain.doctor.findings import Finding
 from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.recorded import RecordedMachine, Recording
-from isotrain.doctor.self_test import self_test
 from isotrain.doctor.summary import describe
 from isotrain.doctor.system import System, ThisMachine
 
@@ -27,6 +26,10 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
 def doctor(
+    folder: Annotated[
+        Path | None,
+        Argument(metavar="FOLDER", help="Read what --save or --self-test wrote, here or elsewhere."),
+    ] = None,
     target: Annotated[
         str | None, Option("--for", metavar="|".join(TARGETS), help="The device to train on.")
     ] = None,
@@ -36,12 +39,13 @@ def doctor(
     save: Annotated[
         Path | None, Option(metavar="DIR", help="Save the examined files and outputs, for a bug report.")
     ] = None,
-    saved: Annotated[
-        Path | None, Option(metavar="DIR", help="Examine a recorded machine instead of this one.")
-    ] = None,
     trial: Annotated[
         Path | None,
-        Option("--self-test", metavar="DIR", help="Also train a small model on the device and on the host."),
+        Option("--self-test", metavar="DIR", help="Also try devices and engines, at most 15 minutes."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        Option(metavar="HOST:PORT", help="With --self-test: a Ray cluster of two machines to try as well."),
     ] = None,
 ) -> None:
     """Report incompatible driver, toolkit and package versions on this machine, and what to install.
@@ -57,39 +61,47 @@ def doctor(
 
         isotrain doctor --save report     # a folder of texts, without secrets, for a bug report
 
-        isotrain doctor --self-test trial # compare short runs on the device and on the host
+        isotrain doctor --self-test trial # try devices, engine, weight updates; first on a new machine
+
+        isotrain doctor trial             # read such a folder, on any machine
     """
-    if target is not None and target not in TARGETS:
-        typer.echo(f"error: --for {target}: use one of {', '.join(TARGETS)}", err=True)
+    if problem := _mistake(folder, target, save, trial, cluster):
+        typer.echo(f"error: {problem}", err=True)
         raise typer.Exit(2)
-    if saved and (save or trial):
-        typer.echo("error: --saved examines another machine; remove --save and --self-test", err=True)
-        raise typer.Exit(2)
-    system: System = RecordedMachine(saved) if saved else ThisMachine()
-    report = api.doctor(target, recipe, system=Recording(system, save) if save else system)
+    system: System = RecordedMachine(self_test.machine_of(folder)) if folder else ThisMachine()
+    kept = save or (trial and self_test.new_folder(trial))
+    report = api.doctor(target, recipe, system=Recording(system, kept) if kept else system)
+    results = self_test.read_results(folder) if folder else None
     if as_json:
-        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+        found = report.as_json() | ({"self_test": results.model_dump(mode="json")} if results else {})
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         _print(report, notes)
         if save:
             typer.echo(f"saved in {save}; check it before you send it")
+        if folder and results:
+            self_test.show(folder, results)
     if trial and report.errors:
         typer.echo("the self-test did not run: fix the problems above first", err=True)
-    passed = not report.errors and (trial is None or _try(report, trial, as_json))
+    elif trial:
+        results = self_test.run(report, trial, cluster, quiet=as_json)
+    passed = not report.errors and (results is None or results.passed)
     raise typer.Exit(0 if passed else 1)
 
 
-def _try(report: Report, work: Path, as_json: bool) -> bool:
-    """Run the self-test and print each check as it ends; returns whether all passed."""
-    found = []
-    for check in self_test(report.target, work.absolute(), visible_devices(report)):
-        found.append(check)
-        mark = "passed" if check.passed else "FAILED"
-        typer.echo(f"{mark}  {check.name}: {check.result}, {check.seconds:.0f} s", err=as_json)
-    kept = {**report.as_json(), "self_test": [asdict(check) for check in found]}
-    (work / "self-test.json").write_text(json.dumps(kept, indent=2))
-    typer.echo(f"saved in {work}; self-test.json has the results", err=as_json)
-    return all(check.passed for check in found)
+def _mistake(
+    folder: Path | None, target: str | None, save: Path | None, trial: Path | None, cluster: str | None
+) -> str:
+    """What is wrong with the options, if anything is."""
+    if target is not None and target not in TARGETS:
+        return f"--for {target}: use one of {', '.join(TARGETS)}"
+    if folder and (save or trial):
+        return "FOLDER is read, nothing runs: remove --save and --self-test, or FOLDER"
+    if save and trial:
+        return "--self-test saves what --save would: remove --save"
+    if cluster and not trial:
+        return "--cluster is for --self-test DIR"
+    return ""
 
 
 def _print(report: Report, notes: bool) -> None:
@@ -100,7 +112,7 @@ def _print(report: Report, notes: bool) -> None:
     console = Console(highlight=False, markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in describe(report):
-        table.add_row(Text(name, style="bold"), Text(_plain(value)))
+        table.add_row(Text(name, style="bold"), Text(plain(value)))
     console.print(table, "")
     shown = [finding for finding in report.findings if notes or finding.level != "note"]
     if shown:
@@ -118,7 +130,7 @@ def _print(report: Report, notes: bool) -> None:
         console.print(f"nearest complete stack: {stack.name} ({stack.status})", style="bold")
         console.print(f"  {stack.source}", style="dim")
         for change in report.nearest.changes:
-            console.print(f"  {_plain(change)}")
+            console.print(f"  {plain(change)}")
         for command in report.nearest.commands:
             # Unwrapped: it is there to be copied.
             console.print(f"    {command}", style="cyan", soft_wrap=True)
@@ -131,11 +143,6 @@ def _print(report: Report, notes: bool) -> None:
         console.print(f"no problem prevents training on {report.target}", style="green")
 
 
-def _plain(text: str) -> str:
-    """Without terminal control characters: a saved machine may come from anybody."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
-
-
 def _findings(findings: list[Finding]) -> Table:
     """The remedy under its problem: beside it, commands would be cut."""
     from rich.table import Table
@@ -145,7 +152,7 @@ def _findings(findings: list[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        text = Text(_plain(finding.problem))
-        text.append(f"\n-> {_plain(finding.remedy)}", style="bold")
+        text = Text(plain(finding.problem))
+        text.append(f"\n-> {plain(finding.remedy)}", style="bold")
         table.add_row(Text(finding.level, style=_COLOURS[finding.level]), text)
     return table

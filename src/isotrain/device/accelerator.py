@@ -86,8 +86,8 @@ class Accelerator:
         self.module.synchronize()
 
     def memory(self) -> Memory:
-        _, total = self.module.mem_get_info()
-        return Memory(self.module.memory_allocated(), self.module.max_memory_allocated(), total)
+        free, total = self.module.mem_get_info()
+        return Memory(self.module.memory_allocated(), self.module.max_memory_allocated(), free, total)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         # Only the 16-bit peak is tabulated: float32 runs on other units or in reduced precision modes.

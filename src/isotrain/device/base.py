@@ -17,6 +17,8 @@ class Memory:
 
     allocated: int
     peak: int
+    free: int
+    """For all processes."""
     total: int
 
 
@@ -108,7 +110,7 @@ class Device(Protocol):
         """Wait for the device's queue."""
 
     def memory(self) -> Memory:
-        """What this process holds on its device."""
+        """What this process holds on its device, and what is free there."""
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Dense peak in FLOP/s, None where it is not known."""

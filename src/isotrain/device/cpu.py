@@ -75,7 +75,8 @@ class Cpu:
     def memory(self) -> Memory:
         status = _read("/proc/self/status")
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Memory(_kib(status, "VmRSS"), _kib(status, "VmHWM"), total)
+        free = _kib(_read("/proc/meminfo"), "MemAvailable")
+        return Memory(_kib(status, "VmRSS"), _kib(status, "VmHWM"), free, total)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         return None

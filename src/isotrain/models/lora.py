@@ -6,12 +6,10 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,11 +17,17 @@ from isotrain.errors import ModelError
 from isotrain.models.routing import number_of_experts
 from isotrain.models.weights import shard_of
 
+# peft takes most of a second to import, in every process: only those with adapters do.
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 ADAPTER = "default"
 ALL = "all-linear"
 
 
 def lora_config(rank: int, alpha: int, targets: str | list[str], dropout: float) -> LoraConfig:
+    from peft import LoraConfig
+
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -36,6 +40,9 @@ def lora_config(rank: int, alpha: int, targets: str | list[str], dropout: float)
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, frozen_dtype: torch.dtype) -> None:
     """Insert adapters (float32, on the meta device) and freeze everything else in the compute type."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora.layer import ParamWrapper
+
     _check_targets(model, config.target_modules)
     if number_of_experts(model.config) and config.target_modules == ALL:
         # peft would also take the experts and the router, which we cannot merge.
@@ -116,6 +123,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     peft's own switch would also freeze and thaw the adapters, which sharding has taken note of.
     """
+    from peft.tuners.lora import LoraLayer
+
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import profile
 from isotrain.engine.world import STORE_VARIABLE
@@ -44,19 +43,23 @@ def launch(recipe: Recipe, source: str) -> None:
         os.environ.update(profile(device, recipe.device.determinism, os.environ).variables)
         train_supervised(recipe, source)
         return
-    with tempfile.TemporaryDirectory(prefix="isotrain-") as job:
-        _run_ranks(recipe, source, device, Path(job))
+    with tempfile.TemporaryDirectory(prefix="isotrain-") as directory:
+        job = Path(directory)
+        write_resolved(recipe, job / RECIPE_FILE)
+        (job / SOURCE_FILE).write_text(source)
+        variables = {
+            **device.rank_environment(ranks),
+            **profile(device, recipe.device.determinism, os.environ, starts=True).variables,
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
+        run_ranks(("-m", "isotrain.trainers.rank", directory), ranks, job, variables)
 
 
-def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
-    write_resolved(recipe, job / RECIPE_FILE)
-    (job / SOURCE_FILE).write_text(source)
-    ranks = recipe.device.ranks
+def run_ranks(arguments: tuple[str, ...], ranks: int, job: Path, variables: dict[str, str]) -> None:
+    """Python with these arguments once for each rank; raises what the ranks wrote to `job` when one fails."""
     shared = {
-        **device.rank_environment(ranks),
-        **profile(device, recipe.device.determinism, os.environ, starts=True).variables,
+        **variables,
         STORE_VARIABLE: str(job / "store"),
-        LAUNCHER_VARIABLE: str(os.getpid()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         # All ranks are on this machine: their host collectives need no other interface.
@@ -67,7 +70,7 @@ def _run_ranks(recipe: Recipe, source: str, device: Device, job: Path) -> None:
     processes = start_processes(
         name="rank",
         entrypoint=sys.executable,
-        args={rank: ("-m", "isotrain.trainers.rank", str(job)) for rank in range(ranks)},
+        args=dict.fromkeys(range(ranks), arguments),
         envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
         logs_specs=DefaultLogsSpecs(log_dir=str(job)),
     )

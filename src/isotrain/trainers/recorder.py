@@ -10,7 +10,6 @@ from isotrain.engine.checkpoint.pending import FINISHING, is_writing
 from isotrain.observe.console import Console
 from isotrain.observe.loggers import Logger, open_loggers
 from isotrain.observe.metrics import MetricsLog, read_metrics
-from isotrain.observe.plots import plot_run
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
@@ -74,6 +73,8 @@ def recording(
 
 def draw_plots(run: RunDirectory, name: str, console: Console) -> None:
     """Plot a finished run; a full disk costs the plots, not the run."""
+    from isotrain.observe.plots import plot_run  # with matplotlib, which only this process needs, and late
+
     try:
         plot_run(read_metrics(run.metrics), run.plots, name=name)
     except OSError as error:

@@ -38,7 +38,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if os.environ.get("ISOTRAIN_MUTATION"):
+    from device_faults import FAULTS
     from mutation_patches import PATCHES
 
     # A name that is not there must not run as an honest run.
-    sys.meta_path.insert(0, _Finder(PATCHES[os.environ["ISOTRAIN_MUTATION"]]))
+    sys.meta_path.insert(0, _Finder((PATCHES | FAULTS)[os.environ["ISOTRAIN_MUTATION"]]))

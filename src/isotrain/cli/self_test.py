@@ -1,0 +1,120 @@
+"""The self-test on the terminal: `isotrain doctor --self-test DIR` and `isotrain doctor DIR`."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from pathlib import Path
+from textwrap import indent
+
+import typer
+
+from isotrain.doctor.examine import Report, has_vllm
+from isotrain.errors import DataError
+from isotrain.self_test import folder as folders
+from isotrain.self_test.folder import CONTENTS, MACHINE, Results
+from isotrain.self_test.run import SelfTest
+from isotrain.self_test.stages import STAGES, TOTAL_SECONDS
+from isotrain.self_test.verdicts import Engine, Outcome, Setting, Verdict
+
+_COLOURS: dict[Outcome, str] = {"passed": "green", "failed": "red", "skipped": "yellow"}
+_SHOWN_LINES = 15
+
+
+def new_folder(folder: Path) -> Path:
+    """Where the machine is described in the folder of a self-test, which must be new."""
+    if folder.exists() and any(folder.iterdir()):
+        raise DataError(f"{folder} is not empty; give --self-test a new directory")
+    (folder / MACHINE).mkdir(parents=True, exist_ok=True)
+    return folder / MACHINE
+
+
+def machine_of(folder: Path) -> Path:
+    """The recorded machine in a folder that `--save` or `--self-test` wrote."""
+    return folder / MACHINE if folders.is_self_test(folder) else folder
+
+
+def read_results(folder: Path) -> Results | None:
+    return folders.read(folder) if folders.is_self_test(folder) else None
+
+
+def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Results:
+    """Run all stages and print each as it ends; with `quiet`, to the error stream."""
+
+    def tell(text: str, newline: bool = True) -> None:
+        typer.echo(text, nl=newline, err=quiet)
+
+    engine: Engine = "vllm" if has_vllm(report) else "hf"
+    tell(f"\nself-test on {report.target} with the engine {engine}, at most {TOTAL_SECONDS / 60:.0f} minutes")
+    tell(f"It writes to {folder} what you can attach to an issue, and nothing else:")
+    for line in CONTENTS:
+        tell(f"  {line}")
+    tell("Paths, names of host and user, addresses and secrets are replaced. Read it before you send it.\n")
+    verdicts: list[Verdict] = []
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="isotrain-self-test-") as work:
+        setting = Setting(
+            device=report.target,
+            engine=engine,
+            work=work,
+            verdicts=str(Path(work) / "verdicts.jsonl"),
+            cluster=cluster,
+        )
+        told = ""
+
+        def begins(stage: str) -> None:
+            nonlocal told
+            tell(_head(stage), newline=False)
+            told = stage
+
+        for verdict in SelfTest(setting, begins).run():
+            verdicts.append(verdict)
+            tell(_line(verdict, headed=told == verdict.stage))
+        results = folders.write(
+            folder,
+            Path(work),
+            verdicts,
+            device=report.target,
+            engine=engine,
+            simulated=report.facts.simulated,
+        )
+    tell(f"\n{_sum(results)}, {time.monotonic() - started:.0f} s")
+    tell(f"saved in {folder}; read it anywhere with: isotrain doctor {folder}")
+    return results
+
+
+def show(folder: Path, results: Results) -> None:
+    """A folder's verdicts, and the end of the output of what failed."""
+    simulated = ", simulated" if results.simulated else ""
+    what = f"{results.device}{simulated} with the engine {results.engine}, isotrain {results.isotrain}"
+    typer.echo(plain(f"\nself-test of {results.date} on {what}"))
+    for verdict in results.verdicts:
+        if verdict.stage in STAGES:
+            typer.echo(_line(verdict, headed=False))
+    typer.echo(f"\n{_sum(results)}, {results.seconds:.0f} s")
+    for verdict in results.verdicts:
+        if verdict.outcome == "failed" and verdict.stage in STAGES:
+            lines = folders.read_log(folder, verdict.stage)
+            typer.echo(f"\n{verdict.stage} should show: {STAGES[verdict.stage]}. The end of its output:")
+            typer.echo(indent(plain("\n".join(lines[-_SHOWN_LINES:])), "  "))
+
+
+def _head(stage: str) -> str:
+    return f"{list(STAGES).index(stage) + 1:2}/{len(STAGES)} {stage:<19}"
+
+
+def _line(verdict: Verdict, headed: bool) -> str:
+    outcome = typer.style(f"{verdict.outcome:<8}", fg=_COLOURS[verdict.outcome])
+    seconds = "" if verdict.outcome == "skipped" else f", {verdict.seconds:.0f} s"
+    return f"{'' if headed else _head(verdict.stage)}{outcome} {plain(verdict.result)}{seconds}"
+
+
+def _sum(results: Results) -> str:
+    outcomes = [verdict.outcome for verdict in results.verdicts]
+    return ", ".join(f"{outcomes.count(name)} {name}" for name in _COLOURS)
+
+
+def plain(text: str) -> str:
+    """Without terminal control characters: a folder may come from anybody."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)

@@ -1,0 +1,46 @@
+"""Commands of isotrain, as the parts run them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from isotrain.observe.metrics import read_metrics
+from isotrain.self_test.verdicts import Setting, StageFailed, tell_progress
+
+
+def train(setting: Setting, recipe: str, output: Path, *changes: str) -> None:
+    """A recipe on the small model, in processes of its own; what they say goes to the part's log."""
+    tiny = setting.tiny
+    files = {
+        "tiny-sft": (f"data.train={tiny / 'train.jsonl'}",),
+        "tiny-grpo": (
+            f"data.train={tiny / 'prompts.jsonl'}",
+            f"reward.function.path={tiny / 'reward.py'}:score",
+        ),
+    }[recipe]
+    settings = (f"model.path={tiny / 'model'}", "data.validation=null", f"output={output}", *files, *changes)
+    tell_progress(f"isotrain train {recipe} {' '.join(settings)}")
+    done = subprocess.run(
+        [sys.executable, "-m", "isotrain", "train", recipe, *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    print(done.stdout, flush=True)
+    if done.returncode:
+        raise StageFailed(f"{output.name}: {_error(done.stdout)}")
+
+
+def _error(text: str) -> str:
+    """What a command said last, from the line that says that it is an error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it ended without a message"]
+    starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
+    return " ".join(lines[starts[-1] if starts else -1 :])[:500]
+
+
+def column(output: Path, metric: str) -> list[float]:
+    """A metric of all steps that have it."""
+    return [float(row[metric]) for row in read_metrics(output / "metrics.jsonl") if metric in row]

@@ -1,0 +1,28 @@
+"""What devices there are, how much of their memory is free, and a small model for all other parts."""
+
+from __future__ import annotations
+
+from isotrain.data.prepare.tiny import make_tiny
+from isotrain.device.detect import choose_device
+from isotrain.self_test.verdicts import Reporter, own_setting
+
+
+def main() -> None:
+    setting = own_setting()
+    with Reporter(setting.verdicts).stage("devices") as stage:
+        device = choose_device(setting.device)
+        count = device.count()
+        stage.figures["devices"] = float(count)
+        if device.visible_devices_variable:
+            for number in range(count):
+                device.activate(number)
+                # Numbers with zeros, as they are sorted by name.
+                stage.figures[f"free bytes on device {number:04d}"] = float(device.memory().free)
+        # Heads of 64, grouped: attention kernels of devices take these and not always smaller ones.
+        make_tiny(setting.tiny, train_rows=2000, validation_rows=32, hidden=256, heads=4, kv_heads=2)
+        what = "cores" if device.type == "cpu" else "devices"
+        stage.result = f"{count} {what}, {device.name()}"
+
+
+if __name__ == "__main__":
+    main()

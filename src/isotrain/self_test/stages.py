@@ -1,0 +1,127 @@
+"""The stages of the self-test in order: what each shows, what it needs, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from isotrain.self_test.verdicts import Setting
+
+TOTAL_SECONDS = 900.0
+
+Reason = str
+"""Why a part does not run; empty if it does."""
+
+
+def _always(_: Setting) -> Reason:
+    return ""
+
+
+def _two_devices(setting: Setting) -> Reason:
+    return "" if setting.devices > 1 else "there is one device; it needs two"
+
+
+def _vllm(setting: Setting) -> Reason:
+    return "" if setting.engine == "vllm" else "it needs vLLM for this device, which is not installed"
+
+
+def _vllm_on_two(setting: Setting) -> Reason:
+    return _vllm(setting) or _two_devices(setting)
+
+
+def _ray(_: Setting) -> Reason:
+    return "" if find_spec("ray") else "it needs Ray: pip install 'isotrain[online]'"
+
+
+def _cluster(setting: Setting) -> Reason:
+    return _ray(setting) if setting.cluster else "it needs --cluster HOST:PORT, a Ray cluster of two machines"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program that gives the verdicts on some stages, one after the other."""
+
+    module: str
+    stages: dict[str, str]
+    """Names, and what each shows."""
+    timeout: float
+    why_not: Callable[[Setting], Reason] = _always
+    mode: str = ""
+    after: str = "devices"
+    """The stage without which this part would fail for a reason that is known."""
+
+
+DEVICES = Part("devices", {"devices": "devices and their memory are visible"}, 120, after="")
+
+PARTS: tuple[Part, ...] = (
+    DEVICES,
+    Part(
+        "collectives",
+        {"collectives": "each collective between the devices gives exact results"},
+        120,
+        _two_devices,
+    ),
+    Part(
+        "attention",
+        {
+            "attention": "attention over packed samples agrees with float64 on the host",
+            "attention-backward": "and so do its gradients",
+        },
+        180,
+    ),
+    Part(
+        "supervised",
+        {
+            "sft": "20 steps of SFT in float32 have the host's losses",
+            "sft-bfloat16": "and in bfloat16",
+            "repeatable": "two runs with device.determinism=on are bitwise identical",
+            "fused": "the device's fused operators have the same losses as none",
+            "two-ranks": "two ranks have the losses of one",
+        },
+        420,
+    ),
+    Part(
+        "rollout",
+        {
+            "engine-start": "the generation engine starts",
+            "generation": "its log-probs are those of the model on the host",
+            "weight-update": "it takes new weights, and refuses damaged ones",
+            "sleep": "it gives its memory back while it sleeps, and wakes up",
+        },
+        300,
+    ),
+    Part(
+        "rollout",
+        {"graphs": "an engine with captured graphs uses new weights"},
+        300,
+        _vllm,
+        mode="graphs",
+        after="weight-update",
+    ),
+    Part(
+        "rollout",
+        {"tensor-parallel": "an engine on two devices takes new weights"},
+        300,
+        _vllm_on_two,
+        mode="tensor-parallel",
+        after="weight-update",
+    ),
+    Part(
+        "colocated",
+        {"colocated-save": "GRPO with rollout and training on one device saves, and resumes"},
+        300,
+        _ray,
+        after="weight-update",
+    ),
+    Part(
+        "two_machines",
+        {"two-machines": "GRPO with rollout and training on two machines"},
+        300,
+        _cluster,
+        after="weight-update",
+    ),
+    Part("remains", {"memory-returned": "no process, device memory or shared memory is left"}, 60),
+)
+
+STAGES: dict[str, str] = {name: shows for part in PARTS for name, shows in part.stages.items()}

@@ -1,0 +1,155 @@
+"""The verdict on a stage, and the file through which a part's process reports it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Outcome = Literal["passed", "failed", "skipped"]
+Engine = Literal["vllm", "hf"]
+
+PROGRESS = "--- "
+
+
+class Verdict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    stage: str
+    outcome: Outcome
+    result: str
+    """One sentence for people."""
+    figures: dict[str, float] = Field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Setting(BaseModel):
+    """What every part is told."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    device: str
+    devices: int = 0
+    """How many can be used; 0 until the first part has counted them."""
+    engine: Engine = "hf"
+    work: str
+    """A directory for files that are not kept."""
+    verdicts: str
+    """The file to report to."""
+    cluster: str | None = None
+    """The address of a Ray cluster of several machines."""
+    started: float = 0.0
+    """When the self-test began, in seconds since the epoch."""
+    free: tuple[float, ...] = ()
+    """Free bytes on each device before anything ran."""
+    mode: str = ""
+    """Which of several programs in one module to run."""
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.work)
+
+    @property
+    def dtype(self) -> str:
+        """Of an engine's weights: what devices have kernels for; on the host, what is exact."""
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def tiny(self) -> Path:
+        """The small model and its data, which the first part makes."""
+        return self.directory / "tiny"
+
+
+class StageFailed(Exception):
+    """A check that did not hold, in one sentence."""
+
+
+class StageSkipped(Exception):
+    """Why a stage says nothing on this machine."""
+
+
+class Stage:
+    """What a stage has found so far."""
+
+    def __init__(self) -> None:
+        self.result = ""
+        self.figures: dict[str, float] = {}
+
+    def at_most(self, what: str, value: float, allowed: float) -> None:
+        """Keep a figure, and fail where it is larger than allowed, or is no number."""
+        self.figures[what] = value
+        if not value <= allowed:
+            raise StageFailed(f"{what} is {value:.3g}; at most {allowed:.3g} is allowed")
+
+    def at_least(self, what: str, value: float, wanted: float) -> None:
+        self.figures[what] = value
+        if not value >= wanted:
+            raise StageFailed(f"{what} is {value:.3g}; at least {wanted:.3g} was expected")
+
+
+class Reporter:
+    """Writes the verdicts of this process; the first failure ends it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Stage]:
+        tell_progress(name)
+        stage, started = Stage(), time.monotonic()
+
+        def write(outcome: Outcome, result: str) -> None:
+            seconds = time.monotonic() - started
+            verdict = Verdict(
+                stage=name, outcome=outcome, result=result, figures=stage.figures, seconds=seconds
+            )
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(verdict.model_dump_json() + "\n")
+
+        try:
+            yield stage
+        except StageSkipped as reason:
+            write("skipped", str(reason))
+        except StageFailed as error:
+            write("failed", str(error))
+            raise SystemExit(1) from None
+        except Exception as error:
+            write("failed", f"{type(error).__name__}: {first_line(error)}")
+            raise  # the log keeps where it was
+        else:
+            write("passed", stage.result)
+
+
+def tell_progress(what: str) -> None:
+    """A line of the log that names what a process that hangs was doing."""
+    print(f"{PROGRESS}{what}", flush=True)
+
+
+def first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:500] if lines else "no message"
+
+
+def read_verdicts(path: Path) -> list[Verdict]:
+    """Those of whole lines: the last one may still be being written."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [
+        Verdict.model_validate_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
+    ]
+
+
+def own_setting() -> Setting:
+    """Of a part's process: its only argument."""
+    return Setting.model_validate_json(sys.argv[1])
+
+
+def argument(setting: Setting, **changes: Any) -> str:
+    return json.dumps(setting.model_dump(mode="json") | changes)

@@ -1,0 +1,152 @@
+"""Faults of devices, drivers and engines that the self-test must find, as patches after an import."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+Patch = Callable[[Any], None]
+
+
+def _wrong_sum(c10d: Any) -> None:
+    all_reduce = c10d.all_reduce
+
+    def wrong(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        done = all_reduce(tensor, *args, **kwargs)
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor.view(-1)[-1] += 1
+        return done
+
+    c10d.all_reduce = wrong
+
+
+def _hanging_gather(c10d: Any) -> None:
+    all_gather = c10d.all_gather_into_tensor
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            time.sleep(600)
+        return all_gather(*args, **kwargs)
+
+    c10d.all_gather_into_tensor = hang
+
+
+def _attention(change: Callable[..., Any]) -> Patch:
+    def patch(attention: Any) -> None:
+        honest = attention.segment_attention
+        attention.AttentionInterface.register(
+            attention.SEGMENTS, lambda *args, **kwargs: change(honest, *args, **kwargs)
+        )
+
+    return patch
+
+
+def _neighbours_seen(honest: Any, *args: Any, segment_lengths: Any, **kwargs: Any) -> Any:
+    return honest(*args, segment_lengths=(sum(segment_lengths),), **kwargs)
+
+
+def _wrong_gradient(honest: Any, module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    key = key * 1
+    if key.requires_grad:
+        key.register_hook(lambda gradient: 1.05 * gradient)
+    return honest(module, query, key, *args, **kwargs)
+
+
+def _silu(change: Callable[[Any], Any]) -> Patch:
+    def patch(functional: Any) -> None:
+        silu = functional.silu
+        functional.silu = lambda input, inplace=False: change(silu(input, inplace))
+
+    return patch
+
+
+def _off_on_the_device(output: Any) -> Any:
+    return output if output.device.type == "cpu" else 1.01 * output
+
+
+def _noisy(output: Any) -> Any:
+    return output * (1 + 1e-6 * os.urandom(1)[0])
+
+
+def _segfault(hf: Any) -> None:
+    def crash(self: Any, *args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    hf.HfEngine.__init__ = crash
+
+
+def _other_temperature(hf: Any) -> None:
+    draw = hf.draw
+
+    def wrong(logits: Any, sampling: Any, *args: Any) -> Any:
+        token, _ = draw(logits, sampling, *args)
+        return token, logits.cpu().float().log_softmax(-1).gather(1, token[:, None])[:, 0]
+
+    hf.draw = wrong
+
+
+def _update_not_taken(hf: Any) -> None:
+    def update(self: Any, update: Any) -> None:
+        self.version = update.version
+
+    hf.HfEngine.update_weights = update
+
+
+def _digest_ignored(transfer: Any) -> None:
+    transfer.Digest.check = lambda *args: None
+
+
+def _sleepless(hf: Any) -> None:
+    def sleep(self: Any) -> None:
+        self._unusable = "it slept"
+
+    hf.HfEngine.sleep = sleep
+
+
+def _stale_graphs(vllm: Any) -> None:
+    """As if captured graphs kept reading the weights of before."""
+
+    def update(self: Any, update: Any) -> None:
+        self.version = update.version
+
+    vllm.VllmEngine.update_weights = update
+
+
+def _full_disk(writer: Any) -> None:
+    def save(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer.CheckpointWriter.save = save
+
+
+def _process_left(hf: Any) -> None:
+    close = hf.HfEngine.close
+
+    def leave(self: Any) -> None:
+        subprocess.Popen(["sleep", "120"], start_new_session=True)
+        close(self)
+
+    hf.HfEngine.close = leave
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_HF = "isotrain.rollout.hf"
+
+FAULTS: dict[str, dict[str, Patch]] = {
+    "wrong-sum": {_C10D: _wrong_sum},
+    "hanging-gather": {_C10D: _hanging_gather},
+    "attention-sees-neighbours": {"isotrain.models.attention": _attention(_neighbours_seen)},
+    "attention-gradient": {"isotrain.models.attention": _attention(_wrong_gradient)},
+    "device-is-off": {"torch.nn.functional": _silu(_off_on_the_device)},
+    "not-repeatable": {"torch.nn.functional": _silu(_noisy)},
+    "engine-crashes": {_HF: _segfault},
+    "other-temperature": {_HF: _other_temperature},
+    "update-not-taken": {_HF: _update_not_taken},
+    "digest-ignored": {"isotrain.rollout.transfer": _digest_ignored},
+    "sleepless": {_HF: _sleepless},
+    "stale-graphs": {"isotrain.rollout.vllm": _stale_graphs},
+    "full-disk": {"isotrain.engine.checkpoint.writer": _full_disk},
+    "process-left": {_HF: _process_left},
+}

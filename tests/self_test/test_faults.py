@@ -1,0 +1,92 @@
+"""Every injected fault of a device, driver or engine is found by the stage that is named for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import npusim
+import pytest
+
+import mutations
+from isotrain.self_test.run import SelfTest
+from isotrain.self_test.stages import DEVICES, PARTS
+from isotrain.self_test.verdicts import Engine, Setting, Verdict
+
+pytestmark = [pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    stage: str
+    """The only one that must fail."""
+    words: str
+    """In the verdict."""
+    device: str = "npu"
+    engine: Engine = "hf"
+    timeout: float = 300.0
+
+
+FAULTS = (
+    Fault("wrong-sum", "collectives", "all_reduce of 2 x bfloat16: 1 of 2 results are wrong on rank"),
+    Fault("hanging-gather", "collectives", "during: all_gather of 2 x float32", timeout=100.0),
+    Fault("attention-sees-neighbours", "attention", "float32 output, layer 0: error is"),
+    Fault("attention-gradient", "attention-backward", "float32 gradient of key, layer 0: error is"),
+    Fault("device-is-off", "sft", "relative difference of losses is"),
+    Fault("not-repeatable", "repeatable", "at most 0 is allowed", device="cpu"),
+    Fault("engine-crashes", "engine-start", "killed by SIGSEGV"),
+    Fault("other-temperature", "generation", "difference of sampled log-probs before any update is"),
+    Fault("update-not-taken", "weight-update", "log-probs after update 1 is"),
+    Fault("digest-ignored", "weight-update", "took a weight update whose digest is wrong"),
+    Fault("sleepless", "sleep", "bytes that a sleeping engine frees is 0"),
+    Fault("stale-graphs", "graphs", "log-probs after update 1 is", device="cpu", engine="vllm"),
+    Fault("full-disk", "colocated-save", "No space left on device"),
+    Fault("process-left", "memory-returned", "(sleep)"),
+)
+# Seconds each, and each ends in another way: by a check, by a signal.
+QUICK = {"attention-sees-neighbours", "engine-crashes"}
+
+
+def verdicts(fault: Fault, work: Path) -> dict[str, Verdict]:
+    """Of the stage that the fault is about, and those of the parts before it that it needs."""
+    wanted = {fault.stage} | ({"engine-start"} if fault.stage == "memory-returned" else set())
+    parts = [DEVICES]
+    for part in PARTS:
+        if wanted & set(part.stages):
+            # What this part waits for is not run here.
+            parts.append(replace(part, after="", timeout=fault.timeout))
+    setting = Setting(
+        device=fault.device, engine=fault.engine, work=str(work), verdicts=str(work / "verdicts.jsonl")
+    )
+    return {verdict.stage: verdict for verdict in SelfTest(setting, parts=parts).run()}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=() if fault.name in QUICK else pytest.mark.slow)
+        for fault in FAULTS
+    ],
+)
+@pytest.mark.ranks
+def test_a_fault_is_named(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    machine = tmp_path / "machine"
+    machine.mkdir()
+    simulated = npusim.environment(2, host=machine) if fault.device == "npu" else {}
+    for name, value in {**simulated, **mutations.environment(fault.name)}.items():
+        monkeypatch.setenv(name, value)
+    paths = [str(mutations.SITE), *([str(npusim.SITE)] if fault.device == "npu" else [])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    found = verdicts(fault, tmp_path / "work")
+    print({name: (verdict.outcome, verdict.result) for name, verdict in found.items()})
+    assert [name for name, verdict in found.items() if verdict.outcome == "failed"] == [fault.stage]
+    assert fault.words in found[fault.stage].result
+    # Nothing of a failed self-test stays.
+    left = subprocess.run(["pgrep", "-f", "isotrain.self_test"], capture_output=True, text=True).stdout
+    assert not left
