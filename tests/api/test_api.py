@@ -49,6 +49,7 @@ def test_names_that_are_not_there() -> None:
         isotrain.trian  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_users_of_the_package_are_type_checked(tmp_path: Path) -> None:
     """`py.typed` and the late names: a strict checker sees the real signatures."""
     (tmp_path / "user.py").write_text(
@@ -169,7 +170,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_interruption_ends_the_child_too(tiny: Path, tmp_path: Path, sent: signal.Signals) -> None:
     recipe = tiny_recipe(
         tiny, tmp_path / "run", "cpu", trainer={"steps": 5000}, observe={"loggers": ["console"]}

@@ -53,6 +53,7 @@ def online(tiny: Path, output: Path) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_an_online_run_is_replayed_bit_for_bit(tiny: Path, tmp_path: Path) -> None:
     """On a real Ray, with real responses, in processes of their own; no engine takes part in the replay."""
     recipe = write_recipe(online(tiny, tmp_path / "elsewhere"), tmp_path / "recipe.yaml")
@@ -73,20 +74,26 @@ def sft(tiny: Path, output: Path, **sections: Any) -> Path:
     return write_recipe(recipe, output.with_suffix(".yaml"))
 
 
-def test_a_supervised_run_needs_no_recording(tiny: Path, tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    result = parity("record", sft(tiny, here))
-    assert result.exit_code == 0 and f"isotrain parity replay {here}" in result.output, result.output
+@pytest.fixture(scope="module")
+def here(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recorded SFT run."""
+    path = tmp_path_factory.mktemp("recorded") / "here"
+    result = parity("record", sft(tiny, path))
+    assert result.exit_code == 0 and f"isotrain parity replay {path}" in result.output, result.output
+    return path
+
+
+def test_a_supervised_run_needs_no_recording(here: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
     assert not (here / "trajectories").exists()
     result = parity("replay", here, "--out", there)
     assert result.exit_code == 0 and "train/loss" in result.output, result.output
     assert stable_metrics(there) == stable_metrics(here)
 
 
-def test_another_training_is_not_a_replay(tiny: Path, tmp_path: Path) -> None:
+def test_another_training_is_not_a_replay(here: Path, tiny: Path, tmp_path: Path) -> None:
     """Where the same data lies does not count; other rows and other fields do."""
-    here, moved = tmp_path / "here", tmp_path / "moved.jsonl"
-    assert parity("record", sft(tiny, here)).exit_code == 0
+    moved = tmp_path / "moved.jsonl"
     lines = (tiny / "train.jsonl").read_text().splitlines(keepends=True)
     moved.write_text("".join(lines))
     result = parity("replay", here, "--out", tmp_path / "same", f"data.train={moved}")

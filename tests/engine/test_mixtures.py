@@ -185,12 +185,16 @@ def test_a_token_costs_the_experts_it_is_sent_to(qwen: Path) -> None:
         assert engine.parameter_counts == (sum(sizes.values()) - experts * 6 // 8,) * 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_streamed_weights_are_in_published_form(
-    directory: Path, tmp_path: Path, device_type: str, ranks: int
-) -> None:
+@pytest.mark.parametrize(
+    ("on", "ranks"),
+    [
+        ("npu", 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", 1), ("cpu", 2), ("npu", 1))),
+    ],
+)
+def test_streamed_weights_are_in_published_form(directory: Path, tmp_path: Path, on: str, ranks: int) -> None:
     """What engines are sent, from the trained model on one rank and on two, is what the files would hold."""
-    command = [sys.executable, mixture_ranks.__file__, device_type, str(directory), str(tmp_path)]
+    command = [sys.executable, mixture_ranks.__file__, on, str(directory), str(tmp_path)]
     npusim.run_ranks(command, ranks, timeout=240)
     base = load_file(directory / "model.safetensors")
     for rank in range(ranks):

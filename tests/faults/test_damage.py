@@ -83,26 +83,37 @@ DAMAGES = {
 }
 
 
+# In every run of the tests, the others in the slow suite: readers of checkpoints have tests of their own.
+QUICK = (("cpu", flip_a_byte), ("cpu", take_the_marker), ("npu", delete))
+
+
 def assert_mended(run: Path, whole: Path) -> None:
     assert stable_metrics(run) == stable_metrics(whole)
     assert steps_in(run / "checkpoints") == list(reversed(STEPS))
     assert all(not CheckpointReader(step(run, number)).problems() for number in STEPS)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("on", "damage"),
+    [
+        pytest.param(on, damage, marks=() if (on, damage) in QUICK else pytest.mark.slow)
+        for on in ("cpu", "npu")
+        for damage in DAMAGES
+    ],
+)
 def test_the_run_goes_on_from_the_newest_valid_one(
     tiny: Path,
     tmp_path: Path,
     whole_runs: Callable[[str], Path],
-    device_type: str,
+    on: str,
     damage: Callable[[Path], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = whole_runs(device_type)
+    whole = whole_runs(on)
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     damage(step(run, 9))
     capsys.readouterr()
-    launch(damageable(tiny, run, device_type), "")
+    launch(damageable(tiny, run, on), "")
     said = capsys.readouterr().out
     assert f"warning: checkpoint step-00000009 is not used: {DAMAGES[damage]}" in said
     assert "step-00000006" not in said and "resuming after step 6 of 9" in said
@@ -124,19 +135,20 @@ def test_several_damaged_ones_are_all_named(
     assert_mended(run, whole)
 
 
+@pytest.mark.parametrize("on", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
 def test_with_all_damaged_it_starts_afresh_and_says_so(
     tiny: Path,
     tmp_path: Path,
     whole_runs: Callable[[str], Path],
-    device_type: str,
+    on: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = whole_runs(device_type)
+    whole = whole_runs(on)
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     for number, damage in zip(STEPS, (flip_a_byte, delete, take_the_marker), strict=True):
         damage(step(run, number))
     capsys.readouterr()
-    launch(damageable(tiny, run, device_type), "")
+    launch(damageable(tiny, run, on), "")
     said = capsys.readouterr().out
     assert all(f"step-{number:08d} is not used" in said for number in STEPS)
     assert f"no valid checkpoint in {run / 'checkpoints'}: the run starts from the beginning" in said

@@ -125,6 +125,7 @@ def test_the_run_goes_on_and_ends_with_an_error_if_the_last_one_is_lost(
     assert_valid(disk.path / "run", 4, 6, 8)
 
 
+@pytest.mark.slow
 def test_through_the_command_line_it_is_a_message_and_exit_code_1(
     tiny: Path, tmp_path: Path, disk: SmallDisk, whole: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(
     assert stable_metrics(disk.path / "run") == stable_metrics(whole)
 
 
+@pytest.mark.slow
 def test_leftovers_do_not_pile_up(tiny: Path, disk: SmallDisk, whole: Path) -> None:
     """Ten saves that fail take no more room than one."""
     recipe = saving(tiny, disk.path / "run", steps=20, save_every=2)
@@ -173,6 +175,7 @@ def test_leftovers_do_not_pile_up(tiny: Path, disk: SmallDisk, whole: Path) -> N
     assert disk.free() > 0.3 * checkpoint_size(whole)
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written_end_the_run_with_the_file_s_name(
     tiny: Path, tmp_path: Path, disk: SmallDisk
 ) -> None:

@@ -14,15 +14,10 @@ from support import stable_metrics
 
 pytestmark = pytest.mark.heavy
 
-# One in CI, the others in the slow suite.
-CASES = [
-    pytest.param(name, on, marks=() if (name, on) == ("dpo", "cpu") else pytest.mark.slow)
-    for name in ALGORITHMS
-    for on in ("cpu", "npu")
-]
 
-
-@pytest.mark.parametrize(("name", "on"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("on", ["cpu", "npu"])
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_has_the_metrics_of_one_that_was_not(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, on: str

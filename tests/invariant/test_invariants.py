@@ -210,9 +210,8 @@ def test_the_suite_over_fused_operators(tests: str) -> None:
 @pytest.mark.parametrize(
     ("on", "lora_rank"),
     [
-        ("cpu", 0),
         ("npu", 8),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", 8), ("npu", 0))),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", 0), ("cpu", 8), ("npu", 0))),
     ],
 )
 def test_ranks(tiny: Path, tmp_path: Path, on: str, lora_rank: int) -> None:

@@ -118,7 +118,9 @@ def test_micro_batches_do_not_matter(
 @pytest.mark.parametrize(
     ("name", "on"),
     [
-        pytest.param(name, on, marks=pytest.mark.slow if on == "npu" and name in ("rm", "prm") else ())
+        pytest.param(
+            name, on, marks=() if (name, on) in (("dpo", "npu"), ("kto", "cpu")) else pytest.mark.slow
+        )
         for name in ALGORITHMS
         for on in ("cpu", "npu")
     ],

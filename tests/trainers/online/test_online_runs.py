@@ -65,6 +65,7 @@ def test_the_first_update_is_on_policy(whole: Path) -> None:
         assert row["critic/advantages/mean"] == pytest.approx(0.0, abs=0.2)
 
 
+@pytest.mark.slow
 def test_nothing_moves_without_a_learning_rate(tiny: Path, work: Path) -> None:
     """Several updates a step are compared with log-probs from before the first: here these are the same."""
     recipe = online_recipe(
@@ -134,7 +135,8 @@ def test_every_draw_is_learnt_from_once(whole: Path) -> None:
     assert len(drawn(whole)) == 5 * 4 * 4
 
 
-@pytest.mark.parametrize("on", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["cpu", "npu"])
 def test_two_ranks_do_what_one_does(tiny: Path, work: Path, whole: Path, on: str) -> None:
     """On the simulated device, the cluster has NPUs, ranks exchange over hccl, and masks are Ascend's."""
     recipe = saving(tiny, work / f"two-{on}", on)

@@ -64,7 +64,10 @@ def one_by_one(reward: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "attention"), [(1, "sdpa"), (1, "padded"), (2, "sdpa")])
+@pytest.mark.parametrize(
+    ("ranks", "attention"),
+    [(1, "sdpa"), (1, "padded"), pytest.param(2, "sdpa", marks=pytest.mark.slow)],
+)
 def test_within_the_budget_and_as_one_by_one(
     tiny: Path, tmp_path: Path, device_type: str, reward: dict[str, Any], ranks: int, attention: str
 ) -> None:
