@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import npusim
@@ -14,6 +15,9 @@ npusim.load()
 from isotrain.data.prepare.tiny import make_tiny  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Shells start what runs in the background without it, and tests send it to processes of their own.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

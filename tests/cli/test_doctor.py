@@ -114,4 +114,12 @@ def test_the_self_test(tmp_path: Path, on: str) -> None:
 def test_a_self_test_needs_a_new_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = doctor("--for", "cpu", "--self-test", str(tmp_path))
-    assert result.exit_code == 1 and "is not empty" in str(result.output) + str(result.exception)
+    assert result.exit_code == 1 and "is not an empty directory" in str(result.output) + str(result.exception)
+
+
+def test_a_machine_outside_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "machine").symlink_to(MACHINES / "good-a2")
+    result = doctor(str(tmp_path))
+    assert result.exit_code == 1 and "is a link out of the folder" in str(result.output) + str(
+        result.exception
+    )

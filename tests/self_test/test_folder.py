@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import socket
 from pathlib import Path
 
 import pytest
 
+from isotrain.doctor.recorded import RecordedMachine, Recording
+from isotrain.doctor.system import ThisMachine
 from isotrain.errors import DataError
 from isotrain.self_test import folder as folders
-from isotrain.self_test.folder import Redactor, read, read_log, write
+from isotrain.self_test.folder import Redactor, clean_machine, read, read_log, write
 from isotrain.self_test.run import log_of
 from isotrain.self_test.verdicts import Verdict
 
+HOST = "node-17"
 SECRETS = (
     "api_key=abcdef123456",
     "WANDB_API_KEY: 'abcdef123456'",
     'HF_TOKEN="hf_abcdef123456"',
     "Authorization: Bearer abcdef123456",
     "https://user:abcdef123456@index.example.org/simple",
+    "--api-key abcdef123456",
 )
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: HOST)
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -30,7 +40,7 @@ def test_secrets_are_taken_out(tmp_path: Path, secret: str) -> None:
 
 
 def test_names_of_the_machine_are_taken_out(tmp_path: Path) -> None:
-    text = f"{tmp_path}/tiny {Path.home()}/models {socket.gethostname()}: 10.12.7.250:6379 127.0.0.1:80"
+    text = f"{tmp_path}/tiny {Path.home()}/models {HOST}: 10.12.7.250:6379 127.0.0.1:80"
     clean = Redactor(tmp_path)(text)
     assert clean == "WORK/tiny ~/models HOST: ADDRESS:6379 127.0.0.1:80"
 
@@ -49,12 +59,32 @@ def written(tmp_path: Path) -> Path:
     log.parent.mkdir(parents=True)
     log.write_text("\n".join([*(f"line {number}" for number in range(500)), f"at {work}: it failed"]))
     verdicts = [
-        Verdict(stage="devices", outcome="passed", result=f"of {socket.gethostname()}", seconds=1.0),
-        Verdict(stage="weight-update", outcome="failed", result="it failed", figures={"difference": 0.5}),
+        Verdict(stage="devices", outcome="passed", result=f"of {HOST}", seconds=1.0),
+        Verdict(
+            stage="weight-update", outcome="failed", result="it failed", metrics={"difference": float("nan")}
+        ),
         Verdict(stage="sleep", outcome="skipped", result="weight-update did not pass"),
     ]
     write(folder, work, verdicts, device="cpu", engine="hf", simulated=False)
+    clean_machine(folder)
     return folder
+
+
+def test_names_in_paths_are_taken_out(tmp_path: Path) -> None:
+    """And the doctor still finds the files that `machine.json` speaks of."""
+    home = str(Path.home())
+    recording = Recording(ThisMachine(), tmp_path / folders.MACHINE)
+    file = tmp_path / folders.MACHINE / "files" / f"{home}/toolkit/version.cfg".lstrip("/")
+    recording.packages(["pydantic"])
+    file.parent.mkdir(parents=True)
+    file.write_text(f"in {home}")
+    clean_machine(tmp_path)
+    assert RecordedMachine(tmp_path / folders.MACHINE).read("~/toolkit/version.cfg") == "in ~"
+
+
+def test_a_home_that_is_the_root_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/")
+    assert Redactor(tmp_path)("a/b at 10.0.0.25. And fe80:0:0:1:2:3:4:5.") == "a/b at ADDRESS. And ADDRESS."
 
 
 def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -62,7 +92,8 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     results = read(folder)
     assert not results.passed
     assert [verdict.outcome for verdict in results.verdicts] == ["passed", "failed", "skipped"]
-    assert results.verdicts[1].figures == {"difference": 0.5}
+    assert math.isnan(results.verdicts[1].metrics["difference"])
+    assert results.as_json()["verdicts"][1]["metrics"] == {"difference": "nan"}
     assert results.verdicts[0].result == "of HOST"
     # The log of the stage that failed is its part's, and only the end of it.
     log = read_log(folder, "weight-update")

@@ -21,7 +21,6 @@ def test_the_self_test_on_two_machines(tmp_path: Path) -> None:
         setting = Setting(
             device="cpu",
             work=str(tmp_path / "work"),
-            verdicts=str(tmp_path / "verdicts.jsonl"),
             cluster=str(machines.address),
         )
         parts = [DEVICES, replace(part_of("two-machines"), after="")]

@@ -18,6 +18,7 @@ from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.recorded import RecordedMachine, Recording
 from isotrain.doctor.summary import describe
 from isotrain.doctor.system import System, ThisMachine
+from isotrain.self_test.folder import clean_machine
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,19 +73,21 @@ def doctor(
     kept = save or (trial and self_test.new_folder(trial))
     report = api.doctor(target, recipe, system=Recording(system, kept) if kept else system)
     results = self_test.read_results(folder) if folder else None
-    if as_json:
-        found = report.as_json() | ({"self_test": results.model_dump(mode="json")} if results else {})
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
-    else:
+    if not as_json:
         _print(report, notes)
         if save:
             typer.echo(f"saved in {save}; check it before you send it")
         if folder and results:
             self_test.show(folder, results)
-    if trial and report.errors:
-        typer.echo("the self-test did not run: fix the problems above first", err=True)
-    elif trial:
-        results = self_test.run(report, trial, cluster, quiet=as_json)
+    if trial:
+        clean_machine(trial)
+        if report.errors:
+            typer.echo("the self-test did not run: fix the problems above first", err=True)
+        else:
+            results = self_test.run(report, trial, cluster, quiet=as_json)
+    if as_json:
+        found = report.as_json() | ({"self_test": results.as_json()} if results else {})
+        typer.echo(json.dumps(found, indent=2))
     passed = not report.errors and (results is None or results.passed)
     raise typer.Exit(0 if passed else 1)
 

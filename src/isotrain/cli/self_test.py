@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from textwrap import indent
 import typer
 
 from isotrain.doctor.examine import Report, has_vllm
+from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import DataError
 from isotrain.self_test import folder as folders
 from isotrain.self_test.folder import CONTENTS, MACHINE, Results
@@ -23,16 +26,24 @@ _SHOWN_LINES = 15
 
 
 def new_folder(folder: Path) -> Path:
-    """Where the machine is described in the folder of a self-test, which must be new."""
-    if folder.exists() and any(folder.iterdir()):
-        raise DataError(f"{folder} is not empty; give --self-test a new directory")
+    """Where the machine is described in the folder of a self-test, which must be new.
+
+    One that the doctor described before a problem ended it counts as new.
+    """
+    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {MACHINE}):
+        raise DataError(f"{folder} is not an empty directory; give --self-test a new one")
     (folder / MACHINE).mkdir(parents=True, exist_ok=True)
     return folder / MACHINE
 
 
 def machine_of(folder: Path) -> Path:
-    """The recorded machine in a folder that `--save` or `--self-test` wrote."""
-    return folder / MACHINE if folders.is_self_test(folder) else folder
+    """The recorded machine in a folder that `--save` or `--self-test` wrote; it may come from anybody."""
+    machine = folder / MACHINE
+    if not machine.is_dir():
+        return folder
+    if not machine.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"{folder}: {MACHINE} is a link out of the folder")
+    return machine
 
 
 def read_results(folder: Path) -> Results | None:
@@ -53,14 +64,15 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
     tell("Paths, names of host and user, addresses and secrets are replaced. Read it before you send it.\n")
     verdicts: list[Verdict] = []
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="isotrain-self-test-") as work:
-        setting = Setting(
-            device=report.target,
-            engine=engine,
-            work=work,
-            verdicts=str(Path(work) / "verdicts.jsonl"),
-            cluster=cluster,
-        )
+    hide_a_plugin_that_cannot_load()
+    for ends in (signal.SIGTERM, signal.SIGHUP):  # processes on devices must not outlive this one
+        signal.signal(ends, lambda number, _: sys.exit(128 + number))
+    # Other machines must see the files as well; on one machine they are quicker in a temporary place.
+    place = folder.absolute().parent if cluster else None
+    with tempfile.TemporaryDirectory(
+        prefix="isotrain-self-test-", dir=place, ignore_cleanup_errors=True
+    ) as work:
+        setting = Setting(device=report.target, engine=engine, work=work, cluster=cluster)
         told = ""
 
         def begins(stage: str) -> None:
@@ -68,18 +80,21 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
             tell(_head(stage), newline=False)
             told = stage
 
-        for verdict in SelfTest(setting, begins).run():
-            verdicts.append(verdict)
-            tell(_line(verdict, headed=told == verdict.stage))
-        results = folders.write(
-            folder,
-            Path(work),
-            verdicts,
-            device=report.target,
-            engine=engine,
-            simulated=report.facts.simulated,
-        )
-    tell(f"\n{_sum(results)}, {time.monotonic() - started:.0f} s")
+        try:
+            for verdict in SelfTest(setting, begins).run():
+                verdicts.append(verdict)
+                tell(_line(verdict, headed=told == verdict.stage))
+        finally:  # also of what was interrupted
+            results = folders.write(
+                folder,
+                Path(work),
+                verdicts,
+                device=report.target,
+                engine=engine,
+                simulated=report.facts.simulated,
+                hosts=[cluster.rpartition(":")[0]] if cluster else [],
+            )
+    tell(f"\n{_counts(results)}, {time.monotonic() - started:.0f} s")
     tell(f"saved in {folder}; read it anywhere with: isotrain doctor {folder}")
     return results
 
@@ -92,7 +107,7 @@ def show(folder: Path, results: Results) -> None:
     for verdict in results.verdicts:
         if verdict.stage in STAGES:
             typer.echo(_line(verdict, headed=False))
-    typer.echo(f"\n{_sum(results)}, {results.seconds:.0f} s")
+    typer.echo(f"\n{_counts(results)}, {results.seconds:.0f} s")
     for verdict in results.verdicts:
         if verdict.outcome == "failed" and verdict.stage in STAGES:
             lines = folders.read_log(folder, verdict.stage)
@@ -107,14 +122,15 @@ def _head(stage: str) -> str:
 def _line(verdict: Verdict, headed: bool) -> str:
     outcome = typer.style(f"{verdict.outcome:<8}", fg=_COLOURS[verdict.outcome])
     seconds = "" if verdict.outcome == "skipped" else f", {verdict.seconds:.0f} s"
-    return f"{'' if headed else _head(verdict.stage)}{outcome} {plain(verdict.result)}{seconds}"
+    result = " ".join(plain(verdict.result).split())
+    return f"{'' if headed else _head(verdict.stage)}{outcome} {result}{seconds}"
 
 
-def _sum(results: Results) -> str:
+def _counts(results: Results) -> str:
     outcomes = [verdict.outcome for verdict in results.verdicts]
     return ", ".join(f"{outcomes.count(name)} {name}" for name in _COLOURS)
 
 
 def plain(text: str) -> str:
-    """Without terminal control characters: a folder may come from anybody."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+    """Without characters that steer a terminal: a folder may come from anybody."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "?", text)

@@ -141,6 +141,11 @@ class Recording:
 
 
 def _listening(table: str) -> str:
-    """Of the kernel's table of sockets, what is looked at: not who is connected with whom."""
+    """Of the kernel's table of sockets, what is looked at: ports of listeners, without their addresses."""
     head, *rows = table.splitlines(keepends=True)
-    return "".join([head, *(row for row in rows if " 0A " in row)])
+    listening = (row for row in rows if " 0A " in row)
+    return "".join([head, *(re.sub(r"(?<=: )[0-9A-F]+(?=:)", _zeros, row, count=1) for row in listening)])
+
+
+def _zeros(address: re.Match[str]) -> str:
+    return "0" * len(address[0])

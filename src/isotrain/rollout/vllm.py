@@ -24,6 +24,8 @@ from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, t
 FIXED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process and dies with it
     "VLLM_NO_USAGE_STATS": "1",
+    # A fork of a process that has touched a device cannot use it, and vLLM does not see every touch.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 # Prompt tokens that are read in one step: more are hardly faster, and a device keeps memory for so many.
 PREFILL_TOKENS = 8192

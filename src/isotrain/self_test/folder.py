@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import datetime
 import getpass
+import math
 import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -39,13 +41,19 @@ _BEARER = re.compile(r"(?i)\b(bearer|hf_|sk-|ghp_)[\w.-]{8,}|(?<=bearer )\S+")
 # Addresses of private networks, and others where a port follows: versions can look like addresses.
 _NUMBERS = r"\d{1,3}\.\d{1,3}"
 _PRIVATE = rf"10\.\d{{1,3}}\.{_NUMBERS}|192\.168\.{_NUMBERS}|172\.(?:1[6-9]|2\d|3[01])\.{_NUMBERS}"
-_ADDRESS = re.compile(rf"(?<![\d.])(?!127\.|0\.0\.0\.0)(?:{_PRIVATE}|{_NUMBERS}\.{_NUMBERS}(?=:\d))(?![.\d])")
+_ADDRESS = re.compile(
+    rf"(?<![\d.])(?!127\.|0\.0\.0\.0)(?:{_PRIVATE}|{_NUMBERS}\.{_NUMBERS}(?=:\d))(?!\.?\d)"
+    r"|(?<![\w:])(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}(?![\w:])"
+)
+_OPTION = re.compile(r"(?P<name>--[\w.-]{2,64})(?P<equals>\s+)(?P<value>[^\s'\",;-][^\s'\",;]*)")
+# Names of machines that are words of the field stay: they would be replaced everywhere.
+_SHORTEST_HOST = 5
 
 
 class Results(BaseModel):
     """What `self-test.json` holds."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, ser_json_inf_nan="constants")
 
     isotrain: str
     date: str
@@ -55,6 +63,14 @@ class Results(BaseModel):
     seconds: float
     verdicts: list[Verdict]
 
+    def as_json(self) -> dict[str, Any]:
+        """For JSON as everybody reads it, which has no name for what is no number."""
+        found: dict[str, Any] = self.model_dump(mode="json")
+        for verdict in found["verdicts"]:
+            metrics = verdict["metrics"].items()
+            verdict["metrics"] = {n: v if math.isfinite(v) else str(v) for n, v in metrics}
+        return found
+
     @property
     def passed(self) -> bool:
         return not any(verdict.outcome == "failed" for verdict in self.verdicts)
@@ -63,15 +79,16 @@ class Results(BaseModel):
 class Redactor:
     """Takes names of this machine, its user and its network out of a text."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, hosts: Sequence[str] = ()) -> None:
         # In this order: a directory before the one above it.
-        self._paths = {str(work): "WORK", str(Path.home()): "~"}
-        with suppress(KeyError, OSError):  # a container's user need not have a name
+        self._paths = {str(work): "WORK"}
+        with suppress(RuntimeError, KeyError, OSError):  # a container's user need not have a home or a name
+            if (home := str(Path.home())) != "/":
+                self._paths[home] = "~"
             self._paths[f"/{getpass.getuser()}/"] = "/USER/"
-        hosts = {name for name in (socket.gethostname(), socket.getfqdn()) if name not in ("", "localhost")}
-        self._host = re.compile(
-            "|".join(rf"(?<![\w.-]){re.escape(name)}(?![\w-])" for name in hosts) or "(?!)"
-        )
+        names = {socket.gethostname(), socket.getfqdn(), *hosts} - {"localhost"}
+        whole = [rf"(?<![\w.-]){re.escape(name)}(?![\w-])" for name in names if len(name) >= _SHORTEST_HOST]
+        self._host = re.compile("|".join(whole) or "(?!)")
 
     def __call__(self, text: str) -> str:
         for old, new in self._paths.items():
@@ -79,22 +96,29 @@ class Redactor:
         text = self._host.sub("HOST", text)
         text = URL_CREDENTIALS.sub("***@", text)
         text = _BEARER.sub("***", text)
-        text = _ASSIGNMENT.sub(_hidden, text)
+        text = _OPTION.sub(_hidden, _ASSIGNMENT.sub(_hidden, text))
         return _ADDRESS.sub("ADDRESS", text)
 
 
 def _hidden(found: re.Match[str]) -> str:
     name = found["name"]
     # Variables are in capitals; `tokens_per_micro_batch` is a setting and no secret.
-    secret = SECRET.search(name) if name.isupper() else SECRET_ARGUMENT.search(name)
+    secret = SECRET.search(name) if name.isupper() else SECRET_ARGUMENT.search(name.lstrip("-"))
     return f"{name}{found['equals']}***" if secret else found[0]
 
 
 def write(
-    folder: Path, work: Path, verdicts: Sequence[Verdict], *, device: str, engine: str, simulated: bool
+    folder: Path,
+    work: Path,
+    verdicts: Sequence[Verdict],
+    *,
+    device: str,
+    engine: str,
+    simulated: bool,
+    hosts: Sequence[str] = (),
 ) -> Results:
-    """Everything but `machine/`, which is there already and is only cleaned."""
-    clean = Redactor(work)
+    """Everything but `machine/`; `hosts` are further names to take out."""
+    clean = Redactor(work, hosts)
     kept = [verdict.model_copy(update={"result": clean(verdict.result)}) for verdict in verdicts]
     results = Results.model_validate(
         {
@@ -115,10 +139,19 @@ def write(
             (folder / LOGS).mkdir(exist_ok=True)
             text = clean("\n".join(lines)[-LARGEST_LOG:])
             (folder / LOGS / f"{verdict.stage}.txt").write_text(text + "\n", encoding="utf-8")
-    for file in (folder / MACHINE).rglob("*"):
-        if file.is_file():
-            file.write_text(clean(file.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
     return results
+
+
+def clean_machine(folder: Path) -> None:
+    """Take private names out of what the doctor has saved, also out of the paths of its files."""
+    clean, machine = Redactor(folder.absolute()), folder / MACHINE
+    for file in [path for path in machine.rglob("*") if path.is_file()]:
+        text = clean(file.read_text(encoding="utf-8", errors="replace"))
+        file.unlink()
+        # As it stands in `machine.json`, where a home is `~`.
+        kept = machine / clean(f"/{file.relative_to(machine)}").replace("/files~", "/files/~").lstrip("/")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(text, encoding="utf-8")
 
 
 def is_self_test(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isotrain.self_test.stages import DEVICES, PARTS, TOTAL_SECONDS, Part
+from isotrain.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, Part
 from isotrain.self_test.verdicts import PROGRESS, Setting, Verdict, argument, read_verdicts
 
 # In the environment of everything that the self-test starts, so that what it leaves can be found.
@@ -21,6 +22,14 @@ MARK = "ISOTRAIN_SELF_TEST"
 _POLL_SECONDS = 0.1
 # For a part that has given its verdicts to clean up.
 _GRACE_SECONDS = 20.0
+_KILL_ROUNDS = 20
+TOO_LATE = f"the {TOTAL_SECONDS / 60:.0f} minutes of the self-test are over"
+
+# Of a job launcher: parts would take themselves for ranks of that job.
+_OF_LAUNCHERS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_.*|MASTER_ADDR|MASTER_PORT|RANK_TABLE_FILE"
+    "|ISOTRAIN_STORE|TORCHELASTIC_.*"
+)
 
 
 @dataclass
@@ -31,16 +40,20 @@ class SelfTest:
     parts: Sequence[Part] = PARTS
     total_seconds: float = TOTAL_SECONDS
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    killed: bool = False
 
     def run(self) -> Iterator[Verdict]:
         """Verdicts on all stages, each as soon as it is known."""
-        deadline = time.monotonic() + self.total_seconds
+        deadline = time.monotonic() + self.total_seconds - LAST_SECONDS
         setting = self.setting.model_copy(update={"started": time.time()})
         outcomes: dict[str, str] = {}
         try:
             for part in self.parts:
+                if part.module == "leftovers":
+                    deadline = time.monotonic() + LAST_SECONDS
                 for verdict in self._verdicts(part, setting, outcomes, deadline):
                     outcomes[verdict.stage] = verdict.outcome
+                    setting = setting.model_copy(update={"killed": self.killed})
                     if part == DEVICES and verdict.outcome == "passed":
                         setting = _counted(setting, verdict)
                     yield verdict
@@ -53,30 +66,33 @@ class SelfTest:
         reason = part.why_not(setting)
         if part.after and outcomes.get(part.after) != "passed":
             reason = f"{part.after} did not pass"
-        if time.monotonic() > deadline:
-            reason = f"the self-test's {self.total_seconds / 60:.0f} minutes are over"
         if reason:
             for stage in part.stages:
                 yield Verdict(stage=stage, outcome="skipped", result=reason)
-            return
-        yield from self._run(part, setting, deadline)
+        elif time.monotonic() > deadline:
+            for stage in part.stages:
+                yield Verdict(stage=stage, outcome="failed", result=TOO_LATE)
+        else:
+            yield from self._run(part, setting, deadline)
 
     def _run(self, part: Part, setting: Setting, deadline: float) -> Iterator[Verdict]:
         log = log_of(setting.directory, next(iter(part.stages)))
         log.parent.mkdir(parents=True, exist_ok=True)
-        Path(setting.verdicts).unlink(missing_ok=True)
-        told = argument(setting, mode=part.mode)
+        # A file of its own: a process that cannot be killed may still write to that of another part.
+        verdicts = log.with_suffix(".jsonl")
+        told = argument(setting, mode=part.mode, verdicts=str(verdicts))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"isotrain.self_test.parts.{part.module}", told],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark},
+                cwd=setting.work,
+                env=environment(self.mark, setting.directory),
                 start_new_session=True,
             )
             try:
-                yield from self._watch(part, process, Path(setting.verdicts), log, deadline)
+                yield from self._watch(part, process, verdicts, log, deadline)
             finally:
                 _end(process)
 
@@ -97,23 +113,47 @@ class SelfTest:
                 if len(reported) > number:
                     verdict = reported[number]
                 elif ended or now > limit:
-                    how = _how_it_ended(process.returncode, now - started, log)
+                    how = (
+                        TOO_LATE if now > deadline else _how_it_ended(process.returncode, now - started, log)
+                    )
                     verdict = Verdict(stage=stage, outcome="failed", result=how, seconds=now - started)
-                    if not ended:
-                        self._kill()
+                    self.killed = True
+                    self._kill()
                 else:
                     time.sleep(_POLL_SECONDS)
             yield verdict
-            if verdict.outcome == "failed":
+            if verdict.outcome == "failed" and not (part.independent and len(reported) > number):
                 for missed in stages[number + 1 :]:
                     yield Verdict(stage=missed, outcome="skipped", result=f"{stage} did not pass")
                 return
 
     def _kill(self) -> None:
-        """Everything that the self-test has started."""
-        for process in marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        """Everything that the self-test has started, also what is started meanwhile."""
+        for _ in range(_KILL_ROUNDS):
+            left = marked(self.mark)
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            if not left:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def environment(mark: str, work: Path) -> dict[str, str]:
+    """Of a part: the user's, but for what belongs to other jobs; caches are new, and go with the rest."""
+    own = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+    if "PYTHONPATH" in own:  # parts run in another directory
+        own["PYTHONPATH"] = os.pathsep.join(
+            os.path.abspath(path) for path in own["PYTHONPATH"].split(os.pathsep) if path
+        )
+    caches = ("ISOTRAIN_CACHE", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    # Programs that change their title would otherwise write it over the environment, and the mark.
+    return {
+        **own,
+        **{name: str(work / "cache" / name.lower()) for name in caches},
+        MARK: mark,
+        "SPT_NOENV": "1",
+    }
 
 
 def log_of(work: Path, stage: str) -> Path:
@@ -125,8 +165,8 @@ def part_of(stage: str) -> Part:
 
 
 def _counted(setting: Setting, verdict: Verdict) -> Setting:
-    free = [value for name, value in sorted(verdict.figures.items()) if name.startswith("free bytes")]
-    return setting.model_copy(update={"devices": int(verdict.figures["devices"]), "free": tuple(free)})
+    free = [value for name, value in sorted(verdict.metrics.items()) if name.startswith("free bytes")]
+    return setting.model_copy(update={"devices": int(verdict.metrics["devices"]), "free": tuple(free)})
 
 
 def _how_it_ended(code: int | None, seconds: float, log: Path) -> str:
@@ -144,7 +184,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_GRACE_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    # After a driver's hang a process may not even be killed: the last stage names it.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_SECONDS)
 
 
 def marked(mark: str) -> list[int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from isotrain.lifetime import die_with_parent
 
 Outcome = Literal["passed", "failed", "skipped"]
 Engine = Literal["vllm", "hf"]
@@ -19,13 +22,14 @@ PROGRESS = "--- "
 
 
 class Verdict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    # A metric that is no number is what a broken device gives: it must survive the file.
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     stage: str
     outcome: Outcome
     result: str
     """One sentence for people."""
-    figures: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -40,14 +44,16 @@ class Setting(BaseModel):
     engine: Engine = "hf"
     work: str
     """A directory for files that are not kept."""
-    verdicts: str
-    """The file to report to."""
+    verdicts: str = ""
+    """The file to report to; each part has its own."""
     cluster: str | None = None
     """The address of a Ray cluster of several machines."""
     started: float = 0.0
     """When the self-test began, in seconds since the epoch."""
     free: tuple[float, ...] = ()
     """Free bytes on each device before anything ran."""
+    killed: bool = False
+    """Whether a part had to be killed, and could not clean up."""
     mode: str = ""
     """Which of several programs in one module to run."""
 
@@ -79,25 +85,25 @@ class Stage:
 
     def __init__(self) -> None:
         self.result = ""
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def at_most(self, what: str, value: float, allowed: float) -> None:
-        """Keep a figure, and fail where it is larger than allowed, or is no number."""
-        self.figures[what] = value
+        """Keep a metric, and fail where it is larger than allowed, or is no number."""
+        self.metrics[what] = value
         if not value <= allowed:
             raise StageFailed(f"{what} is {value:.3g}; at most {allowed:.3g} is allowed")
 
     def at_least(self, what: str, value: float, wanted: float) -> None:
-        self.figures[what] = value
+        self.metrics[what] = value
         if not value >= wanted:
             raise StageFailed(f"{what} is {value:.3g}; at least {wanted:.3g} was expected")
 
 
 class Reporter:
-    """Writes the verdicts of this process; the first failure ends it."""
+    """Writes the verdicts of this process. The first failure ends it, unless its stages are independent."""
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str, independent: bool = False) -> None:
+        self._path, self._independent = Path(path), independent
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:
@@ -107,7 +113,7 @@ class Reporter:
         def write(outcome: Outcome, result: str) -> None:
             seconds = time.monotonic() - started
             verdict = Verdict(
-                stage=name, outcome=outcome, result=result, figures=stage.figures, seconds=seconds
+                stage=name, outcome=outcome, result=result, metrics=stage.metrics, seconds=seconds
             )
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(verdict.model_dump_json() + "\n")
@@ -118,10 +124,13 @@ class Reporter:
             write("skipped", str(reason))
         except StageFailed as error:
             write("failed", str(error))
-            raise SystemExit(1) from None
+            if not self._independent:
+                raise SystemExit(1) from None
         except Exception as error:
             write("failed", f"{type(error).__name__}: {first_line(error)}")
-            raise  # the log keeps where it was
+            traceback.print_exc()  # for the log
+            if not self._independent:
+                raise SystemExit(1) from None
         else:
             write("passed", stage.result)
 
@@ -140,14 +149,13 @@ def read_verdicts(path: Path) -> list[Verdict]:
     """Those of whole lines: the last one may still be being written."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [
-        Verdict.model_validate_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
-    ]
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [Verdict.model_validate_json(line) for line in lines]
 
 
 def own_setting() -> Setting:
-    """Of a part's process: its only argument."""
+    """Of a part's process: its only argument. The process ends with the one that started it."""
+    die_with_parent()
     return Setting.model_validate_json(sys.argv[1])
 
 

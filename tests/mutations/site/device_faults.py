@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 Patch = Callable[[Any], None]
@@ -87,6 +88,22 @@ def _other_temperature(hf: Any) -> None:
     hf.draw = wrong
 
 
+def _not_a_number(hf: Any) -> None:
+    logps = hf.HfEngine.logps
+    hf.HfEngine.logps = lambda self, sequences: [float("nan") * found for found in logps(self, sequences)]
+
+
+def _device_in_use(accelerator: Any) -> None:
+    """By another program, which holds half of it."""
+    memory = accelerator.Accelerator.memory
+
+    def half(self: Any) -> Any:
+        seen = memory(self)
+        return replace(seen, free=seen.total // 2)
+
+    accelerator.Accelerator.memory = half
+
+
 def _update_not_taken(hf: Any) -> None:
     def update(self: Any, update: Any) -> None:
         self.version = update.version
@@ -143,6 +160,8 @@ FAULTS: dict[str, dict[str, Patch]] = {
     "not-repeatable": {"torch.nn.functional": _silu(_noisy)},
     "engine-crashes": {_HF: _segfault},
     "other-temperature": {_HF: _other_temperature},
+    "not-a-number": {_HF: _not_a_number},
+    "device-in-use": {"isotrain.device.accelerator": _device_in_use},
     "update-not-taken": {_HF: _update_not_taken},
     "digest-ignored": {"isotrain.rollout.transfer": _digest_ignored},
     "sleepless": {_HF: _sleepless},

@@ -139,7 +139,7 @@ def _compare(
 
 def _sentence(stage: Stage, kinds: dict[Dtype, str]) -> str:
     worst = {
-        dtype: max(value for name, value in stage.figures.items() if name.startswith(dtype))
+        dtype: max(value for name, value in stage.metrics.items() if name.startswith(dtype))
         for dtype in kinds
     }
     return "; ".join(f"{dtype} ({kinds[dtype]}) within {worst[dtype]:.1e}" for dtype in kinds)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from isotrain.observe.metrics import read_metrics
 from isotrain.self_test.verdicts import Setting, StageFailed, tell_progress
+
+# Of what each worker of a failed run wrote last.
+WORKER_LINES = 20
 
 
 def train(setting: Setting, recipe: str, output: Path, *changes: str) -> None:
@@ -22,21 +26,28 @@ def train(setting: Setting, recipe: str, output: Path, *changes: str) -> None:
     }[recipe]
     settings = (f"model.path={tiny / 'model'}", "data.validation=null", f"output={output}", *files, *changes)
     tell_progress(f"isotrain train {recipe} {' '.join(settings)}")
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "isotrain", "train", recipe, *settings],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
-    print(done.stdout, flush=True)
-    if done.returncode:
-        raise StageFailed(f"{output.name}: {_error(done.stdout)}")
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:  # to the log as they come: a run that hangs never ends
+        print(line, end="", flush=True)
+        lines.append(line)
+    if code := process.wait():
+        for log in sorted((output / "logs").glob("*")):
+            print(f"{log.name}:", *log.read_text(errors="replace").splitlines()[-WORKER_LINES:], sep="\n")
+        how = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
+        raise StageFailed(f"{output.name}: {how}{_error(lines)}")
 
 
-def _error(text: str) -> str:
+def _error(said: list[str]) -> str:
     """What a command said last, from the line that says that it is an error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it ended without a message"]
+    lines = [line.strip() for line in said if line.strip()] or ["it ended without a message"]
     starts = [number for number, line in enumerate(lines) if line.startswith("error:")]
     return " ".join(lines[starts[-1] if starts else -1 :])[:500]
 

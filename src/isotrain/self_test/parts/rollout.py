@@ -5,8 +5,9 @@ P: prompt tokens, N: response tokens, T: both.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -151,6 +152,18 @@ class Check:
         stage.result = f"{freed / 2**20:.1f} MB freed, {_worst(stage)}"
 
 
+@contextmanager
+def closed(engine: RolloutEngine) -> Iterator[RolloutEngine]:
+    """The engine, closed at the end; that it cannot be closed must not hide what happened before."""
+    try:
+        yield engine
+    finally:
+        try:
+            engine.close()
+        except Exception:
+            traceback.print_exc()
+
+
 def main() -> None:
     check = Check(own_setting())
     {"": all_stages, "graphs": graphs, "tensor-parallel": tensor_parallel}[check.setting.mode](check)
@@ -161,7 +174,7 @@ def all_stages(check: Check) -> None:
     with stage_of("engine-start") as stage:
         engine = check.start(eager=True)
         stage.result = ", ".join(f"{name} {value}" for name, value in engine.settings.items()) or "started"
-    with closing(engine):
+    with closed(engine):
         with stage_of("generation") as stage:
             check.agrees(stage, engine, "before any update")
             stage.result = _worst(stage)
@@ -175,7 +188,7 @@ def all_stages(check: Check) -> None:
 
 
 def graphs(check: Check) -> None:
-    with check.reporter.stage("graphs") as stage, closing(check.start(eager=False)) as engine:
+    with check.reporter.stage("graphs") as stage, closed(check.start(eager=False)) as engine:
         check.agrees(stage, engine, "before any update")
         for _ in range(2):
             check.update(stage, engine)
@@ -185,7 +198,7 @@ def graphs(check: Check) -> None:
 def tensor_parallel(check: Check) -> None:
     with (
         check.reporter.stage("tensor-parallel") as stage,
-        closing(check.start(eager=True, tensor_parallel=2)) as engine,
+        closed(check.start(eager=True, tensor_parallel=2)) as engine,
     ):
         check.agrees(stage, engine, "before any update")
         check.update(stage, engine)
@@ -193,7 +206,7 @@ def tensor_parallel(check: Check) -> None:
 
 
 def _worst(stage: Stage) -> str:
-    worst = max(value for name, value in stage.figures.items() if name.startswith("difference"))
+    worst = max(value for name, value in stage.metrics.items() if name.startswith("difference"))
     return f"log-probs within {worst:.1e} of the host's"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -21,21 +22,21 @@ def main() -> None:
     setting = own_setting()
     with Reporter(setting.verdicts).stage("memory-returned") as stage:
         deadline = time.monotonic() + PATIENCE
-        while (left := remains(setting)) and time.monotonic() < deadline:
+        while (left := leftovers(setting)) and time.monotonic() < deadline:
             time.sleep(0.5)
         if left:
             raise StageFailed("; ".join(left))
-        devices = f", and of {len(setting.free)} devices" if setting.free else ""
-        stage.result = f"no process and no shared memory left{devices}"
+        devices = f"; the memory of {len(setting.free)} devices is free again" if setting.free else ""
+        stage.result = f"no process or shared memory is left{devices}"
 
 
-def remains(setting: Setting) -> list[str]:
+def leftovers(setting: Setting) -> list[str]:
     return [*_processes(), *_shared_memory(setting), *_device_memory(setting)]
 
 
 def _processes() -> list[str]:
     left = [process for process in marked(os.environ[MARK]) if process != os.getpid()]
-    return [f"{len(left)} processes still run: {', '.join(map(_name, left))}"] if left else []
+    return [f"processes that still run: {', '.join(map(_name, left))}"] if left else []
 
 
 def _name(process: int) -> str:
@@ -46,7 +47,11 @@ def _name(process: int) -> str:
 
 
 def _shared_memory(setting: Setting) -> list[str]:
-    left = [path.name for path in Path("/dev/shm").glob(f"{PREFIX}*") if _made_since(path, setting.started)]
+    found = [path for path in Path("/dev/shm").glob(f"{PREFIX}*") if _made_since(path, setting.started)]
+    if setting.killed:  # what was killed could not remove them
+        for path in found:
+            shutil.rmtree(path, ignore_errors=True)
+    left = [path.name for path in found if path.exists()]
     return [f"weights are left in /dev/shm: {', '.join(left)}"] if left else []
 
 
@@ -63,7 +68,10 @@ def _device_memory(setting: Setting) -> list[str]:
         device.activate(number)
         lost = before - device.memory().free
         if lost > MARGIN:
-            left.append(f"device {number} has {lost / 2**20:.0f} MB less free memory than before")
+            left.append(
+                f"device {number} has {lost / 2**20:.0f} MB less free memory than before, unless another "
+                "program uses it now"
+            )
     return left
 
 
