@@ -232,7 +232,8 @@ def cut_back(run: Path, last: int) -> None:
             shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("on", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["cpu", "npu"])
 def test_another_number_of_ranks_goes_on_with_the_same_run(tiny: Path, tmp_path: Path, on: str) -> None:
     """One rank, then two, then one: sums are taken in another order, so the metrics agree closely only."""
     trainer = {"steps": 12, "save_every": 4}

@@ -136,12 +136,13 @@ def test_loss_through_log_probs(
 @pytest.mark.parametrize(
     "way",
     [
-        {},
-        {"group": one_by_one, "gradient_checkpointing": False},
-        {"attention": "padded"},
-        {"attention": "sdpa", "logits_chunk": 7},
+        pytest.param({}, id="packed"),
+        pytest.param({"attention": "padded"}, id="padded"),
+        pytest.param(
+            {"group": one_by_one, "gradient_checkpointing": False}, id="accumulated", marks=pytest.mark.slow
+        ),
+        pytest.param({"attention": "sdpa", "logits_chunk": 7}, id="layers only", marks=pytest.mark.slow),
     ],
-    ids=["packed", "accumulated", "padded", "layers only"],
 )
 def test_fused_operators(
     tiny: Path, store: SampleStore[Item], reference: list[float], way: dict[str, Any]

@@ -183,6 +183,7 @@ def test_another_version_of_vllm(tmp_path: Path) -> None:
     assert found["abandoned"]["scheduled"] == 0
 
 
+@pytest.mark.slow
 def test_a_mixture_s_experts_are_updated(tmp_path: Path) -> None:
     found = run_child(tmp_path, "qwen3_moe", 300, child=CHILD.with_name("vllm_mixture_child.py"))
     print(f"mean differences of log-probs: {found['differences']}")

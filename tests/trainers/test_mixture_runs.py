@@ -33,13 +33,21 @@ def load(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "on"),
+    [
+        ("qwen3_moe", "npu"),
+        ("deepseek_v3", "cpu"),
+        pytest.param("qwen3_moe", "cpu", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "npu", marks=pytest.mark.slow),
+    ],
+)
 def test_an_export_is_published_style_and_the_trained_weights(
-    tmp_path: Path, architecture: Any, device_type: str
+    tmp_path: Path, architecture: Any, on: str
 ) -> None:
     tiny = tmp_path / "tiny"
     make_tiny(tiny, train_rows=100, validation_rows=10, architecture=architecture)
-    launch(tiny_recipe(tiny, tmp_path / "run", device_type, trainer={"steps": 3}), "")
+    launch(tiny_recipe(tiny, tmp_path / "run", on, trainer={"steps": 3}), "")
     out = export_run(tmp_path / "run", tmp_path / "out", None, adapter_only=False)
     base, exported = (load_file(path / "model.safetensors") for path in (tiny / "model", out))
     assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in base.items()}
