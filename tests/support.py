@@ -59,7 +59,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run_cli(
-    *arguments: str, timeout: float = 240, check: bool = True, **variables: str
+    *arguments: str, timeout: float = 540, check: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """The command line in a fresh process that can see the simulated accelerator."""
     done = subprocess.run(

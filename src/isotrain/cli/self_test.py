@@ -61,7 +61,8 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
     tell(f"It writes to {folder} what you can attach to an issue, and nothing else:")
     for line in CONTENTS:
         tell(f"  {line}")
-    tell("Paths, names of host and user, addresses and secrets are replaced. Read it before you send it.\n")
+    tell("Home, host, user, network addresses and what looks like a secret are replaced where they are")
+    tell("recognised. Read it before you send it.\n")
     verdicts: list[Verdict] = []
     started = time.monotonic()
     hide_a_plugin_that_cannot_load()

@@ -1,6 +1,6 @@
 """The folder that a self-test writes, small and without anything private, to be read anywhere.
 
-self-test.json    what ran, on what, with which verdicts and figures
+self-test.json    what ran, on what, with which verdicts and metrics
 logs/STAGE.txt    the end of the output of stages that failed
 machine/          versions, devices and variables, as `isotrain doctor --save` writes them
 """
@@ -29,7 +29,7 @@ from isotrain.self_test.verdicts import Verdict
 RESULTS, LOGS, MACHINE = "self-test.json", "logs", "machine"
 LOG_LINES = 200
 CONTENTS = (
-    f"{RESULTS}   stages, verdicts, figures, times",
+    f"{RESULTS}   stages, verdicts, metrics, times",
     f"{LOGS}/            the last {LOG_LINES} lines of output of stages that fail",
     f"{MACHINE}/         what `isotrain doctor` examined: devices, driver, versions, their variables",
 )

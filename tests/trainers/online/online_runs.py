@@ -72,7 +72,7 @@ class OnlineRun:
     def steps(self) -> int:
         return sum(line.startswith("step ") for line in self.text.splitlines())
 
-    def wait_for_steps(self, count: int, timeout: float = 240) -> None:
+    def wait_for_steps(self, count: int, timeout: float = 540) -> None:
         deadline = time.monotonic() + timeout
         while self.steps() < count:
             assert self.process.poll() is None, self.text
@@ -91,7 +91,7 @@ class OnlineRun:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)
 
-    def wait(self, timeout: float = 400) -> int:
+    def wait(self, timeout: float = 540) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -99,7 +99,7 @@ class OnlineRun:
         finally:
             self.end()
 
-    def finish(self, timeout: float = 400) -> Path:
+    def finish(self, timeout: float = 540) -> Path:
         """Wait for a good end; returns the run directory."""
         assert self.wait(timeout) == 0, self.text
         return Path(self.recipe.output)
@@ -125,7 +125,7 @@ def workers_below(root: int, kind: str) -> list[int]:
     return found
 
 
-def run_online(recipe: Recipe, work: Path, name: str = "run", timeout: float = 400) -> Path:
+def run_online(recipe: Recipe, work: Path, name: str = "run", timeout: float = 540) -> Path:
     return OnlineRun(recipe, work, name).finish(timeout)
 
 
