@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -29,6 +30,7 @@ from isotrain.cluster.connect import (
     own_cluster,
     several_machines,
 )
+from isotrain.cluster.private import TIMED_OUT, private_cluster
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES
@@ -116,6 +118,22 @@ def test_a_private_cluster_is_alone_and_leaves_nothing(
     assert any("a word from a worker" in file.read_text() for file in (tmp_path / "logs").glob("*.err"))
     printed = capfd.readouterr()
     assert printed.out == "" and printed.err == ""
+
+
+def test_a_start_that_took_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that Ray's own half a minute is over."""
+    init, tries = ray.init, []
+
+    def slow_at_first(**options: Any) -> Any:
+        tries.append(options["_temp_dir"])
+        if len(tries) == 1:
+            raise Exception(f"The current node {TIMED_OUT}. This could happen because ...")
+        return init(**options)
+
+    monkeypatch.setattr(ray, "init", slow_at_first)
+    with private_cluster({}, 1, None) as logs:
+        assert ray.is_initialized() and logs.is_dir()
+    assert len(set(tries)) == 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

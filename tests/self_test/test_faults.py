@@ -50,8 +50,7 @@ FAULTS = (
     Fault("full-disk", "colocated-save", "No space left on device"),
     Fault("process-left", "memory-returned", "(sleep)"),
 )
-# Seconds each, and each ends in another way: by a check, by a signal.
-QUICK = {"attention-sees-neighbours", "engine-crashes"}
+QUICK = {"attention-sees-neighbours"}
 
 
 def verdicts(fault: Fault, work: Path) -> dict[str, Verdict]:

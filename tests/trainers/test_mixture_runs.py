@@ -76,7 +76,8 @@ def test_resume_is_exact(mixture: Path, tmp_path: Path, device_type: str) -> Non
     assert all(row["train/router_aux_loss"] >= 1.9 for row in found)
 
 
-@pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.slow), "npu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["cpu", "npu"])
 def test_two_ranks_are_one(mixture: Path, tmp_path: Path, on: str) -> None:
     runs = []
     for ranks in (1, 2):

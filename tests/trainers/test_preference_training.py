@@ -118,9 +118,7 @@ def test_micro_batches_do_not_matter(
 @pytest.mark.parametrize(
     ("name", "on"),
     [
-        pytest.param(
-            name, on, marks=() if (name, on) in (("dpo", "npu"), ("kto", "cpu")) else pytest.mark.slow
-        )
+        pytest.param(name, on, marks=() if (name, on) == ("kto", "npu") else pytest.mark.slow)
         for name in ALGORITHMS
         for on in ("cpu", "npu")
     ],

@@ -33,6 +33,8 @@ SYSTEM_CONFIG = {
     "enable_timeline": False,
 }
 
+TIMED_OUT = "timed out during startup"
+
 
 @contextmanager
 def private_cluster(resources: dict[str, float], cpus: int | None, keep_logs: Path | None) -> Iterator[Path]:
@@ -56,28 +58,39 @@ def private_cluster(resources: dict[str, float], cpus: int | None, keep_logs: Pa
 
 
 def _start(home: Path, resources: dict[str, float], cpus: int | None) -> Path:
-    custom = {name: count for name, count in resources.items() if name != "GPU"}
     try:
-        context: Any = ray.init(
-            address="local",
-            num_cpus=cpus,
-            num_gpus=int(resources["GPU"]) if "GPU" in resources else None,
-            resources=custom or None,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(home / "r"),
-            _system_config=SYSTEM_CONFIG,
-            **_object_store(home),
-        )
+        return _init(home / "r", home, resources, cpus)
     except Exception as error:
-        raise ClusterError(f"cannot start a private Ray cluster: {error}") from error
+        if TIMED_OUT not in str(error):
+            raise ClusterError(f"cannot start a private Ray cluster: {error}") from error
+    # Ray gives itself half a minute, which a busy machine may not have; by now its files are in memory.
+    ray.shutdown()
+    try:
+        return _init(home / "s", home, resources, cpus)
+    except Exception as error:
+        raise ClusterError(f"cannot start a private Ray cluster, at the second try: {error}") from error
+
+
+def _init(directory: Path, home: Path, resources: dict[str, float], cpus: int | None) -> Path:
+    custom = {name: count for name, count in resources.items() if name != "GPU"}
+    context: Any = ray.init(
+        address="local",
+        num_cpus=cpus,
+        num_gpus=int(resources["GPU"]) if "GPU" in resources else None,
+        resources=custom or None,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(directory),
+        _system_config=SYSTEM_CONFIG,
+        **_object_store(home),
+    )
     return Path(context["session_dir"]) / "logs"
 
 
 def copy_worker_output(home: Path, target: Path) -> None:
     """Copy what workers wrote to their standard output and error, leaving out those that wrote nothing."""
-    for file in sorted(home.glob("r/session_2*/logs/worker-*")):
+    for file in sorted(home.glob("*/session_2*/logs/worker-*")):
         if file.suffix in (".out", ".err") and file.stat().st_size:
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target / file.name)
