@@ -38,14 +38,14 @@ def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
+    from peft.tuners.lora import LoraLayer  # not by processes that have no adapters
+
     # In float32: adding in a shorter type would lose updates below its resolution.
     layer_name = name.removesuffix(_WRAPPED)
     weight, down, up = (
         _whole(engine.parameters[f"{layer_name}{part}"].detach()).float()
         for part in (_WRAPPED, f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
     )
-    from peft.tuners.lora import LoraLayer  # not by processes that have no adapters
-
     layer = engine.model.get_submodule(layer_name)
     assert isinstance(layer, LoraLayer)
     scaling: float = layer.scaling[ADAPTER]

@@ -53,7 +53,6 @@ class SelfTest:
                     deadline = time.monotonic() + LAST_SECONDS
                 for verdict in self._verdicts(part, setting, outcomes, deadline):
                     outcomes[verdict.stage] = verdict.outcome
-                    setting = setting.model_copy(update={"killed": self.killed})
                     if part == DEVICES and verdict.outcome == "passed":
                         setting = _counted(setting, verdict)
                     yield verdict
@@ -80,7 +79,7 @@ class SelfTest:
         log.parent.mkdir(parents=True, exist_ok=True)
         # A file of its own: a process that cannot be killed may still write to that of another part.
         verdicts = log.with_suffix(".jsonl")
-        told = argument(setting, mode=part.mode, verdicts=str(verdicts))
+        told = argument(setting, mode=part.mode, verdicts=str(verdicts), killed=self.killed)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"isotrain.self_test.parts.{part.module}", told],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import traceback
@@ -122,13 +121,8 @@ class Reporter:
             yield stage
         except StageSkipped as reason:
             write("skipped", str(reason))
-        except StageFailed as error:
-            write("failed", str(error))
-            if not self._independent:
-                raise SystemExit(1) from None
         except Exception as error:
-            write("failed", f"{type(error).__name__}: {first_line(error)}")
-            traceback.print_exc()  # for the log
+            write("failed", explain(error))
             if not self._independent:
                 raise SystemExit(1) from None
         else:
@@ -140,9 +134,13 @@ def tell_progress(what: str) -> None:
     print(f"{PROGRESS}{what}", flush=True)
 
 
-def first_line(error: Exception) -> str:
+def explain(error: Exception) -> str:
+    """One sentence for the verdict; where an error is not a check's own, the log gets where it was."""
+    if isinstance(error, StageFailed):
+        return str(error)
+    traceback.print_exception(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:500] if lines else "no message"
+    return f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
@@ -160,4 +158,4 @@ def own_setting() -> Setting:
 
 
 def argument(setting: Setting, **changes: Any) -> str:
-    return json.dumps(setting.model_dump(mode="json") | changes)
+    return setting.model_copy(update=changes).model_dump_json()

@@ -85,14 +85,15 @@ class Machine:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "tried"),
     [
-        "grpo with a reward model",
-        pytest.param("grpo", marks=pytest.mark.slow),
-        pytest.param("ppo", marks=pytest.mark.slow),
+        ("grpo with a reward model", False),
+        *(
+            pytest.param(name, True, marks=pytest.mark.slow)
+            for name in ("grpo with a reward model", "grpo", "ppo")
+        ),
     ],
 )
-@pytest.mark.parametrize("tried", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_fits_where_the_larger_of_both_does(
     wide: Path, reward_model: Path, tmp_path: Path, name: str, tried: bool
 ) -> None:

@@ -9,7 +9,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from isotrain.self_test.verdicts import (
     Setting,
     StageFailed,
     argument,
-    first_line,
+    explain,
     own_setting,
     tell_progress,
 )
@@ -75,11 +74,7 @@ def run_rank(setting: Setting, job: Path) -> int:
         if world.leads:
             (job / RATE_FILE).write_text(repr(rate))
     except Exception as error:
-        words = (
-            str(error) if isinstance(error, StageFailed) else f"{type(error).__name__}: {first_line(error)}"
-        )
-        (job / ERROR_FILE.format(rank=os.environ["RANK"])).write_text(words)
-        traceback.print_exc()
+        (job / ERROR_FILE.format(rank=os.environ["RANK"])).write_text(explain(error))
         return 1
     return 0
 

@@ -32,9 +32,10 @@ def main() -> None:
         device = choose_device(setting.device)
         assert setting.cluster is not None
         with join_cluster(ClusterSection(address=setting.cluster), device):
-            machines = len(living_nodes())
-            lacking = [node.host for node in living_nodes() if not sees(node, setting.work)]
+            nodes = living_nodes()
+            lacking = [node.host for node in nodes if not sees(node, setting.work)]
             total, largest = resource_counts(device.ray_resource)[0], largest_node(device.ray_resource)
+        machines = len(nodes)
         if machines < 2:
             raise StageSkipped(f"the cluster at {setting.cluster} has {machines} machine")
         if lacking:
