@@ -28,9 +28,9 @@ import npusim  # noqa: E402
 import mutations  # noqa: E402
 from isotrain.device.backends import backend  # noqa: E402
 from isotrain.errors import IsotrainError  # noqa: E402
-from isotrain.parity.power import Power, PowerRow  # noqa: E402
+from isotrain.parity.power import EVIDENCE, Evidence, Power, PowerRow  # noqa: E402
 from isotrain.parity.protocol import Companions, verdict_on  # noqa: E402
-from isotrain.parity.verdict import Verdict  # noqa: E402
+from isotrain.parity.verdict import Same, Verdict  # noqa: E402
 
 MEMBERS = 6
 PROTOCOL = (
@@ -213,71 +213,66 @@ def replayed(runs: Runs, name: str) -> tuple[str, ...]:
     return (f"rollout.replay={runs.work / f'{name}-reference'}",) if KINDS[name].replays else ()
 
 
-def decided(runs: Runs, kind: str, candidate: Path) -> Verdict | None:
-    """The verdict on a candidate; None where its run ended with an error."""
+def decided(runs: Runs, kind: str, candidate: Path) -> dict[Evidence, Verdict]:
+    """The verdicts on a candidate with more and more evidence; none where its run ended with an error."""
     if not (candidate / "done").exists():
-        return None
+        return {}
     one, members = reference(runs, _FREE.get(kind, kind))
-    companions = Companions([m.result() for m in members])
     allow = ("recipe",) if kind in _FREE else ()
-    return verdict_on(one.result(), candidate, companions, allow=allow)
+    found: dict[Evidence, Verdict] = {}
+    for evidence in EVIDENCE:
+        # A log is the curves alone: no recipe, no digests, no layers.
+        paths = [one.result(), candidate, *(m.result() for m in members)]
+        if evidence != "probes":
+            paths = [path / "metrics.jsonl" for path in paths]
+        others = Companions(paths[2:] if evidence != "logs" else ())
+        found[evidence] = verdict_on(paths[0], paths[1], others, allow=allow)
+    return found
 
 
-def row(name: str, kind: str, what: str, found: Verdict | None) -> PowerRow:
-    if found is None:
-        return PowerRow(what, "mutation" if name else "honest", kind, "different", "its run failed", False)
-    by = next((level.name for level in found.levels if level.state == "different"), None)
-    published = not found.comparison.broken
-    if not found.comparison.comparable:
-        by = "refused"
-    return PowerRow(what, "mutation" if name else "honest", kind, found.outcome, by, published)
+def row(name: str, kind: str, what: str, where: str | None, found: Mapping[Evidence, Verdict]) -> PowerRow:
+    called: dict[Evidence, Same] = {evidence: one.computation.verdict for evidence, one in found.items()}
+    if not found:  # its run failed: somebody noticed
+        called = dict.fromkeys(EVIDENCE, "different")
+    words = found["probes"].level("P1").words if found else ""
+    named = where if where is not None and where in words else None
+    published = bool(found) and not found["logs"].comparison.broken
+    return PowerRow(what, "mutation" if name else "honest", kind, called, named, published)
 
 
 Todo = list[tuple[str, str, str, str | None, "Future[Path]"]]
 """Of each pair: mutation or nothing, kind of run, what it is, where it lives, its run."""
 
 
-def tell(rows: list[PowerRow], named: Mapping[str, bool], file: Path | None) -> None:
+def tell(rows: list[PowerRow], file: Path | None) -> None:
     power = Power(PROTOCOL, datetime.date.today().isoformat(), tuple(rows))
     if file:
         file.write_text(json.dumps(power.as_json(), indent=1) + "\n")
-    right = sum(one.right for one in rows)
-    report(
-        "parity_power",
-        right / len(rows),
-        1.0,
-        right == len(rows),
-        named=f"{sum(named.values())} of {len(named)}",
-        **{key: value for key, value in power.as_json().items() if key != "rows"},
-    )
+    probed = power.of("probes")
+    assert probed is not None
+    right = probed.caught + probed.honest - probed.accused
+    told = {key: value for key, value in power.as_json().items() if key != "rows"}
+    report("parity_power", right / len(rows), 1.0, right == len(rows), **told)
 
 
 def tabulate(runs: Runs, todo: Todo, file: Path | None) -> None:
     """Every pair decided and printed as a row; of mutations that live somewhere, whether P1 said where."""
-    rows, named = list[PowerRow](), dict[str, bool]()
-    print(
-        "| | run | what | published rule | curves alone | verdict | found by | named |\n|" + "---|" * 8,
-        flush=True,
-    )
+    rows = list[PowerRow]()
+    print(f"| | run | what | published rule | {' | '.join(EVIDENCE)} | named |\n|" + "---|" * 8, flush=True)
     for name, kind, what, where, run in todo:
         try:
             found = decided(runs, kind, run.result())
         except IsotrainError as error:
             print(f"{what}: {error}", file=sys.stderr)
-            found = None
-        last = row(name, kind, what, found)
+            found = {}
+        last = row(name, kind, what, where, found)
         rows.append(last)
-        if found is not None and where is not None:
-            named[f"{kind} {name}"] = where in found.level("P1").words
-        curves = "-" if found is None else found.level("P2").state
-        cells = (
-            *(last.kind, kind, what, "accepts" if last.published else "rejects", curves, last.verdict),
-            *(last.caught_by or "-", {True: where, False: "no", None: "-"}[named.get(f"{kind} {name}")]),
-        )
+        published = "accepts" if last.published else "rejects"
+        cells = (last.kind, kind, what, published, *last.verdicts.values(), last.named or "-")
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        if not last.right and found is not None:
-            print(f"    {found.words}", file=sys.stderr, flush=True)
-        tell(rows, named, file)
+        if found and (found["probes"].computation.verdict == "different") != (last.kind == "mutation"):
+            print(f"    {found['probes'].words}", file=sys.stderr, flush=True)
+        tell(rows, file)
 
 
 def main() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.parity.canonical import digest_of
-from isotrain.parity.certificate import Certificate, CertifiedModel, Power, Subject, write_certificate
+from isotrain.parity.certificate import Certificate, CertifiedModel, Subject, write_certificate
 from isotrain.parity.compare import compare
 from isotrain.parity.envelope import envelope_level
 from isotrain.parity.issue import certificate_of
 from isotrain.parity.levels import Check, Level
+from isotrain.parity.outcome import outcome_of
 from isotrain.parity.paired import paired_level
 from isotrain.parity.run import Run
 from isotrain.parity.sources.read import read_run
@@ -32,7 +33,7 @@ RECIPE = {
 }
 
 
-def run_of(path: Path, shift: float = 0.0, steps: int = 6, reward: bool = True, **device: Any) -> Path:
+def run_of(path: Path, shift: float = 0.0, steps: int = 12, reward: bool = True, **device: Any) -> Path:
     """A run whose loss is `shift` away from that of the others."""
     run = RunDirectory.create(
         path,
@@ -53,15 +54,19 @@ def run_of(path: Path, shift: float = 0.0, steps: int = 6, reward: bool = True, 
     return path
 
 
-MEMBERS = {"envelope-1": 2e-4, "envelope-2": -2e-4, "envelope-3": 1e-4}
+MEMBERS = {f"envelope-{n}": 1e-4 * size for n, size in enumerate((2, -2, 1, -1, 1.5, -0.5), start=1)}
 
 
 def verdict_of(reference: Run, candidate: Run, members: Sequence[Run] = (), **options: Any) -> Verdict:
     comparison = compare(reference, candidate, **options)
-    levels = [paired_level(comparison), *([envelope_level(reference, candidate, members)] if members else [])]
+    levels = [
+        paired_level(comparison, members),
+        *([envelope_level(reference, candidate, members)] if members else []),
+    ]
     told = Check("told only", 1.5, math.inf, None)
     # One that the curves do not give again, with a limit that is no number.
-    return judge(comparison, [Level("P5", "same", "the scores agree", (told,)), *levels])
+    probed = Level("P1", "same", "the layers agree", (told,))
+    return judge(comparison, outcome_of(comparison, "paired"), [probed, *levels])
 
 
 def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate:
@@ -82,7 +87,6 @@ def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate
         "labels": ("cpu-amx", "cpu-avx512"),
         "envelope": {role: runs[role] for role in MEMBERS},
         "inputs": {"layer_trace/steps.safetensors": "01" * 32},
-        "power": Power(caught=16, mutations=16, accepted=5, reruns=6, table_sha256="23" * 32),
         "date": datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
     }
     verdict = verdict_of(runs["reference"], runs["candidate"], [runs[role] for role in MEMBERS])

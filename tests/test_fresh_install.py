@@ -20,8 +20,8 @@ import isotrain
 recipe = isotrain.load_recipe("tiny-sft", "seed=7")
 assert recipe.seed == 7
 (missing,) = [f.id for f in isotrain.doctor("cpu", recipe).errors]
-same = isotrain.compare("a.jsonl", "a.jsonl").outcome
-other = isotrain.compare("a.jsonl", isotrain.Run("b.jsonl")).outcome
+same = isotrain.compare("a.jsonl", "a.jsonl").outcome.verdict
+other = isotrain.compare("a.jsonl", isotrain.Run("b.jsonl")).outcome.verdict
 try:
     isotrain.train(recipe)
 except isotrain.errors.IsotrainError as error:
@@ -47,4 +47,4 @@ def test_without_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     said = "this needs the package 'torch': pip install 'isotrain[train]'"
-    assert done.stdout.splitlines()[-1] == f"missing-torch same different | {said}"
+    assert done.stdout.splitlines()[-1] == f"missing-torch equivalent different | {said}"

@@ -25,8 +25,8 @@ def test_the_quickstart(tmp_path: Path) -> None:
     told = [text_of(cell) for cell in code]
     assert "step 20/20" in told[2] and "step-00000020" in told[2]
     assert any("image/png" in output.get("data", {}) for output in code[3].outputs)
-    assert "These two runs are the same training" in told[4]
-    assert "cannot be compared: the recipes differ: seed: 42 -> 1" in told[5]
+    assert "Outcome: equivalent." in told[4] and "Computation: the same." in told[4]
+    assert "Computation: different. the recipes differ: seed: 42 -> 1" in told[5]
     assert (tmp_path / "work" / "tiny-trained" / "config.json").is_file()
 
 

@@ -132,7 +132,8 @@ def test_training_leaves_this_process_as_it_was(tiny: Path, tmp_path: Path) -> N
         assert a.metrics["train/loss"] != b.metrics["train/loss"]
         assert list(a.checkpoints) == [3] and a.recipe.seed == 97
         other = isotrain.compare(a, b.path)
-        print(isotrain.compare(a, a).outcome, "|", other.outcome, "|", other)
+        same = isotrain.compare(a, a).computation.verdict
+        print(same, "|", other.computation.verdict, "|", other.computation.inputs)
         print(a.export("model"))
     """
     file = tmp_path / "recipe.json"
@@ -141,9 +142,7 @@ def test_training_leaves_this_process_as_it_was(tiny: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert any(line.startswith("step 3/3  loss") for line in lines)  # the child's progress is told here
-    assert lines[-2].startswith(
-        "same | cannot tell | These two runs cannot be compared: the recipes differ: seed"
-    )
+    assert lines[-2].startswith("same | different | ('the recipes differ: seed")
     assert lines[-1] == "model" and (tmp_path / "model" / "config.json").is_file()
     assert json.loads((tmp_path / "a" / "resolved.json").read_text())["seed"] == 97
     assert (tmp_path / "a" / "recipe.yaml").read_text() == file.read_text()

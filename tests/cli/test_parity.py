@@ -31,7 +31,8 @@ def compare(*arguments: str | Path) -> Result:
 def test_the_same_curves(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("These two runs are the same training: the curves agree")
+    assert result.output.startswith("Outcome: equivalent. ") and "all 30 steps" in result.output
+    assert "\nComputation: the same. the curves agree" in result.output
     assert "P3  not run" in result.output
     for words in ("actor/pg_loss", "critic/rewards/mean", "holds", "of at most 2 hundredths", "throughput"):
         assert words in result.output, result.output
@@ -41,19 +42,28 @@ def test_a_broken_rule(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
     assert result.exit_code == 1 and "BROKEN" in result.output
     assert result.output.startswith(
-        "These two runs are not the same training: the curves of actor/pg_loss part"
+        "Outcome: different. actor/pg_loss is 0.03 higher on average (95 % interval"
     )
+    assert "more than the margin of 0.02" in result.output and "Computation: different." in result.output
     result = compare(
         log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03), "--metric", "critic/rewards/mean"
     )
     assert result.exit_code == 0
 
 
-def test_other_lengths_are_refused_unless_allowed(tmp_path: Path) -> None:
-    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", steps=20))
-    result = compare(*pair)
-    assert result.exit_code == 2 and "--allow steps" in result.output and "holds" not in result.output
-    assert compare(*pair, "--allow", "steps").exit_code == 0
+def test_other_lengths_are_in_the_first_sentence(tmp_path: Path) -> None:
+    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", steps=20))
+    assert result.exit_code == 0
+    assert "over 20 steps: the reference has 30, the candidate 20" in result.output.splitlines()[0]
+
+
+def test_which_answer_the_exit_code_gives(tmp_path: Path) -> None:
+    """A bias of 0.001 is nothing that matters, and another computation."""
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001))
+    assert compare(*pair).exit_code == compare(*pair, "--require", "outcome").exit_code == 0
+    assert compare(*pair, "--require", "computation").exit_code == 1
+    assert compare(*pair, "--margin", "loss=0.0005").exit_code == 1
+    assert compare(*pair, "--require", "everything").exit_code == 2
 
 
 def test_json_and_the_reference(tmp_path: Path) -> None:
@@ -66,23 +76,32 @@ def test_json_and_the_reference(tmp_path: Path) -> None:
     assert len(told["reference"]["sha256"]) == 1
 
 
-def test_curves_alone_may_leave_it_open_until_an_envelope_decides(tmp_path: Path) -> None:
+def test_curves_alone_may_leave_it_open_until_reruns_decide(tmp_path: Path) -> None:
     """Reruns of the reference that lie as far away make it the same, closer ones make it different."""
-    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001))
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 4e-5), "--require", "computation")
     result = compare(*pair)
-    assert result.exit_code == 2 and "an envelope would decide" in result.output
-    for shift, code in ((0.001, 0), (1e-6, 1)):
-        reruns = [log(tmp_path / f"{sign * shift}.log", sign * shift) for sign in (-1, 1, 0.5)]
-        result = compare(*pair, *(word for rerun in reruns for word in ("--envelope", rerun)))
+    assert result.exit_code == 2 and "three or more runs of the reference" in result.output
+    for shift, code in ((4e-5, 0), (1e-6, 1)):
+        reruns = [log(tmp_path / f"{sign * shift}.log", sign * shift) for sign in (-1, 1, 0.5, -0.5)]
+        result = compare(*pair, *(word for rerun in reruns for word in ("--rerun", rerun)))
         assert result.exit_code == code, result.output
 
 
-def test_members_of_an_envelope_are_whole_runs_of_their_own(tmp_path: Path) -> None:
+def test_pairs_of_seeds(tmp_path: Path) -> None:
+    seeds = [
+        (log(tmp_path / f"a{n}.log", n / 1e4), log(tmp_path / f"b{n}.log", n / 1e4)) for n in range(1, 4)
+    ]
+    pairs = [word for pair in seeds for word in ("--pair", *pair)]
+    result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log"), "--free", *pairs)
+    assert result.exit_code == 0 and "-0.000223 to 0.000223" in result.output, result.output
+
+
+def test_reruns_are_whole_runs_of_their_own(tmp_path: Path) -> None:
     one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001)
     whole = [log(tmp_path / f"m{n}.log", n * 1e-4) for n in range(1, 4)]
 
     def told(*members: Path) -> Result:
-        return compare(one, other, *(word for member in members for word in ("--envelope", member)))
+        return compare(one, other, *(word for member in members for word in ("--rerun", member)))
 
     assert told(*whole).exit_code in (0, 1)
     for members, words in (
@@ -98,7 +117,7 @@ def test_the_report(tmp_path: Path) -> None:
     pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     result = compare(*pair, "--report", tmp_path / "report")
     assert result.exit_code == 0 and "report.html" in result.output
-    assert json.loads((tmp_path / "report" / "verdict.json").read_text())["verdict"] == "same"
+    assert json.loads((tmp_path / "report" / "verdict.json").read_text())["computation"]["verdict"] == "same"
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -30,20 +30,18 @@ def nested(depth: int) -> Any:
 
 def test_what_is_in_it(tmp_path: Path) -> None:
     made = certify(tmp_path)
-    assert made.verdict == "same" and made.date == "2026-08-14T12:30:15Z" and made.format == 1
+    assert made.computation == "same" and made.date == "2026-08-14T12:30:15Z" and made.format == 2
     assert (made.reference.label, made.candidate.label) == ("cpu-amx", "cpu-avx512")
     assert made.reference.device == "A Processor (R)" and made.reference.ranks == 2
     assert made.reference.settings == {"type": "cpu", "ranks": 2}
     assert made.figures.loss_metric == "train/loss" and made.figures.reward_metric == "critic/rewards/mean"
-    # The loss is 1e-4 (1 + step / 7) away over six steps, the reward 1e-4.
-    assert made.figures.loss_error == pytest.approx(1e-2 * (1 + 3.5 / 7))
-    assert made.figures.reward_error == pytest.approx(1e-2) and made.figures.steps == 6
+    # The loss is 1e-4 (1 + step / 7) away over twelve steps, the reward 1e-4.
+    assert made.figures.loss_error == pytest.approx(1e-2 * (1 + 6.5 / 7))
+    assert made.figures.reward_error == pytest.approx(1e-2) and made.figures.steps == 12
     assert made.figures.throughput_ratio == pytest.approx(1, abs=1e-5)
     states = {level.name: level.state for level in made.levels}
-    assert states == {"P2": "cannot tell", "P3": "same", "P5": "same"} | dict.fromkeys(
-        ("P0", "P1", "P4"), "not run"
-    )
-    assert made.levels[5].checks[0].limit is None and made.levels[5].checks[0].passed is None
+    assert states == {"P0": "not run", "P1": "same", "P2": "cannot tell", "P3": "same"}
+    assert made.levels[1].checks[0].limit is None and made.levels[1].checks[0].passed is None
     assert set(made.curves) == {"train/loss", "critic/rewards/mean", "perf/throughput"}
     assert set(made.curves["train/loss"].envelope) == set(MEMBERS)
     assert set(made.inputs) == {
@@ -105,18 +103,20 @@ def test_no_content_is_written_over_another(tmp_path: Path) -> None:
 
 def test_runs_that_differ_get_none(tmp_path: Path) -> None:
     made = certify(tmp_path / "runs", shift=0.5)
-    assert made.verdict == "different"
-    with pytest.raises(CertificateError, match="only runs that are the same get a certificate"):
+    assert made.computation == "different"
+    with pytest.raises(CertificateError, match="only runs that agree get a certificate"):
         write_certificate(tmp_path / "c", made)
-    forged = made.model_copy(update={"verdict": "same"})
+    forged = made.model_copy(
+        update={"computation": "same", "outcome": made.outcome.model_copy(update={"verdict": "equivalent"})}
+    )
     with pytest.raises(CertificateError, match="was changed after it was made"):
         write_certificate(tmp_path / "c", forged)
     assert not (tmp_path / "c").exists()
 
 
 def test_a_file_that_says_different_is_no_certificate(tmp_path: Path) -> None:
-    path = rewrite(written(tmp_path), lambda content: content.update(verdict="different"))
-    with pytest.raises(DataError, match="verdict: is 'different'"):
+    path = rewrite(written(tmp_path), lambda content: content.update(computation="different"))
+    with pytest.raises(DataError, match="computation 'different'"):
         read_certificate(path)
 
 
@@ -152,8 +152,8 @@ def test_every_field_is_needed_and_no_other_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (("format",), 2, "format"),
-        (("format",), "1", "format"),
+        (("format",), 1, "format"),
+        (("format",), "2", "format"),
         (("date",), "2026-13-14T12:30:15Z", "date"),
         (("date",), "yesterday", "date"),
         (("reference", "label"), "../x", "reference.label"),
@@ -170,11 +170,11 @@ def test_every_field_is_needed_and_no_other_is_known(tmp_path: Path) -> None:
         (("curves", "train/loss", "steps"), [1, 2, 3, 3, 5, 6], "the steps do not rise"),
         (("curves", "train/loss", "steps"), [1, 2, 3, 4, 5, 2**70], "curves.train/loss.steps"),
         (("curves", "train/loss", "candidate"), [1.0], "not every run has a value"),
-        (("curves", "train/loss", "candidate"), ["1.0"] * 6, "curves.train/loss.candidate.0"),
-        (("curves", "train/loss", "candidate"), [True] * 6, "curves.train/loss.candidate.0"),
-        (("curves", "train/loss", "candidate"), [1] * 6, "1 stands for 1.0"),
+        (("curves", "train/loss", "candidate"), ["1.0"] * 12, "curves.train/loss.candidate.0"),
+        (("curves", "train/loss", "candidate"), [True] * 12, "curves.train/loss.candidate.0"),
+        (("curves", "train/loss", "candidate"), [1] * 12, "1 stands for 1.0"),
         (("levels",), [], "levels: are not P0, P1"),
-        (("power", "caught"), 17, "power"),
+        (("outcome", "verdict"), "good", "outcome.verdict"),
         (("subject", "engine"), "other", "subject.engine"),
         (("figures", "loss_error"), "0.1", "figures.loss_error"),
         (("words",), "x" * 9000, "words"),
@@ -267,12 +267,15 @@ def test_a_stand_in_is_always_told(tmp_path: Path) -> None:
 
 def test_what_was_allowed_is_told_without_paths(tmp_path: Path) -> None:
     short, long = (run_of(tmp_path / "runs" / name, steps=n) for name, n in (("a", 5), ("b", 6)))
-    verdict = verdict_of(read_run(short), read_run(long), allow=["steps"])
+    other = json.loads((long / "resolved.json").read_text())
+    other["model"]["dtype"] = "float32"
+    (long / "resolved.json").write_text(json.dumps(other))
+    verdict = verdict_of(read_run(short), read_run(long), allow=["recipe"])
     subject = Subject(
         algorithm="sft", model=CertifiedModel(name="m"), dtype="float32", engine="none", kind="paired"
     )
     made = certificate_of(verdict, subject=subject, labels=("a", "b"))
-    assert set(made.allowed) == {"steps"} and "5 of a, 6 of b" in made.allowed["steps"]
+    assert set(made.allowed) == {"recipe"} and "model.dtype" in made.allowed["recipe"]
     assert str(tmp_path) not in made.model_dump_json()
     assert made.curves["train/loss"].steps == (1, 2, 3, 4, 5)
 

@@ -10,7 +10,7 @@ import pytest
 
 from isotrain.errors import DataError
 from isotrain.parity.compare import compare
-from isotrain.parity.obstacles import environment_changes
+from isotrain.parity.inputs import environment_changes
 from isotrain.parity.published import kind_of
 from isotrain.parity.run import Run, Series
 
@@ -29,7 +29,7 @@ def run(name: str = "a", steps: int = 10, shift: float = 0.0, **more: Any) -> Ru
 
 def test_losses_and_rewards_are_compared() -> None:
     found = compare(run(), run("b"))
-    assert found.comparable and list(found.curves) == ["train/loss", "critic/rewards/mean"]
+    assert list(found.curves) == ["train/loss", "critic/rewards/mean"]
     assert {outcome.rule.split(":")[0] for outcome in found.outcomes} == {
         "verl",
         "OpenRLHF",
@@ -64,6 +64,7 @@ def test_published_rules_mean_hundredths_of_the_unit() -> None:
         ("perf/throughput", None),
         ("timing_s/reward", None),
         ("actor/ppo_kl", None),
+        ("actor/kl_loss", None),
         ("closs", None),
     ],
 )
@@ -71,19 +72,20 @@ def test_kinds_of_metrics(name: str, kind: str | None) -> None:
     assert kind_of(name) == kind
 
 
-def test_other_lengths() -> None:
-    found = compare(run(), run("b", steps=8))
-    assert [one.name for one in found.obstacles] == ["steps", "steps"] and not found.comparable
-    assert "10 of a, 8 of b, 8 of both" in found.obstacles[0].message
-    allowed = compare(run(), run("b", steps=8), allow=["steps"])
-    assert allowed.comparable and allowed.curves["train/loss"].steps == 8 and len(allowed.allowed) == 2
+def test_other_lengths_are_compared_where_both_have_steps() -> None:
+    one = compare(run(), run("b", steps=8)).aligned["train/loss"]
+    assert (len(one.steps_S), one.of_reference, one.of_candidate, one.whole) == (8, 10, 8, False)
+    assert compare(run(), run("b")).aligned["train/loss"].whole
 
 
 def test_numbers_that_are_none() -> None:
     bad = Series(np.arange(1, 11), np.array([1.0] * 8 + [np.nan, np.inf]))
     found = compare(run(), run("b", metrics={"train/loss": bad}))
-    assert [one.name for one in found.obstacles] == ["nan"] and "at step 9, 10" in found.obstacles[0].message
-    assert not found.curves
+    (one,) = found.not_numbers
+    assert one.one_sided and one.words == "train/loss of the candidate is not a number from step 9 on"
+    assert found.curves["train/loss"].steps == 8
+    both = compare(run(metrics={"train/loss": bad}), run("b", metrics={"train/loss": bad})).not_numbers
+    assert not both[0].one_sided and "in both runs, from step 9" in both[0].words
     with pytest.raises(DataError, match="what can be allowed is"):
         compare(run(), run("b"), allow=["nan"])
 
@@ -92,12 +94,11 @@ def test_other_recipes_and_data() -> None:
     recipe = {"optimizer": {"lr": 1e-5}, "device": {"type": "cpu"}, "output": "a"}
     other = {"optimizer": {"lr": 2e-5}, "device": {"type": "npu"}, "output": "b"}
     found = compare(run(recipe=recipe, data={"train": "x"}), run("b", recipe=other, data={"train": "y"}))
-    assert [one.name for one in found.obstacles] == ["recipe", "data"]
-    assert found.obstacles[0].message == "the recipes differ: optimizer.lr: 1e-05 -> 2e-05"
-    assert compare(run(recipe=recipe), run("b", recipe=recipe | {"device": {"type": "npu"}})).comparable
-    assert compare(
-        run(recipe=recipe, data={"train": "x"}), run("b", recipe=other), allow=["recipe"]
-    ).comparable
+    assert [one.name for one in found.differences] == ["recipe", "data"]
+    assert found.differences[0].message == "the recipes differ: optimizer.lr: 1e-05 -> 2e-05"
+    assert not compare(run(recipe=recipe), run("b", recipe=recipe | {"device": {"type": "npu"}})).differences
+    allowed = compare(run(recipe=recipe, data={"train": "x"}), run("b", recipe=other), allow=["recipe"])
+    assert not allowed.differences and [one.name for one in allowed.allowed] == ["recipe"]
 
 
 def test_a_replay_in_another_place() -> None:
@@ -106,10 +107,10 @@ def test_a_replay_in_another_place() -> None:
     recipe = {"model": {"path": "here"}, "data": {"train": "a.jsonl"}, "rollout": {"n": 4, "replay": None}}
     other = {"model": {"path": "there"}, "data": {"train": "b.jsonl"}, "rollout": {"n": 4, "replay": "here"}}
     one = run(recipe=recipe, data=data | models)
-    assert compare(one, run("b", recipe=other, data=data | models)).comparable
-    (found,) = compare(one, run("b", recipe=other, data=data)).obstacles
+    assert not compare(one, run("b", recipe=other, data=data | models)).differences
+    (found,) = compare(one, run("b", recipe=other, data=data)).differences
     assert found.message == "the recipes differ: model.path: here -> there"
-    assert not compare(one, run("b", recipe=recipe | {"rollout": {"n": 8}}, data=data)).comparable
+    assert compare(one, run("b", recipe=recipe | {"rollout": {"n": 8}}, data=data)).differences
 
 
 def test_what_differs_around_them() -> None:
@@ -125,14 +126,18 @@ def test_nothing_in_common() -> None:
     with pytest.raises(DataError, match="no loss or reward in common"):
         compare(Run(Path("a"), "test", {}), run("b"))
     late = run("b", metrics={"train/loss": Series(np.arange(11, 21), np.ones(10))})
-    found = compare(run(), late, ["train/loss"], allow=["steps"])
-    assert [one.name for one in found.obstacles] == ["no-common-steps"]
-    assert [one.name for one in compare(run(), run("b"), ["x"]).obstacles] == ["missing", "missing"]
+    with pytest.raises(DataError, match="'train/loss' has no step in both runs"):
+        compare(run(), late, ["train/loss"])
+    with pytest.raises(DataError, match="a has no 'x'"):
+        compare(run(), run("b"), ["x"])
 
 
 def test_json() -> None:
     told = compare(run(), run("b", shift=0.1)).as_json()
-    assert told["comparable"] and told["curves"]["train/loss"]["signed_interval"]["low"] > 0
+    assert (
+        told["steps"]["train/loss"]["compared"] == 10
+        and told["curves"]["train/loss"]["signed_interval"]["low"] > 0
+    )
     assert {rule["passed"] for rule in told["published_rules"]} == {False, True}
 
 

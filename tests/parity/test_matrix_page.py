@@ -55,15 +55,16 @@ def test_a_row(tmp_path: Path) -> None:
         "candidate": "cpu-avx512",
         "engine": "none",
         "kind": "paired",
-        "steps": "6",
-        "loss error, hundredths": "0.015",
+        "steps": "12",
+        "loss error, hundredths": "0.0193",
         "published by others, hundredths": "0.19",
         "loss error, relative, %": cells["loss error, relative, %"],
         "reward error, hundredths": "0.01",
         "throughput, candidate / reference": "1",
-        "same at": "P3, P5 (P2 left it open)",
-        "not run": "P0, P1, P4",
-        "power": "16 of 16 caught, 5 of 6 accepted",
+        "same at": "P1, P3 (P2 left it open)",
+        "not run": "P0",
+        "outcome": "equivalent",
+        "computation": "same",
         "date": "2026-08-14",
         "signed by": "unsigned",
         "certificate": f"[{path.stem[-8:]}](../certificates/{path.name})",
@@ -84,14 +85,12 @@ def test_order_and_what_is_missing(tmp_path: Path) -> None:
     directory = tmp_path / "all"
     directory.mkdir()
     for number, algorithm in enumerate(("sft", "remax", "grpo")):
-        path = written(
-            tmp_path / str(number), subject=subject(algorithm=algorithm), reward=number == 0, power=None
-        )
+        path = written(tmp_path / str(number), subject=subject(algorithm=algorithm), reward=number == 0)
         shutil.copy(path, directory)
     found = rows(render(directory))[1:]
     assert [row[0] for row in found] == ["grpo", "remax", "sft"]
     assert found[1][8] == "-" and found[0][8] == "0.61", "nobody has published one for remax"
-    assert found[0][10] == "-" and found[2][10] == "0.01" and found[0][14] == "not measured"
+    assert found[0][10] == "-" and found[2][10] == "0.01"
 
 
 def test_damage_ends_the_page_with_the_files_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +117,7 @@ def test_text_of_strangers_stays_in_its_cell(tmp_path: Path) -> None:
     hostile = "x | y](http://a) <script>alert(1)</script> **b** `c` \\"
     page = render(written(tmp_path, subject=subject(model=CertifiedModel(name=hostile))).parent)
     assert "<script>" not in page and "](http" not in page and "**b**" not in page and "`c`" not in page
-    assert all(len(row) == 18 for row in rows(page))
+    assert all(len(row) == 19 for row in rows(page))
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
@@ -130,7 +129,7 @@ def test_who_signed(tmp_path: Path) -> None:
     assert "a key that is not listed" in render(path.parent)
     public = (tmp_path / "key.pub").read_text()
     (path.parent / "allowed_signers").write_text(f"lab@example.org {public}")
-    assert rows(render(path.parent))[1][16] == "lab@example.org"
+    assert rows(render(path.parent))[1][17] == "lab@example.org"
     (tmp_path / "certificates" / f"{path.name}.sig").write_text("no signature")
     with pytest.raises(DataError, match="signature"):
         render(path.parent)

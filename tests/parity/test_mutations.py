@@ -52,13 +52,13 @@ def test_mistakes_are_found_and_named(
     reference: Path, tiny: Path, tmp_path: Path, mutation: str, words: str
 ) -> None:
     verdict = verdict_on(reference, train(tiny, tmp_path / "run", mutation))
-    assert verdict.outcome == "different", verdict.words
+    assert verdict.computation.verdict == "different", verdict.words
     assert words in verdict.words
 
 
 def test_an_honest_rerun_is_the_same(reference: Path, tiny: Path, tmp_path: Path) -> None:
     verdict = verdict_on(reference, train(tiny, tmp_path / "run", "none"))
-    assert verdict.outcome == "same", verdict.words
+    assert verdict.computation.verdict == "same", verdict.words
 
 
 def test_every_mutation_has_its_patch() -> None:

@@ -11,15 +11,19 @@ from isotrain.errors import DataError
 from isotrain.parity.power import Power, PowerRow, load_power, wilson
 
 
+def row(name: str, kind: str, logs: str, probes: str | None = None) -> PowerRow:
+    verdicts = {"logs": logs} | ({} if probes is None else {"probes": probes})
+    return PowerRow(name, kind, "sft", verdicts, None, True)  # type: ignore[arg-type]
+
+
 def table() -> Power:
     rows = (
-        PowerRow("mask shifted by one", "mutation", "sft", "different", "P1", True),
-        PowerRow("learning rate x 1.01", "mutation", "sft", "different", "P2", True),
-        PowerRow("data order changed", "mutation", "grpo", "different", "P2", False),
-        PowerRow("warm-up off by one", "mutation", "sft", "cannot tell", None, True),
-        PowerRow("optimizer state in bf16", "mutation", "sft", "same", None, True),
-        PowerRow("rerun", "honest", "sft", "same", None, True),
-        PowerRow("other kernels", "honest", "sft", "cannot tell", None, True),
+        row("mask shifted by one", "mutation", "different", "different"),
+        row("learning rate x 1.01", "mutation", "inconclusive", "different"),
+        row("optimizer state in bf16", "mutation", "same", "inconclusive"),
+        row("only in logs", "mutation", "different"),
+        row("rerun", "honest", "same", "same"),
+        row("other kernels", "honest", "inconclusive", "different"),
     )
     return Power("pairs of tiny models", "2026-01-02", rows)
 
@@ -42,16 +46,16 @@ def test_intervals_as_in_print(count: int, total: int, low: float, high: float) 
     assert (round(found.low, 4), round(found.high, 4)) == (low, high)
 
 
-def test_doubt_counts_neither_as_caught_nor_as_accepted() -> None:
-    power = table()
-    assert (power.caught, len(power.mutations), power.caught_by_published) == (3, 5, 1)
-    assert (power.accepted, len(power.honest)) == (1, 2)
-    assert power.miss_rate == wilson(2, 5) and power.false_alarm_rate == wilson(1, 2)
+def test_each_kind_of_evidence_has_its_own_counts() -> None:
+    """Doubt is neither caught nor accused."""
+    logs, probes = table().of("logs"), table().of("probes")
+    assert logs is not None and (logs.caught, logs.mutations, logs.accused, logs.honest) == (2, 4, 0, 2)
+    assert probes is not None and (probes.caught, probes.mutations, probes.accused) == (2, 3, 1)
+    assert logs.miss_rate == wilson(2, 4) and probes.false_alarm_rate == wilson(1, 2)
 
 
 def test_nothing_tried_is_nothing_known() -> None:
-    empty = Power("none", "2026-01-02", ())
-    assert empty.miss_rate is None and empty.as_json()["false_alarm_rate_95"] is None
+    assert table().of("reruns") is None and "reruns" not in table().as_json()["evidence"]
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ({"verdict": "good"}, "rows.0.verdict"),
+        ({"verdicts": {"logs": "good"}}, "rows.0.verdicts.logs"),
         ({"kind": None}, "rows.0.kind"),
         ({"published": "yes"}, "rows.0.published"),
     ],

@@ -20,8 +20,9 @@ from run_samples import isotrain_run
 from isotrain import __version__
 from isotrain.errors import DataError
 from isotrain.observe.plotting import GREEN, ORANGE, PURPLE
-from isotrain.parity.compare import compare
+from isotrain.parity.compare import Comparison, compare
 from isotrain.parity.levels import LEVELS, Check, Level
+from isotrain.parity.outcome import outcome_of
 from isotrain.parity.power import Power, PowerRow
 from isotrain.parity.report import evidence, pictures
 from isotrain.parity.report.markup import MOST_ROWS
@@ -65,8 +66,12 @@ def layers(count: int, past: int | None = None) -> dict[str, Any]:
 
 def verdict(*levels: Level, **more: Any) -> Verdict:
     """Of the loss alone: every picture takes its time."""
-    compared = compare(run(), run("b", **more), ["train/loss"])
-    return judge(compared, levels or [Level("P2", "same", "the curves agree")])
+    return judged(compare(run(), run("b", **more), ["train/loss"]), *levels)
+
+
+def judged(compared: Comparison, *levels: Level) -> Verdict:
+    found = levels or [Level("P2", "same", "the curves agree")]
+    return judge(compared, outcome_of(compared, "paired"), found)
 
 
 def report(found: Verdict, path: Path, power: Power | None = None) -> str:
@@ -105,7 +110,7 @@ class Page(HTMLParser):
 
 
 def test_the_files(tmp_path: Path) -> None:
-    found = judge(compare(run(), run("b", shift=1e-4)), [])
+    found = judged(compare(run(), run("b", shift=1e-4)))
     report(found, tmp_path / "new" / "report")
     made = sorted(
         str(file.relative_to(tmp_path / "new/report")) for file in tmp_path.rglob("*") if file.is_file()
@@ -127,29 +132,33 @@ def test_the_files(tmp_path: Path) -> None:
 
 def test_real_run_directories(tmp_path: Path) -> None:
     a, b = (read_run(isotrain_run(tmp_path / name)) for name in "ab")
-    html = report(judge(compare(a, b), []), tmp_path / "report")
+    html = report(judged(compare(a, b)), tmp_path / "report")
     assert all(digest in html for digest in a.sha256.values()) and len(a.sha256) == 3
 
 
 @pytest.mark.parametrize(
     ("state", "headline", "css"),
     [
-        ("same", "The same training", "same"),
-        ("different", "Not the same training", "different"),
-        ("cannot tell", "It cannot be told", "cannot-tell"),
+        ("same", "The same", "same"),
+        ("different", "Different", "different"),
+        ("cannot tell", "Inconclusive", "inconclusive"),
     ],
 )
-def test_the_verdict_comes_first(state: Any, headline: str, css: str) -> None:
+def test_both_answers_come_first(state: Any, headline: str, css: str) -> None:
     found = verdict(Level("P2", state, "a sentence about curves"))
     html = html_of(found)
     parsed = Page(html)
     shown = [text.strip() for text in parsed.text if text.strip()]
-    assert shown[0] == f"Parity: {headline.lower()}" and shown[2:4] == [headline, found.words]
-    assert ("header", {"class": f"verdict {css}"}) in parsed.tags
-    places = [
-        html.index(f"<h2>{title}") for title in ("The curves", "What was found", "Would this test have")
+    assert shown[0] == "Parity: equivalent" and shown[1:4:2] == ["Do the runs end up alike?", "Equivalent"]
+    second = shown.index("Is it the same computation?")
+    assert shown[second + 2] == headline and "a sentence about curves" in shown[second + 3]
+    assert [a["class"] for tag, a in parsed.tags if (a.get("class") or "").startswith("answer ")] == [
+        "answer equivalent",
+        f"answer {css}",
     ]
-    assert html.index("<h1>") < places[0] < places[1] < places[2]
+    titles = ("The curves", "Outcome", "Computation", "Would this evidence have")
+    places = [html.index(f"<h2>{title}") for title in titles]
+    assert html.index("<h1>") < places[0] and places == sorted(places)
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -178,15 +187,14 @@ def test_hostile_words_are_only_words(tmp_path: Path) -> None:
     table = {"table": {"columns": [HOSTILE], "rows": [[HOSTILE]]}}
     operators = {"operators": [{"operator": HOSTILE, "shapes": HOSTILE}], "missing": [HOSTILE]}
     rows = [{"step": 1, "kind": HOSTILE, "name": HOSTILE, "error": 1.0, "limit": 0.1}]
-    found = judge(
+    found = judged(
         compare(a, b, [HOSTILE, "train/loss"], ["data"]),
-        [
-            Level("P0", "same", HOSTILE, (Check(HOSTILE, math.nan, 1.0, None, HOSTILE),), evidence=operators),
-            Level("P1", "different", HOSTILE, (), (HOSTILE,), {"layers": rows, "first": rows[0]}),
-            Level("P5", "same", HOSTILE, evidence=table),
-        ],
+        Level("P0", "same", HOSTILE, (Check(HOSTILE, math.nan, 1.0, None, HOSTILE),), evidence=operators),
+        Level("P1", "different", HOSTILE, (), (HOSTILE,), {"layers": rows, "first": rows[0]}),
+        Level("P3", "same", HOSTILE, evidence=table),
     )
-    power = Power(HOSTILE, HOSTILE, (PowerRow(HOSTILE, "mutation", HOSTILE, "same", HOSTILE, True),))
+    row = PowerRow(HOSTILE, "mutation", HOSTILE, {"probes": "same"}, HOSTILE, True)
+    power = Power(HOSTILE, HOSTILE, (row,))
     parsed = Page(report(found, tmp_path, power))
     assert not any(tag == "script" for tag, _ in parsed.tags)
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
@@ -196,8 +204,10 @@ def test_hostile_words_are_only_words(tmp_path: Path) -> None:
     assert not any(letter in text for letter in "\x1b\u202e\udcff")
     header, line, row, end = (tmp_path / "row.md").read_text(encoding="utf-8").split("\n")
     cells = [len(re.findall(r"(?<!\\)\|", one)) for one in (header, line, row)]
-    assert cells == [11, 11, 11] and end == "" and "<" not in row
-    assert json.loads((tmp_path / "verdict.json").read_text())["levels"][1]["causes"] == [HOSTILE]
+    assert cells == [12, 12, 12] and end == "" and "<" not in row
+    assert json.loads((tmp_path / "verdict.json").read_text())["computation"]["levels"][1]["causes"] == [
+        HOSTILE
+    ]
 
 
 def test_long_words_and_tables_are_bounded() -> None:
@@ -205,7 +215,7 @@ def test_long_words_and_tables_are_bounded() -> None:
     rows = [[n] for n in range(5000)]
     found = verdict(
         Level("P1", "same", "x" * 10_000, checks, evidence=layers(3000)),
-        Level("P4", "same", "y", evidence={"table": {"columns": ["n"], "rows": rows}}),
+        Level("P2", "same", "y", evidence={"table": {"columns": ["n"], "rows": rows}}),
     )
     html = html_of(found)
     assert html.count("<tr>") < 4 * MOST_ROWS
@@ -257,7 +267,7 @@ def test_levels_and_their_evidence(tmp_path: Path) -> None:
     html = report(found, tmp_path)
     text = " ".join("".join(Page(html).text).split())
     assert all(question.partition(": ")[2] in text for question in LEVELS.values())
-    assert html.count('<span class="chip not-run">not run</span>') == 4
+    assert html.count('<span class="chip not-run">not run</span>') == 2
     assert html.index("aten.mm") < html.index("aten.add") < html.index("aten.exp") and "aten.sort" in html
     assert "aten.topk [3] (not in the reference)" in html
     assert "The first that differs: layers.4 (gradient, step 1)." in text and "an epsilon" in text
@@ -296,7 +306,7 @@ def test_the_envelope_and_the_interval_are_drawn(tmp_path: Path) -> None:
 
     band = {"steps": list(range(1, 61)), "low": [-0.1] * 60, "high": [0.1] * 60, "members": 8}
     levels = [Level("P3", "same", "inside", evidence={"envelope": {"train/loss": band}})]
-    report(judge(compare(run(), run("b", shift=0.01)), levels), tmp_path)
+    report(judged(compare(run(), run("b", shift=0.01)), *levels), tmp_path)
     loss, reward = (
         tmp_path / "plots" / f"difference-{name}.png" for name in ("train-loss", "critic-rewards-mean")
     )
@@ -308,7 +318,7 @@ def test_verdict_json_is_strict_and_whole(tmp_path: Path) -> None:
     level = Level(
         "P2", "different", "apart", (Check("c", math.inf, np.float64(1.0), False),), (), {"n": np.arange(2)}
     )
-    power = Power("p", "2026-01-02", (PowerRow("m", "mutation", "sft", "different", "P1", True),))
+    power = Power("p", "2026-01-02", (PowerRow("m", "mutation", "sft", {"logs": "different"}, None, True),))
     found = verdict(level, shift=0.1)
     report(found, tmp_path, power)
 
@@ -317,9 +327,10 @@ def test_verdict_json_is_strict_and_whole(tmp_path: Path) -> None:
 
     told = json.loads((tmp_path / "verdict.json").read_text(), parse_constant=refuse)
     assert told["isotrain"] == __version__ and told["power"] == power.as_json()
-    assert told["levels"][2]["checks"][0]["value"] == "inf" and told["levels"][2]["evidence"] == {"n": [0, 1]}
+    level = told["computation"]["levels"][2]
+    assert level["checks"][0]["value"] == "inf" and level["evidence"] == {"n": [0, 1]}
     assert told["comparison"] == json.loads(json.dumps(found.comparison.as_json()))
-    assert (told["verdict"], told["words"]) == ("different", found.words)
+    assert (told["computation"]["verdict"], told["words"]) == ("different", found.words)
 
 
 def test_the_row(tmp_path: Path) -> None:
@@ -328,31 +339,31 @@ def test_the_row(tmp_path: Path) -> None:
     }
     a = run(environment={"device": {"type": "cpu", "name": "Machine A", "ranks": 8}}, **facts)
     b = run("b", shift=1e-3, environment={"device": {"type": "cpu", "ranks": 1}}, **facts)
-    report(judge(compare(a, b), [Level("P2", "same", "agree"), Level("P3", "same", "inside")]), tmp_path)
+    report(judged(compare(a, b), Level("P2", "same", "agree"), Level("P3", "same", "inside")), tmp_path)
     header, _, row = (tmp_path / "row.md").read_text(encoding="utf-8").splitlines()
     cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
     date = json.loads((tmp_path / "verdict.json").read_text())["date"]
     assert list(cells.values()) == [
-        "| dpo", "Small-1B", "Machine A × 8", "cpu", "same", "P2, P3", "0.297", "0.0742", "1", f"{date} |"
+        "| dpo", "Small-1B", "Machine A × 8", "cpu", "equivalent", "same", "P2, P3", "0.297", "0.0742", "1",
+        f"{date} |",
     ]  # fmt: skip
 
 
 def test_power_is_told_or_said_to_be_unknown() -> None:
     assert "has not been measured" in html_of(verdict())
-    rows = [PowerRow(f"bug {n}", "mutation", "sft", "different", "P1", n > 0) for n in range(20)]
-    html = html_of(verdict(), Power("tiny models", "2026-01-02", tuple(rows)))
-    assert "it misses between 0 % and 17 % (95 % interval). The published rules see 1 of them." in html
+    rows = [PowerRow(f"bug {n}", "mutation", "sft", {"logs": "different"}, None, n > 0) for n in range(20)]
+    power = Power("tiny models", "2026-01-02", tuple(rows))
+    html = html_of(verdict(), power)
+    assert "rests on logs alone" in html and "it misses between 0 % and 17 % (95 % interval)" in html
+    probed = html_of(verdict(Level("P1", "same", "agree"), Level("P2", "same", "agree")), power)
+    assert "probes of layers or operators miss a bug has not been measured" in probed
 
 
-def test_figures_of_runs_that_cannot_be_compared_are_not_told(tmp_path: Path) -> None:
-    found = judge(compare(run(), run("b", steps=50)), [])
-    html = report(found, tmp_path)
-    assert (
-        "In the way" in html and html.count("no figure of theirs is told") == 2 and "mean error" not in html
-    )
-    assert sorted(file.name[:6] for file in (tmp_path / "plots").iterdir()) == ["curve-", "curve-"]
+def test_figures_up_to_where_a_run_breaks(tmp_path: Path) -> None:
     broken = run("b", metrics={"train/loss": Series(np.arange(1, 61), np.full(60, np.nan))})
-    assert "is not a number at step" in report(judge(compare(run(), broken), []), tmp_path)
+    html = report(judged(compare(run(), broken, ["train/loss"])), tmp_path)
+    assert "of the candidate is not a number from step 1" in html
+    assert html.count("no steps in common at which both are numbers") == 2
 
 
 def test_only_an_earlier_report_is_replaced(tmp_path: Path) -> None:
@@ -378,9 +389,7 @@ def test_many_metrics_with_names_alike(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(pictures, "MOST_METRICS", 2)
     series = Series(np.arange(1, 4), np.ones(3))
     metrics = dict.fromkeys(("</loss", ">/loss", "!/loss", "?/loss"), series)
-    html = report(
-        judge(compare(run(metrics=metrics), run("b", metrics=metrics), list(metrics)), []), tmp_path
-    )
+    html = report(judged(compare(run(metrics=metrics), run("b", metrics=metrics), list(metrics))), tmp_path)
     assert "2 more metrics are not drawn" in html
     assert sorted(file.name for file in (tmp_path / "plots").iterdir()) == [
         "curve-loss-2.png",
@@ -391,7 +400,7 @@ def test_many_metrics_with_names_alike(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
-    found = judge(compare(run(steps=100_000), run("b", steps=100_000, shift=1e-4)), [])
+    found = judged(compare(run(steps=100_000), run("b", steps=100_000, shift=1e-4)))
     start = time.process_time()
     html = report(found, tmp_path)
     assert time.process_time() - start < 8 and len(html) < 3_000_000

@@ -72,14 +72,27 @@ def compare(
     b: RunLike,
     *,
     metrics: Sequence[str] = (),
+    margins: Mapping[str, float] | None = None,
     allow: Sequence[str] = (),
-    envelope: Sequence[RunLike] = (),
+    reruns: Sequence[RunLike] = (),
+    pairs: Sequence[tuple[RunLike, RunLike]] = (),
+    free: bool = False,
 ) -> Verdict:
-    """Whether `b` is the same training as the reference `a`; the arguments are those of `parity compare`."""
+    """Whether `b` ends up like the reference `a`, and computes the same; see `isotrain parity compare`."""
     from isotrain.parity.protocol import Companions, verdict_on
 
-    members = Companions([_path(run) for run in envelope])
-    return verdict_on(_path(a), _path(b), members, metrics=metrics, allow=allow)
+    companions = Companions(
+        [_path(run) for run in reruns], [(_path(one), _path(other)) for one, other in pairs]
+    )
+    return verdict_on(
+        _path(a),
+        _path(b),
+        companions,
+        metrics=metrics,
+        margins=[f"{metric}={value!r}" for metric, value in (margins or {}).items()],
+        allow=allow,
+        free_running=free,
+    )
 
 
 def doctor(

@@ -1,15 +1,16 @@
-"""`isotrain parity`: are two runs the same training?"""
+"""`isotrain parity compare`: do two runs end up alike, by the same computation?"""
 
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
+from typer.core import TyperCommand
 
-from isotrain import api
 from isotrain.errors import DataError
 
 # numpy comes in only where runs are compared: every command reads this file.
@@ -24,9 +25,43 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
 _SHOWN_CHANGES = 12
+_BETWEEN = "\0"  # what no path has in it
+_STYLES = {
+    "equivalent": "bold green",
+    "same": "bold green",
+    "different": "bold red",
+    "inconclusive": "bold yellow",
+}
 
 
-@app.command()
+class Require(str, Enum):
+    """The question whose answer is the exit code."""
+
+    outcome = "outcome"
+    computation = "computation"
+
+
+class _WithPairs(TyperCommand):
+    """`--pair A B`, repeated: typer has options with two values and repeated ones, but not both at once."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        joined, rest = [], list(args)
+        while rest:
+            joined.append(rest.pop(0))
+            if joined[-1] == "--pair" and len(rest) >= 2:
+                joined.append(_BETWEEN.join((rest.pop(0), rest.pop(0))))
+        parsed: list[str] = super().parse_args(ctx, joined)
+        return parsed
+
+
+def _pair(text: str) -> tuple[Path, Path]:
+    one, between, other = text.partition(_BETWEEN)
+    if not between:
+        raise DataError(f"--pair {text}: give two runs, the reference first")
+    return Path(one), Path(other)
+
+
+@app.command(cls=_WithPairs)
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run, in one of the formats below.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The other run.")],
@@ -35,42 +70,70 @@ def compare(
         list[str] | None,
         Option(help="A metric to compare; may be repeated. By default losses and rewards."),
     ] = None,
-    allow: Annotated[
+    margin: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="A difference to accept, by the name in its message."),
-    ] = None,
-    envelope: Annotated[
-        list[Path] | None,
         Option(
-            metavar="RUN",
-            help="Another reference run with a harmless difference; give at least three.",
+            metavar="METRIC=VALUE",
+            help="The largest difference that does not matter, in the metric's own unit. By default 0.02 for "
+            "losses, 0.04 for rewards.",
         ),
     ] = None,
+    allow: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="An intended difference of the inputs: recipe or data."),
+    ] = None,
+    rerun: Annotated[
+        list[Path] | None,
+        Option(metavar="RUN", help="A further run of the reference; may be repeated. Give at least three."),
+    ] = None,
+    pair: Annotated[
+        list[str] | None,
+        Option(
+            metavar="A,B", help="Further runs of reference and candidate with another seed; may be repeated."
+        ),
+    ] = None,
+    free: Annotated[
+        bool, Option("--free", help="Each run sampled its own responses: do not compare step by step.")
+    ] = False,
+    require: Annotated[
+        Require, Option(help="Which answer the exit code gives.", show_choices=True)
+    ] = Require.outcome,
     report: Annotated[
         Path | None, Option(metavar="DIR", help="Directory for verdict.json, report.html and plots.")
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
 ) -> None:
-    """Check whether two runs are the same training, by every published rule and by stricter ones.
+    """Compare two runs: do they end up alike, and is it the same computation?
 
     A and B are isotrain run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
-    JSONL files. Runs with different lengths, data or recipes are refused unless --allow names the difference.
-    If both runs have observe.layer_trace=2, the output names the first layer that differs.
+    JSONL files. Outcome: equivalent, different or inconclusive within a margin. Computation: same, different
+    or inconclusive; logs alone can rarely show that it is the same. If both runs have observe.layer_trace=3,
+    the output names the first layer that differs.
 
-    Exit code 0: the same; 1: different; 2: cannot tell.
+    Exit code 0: equivalent (the same); 1: different; 2: inconclusive.
 
     Examples:
 
         isotrain parity compare runs/here runs/there --report work/parity
 
-        isotrain parity compare here.log there.log --metric critic/rewards/mean --allow steps
+        isotrain parity compare here.log there.log --margin reward=0.02 --rerun here-2.log --rerun here-3.log
     """
     if reference is not None and reference not in (first, second):
         raise DataError(f"--reference {reference}: write {first} or {second}")
     one, other = (second, first) if reference == second else (first, second)
-    verdict = api.compare(one, other, metrics=metric or [], allow=allow or [], envelope=envelope or [])
+    from isotrain.parity.protocol import Companions, verdict_on
+
+    verdict = verdict_on(
+        one,
+        other,
+        Companions(rerun or [], [_pair(text) for text in pair or []]),
+        metrics=metric or [],
+        margins=margin or [],
+        allow=allow or [],
+        free_running=free,
+    )
     tell(verdict, report, as_json)
-    raise typer.Exit(verdict.exit_code)
+    raise typer.Exit(verdict.exit_code(require.value))
 
 
 def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
@@ -91,32 +154,60 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
 
 
 def show(verdict: Verdict) -> None:
-    """The verdict in words first, then what it rests on."""
+    """The two answers in words first, then what they rest on."""
     from rich.console import Console
 
+    from isotrain.parity.headline import computation_words, next_words, outcome_words
+
     console = Console(highlight=False, markup=False)
-    style = {"same": "bold green", "different": "bold red"}.get(verdict.outcome, "bold yellow")
-    console.print(verdict.words, style=style, soft_wrap=True)
+    for answer, words in (
+        (verdict.outcome.verdict, outcome_words(verdict)),
+        (verdict.computation.verdict, computation_words(verdict)),
+    ):
+        console.print(words, style=_STYLES[answer], soft_wrap=True)
+    for words in next_words(verdict):
+        console.print(words, soft_wrap=True)
     console.print()
     _print_comparison(verdict.comparison, console)
-    if not verdict.comparison.comparable:
-        return
-    console.print("\nlevels", style="bold")
-    for level in verdict.levels:
+    console.print("\noutcome", style="bold")
+    console.print(_effects(verdict))
+    console.print("\ncomputation", style="bold")
+    for level in verdict.computation.levels:
         style = {"same": "green", "different": "red", "cannot tell": "yellow"}.get(level.state, "dim")
         console.print(f"  {level.name}  {level.state:<12} {level.words}", style=style, soft_wrap=True)
 
 
+def _effects(verdict: Verdict) -> Table:
+    from rich.table import Table
+
+    from isotrain.parity.told import number
+
+    table = Table(
+        "", "window", "reference", "candidate", "difference", "95 % interval", "margin", "",
+        box=None, header_style="bold", pad_edge=False,
+    )  # fmt: skip
+    for effect in verdict.outcome.effects:
+        for position, one in enumerate(effect.windows):
+            interval = (
+                "-" if one.interval is None else f"{number(one.interval.low)} to {number(one.interval.high)}"
+            )
+            figures = (number(one.reference), number(one.candidate), number(one.difference), interval)
+            first = position == 0
+            name, verdict_word = (effect.metric, effect.verdict) if first else ("", "")
+            table.add_row(name, one.window, *figures, number(effect.margin), verdict_word)
+    return table
+
+
 def _print_comparison(found: Comparison, console: Console) -> None:
-    from isotrain.parity.obstacles import ALLOWED, environment_changes
+    from isotrain.parity.inputs import environment_changes
 
     for name, run in (("reference", found.reference), ("candidate", found.candidate)):
         console.print(f"{name}  {run.path} ({run.format})", soft_wrap=True)
-    for obstacle in found.allowed:
-        console.print(f"allowed: {obstacle.message}", style="yellow", soft_wrap=True)
-    for obstacle in found.obstacles:
-        hint = f" (--allow {obstacle.name} compares anyway)" if obstacle.name in ALLOWED else ""
-        console.print(f"not comparable: {obstacle.message}{hint}", style="red", soft_wrap=True)
+    for one in found.allowed:
+        console.print(f"allowed: {one.message}", style="yellow", soft_wrap=True)
+    for one in found.differences:
+        hint = f" (intended? --allow {one.name})"
+        console.print(f"differs: {one.message}{hint}", style="red", soft_wrap=True)
     changes = environment_changes(found.reference, found.candidate)
     if changes:
         console.print("\ndifferences in recipe and environment")
@@ -124,8 +215,6 @@ def _print_comparison(found: Comparison, console: Console) -> None:
             console.print(f"  {line}", style="dim", soft_wrap=True)
         if len(changes) > _SHOWN_CHANGES:
             console.print(f"  and {len(changes) - _SHOWN_CHANGES} more: --json shows all", style="dim")
-    if not found.comparable:
-        return
     console.print()
     console.print(_curves(found.curves))
     console.print()

@@ -44,7 +44,8 @@ def certify(
     The levels run in order and stop at the first failure: operators, layers, curves with their envelope, and,
     if time allows, seeds. The report goes to the working directory.
 
-    Exit code 0: the same, and a certificate if --certificates is given; 1: different; 2: cannot tell.
+    Exit code 0: the same computation, or with --free an equivalent outcome, with a certificate if
+    --certificates is given; 1: different; 2: inconclusive.
 
     Example:
 
@@ -75,13 +76,14 @@ def certify(
     )
     found = run_protocol(children, reference, candidate, protocol, _say)
     tell(found.verdict, work / "report")
-    if certificates is not None and found.verdict.outcome == "same":
+    kind = "free-running" if free else "replayed" if online else "paired"
+    if certificates is not None:
         from isotrain.parity.certificate import write_certificate
 
-        kind = "free-running" if free else "replayed" if online else "paired"
         certificate = _certificate(found, checked, (reference.label, candidate.label), kind)
-        _say(f"wrote {write_certificate(certificates, certificate)}")
-    raise typer.Exit(found.verdict.exit_code)
+        if certificate.certifies:
+            _say(f"wrote {write_certificate(certificates, certificate)}")
+    raise typer.Exit(found.verdict.exit_code("outcome" if free else "computation"))
 
 
 def _sides(devices: str) -> tuple[Side, Side]:
@@ -100,12 +102,11 @@ def _sides(devices: str) -> tuple[Side, Side]:
 
 def _check_counts(members: int, seeds: int) -> None:
     """Check the arguments before any run starts."""
-    from isotrain.parity.envelope import FEWEST_MEMBERS
-    from isotrain.parity.equivalence import FEWEST_SEEDS
+    from isotrain.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
 
-    if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_SEEDS - 1:
+    if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_RUNS - 1:
         raise RecipeError(
-            f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, equivalence {FEWEST_SEEDS - 1} "
+            f"--members, --seeds: an envelope needs {FEWEST_MEMBERS} members, a spread {FEWEST_RUNS - 1} "
             "further seeds; give at least as many, or 0"
         )
 
@@ -115,33 +116,19 @@ def _say(line: str) -> None:
 
 
 def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind: str) -> Certificate:
-    from isotrain.parity.canonical import digest_of
-    from isotrain.parity.certificate import Power
     from isotrain.parity.issue import certificate_of, is_simulated, other_inputs
-    from isotrain.parity.power import load_power
     from isotrain.parity.sources.read import read_run
 
     comparison = found.verdict.comparison
     simulated = (is_simulated(comparison.reference), is_simulated(comparison.candidate))
     named = [f"{label}-simulated" if sim else label for label, sim in zip(labels, simulated, strict=True)]
-    table = load_power()
-    power = None
-    if table is not None:
-        power = Power(
-            caught=table.caught,
-            mutations=len(table.mutations),
-            accepted=table.accepted,
-            reruns=len(table.honest),
-            table_sha256=digest_of(table.as_json()),
-        )
     return certificate_of(
         found.verdict,
         subject=_subject(recipe, kind),
         labels=(named[0], named[1]),
         simulated=simulated,
-        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.members, start=1)},
+        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.reruns, start=1)},
         inputs=other_inputs(comparison, found.companions),
-        power=power,
     )
 
 

@@ -10,7 +10,7 @@ from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
-from isotrain.cli.parity import compare
+from isotrain.cli.parity import Require, compare
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved, path_override
@@ -49,7 +49,8 @@ def replay(
     An online replay uses the recorded responses and scores: no engine samples, so rounding cannot change the
     text. It recomputes everything else: log-probs, values, advantages, losses, updates.
 
-    Output and exit code are those of `isotrain parity compare RUN DIR`; the first different layer is named.
+    Output and exit code are those of `isotrain parity compare RUN DIR --require computation`; the first
+    different layer is named.
 
     Examples:
 
@@ -65,4 +66,4 @@ def replay(
         first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]
     api.train(load_resolved(recorded), *first, *(overrides or []), *last, in_process=True)
     typer.echo()
-    compare(run, out)
+    compare(run, out, require=Require.computation)

@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 
 from isotrain.errors import RecipeError
-from isotrain.parity.envelope import FEWEST_MEMBERS, LIMIT
-from isotrain.parity.equivalence import FEWEST_SEEDS, MARGIN, quantile
+from isotrain.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
 
 MOST_MEMBERS, MOST_SEEDS = 8, 10
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -35,21 +34,14 @@ class Plan:
         lines = []
         if self.members:
             blur = 1 / math.sqrt(2 * self.members)
-            lines.append(
-                f"P3: {self.members} members; the envelope's width is known to {100 * blur:.0f} %, and a "
-                f"lasting difference of {LIMIT:g} widths is found"
-            )
+            lines.append(f"P3: {self.members} members; the envelope's width is known to {100 * blur:.0f} %")
         else:
-            lines.append("P3: no envelope; curves alone miss small mistakes (see the power table)")
+            lines.append("P3: no envelope; curves alone can rarely show that a computation is the same")
         if self.seeds:
-            seeds = self.seeds + 1  # the pair that is compared counts as well
-            spread = MARGIN * math.sqrt(seeds) / (quantile(seeds) + 1.28)
-            lines.append(
-                f"P4, P5: {seeds} seeds; can be decided where a pair of runs differs by less than about "
-                f"{spread:.1f} of what a seed changes"
-            )
+            # The pair that is compared counts as well.
+            lines.append(f"outcome: over {self.seeds + 1} seeds, with their spread")
         else:
-            lines.append("P4, P5: no seeds")
+            lines.append("outcome: one run a side, without the spread between seeds")
         return lines
 
 
@@ -61,6 +53,6 @@ def plan(left: float, reference_seconds: float, candidate_seconds: float, *, env
     left -= members * reference_seconds
     pair = reference_seconds + candidate_seconds
     seeds = min(MOST_SEEDS, int(left / pair))
-    if seeds + 1 < FEWEST_SEEDS:
+    if seeds + 1 < FEWEST_RUNS:
         seeds = 0
     return Plan(members, seeds, members * reference_seconds + seeds * pair)

@@ -24,11 +24,12 @@ from pydantic import (
 from isotrain.errors import CertificateError, DataError
 from isotrain.observe.run_directory import write_atomically
 from isotrain.parity.canonical import canonical, digest_of, strict_object
+from isotrain.parity.effects import Answer
 from isotrain.parity.levels import LEVELS, State
 from isotrain.parity.sources.bounded import Source, clipped
-from isotrain.parity.verdict import Outcome
+from isotrain.parity.verdict import Same
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 8 << 20
 # Each curve costs a bootstrap when it is verified; nobody needs more, a stranger might send them.
 MAX_CURVES, MAX_MEMBERS = 64, 64
@@ -169,23 +170,26 @@ class Figures(Part):
     """The candidate's as a multiple of the reference's, without the first steps where there are others."""
 
 
-class Power(Part):
-    caught: Count
-    mutations: Count
-    accepted: Count
-    reruns: Count
-    table_sha256: Sha256
-    """Of the packaged table of mutations."""
+class EffectFound(Part):
+    """How far a metric is apart over the whole run, candidate minus reference."""
 
-    @model_validator(mode="after")
-    def _parts_of_totals(self) -> Power:
-        if self.caught > self.mutations or self.accepted > self.reruns:
-            raise ValueError("more were caught or accepted than there were")
-        return self
+    metric: Name
+    verdict: Answer
+    difference: float
+    low: float | None
+    high: float | None
+    """The 95 % interval; None where there were too few steps."""
+    margin: float
+    evidence: Text
+
+
+class OutcomeFound(Part):
+    verdict: Answer
+    effects: Annotated[tuple[EffectFound, ...], Field(strict=False)]
 
 
 class Certificate(Part):
-    format: Literal[1]
+    format: Literal[2]
     isotrain: Origin
     date: Date
     subject: Subject
@@ -202,9 +206,9 @@ class Certificate(Part):
     curves: Annotated[dict[Name, Curve], Field(min_length=1, max_length=MAX_CURVES)]
     levels: Annotated[tuple[LevelFound, ...], Field(strict=False)]
     figures: Figures
-    verdict: Outcome
+    outcome: OutcomeFound
+    computation: Same
     words: Text
-    power: Power | None
     digest: Sha256
     """Over the canonical JSON of all the rest."""
 
@@ -217,6 +221,13 @@ class Certificate(Part):
     def content(self) -> dict[str, Any]:
         """Everything that the digest is over."""
         return self.model_dump(mode="json", exclude={"digest"})
+
+    @property
+    def certifies(self) -> bool:
+        """The same computation; where runs sampled their own responses, which cannot show it, the outcome."""
+        if self.subject.kind == "free-running":
+            return self.outcome.verdict == "equivalent" and self.computation != "different"
+        return self.computation == "same" and self.outcome.verdict != "different"
 
     @property
     def sides(self) -> dict[str, Side]:
@@ -242,8 +253,8 @@ def sealed(content: Mapping[str, Any]) -> Certificate:
 
 def write_certificate(directory: Path, certificate: Certificate) -> Path:
     """Writes it under the name that its content gives it; never over another content."""
-    if certificate.verdict != "same":
-        raise CertificateError(f"only runs that are the same get a certificate: {certificate.words}")
+    if not certificate.certifies:
+        raise CertificateError(f"only runs that agree get a certificate: {certificate.words}")
     content = certificate.content()
     if certificate.digest != digest_of(content):
         raise CertificateError("the certificate was changed after it was made; make it anew from its runs")
@@ -276,8 +287,9 @@ def read_certificate(path: Path) -> Certificate:
         raise DataError(f"{path}: not spelled as isotrain spells it: fields are missing, or 1 stands for 1.0")
     if certificate.digest != digest_of(certificate.content()):
         raise DataError(f"{path}: digest: does not fit the content, which was changed after it was made")
-    if certificate.verdict != "same":
-        raise DataError(f"{path}: verdict: is {certificate.verdict!r}; a certificate says 'same'")
+    if not certificate.certifies:
+        said = f"outcome {certificate.outcome.verdict!r}, computation {certificate.computation!r}"
+        raise DataError(f"{path}: verdict: {said}; a certificate says that two runs agree")
     return certificate
 
 

@@ -56,7 +56,7 @@ def certify(
     found = verdict(companions)
     # Curves that part may do so by rounding alone, which only the envelope can tell.
     failed = any(found.level(name).state == "different" for name in ("P0", "P1"))
-    if failed or not found.comparison.comparable:
+    if failed or found.computation.inputs or found.computation.broken:
         return Certified(found, companions)
     chosen = _plan(protocol, one, other)
     for line in chosen.words():
@@ -72,7 +72,7 @@ def certify(
     ]
     companions = Companions(members)
     found = verdict(companions)
-    if found.outcome == "different":
+    if found.computation.verdict == "different":
         return Certified(found, companions)
     companions = Companions(members, _pairs(children, reference, candidate, protocol, chosen.seeds))
     return Certified(verdict(companions), companions)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from isotrain.errors import DataError
-from isotrain.parity.obstacles import ALLOWED, Obstacle, environment_changes, obstacles, recipe_changes
+from isotrain.parity.inputs import ALLOWED, InputDifference, differences, environment_changes, recipe_changes
 from isotrain.parity.published import Outcome, kind_of, outcomes
 from isotrain.parity.run import Numbers, Run, common, section
 from isotrain.parity.statistics import Apart, Throughput, apart, throughput
@@ -18,20 +21,56 @@ SPEED = ("perf/throughput", "throughput", "tokens_per_second")
 
 
 @dataclass(frozen=True)
+class Aligned:
+    """One metric of both runs at the steps that both have, up to the first value that is not a number."""
+
+    steps_S: npt.NDArray[np.int64]
+    reference_S: Numbers
+    candidate_S: Numbers
+    of_reference: int
+    of_candidate: int
+    """How many steps each run recorded."""
+
+    @property
+    def whole(self) -> bool:
+        return len(self.steps_S) == self.of_reference == self.of_candidate
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """Where a metric stops being a number."""
+
+    metric: str
+    reference_step: int | None
+    candidate_step: int | None
+
+    @property
+    def one_sided(self) -> bool:
+        return self.reference_step is None or self.candidate_step is None
+
+    @property
+    def words(self) -> str:
+        if self.reference_step is not None and self.candidate_step is not None:
+            return f"{self.metric} is not a number in both runs, from step {self.reference_step}"
+        role = "reference" if self.candidate_step is None else "candidate"
+        step = self.reference_step if self.candidate_step is None else self.candidate_step
+        return f"{self.metric} of the {role} is not a number from step {step} on"
+
+
+@dataclass(frozen=True)
 class Comparison:
     reference: Run
     candidate: Run
+    aligned: dict[str, Aligned]
     curves: dict[str, Apart]
     outcomes: tuple[Outcome, ...]
+    """What the published rules say."""
     speed: dict[str, Throughput]
     """Of the first steps, and without the warm-up."""
-    obstacles: tuple[Obstacle, ...]
-    """That were not allowed: with any of them, the figures are not those of the same training."""
-    allowed: tuple[Obstacle, ...]
-
-    @property
-    def comparable(self) -> bool:
-        return not self.obstacles
+    not_numbers: tuple[NotANumber, ...]
+    differences: tuple[InputDifference, ...]
+    """Recipe or data that differ, and that nobody allowed: it is another computation by what went into it."""
+    allowed: tuple[InputDifference, ...]
 
     @property
     def broken(self) -> list[Outcome]:
@@ -42,9 +81,17 @@ class Comparison:
         return {
             "reference": _described(self.reference),
             "candidate": _described(self.candidate),
-            "comparable": self.comparable,
-            "obstacles": [asdict(obstacle) for obstacle in self.obstacles],
-            "allowed": [asdict(obstacle) for obstacle in self.allowed],
+            "steps": {
+                metric: {
+                    "compared": len(one.steps_S),
+                    "reference": one.of_reference,
+                    "candidate": one.of_candidate,
+                }
+                for metric, one in self.aligned.items()
+            },
+            "not_numbers": [{**asdict(one), "words": one.words} for one in self.not_numbers],
+            "differences": [asdict(one) for one in self.differences],
+            "allowed": [asdict(one) for one in self.allowed],
             "recipe": recipe_changes(self.reference, self.candidate),
             "environment": environment_changes(self.reference, self.candidate),
             "curves": {metric: asdict(found) for metric, found in self.curves.items()},
@@ -65,18 +112,26 @@ def compare(
         raise DataError(
             f"{reference.path} and {candidate.path} have no loss or reward in common; name one with --metric"
         )
-    found = list(obstacles(reference, candidate, chosen))
-    broken = {"nan", "no-common-steps"} & {obstacle.name for obstacle in found}
-    compared = [] if broken else [m for m in chosen if _both(m, reference, candidate)]
-    curves = {metric: _apart(metric, reference, candidate) for metric in compared}
+    found = list(differences(reference, candidate))
+    not_numbers = [one for metric in chosen if (one := _not_a_number(metric, reference, candidate))]
+    aligned = {metric: _aligned(metric, reference, candidate) for metric in chosen}
+    curves = {
+        metric: apart(one.steps_S, one.reference_S, one.candidate_S)
+        for metric, one in aligned.items()
+        if len(one.steps_S)
+    }
+    if not curves and not not_numbers:
+        raise DataError(f"'{chosen[0]}' has no step in both runs: {reference.path} and {candidate.path}")
     return Comparison(
         reference,
         candidate,
+        {metric: aligned[metric] for metric in curves},
         curves,
         tuple(outcome for metric, one in curves.items() for outcome in outcomes(metric, one)),
-        {} if broken else _speed(reference, candidate),
-        tuple(obstacle for obstacle in found if obstacle.name not in allow),
-        tuple(obstacle for obstacle in found if obstacle.name in allow),
+        _speed(reference, candidate),
+        tuple(not_numbers),
+        tuple(one for one in found if one.name not in allow),
+        tuple(one for one in found if one.name in allow),
     )
 
 
@@ -85,13 +140,27 @@ def default_metrics(reference: Run, candidate: Run) -> list[str]:
     return [name for name in reference.metrics if name in candidate.metrics and kind_of(name)]
 
 
+def _not_a_number(metric: str, reference: Run, candidate: Run) -> NotANumber | None:
+    starts = []
+    for run in (reference, candidate):
+        if metric not in run.metrics:
+            raise DataError(f"{run.path} has no '{metric}'")
+        series = run.metrics[metric]
+        bad_S = series.steps_S[~np.isfinite(series.values_S)]
+        starts.append(int(bad_S[0]) if len(bad_S) else None)
+    return None if starts == [None, None] else NotANumber(metric, *starts)
+
+
+def _aligned(metric: str, reference: Run, candidate: Run) -> Aligned:
+    a, b = reference.metrics[metric], candidate.metrics[metric]
+    steps_S, (reference_S, candidate_S) = common([a, b])
+    bad_S = ~(np.isfinite(reference_S) & np.isfinite(candidate_S))
+    end = int(np.argmax(bad_S)) if bad_S.any() else len(steps_S)
+    return Aligned(steps_S[:end], reference_S[:end], candidate_S[:end], len(a), len(b))
+
+
 def _both(metric: str, reference: Run, candidate: Run) -> bool:
     return metric in reference.metrics and metric in candidate.metrics
-
-
-def _apart(metric: str, reference: Run, candidate: Run) -> Apart:
-    steps_S, (reference_S, candidate_S) = common([reference.metrics[metric], candidate.metrics[metric]])
-    return apart(steps_S, reference_S, candidate_S)
 
 
 def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:

@@ -12,8 +12,9 @@ from isotrain.errors import DataError
 from isotrain.parity.certificate import Certificate, Curve, Figures
 from isotrain.parity.compare import SPEED, Comparison, compare
 from isotrain.parity.envelope import envelope_level
-from isotrain.parity.levels import Level, not_run
-from isotrain.parity.paired import paired_level, tempered
+from isotrain.parity.levels import Level
+from isotrain.parity.outcome import Outcome, outcome_of
+from isotrain.parity.paired import paired_level
 from isotrain.parity.published import Kind, kind_of
 from isotrain.parity.run import Run, Series
 
@@ -81,12 +82,18 @@ def levels_again(certificate: Certificate) -> Iterator[Level]:
     """P2 and P3, where the certificate has them."""
     ran = {level.name for level in certificate.levels if level.state != "not run"}
     curves = certificate.curves
-    envelope = not_run("P3")
-    if "P3" in ran:
-        roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
-        reference, candidate = run_of(curves, "reference"), run_of(curves, "candidate")
-        envelope = envelope_level(reference, candidate, [run_of(curves, role) for role in roles])
-        yield envelope
+    roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
+    members = [run_of(curves, role) for role in roles]
     if "P2" in ran:
         rated = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
-        yield tempered(paired_level(comparison_of(rated)), envelope)
+        yield paired_level(comparison_of(rated), members)
+    if "P3" in ran:
+        reference, candidate = run_of(curves, "reference"), run_of(curves, "candidate")
+        yield envelope_level(reference, candidate, members)
+
+
+def outcome_again(certificate: Certificate) -> Outcome:
+    """From the curves of the two runs; those of other seeds are not in a certificate."""
+    rated = {m: c for m, c in certificate.curves.items() if kind_of(m) or m in SPEED}
+    free = certificate.subject.kind == "free-running"
+    return outcome_of(comparison_of(rated), "free-running" if free else "paired")

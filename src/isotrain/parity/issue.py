@@ -20,9 +20,10 @@ from isotrain.parity.certificate import (
     Certificate,
     CheckFound,
     Curve,
+    EffectFound,
     LevelFound,
     Origin,
-    Power,
+    OutcomeFound,
     Side,
     Subject,
     problems_of,
@@ -32,6 +33,7 @@ from isotrain.parity.compare import SPEED, Comparison
 from isotrain.parity.envelope import followed
 from isotrain.parity.figures import comparison_of, figures_of, first_of
 from isotrain.parity.levels import Check, Level
+from isotrain.parity.outcome import Outcome
 from isotrain.parity.protocol import Companions
 from isotrain.parity.run import Run, section
 from isotrain.parity.sources.bounded import sha256_of
@@ -52,10 +54,9 @@ def certificate_of(
     simulated: tuple[bool, bool] = (False, False),
     envelope: Mapping[str, Run] | None = None,
     inputs: Mapping[str, str] | None = None,
-    power: Power | None = None,
     date: datetime.datetime | None = None,
 ) -> Certificate:
-    """A verdict that is not `same` has one too, but `write_certificate` refuses it.
+    """A verdict that certifies nothing has one too, but `write_certificate` refuses it.
 
     `labels` and `simulated` are of reference and candidate. `envelope` are the runs that P3 was decided by,
     each under its role, such as `envelope-1`; `inputs` the SHA-256 of files that were read besides the runs'
@@ -88,11 +89,11 @@ def certificate_of(
                 "inputs": {**_inputs(runs), **(inputs or {})},
                 "allowed": _allowed(verdict),
                 "curves": curves,
-                "levels": tuple(level_found(level) for level in verdict.levels),
+                "levels": tuple(level_found(level) for level in verdict.computation.levels),
                 "figures": figures,
-                "verdict": verdict.outcome,
+                "outcome": outcome_found(verdict.outcome),
+                "computation": verdict.computation.verdict,
                 "words": _words(verdict.words),
-                "power": power,
             }
         )
     except ValidationError as error:
@@ -102,7 +103,7 @@ def certificate_of(
 def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, str]:
     """Digests of what the levels read besides curves: layer traces of all runs, and runs of other seeds."""
     runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
-    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.members, start=1)}
+    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.reruns, start=1)}
     digests = {
         f"{role}/layer_trace/{file.name}": sha256_of(path, f"layer_trace/{file.name}")
         for role, path in runs.items()
@@ -168,6 +169,22 @@ def level_found(level: Level) -> LevelFound:
     return LevelFound(name=level.name, state=level.state, words=_words(level.words), checks=checks)
 
 
+def outcome_found(outcome: Outcome) -> OutcomeFound:
+    effects = tuple(
+        EffectFound(
+            metric=effect.metric,
+            verdict=effect.verdict,
+            difference=effect.windows[0].difference,
+            low=whole.low if (whole := effect.windows[0].interval) else None,
+            high=whole.high if whole else None,
+            margin=effect.margin,
+            evidence=effect.evidence,
+        )
+        for effect in outcome.effects
+    )
+    return OutcomeFound(verdict=outcome.verdict, effects=effects)
+
+
 def _check_found(check: Check) -> CheckFound:
     value, limit = (float(x) if math.isfinite(x) else None for x in (check.value, check.limit))
     # A comparison of numpy's numbers is not Python's `bool`.
@@ -220,8 +237,8 @@ def _inputs(runs: Mapping[str, Run]) -> dict[str, str]:
 
 def _allowed(verdict: Verdict) -> dict[str, str]:
     found: dict[str, list[str]] = {}
-    for obstacle in verdict.comparison.allowed:
-        found.setdefault(obstacle.name, []).append(_words(obstacle.message))
+    for one in verdict.comparison.allowed:
+        found.setdefault(one.name, []).append(_words(one.message))
     return {name: _line("; ".join(messages)) for name, messages in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The levels of the protocol, and what one of them has found about a pair of runs."""
+"""The levels at which a computation is looked at, with what one of them has found about a pair of runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ LEVELS = {
     "P1": "forced steps: same weights and data in, same activations, gradients and updates out?",
     "P2": "paired curves: same seed and data order, do the curves agree?",
     "P3": "envelope: is the difference larger than harmless rounding would cause?",
-    "P4": "equivalence: over several seeds, is the difference provably small?",
-    "P5": "outcome: is the validation score the same?",
 }
 
 

@@ -87,7 +87,6 @@ def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
         f"and not verified by us. It is from: {_cell(published['source'])}."
     )
     yield ""
-    yield "Power: how many deliberate bugs the protocol caught, and how many honest reruns it accepted.\n"
     yield from (f"- {name}: {question}" for name, question in LEVELS.items())
     yield ""
 
@@ -117,7 +116,8 @@ def _pair(entry: _Entry, published: dict[str, float]) -> dict[str, str]:
         "throughput, candidate / reference": _number(figures.throughput_ratio),
         "same at": _same_at(one),
         "not run": ", ".join(level.name for level in one.levels if level.state == "not run") or "-",
-        "power": _power(one),
+        "outcome": one.outcome.verdict,
+        "computation": one.computation,
         "date": one.date[:10],
         "signed by": _signed(entry.signature),
         "certificate": _link(entry.name),
@@ -175,13 +175,6 @@ def _same_at(certificate: Certificate) -> str:
         for state in ("same", "cannot tell")
     }
     return names["same"] + (f" ({names['cannot tell']} left it open)" if names["cannot tell"] else "")
-
-
-def _power(certificate: Certificate) -> str:
-    power = certificate.power
-    if power is None:
-        return "not measured"
-    return f"{power.caught} of {power.mutations} caught, {power.accepted} of {power.reruns} accepted"
 
 
 def _signed(signature: Signature) -> str:

@@ -1,96 +1,140 @@
-"""P5: is the validation score the same, slice by slice and over all of them?
-
-K: seeds, L: slices.
-"""
+"""The first question: do the two runs end up alike, within the margin that somebody cares about?"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from isotrain.parity.equivalence import FEWEST_SEEDS, MARGIN, Tost, tost
-from isotrain.parity.levels import Check, Level, State, not_run
+from isotrain.errors import DataError
+from isotrain.parity import thresholds
+from isotrain.parity.compare import Comparison
+from isotrain.parity.effects import Answer, Effect, effect_of_curves, effect_of_runs, values_of
+from isotrain.parity.pairing import Pairing
+from isotrain.parity.published import kind_of
 from isotrain.parity.run import Run
+from isotrain.parity.thresholds import Kind
 
 # Scores alone: other figures of a validation are no measure of quality.
-_SCORE = re.compile(r"^val-core/.+@\d+$|^val/(loss|accuracy|f1)$")
-RESAMPLES = 2000
+_SCORE = re.compile(r"^val-core/.+@\d+$|^val/(accuracy|f1)$")
+_TYPED = re.compile(r"(?P<metric>.+)=(?P<value>[0-9.eE+-]+)")
 
 
-def outcome_level(pairs: Sequence[tuple[Run, Run]], seed: int = 0) -> Level:
-    """`pairs` are reference and candidate of one seed each, with validation at their end."""
-    if len(pairs) < FEWEST_SEEDS:
-        return not_run("P5", f"scores need {FEWEST_SEEDS} seeds or more, {len(pairs)} are there")
+@dataclass(frozen=True)
+class Outcome:
+    verdict: Answer
+    effects: tuple[Effect, ...]
+    """The metric that decides first, then the others."""
+    pairing: Pairing
+    broken: tuple[str, ...] = ()
+    """What is not a number, on one side."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "pairing": self.pairing,
+            "broken": list(self.broken),
+            "effects": {one.metric: one.as_json() for one in self.effects},
+        }
+
+
+@dataclass(frozen=True)
+class OtherRuns:
+    """Runs besides the two that are compared."""
+
+    reruns: Sequence[Run] = ()
+    """Further runs of the reference."""
+    pairs: Sequence[tuple[Run, Run]] = ()
+    """Further runs of reference and candidate, with other seeds."""
+
+
+NO_OTHERS = OtherRuns()
+
+
+def outcome_of(
+    comparison: Comparison,
+    pairing: Pairing,
+    others: OtherRuns = NO_OTHERS,
+    margins: Mapping[str, float] | None = None,
+) -> Outcome:
+    """From the curves of both runs, or from several runs where there are some."""
+    one_sided = tuple(one.words for one in comparison.not_numbers if one.one_sided)
+    stated = margins or {}
+    effects = tuple(_effects(comparison, pairing, others, stated))
+    verdict: Answer = "inconclusive"
+    verdicts = {one.verdict for one in effects}
+    if one_sided or "different" in verdicts:
+        verdict = "different"
+    elif effects and not comparison.not_numbers:
+        deciding = [one for one in effects if _decides(one, effects, pairing, stated)]
+        verdict = "equivalent" if all(one.verdict == "equivalent" for one in deciding) else "inconclusive"
+    order = sorted(
+        effects, key=lambda one: (one.verdict != verdict, not _decides(one, effects, pairing, stated))
+    )
+    return Outcome(verdict, tuple(order), pairing, one_sided)
+
+
+def _decides(one: Effect, effects: Sequence[Effect], pairing: Pairing, stated: Mapping[str, float]) -> bool:
+    """A free-running policy loss says little about how good a run is: rewards decide, if there are some."""
+    if one.metric in stated or pairing == "paired":
+        return True
+    return one.kind != "loss" or all(other.kind == "loss" for other in effects)
+
+
+def _effects(
+    comparison: Comparison, pairing: Pairing, others: OtherRuns, margins: Mapping[str, float]
+) -> Iterator[Effect]:
+    free = pairing == "free-running"
+    pairs = [(comparison.reference, comparison.candidate), *others.pairs]
+    references = [comparison.reference, *others.reruns]
+    metrics = list(comparison.curves)
+    scores = _scores(pairs) if len(pairs) >= thresholds.FEWEST_RUNS else []
+    tests = len(metrics) + len(scores)
+    for metric in metrics:
+        kind: Kind = kind_of(metric) or "score"
+        margin = margins.get(metric, thresholds.MARGINS[kind])
+        runs_a, runs_b = [a for a, _ in pairs], [b for _, b in pairs]
+        if len(pairs) >= thresholds.FEWEST_RUNS and _all_have(metric, [*runs_a, *runs_b]):
+            values = values_of(metric, [*runs_a, *runs_b])
+            a, b = values[: len(pairs)], values[len(pairs) :]
+            yield effect_of_runs(metric, kind, margin, a, b, paired=not free, tests=tests)
+        elif free and len(references) >= thresholds.FEWEST_RUNS and _all_have(metric, references):
+            *a, b_S = values_of(metric, [*references, comparison.candidate])
+            yield effect_of_runs(metric, kind, margin, a, [b_S], paired=False, tests=tests)
+        else:
+            one = comparison.aligned[metric]
+            curves = (one.reference_S, one.candidate_S)
+            yield effect_of_curves(metric, kind, margin, *curves, free=free, tests=tests)
+    for metric in scores:
+        margin = margins.get(metric, thresholds.MARGINS["score"])
+        a, b = ([pair[side].metrics[metric].values_S[-1:] for pair in pairs] for side in (0, 1))
+        yield effect_of_runs(metric, "score", margin, a, b, paired=False, tests=tests)
+
+
+def _all_have(metric: str, runs: Sequence[Run]) -> bool:
+    return all(metric in run.metrics for run in runs)
+
+
+def _scores(pairs: Sequence[tuple[Run, Run]]) -> list[str]:
     runs = [run for pair in pairs for run in pair]
-    slices = [m for m in pairs[0][0].metrics if _SCORE.match(m) and all(m in run.metrics for run in runs)]
-    if not slices:
-        return not_run("P5", "the runs have no validation in common")
-    a_KL, b_KL = (np.array([[_last(pair[side], m) for m in slices] for pair in pairs]) for side in (0, 1))
-    if not np.isfinite(a_KL).all():
-        return not_run("P5", "a score of the reference is not a number")
-    if not np.isfinite(b_KL).all():
-        return Level("P5", "different", "a validation score of the candidate is not a number")
-    spread_L = a_KL.std(axis=0, ddof=1)
-    each = [tost(b_K - a_K, s) for a_K, b_K, s in zip(a_KL.T, b_KL.T, spread_L, strict=True)]
-    checks = [
-        _check(f"{name}: largest plausible difference", one, len(pairs))
-        for name, one in zip(slices, each, strict=True)
-    ]
-    # In units of a seed's spread, so that slices can be taken together; one without a spread has no unit.
-    varied = spread_L > 0
-    decide = [one.state for one, has_unit in zip(each, varied, strict=True) if not has_unit]
-    if varied.any():
-        overall = _interval((b_KL - a_KL)[:, varied] / spread_L[varied], seed)
-        decide.append(overall.state)
-        name = "interquartile mean over all slices, in seeds' standard deviations"
-        checks.append(_check(name, overall, len(pairs)))
-    state: State = "same" if all(one == "same" for one in decide) else "cannot tell"
-    if "different" in [*decide, *(one.state for one in each)]:
-        state = "different"
-    rows = [
-        [name, f"{a_K.mean():.4g}", f"{b_K.mean():.4g}", one.state]
-        for name, a_K, b_K, one in zip(slices, a_KL.T, b_KL.T, each, strict=True)
-    ]
-    table = {"columns": ["slice", "reference", "candidate", "state"], "rows": rows}
-    return Level("P5", state, _words(state, slices, each), tuple(checks), (), {"table": table})
+    return [metric for metric in runs[0].metrics if _SCORE.match(metric) and _all_have(metric, runs)]
 
 
-def _words(state: State, slices: Sequence[str], each: Sequence[Tost]) -> str:
-    what = f"the validation scores of {len(slices)} slice(s)"
-    if state == "different":
-        named = next((name for name, one in zip(slices, each, strict=True) if one.state == "different"), what)
-        return f"{named} differs by more than {MARGIN:g} of what another seed changes"
-    if state == "same":
-        return f"{what} differ by less than {MARGIN:g} of what another seed changes"
-    return f"seeds are too few to tell whether {what} are the same"
-
-
-def _check(name: str, found: Tost, seeds: int) -> Check:
-    passed = {"same": True, "different": False}.get(found.state)
-    return Check(name, abs(found.mean) + found.half, found.margin, passed, f"{seeds} seeds")
-
-
-def interquartile_mean(values: npt.NDArray[np.float64]) -> float:
-    """The mean of the middle half: one seed that failed does not decide."""
-    ordered = np.sort(values, axis=None)
-    cut = len(ordered) // 4
-    return float(ordered[cut : len(ordered) - cut].mean())
-
-
-def _interval(difference_KL: npt.NDArray[np.float64], seed: int) -> Tost:
-    """90 % of the interquartile mean, seeds drawn again within each slice."""
-    draw = np.random.default_rng(seed)
-    seeds, slices = difference_KL.shape
-    means = [
-        interquartile_mean(difference_KL[draw.integers(0, seeds, (seeds, slices)), np.arange(slices)])
-        for _ in range(RESAMPLES)
-    ]
-    low, high = (float(bound) for bound in np.quantile(means, [0.05, 0.95]))
-    return Tost((low + high) / 2, (high - low) / 2, MARGIN)
-
-
-def _last(run: Run, metric: str) -> float:
-    return float(run.metrics[metric].values_S[-1])
+def margins_of(texts: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:
+    """`--margin METRIC=VALUE`; the metric may be `loss` or `reward` for all of that kind."""
+    found: dict[str, float] = {}
+    for text in texts:
+        typed = _TYPED.fullmatch(text)
+        try:
+            value = float(typed["value"]) if typed else float("nan")
+        except ValueError:
+            value = float("nan")
+        if typed is None or not value >= 0:
+            raise DataError(f"--margin {text}: write METRIC=VALUE, such as reward=0.04")
+        name = typed["metric"]
+        meant = [metric for metric in metrics if name in (metric, kind_of(metric))]
+        if not meant:
+            raise DataError(f"--margin {text}: no such metric is compared; there are {', '.join(metrics)}")
+        found |= dict.fromkeys(meant, value)
+    return found

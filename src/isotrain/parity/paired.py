@@ -1,78 +1,130 @@
-"""P2: what two paired curves alone tell: the same, different, or too close to call without an envelope."""
+"""P2: what two paired curves tell about the computation: the same, different, or too close to call."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from isotrain.parity import thresholds
 from isotrain.parity.compare import Comparison
 from isotrain.parity.levels import Check, Level, State, not_run
-from isotrain.parity.statistics import Apart
+from isotrain.parity.noise import WINDOWS, alarm_shares, window_means
+from isotrain.parity.run import Run, common
+from isotrain.parity.statistics import Apart, apart
 
-# Between the two, honest pairs in bfloat16 and small mistakes overlap: the same by curves alone are only
-# those that agree to float32's last digits. benchmarks/parity_power.py has the figures of both.
-SAME_CORRELATION, DIFFERENT_CORRELATION = 0.999, 0.95
-SAME_SHARE, DIFFERENT_SHARE = 2e-6, 0.1
+_ONE_SIGN = "the update: learning rate, optimizer or gradient scaling"
+_FROM_THE_START = "the loss itself: its mask, its scale or the model's layers, wrong from the first step"
 
 
-def paired_level(comparison: Comparison) -> Level:
+@dataclass(frozen=True)
+class _Signed:
+    """The clearest difference of one sign in a window of the run, beside the size that rounding may have."""
+
+    window: str
+    mean: float
+    floor: float
+    found: bool
+    """Whether noise without a sign does not explain it."""
+
+
+def paired_level(comparison: Comparison, members: Sequence[Run] = ()) -> Level:
+    """`members` are runs that only round otherwise than the reference: what they do is allowed."""
     if not comparison.curves:
         return not_run("P2", "the runs have no curve to compare")
-    checks = tuple(check for name, found in comparison.curves.items() for check in _checks(name, found))
-    states = {name: _state(found) for name, found in comparison.curves.items()}
-    state: State = "same"
-    if comparison.broken or "different" in states.values():
-        state = "different"
-    elif "cannot tell" in states.values():
-        state = "cannot tell"
+    limits = {name: _limits(name, comparison, members) for name in comparison.curves}
+    signed = {name: _signed(name, comparison) for name in comparison.curves}
+    checks = tuple(
+        check
+        for name, found in comparison.curves.items()
+        for check in _checks(name, found, limits[name], signed[name])
+    )
+    states = {name: _state(found, limits[name], signed[name]) for name, found in comparison.curves.items()}
+    apart_names = [name for name, state in states.items() if state == "different"]
+    if apart_names:
+        first = apart_names[0]
+        words, causes = _parting(first, comparison.curves[first], limits[first], signed[first])
+        return Level("P2", "different", words, checks, causes, {"apart": apart_names})
+    state: State = "cannot tell" if "cannot tell" in states.values() else "same"
     worst = max(comparison.curves, key=lambda name: comparison.curves[name].share_of_flat or 0.0)
-    if state == "different":
-        apart = [name for name, found in states.items() if found == "different"]
-        apart = list(dict.fromkeys([*apart, *(one.metric for one in comparison.broken)]))
-        first = comparison.curves[apart[0]]
-        return Level("P2", state, _parting(apart[0], first), checks, _causes(first), {"apart": apart})
     return Level("P2", state, _together(worst, comparison.curves[worst], state), checks)
 
 
-def tempered(paired: Level, envelope: Level) -> Level:
-    """Some trainings part by rounding alone, the envelope's members too: then curves decide nothing.
-
-    Of metrics that the envelope has not looked at, the curves' word stands.
-    """
-    if paired.state != "different" or envelope.state != "same":
-        return paired
-    if not set(paired.evidence["apart"]) <= set(envelope.evidence["envelope"]):
-        return paired
-    words = f"{paired.words}, as runs of the reference do among themselves"
-    return replace(paired, state="cannot tell", words=words, causes=())
+@dataclass(frozen=True)
+class _Limits:
+    correlation: float
+    share: float
 
 
-def _state(found: Apart) -> State:
+def _limits(metric: str, comparison: Comparison, members: Sequence[Run]) -> _Limits:
+    """Some trainings part by rounding alone: where the members do so, the candidate may."""
+    correlations, shares = [1.0], [0.0]
+    for member in members:
+        if metric in member.metrics and metric in comparison.reference.metrics:
+            steps_S, (a_S, b_S) = common([comparison.reference.metrics[metric], member.metrics[metric]])
+            if len(steps_S) and np.isfinite(a_S).all() and np.isfinite(b_S).all():
+                found = apart(steps_S, a_S, b_S)
+                correlations.append(1.0 if found.change_correlation is None else found.change_correlation)
+                shares.append(found.share_of_flat or 0.0)
+    slack = thresholds.MEMBER_SLACK
+    return _Limits(
+        min(thresholds.DIFFERENT_CORRELATION, 1 - slack * (1 - min(correlations))),
+        max(thresholds.DIFFERENT_SHARE, slack * max(shares)),
+    )
+
+
+def _signed(metric: str, comparison: Comparison) -> _Signed:
+    one = comparison.aligned[metric]
+    means = window_means(one.candidate_S - one.reference_S)
+    floor = thresholds.SIGNED_FLOOR * float(np.abs(one.reference_S).mean())
+    limit = thresholds.FALSE_ALARMS / len(comparison.curves)
+    shares = alarm_shares(len(means))
+    clear = [one.chance < limit * share for one, share in zip(means, shares, strict=True)]
+    # The whole run, unless only quarters of it show what noise does not explain: then the largest of those.
+    quarters = [at for at in range(1, len(means)) if clear[at]]
+    best = max(quarters, key=lambda at: abs(means[at].value)) if quarters and not clear[0] else 0
+    return _Signed(WINDOWS[best], means[best].value, floor, clear[best])
+
+
+def _state(found: Apart, limits: _Limits, signed: _Signed) -> State:
+    if not found.mean_absolute:
+        return "same"
     correlation, share = found.change_correlation, found.share_of_flat
-    if correlation is None or share is None:
-        return "same" if found.mean_absolute == 0 else "cannot tell"
-    if correlation < DIFFERENT_CORRELATION or share > DIFFERENT_SHARE:
+    if signed.found and abs(signed.mean) > signed.floor:
         return "different"
-    return "same" if correlation >= SAME_CORRELATION and share <= SAME_SHARE else "cannot tell"
+    if correlation is None or share is None:
+        return "cannot tell"
+    if correlation < limits.correlation or share > limits.share:
+        return "different"
+    alike = correlation >= thresholds.SAME_CORRELATION and share <= thresholds.SAME_SHARE
+    return "same" if alike else "cannot tell"
 
 
-def _checks(name: str, found: Apart) -> list[Check]:
+def _checks(name: str, found: Apart, limits: _Limits, signed: _Signed) -> list[Check]:
     checks = []
     if found.change_correlation is not None:
         value = found.change_correlation
-        checks.append(
-            Check(
-                f"{name}: correlation of changes",
-                value,
-                DIFFERENT_CORRELATION,
-                value >= DIFFERENT_CORRELATION,
-                f"at least; {SAME_CORRELATION} for the same by curves alone",
-            )
-        )
+        note = f"at least; {thresholds.SAME_CORRELATION} for the same by curves alone"
+        passed = value >= limits.correlation
+        checks.append(Check(f"{name}: correlation of changes", value, limits.correlation, passed, note))
     if found.share_of_flat is not None:
         share = found.share_of_flat
-        note = f"at most; {SAME_SHARE} for the same by curves alone"
-        passed = share <= DIFFERENT_SHARE
-        checks.append(Check(f"{name}: share of a flat line's error", share, DIFFERENT_SHARE, passed, note))
+        note = f"at most; {thresholds.SAME_SHARE} for the same by curves alone"
+        checks.append(
+            Check(f"{name}: share of a flat line's error", share, limits.share, share <= limits.share, note)
+        )
+    size = abs(signed.mean)
+    words = "noise does not explain it" if signed.found else "noise explains it"
+    checks.append(
+        Check(
+            f"{name}: mean difference, {signed.window}",
+            size,
+            signed.floor,
+            not (signed.found and size > signed.floor),
+            f"at most, unless it has no lasting sign; {words}",
+        )
+    )
     return checks
 
 
@@ -82,23 +134,21 @@ def _together(name: str, found: Apart, state: State) -> str:
         how += f", changes correlate {found.change_correlation:.5f}"
     if state == "same":
         return f"the curves agree ({how})"
-    return f"the curves are close ({how}), but small mistakes can be as close: an envelope would decide"
+    return f"the curves are close ({how}), but small mistakes can be as close"
 
 
-def _parting(name: str, found: Apart) -> str:
+def _parting(name: str, found: Apart, limits: _Limits, signed: _Signed) -> tuple[str, tuple[str, ...]]:
+    correlation = found.change_correlation
+    if correlation is not None and correlation < min(0.5, limits.correlation):
+        words = f"{name} goes up and down at other steps (changes correlate {correlation:.2f})"
+        return words, ("other data, or another order of it",)
+    from_start = found.first * found.signed_mean > 0.5 * found.signed_mean**2
+    causes = (_FROM_THE_START if from_start else _ONE_SIGN,)
+    if signed.found and abs(signed.mean) > signed.floor:
+        side = "higher" if signed.mean > 0 else "lower"
+        return f"{name} is {abs(signed.mean):.2g} {side} throughout the {signed.window}", causes
     where = f" part at step {found.parts_at}" if found.parts_at is not None else " do not agree"
     how = f"{100 * found.mean_absolute:.2g} hundredths apart on average"
-    if found.change_correlation is not None:
-        how += f", changes correlate {found.change_correlation:.3f}"
-    return f"the curves of {name}{where} ({how})"
-
-
-def _causes(found: Apart) -> tuple[str, ...]:
-    """By what the curve does: data decides where single steps lie, everything else how fast it falls."""
-    if found.change_correlation is None:
-        return ()
-    if found.change_correlation < 0.5:
-        return ("other data, or another order of it",)
-    if abs(found.first) > 10 * abs(found.signed_mean - found.first):
-        return ("the loss itself: its mask, its scale or the model's layers, wrong from the first step",)
-    return ("the update: learning rate, optimizer or gradient scaling",)
+    if correlation is not None:
+        how += f", changes correlate {correlation:.3f}"
+    return f"the curves of {name}{where} ({how})", causes

@@ -1,4 +1,4 @@
-"""Would the test have caught a real bug: what it said of runs whose truth is known."""
+"""Would the test have shown a real bug: what it said of runs whose truth is known, by kind of evidence."""
 
 from __future__ import annotations
 
@@ -12,29 +12,60 @@ from pydantic import TypeAdapter, ValidationError
 
 from isotrain.errors import DataError
 from isotrain.parity.statistics import Interval
+from isotrain.parity.verdict import Same, Verdict
 
 _Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 _PACKAGED = "power.json"
 
+Evidence = Literal["logs", "reruns", "probes"]
+EVIDENCE: dict[Evidence, str] = {
+    "logs": "logs alone",
+    "reruns": "logs with reruns of the reference",
+    "probes": "probes of layers or operators",
+}
+
+
+def evidence_of(verdict: Verdict) -> Evidence:
+    """The strongest that the answer about the computation had."""
+    ran = {level.name for level in verdict.computation.levels if level.state != "not run"}
+    if ran & {"P0", "P1"}:
+        return "probes"
+    return "reruns" if "P3" in ran else "logs"
+
 
 @dataclass(frozen=True)
 class PowerRow:
-    """One pair of runs whose truth is known, and what was said of it."""
+    """One pair of runs whose truth is known, and what was said of its computation."""
 
     name: str
     kind: Literal["mutation", "honest"]
     """A run with a bug put in on purpose, or a pair that differs by nothing but rounding."""
     algorithm: str
-    verdict: Literal["same", "different", "cannot tell"]
-    caught_by: str | None
-    """The first level that told the runs apart."""
+    verdicts: dict[Evidence, Same]
+    named: str | None
+    """The layer that was named, with probes."""
     published: bool
     """Whether the published rules hold, which call the pair the same then."""
 
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one kind of evidence."""
+
+    mutations: int
+    caught: int
+    honest: int
+    accused: int
+    """Honest pairs that were called different."""
+
     @property
-    def right(self) -> bool:
-        """Whether the verdict is the truth; `cannot tell` never is, so that doubt cannot pass for power."""
-        return self.verdict == ("different" if self.kind == "mutation" else "same")
+    def miss_rate(self) -> Interval | None:
+        """The 95 % interval of the share of mutations that are not caught; None where none was tried."""
+        return wilson(self.mutations - self.caught, self.mutations)
+
+    @property
+    def false_alarm_rate(self) -> Interval | None:
+        return wilson(self.accused, self.honest)
 
 
 @dataclass(frozen=True)
@@ -44,48 +75,26 @@ class Power:
     date: str
     rows: tuple[PowerRow, ...]
 
-    @property
-    def mutations(self) -> tuple[PowerRow, ...]:
-        return tuple(row for row in self.rows if row.kind == "mutation")
-
-    @property
-    def honest(self) -> tuple[PowerRow, ...]:
-        return tuple(row for row in self.rows if row.kind == "honest")
-
-    @property
-    def caught(self) -> int:
-        return sum(row.right for row in self.mutations)
-
-    @property
-    def accepted(self) -> int:
-        return sum(row.right for row in self.honest)
-
-    @property
-    def caught_by_published(self) -> int:
-        """Mutations that the published rules reject as well."""
-        return sum(not row.published for row in self.mutations)
-
-    @property
-    def miss_rate(self) -> Interval | None:
-        """The 95 % interval of the share of mutations that are not caught; None where none was tried."""
-        return wilson(len(self.mutations) - self.caught, len(self.mutations))
-
-    @property
-    def false_alarm_rate(self) -> Interval | None:
-        """The same of honest pairs that are not accepted."""
-        return wilson(len(self.honest) - self.accepted, len(self.honest))
+    def of(self, evidence: Evidence) -> Counts | None:
+        """What was said with this evidence; None where no pair was tried with it."""
+        tried = [row for row in self.rows if evidence in row.verdicts]
+        if not tried:
+            return None
+        called = [row.verdicts[evidence] == "different" for row in tried]
+        bugs = [row.kind == "mutation" for row in tried]
+        both = list(zip(called, bugs, strict=True))
+        return Counts(
+            mutations=sum(bugs),
+            caught=sum(one and bug for one, bug in both),
+            honest=len(tried) - sum(bugs),
+            accused=sum(one and not bug for one, bug in both),
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
             "protocol": self.protocol,
             "date": self.date,
-            "mutations": len(self.mutations),
-            "caught": self.caught,
-            "caught_by_published_rules": self.caught_by_published,
-            "honest": len(self.honest),
-            "accepted": self.accepted,
-            "miss_rate_95": asdict(self.miss_rate) if self.miss_rate else None,
-            "false_alarm_rate_95": asdict(self.false_alarm_rate) if self.false_alarm_rate else None,
+            "evidence": {name: asdict(found) for name in EVIDENCE if (found := self.of(name)) is not None},
             "rows": [asdict(row) for row in self.rows],
         }
 
@@ -111,7 +120,7 @@ def load_power(path: Path | None = None) -> Power | None:
     except FileNotFoundError:
         return None
     try:
-        # Counts and intervals that were written beside the rows are computed again.
+        # Counts that were written beside the rows are computed again.
         return TypeAdapter(Power).validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]

@@ -15,11 +15,13 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("reward", re.compile(r"(^|/)(critic/rewards/mean|rewards?(_mean|/mean)?|critic/score/mean|return)$")),
     ("loss", re.compile(r"(^|[/_])(pg_)?loss(_mean|/mean)?$")),
 )
+# Parts of a loss that no published rule is about.
+_PARTS = ("kl_loss", "entropy_loss", "aux_loss")
 
 
 def kind_of(metric: str) -> Kind | None:
     """Whether a metric is a loss or a reward by its name; others have no published rule."""
-    if metric.startswith("timing"):  # `timing_s/reward` is how long it took
+    if metric.startswith("timing") or metric.endswith(_PARTS):  # `timing_s/reward` is how long it took
         return None
     return next((kind for kind, pattern in _KINDS if pattern.search(metric)), None)
 

@@ -1,4 +1,4 @@
-"""From what the levels found to one verdict: the same training, a different one, or cannot tell."""
+"""The two answers about a pair of runs: do they end up alike, and is it the same computation?"""
 
 from __future__ import annotations
 
@@ -7,76 +7,99 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from isotrain.parity.compare import Comparison
+from isotrain.parity.effects import Answer
 from isotrain.parity.levels import LEVELS, Level, not_run
+from isotrain.parity.outcome import Outcome
 
-Outcome = Literal["same", "different", "cannot tell"]
+Same = Literal["same", "different", "inconclusive"]
+Question = Literal["outcome", "computation"]
 
-EXIT_CODES: dict[Outcome, int] = {"same": 0, "different": 1, "cannot tell": 2}
+EXIT_CODES: dict[Answer | Same, int] = {"equivalent": 0, "same": 0, "different": 1, "inconclusive": 2}
 # Levels that follow a whole run: without one of them saying `same`, nobody has seen the training.
-_WHOLE_RUNS = ("P2", "P3", "P4")
+_WHOLE_RUNS = ("P2", "P3")
+
+
+@dataclass(frozen=True)
+class Computation:
+    verdict: Same
+    levels: tuple[Level, ...]
+    """All of `LEVELS`, in their order."""
+    inputs: tuple[str, ...] = ()
+    """What went into the runs and differs."""
+    broken: tuple[str, ...] = ()
+    """What is not a number, on one side."""
+
+    def level(self, name: str) -> Level:
+        return next(level for level in self.levels if level.name == name)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What may be behind a difference, most likely first."""
+        against = [level for level in self.levels if level.state == "different"]
+        return tuple(dict.fromkeys(cause for level in against for cause in level.causes))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "inputs": list(self.inputs),
+            "broken": list(self.broken),
+            "causes": list(self.causes),
+            "levels": [asdict(level) for level in self.levels],
+        }
 
 
 @dataclass(frozen=True)
 class Verdict:
     outcome: Outcome
-    words: str
-    """A paragraph for people, before any figure."""
-    levels: tuple[Level, ...]
-    """All of `LEVELS`, in their order."""
+    computation: Computation
     comparison: Comparison = field(repr=False)
 
     def __str__(self) -> str:
         return self.words
 
     @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.outcome]
+    def words(self) -> str:
+        """Both answers for people, before any figure."""
+        from isotrain.parity.headline import headline
+
+        return headline(self)
+
+    def exit_code(self, question: Question = "outcome") -> int:
+        """0 positive, 1 different, 2 inconclusive."""
+        asked = self.outcome if question == "outcome" else self.computation
+        return EXIT_CODES[asked.verdict]
 
     def level(self, name: str) -> Level:
-        return next(level for level in self.levels if level.name == name)
+        return self.computation.level(name)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "verdict": self.outcome,
             "words": self.words,
-            "levels": [asdict(level) for level in self.levels],
+            "outcome": self.outcome.as_json(),
+            "computation": self.computation.as_json(),
             "comparison": self.comparison.as_json(),
         }
 
 
-def judge(comparison: Comparison, found: Iterable[Level]) -> Verdict:
-    """The verdict over the levels that were run; the others are shown as not run."""
+def judge(comparison: Comparison, outcome: Outcome, found: Iterable[Level]) -> Verdict:
+    """The levels that were not run are shown as not run."""
     by_name = {level.name: level for level in found}
     levels = tuple(by_name.get(name) or not_run(name) for name in LEVELS)
-    outcome = _outcome(comparison, levels)
-    return Verdict(outcome, _words(outcome, comparison, levels), levels, comparison)
+    inputs = tuple(one.message for one in comparison.differences)
+    broken = tuple(one.words for one in comparison.not_numbers if one.one_sided)
+    flat = tuple(f"{one.metric}: {one.reason}" for one in outcome.effects if one.reason)
+    verdict = "different" if inputs or broken or flat else _computation(levels)
+    if verdict == "same" and comparison.not_numbers:
+        verdict = "inconclusive"
+    return Verdict(outcome, Computation(verdict, levels, inputs, (*broken, *flat)), comparison)
 
 
-def _outcome(comparison: Comparison, levels: tuple[Level, ...]) -> Outcome:
-    if not comparison.comparable:
-        return "cannot tell"
+def _computation(levels: tuple[Level, ...]) -> Same:
+    """Nothing cancels a difference that one level found."""
     states = {level.name: level.state for level in levels}
     if "different" in states.values():
         return "different"
     # Curves alone may leave it open, which the envelope then decides.
     undecided = [name for name, state in states.items() if state == "cannot tell" and name != "P2"]
     seen = any(states[name] == "same" for name in _WHOLE_RUNS)
-    return "same" if seen and not undecided else "cannot tell"
-
-
-def _words(outcome: Outcome, comparison: Comparison, levels: tuple[Level, ...]) -> str:
-    if not comparison.comparable:
-        return "These two runs cannot be compared: " + "; ".join(o.message for o in comparison.obstacles)
-    ran = [level for level in levels if level.state != "not run"]
-    if outcome == "same":
-        return "These two runs are the same training: " + _sentences(ran)
-    if outcome == "different":
-        against = [level for level in ran if level.state == "different"]
-        causes = list(dict.fromkeys(cause for level in against for cause in level.causes))
-        likely = f" Likely causes: {'; '.join(causes)}." if causes else ""
-        return "These two runs are not the same training: " + _sentences(against) + likely
-    return "It cannot be told whether these two runs are the same training: " + _sentences(ran)
-
-
-def _sentences(levels: Iterable[Level]) -> str:
-    return "; ".join(level.words for level in levels) + "."
+    return "same" if seen and not undecided else "inconclusive"

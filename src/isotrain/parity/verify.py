@@ -10,9 +10,10 @@ from typing import Literal
 
 from isotrain.errors import CertificateError, DataError
 from isotrain.parity.canonical import digest_of
-from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, read_certificate
-from isotrain.parity.figures import comparison_of, figures_of
-from isotrain.parity.issue import level_found, portable_recipe, side_of
+from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, OutcomeFound, read_certificate
+from isotrain.parity.effects import ALONE
+from isotrain.parity.figures import comparison_of, figures_of, outcome_again
+from isotrain.parity.issue import level_found, outcome_found, portable_recipe, side_of
 from isotrain.parity.levels import Level
 from isotrain.parity.run import Run
 from isotrain.parity.signing import signature_of
@@ -83,9 +84,28 @@ def _itself(certificate: Certificate) -> Iterator[Finding]:
     yield _finding("figures", not differ, f"the curves give them: {stated.steps} steps", "; ".join(differ))
     broken = list(_contradictions(certificate.levels))
     yield _finding("levels", not broken, "each fits its checks", "; ".join(broken))
-    outcome = judge(comparison, [Level(one.name, one.state, one.words) for one in certificate.levels]).outcome
-    said = f"the levels say {outcome!r}"
-    yield _finding("verdict", outcome == certificate.verdict, said, f"is {certificate.verdict!r}, {said}")
+    outcome = outcome_again(certificate)
+    yield _outcome(certificate, outcome_found(outcome))
+    levels = [Level(one.name, one.state, one.words) for one in certificate.levels]
+    computation = judge(comparison, outcome, levels).computation.verdict
+    said = f"the levels say {computation!r}"
+    fits = computation == certificate.computation
+    yield _finding("computation", fits, said, f"is {certificate.computation!r}, {said}")
+
+
+def _outcome(certificate: Certificate, again: OutcomeFound) -> Finding:
+    """Effects over other seeds rest on runs that are not in the file."""
+    stated = certificate.outcome
+    if any(one.evidence != ALONE for one in stated.effects):
+        return Finding(
+            "outcome", "not checked", "it was estimated from further runs, which are not in the file"
+        )
+    fits = stated.verdict == again.verdict and len(stated.effects) == len(again.effects)
+    for a, b in zip(stated.effects, again.effects, strict=False):
+        fits &= (a.metric, a.verdict, a.margin) == (b.metric, b.verdict, b.margin)
+        fits &= _close(a.difference, b.difference) and _close(a.low, b.low) and _close(a.high, b.high)
+    words = f"the curves give {again.verdict!r}"
+    return _finding("outcome", fits, words, f"is {stated.verdict!r} there; {words}, with other figures")
 
 
 def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
@@ -121,7 +141,7 @@ def _same_checks(before: tuple[CheckFound, ...], now: tuple[CheckFound, ...]) ->
 def _close(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
-    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-15)
+    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=1e-12)
 
 
 def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Finding]:

@@ -31,8 +31,7 @@ def facts(verdict: Verdict) -> Facts:
     comparison = verdict.comparison
     recipe = comparison.reference.recipe or comparison.candidate.recipe or {}
     algorithm = recipe.get("algorithm", recipe.get("task"))
-    # Of runs that cannot be compared there are no figures to tell.
-    speed = list(comparison.speed.values()) if comparison.comparable else []
+    speed = list(comparison.speed.values())
     return Facts(
         algorithm=_text(algorithm.get("name") if isinstance(algorithm, dict) else algorithm),
         model=_model(recipe.get("model")),
@@ -42,7 +41,7 @@ def facts(verdict: Verdict) -> Facts:
         reward=_metric(verdict, "reward"),
         # The last is that without the warm-up, where the runs were long enough.
         throughput=speed[-1].ratio if speed else None,
-        levels_run=tuple(level.name for level in verdict.levels if level.state != "not run"),
+        levels_run=tuple(level.name for level in verdict.computation.levels if level.state != "not run"),
     )
 
 
@@ -66,5 +65,5 @@ def _text(value: Any) -> str:
 
 def _metric(verdict: Verdict, kind: Kind) -> str | None:
     comparison = verdict.comparison
-    found = [name for name in comparison.curves if comparison.comparable and kind_of(name) == kind]
+    found = [name for name in comparison.curves if kind_of(name) == kind]
     return next((name for name in found if not name.startswith("val")), found[0] if found else None)

@@ -8,11 +8,20 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from isotrain import __version__
+from isotrain.parity.headline import computation_words, next_words, outcome_words
 from isotrain.parity.levels import LEVELS
-from isotrain.parity.power import Power
+from isotrain.parity.power import Power, evidence_of
 from isotrain.parity.report.facts import UNKNOWN, device_of, facts
 from isotrain.parity.report.markup import Markup, element, text
-from isotrain.parity.report.sections import around, inputs, level_block, power_table, published, statistics
+from isotrain.parity.report.sections import (
+    around,
+    effects,
+    inputs,
+    level_block,
+    power_table,
+    published,
+    statistics,
+)
 from isotrain.parity.run import Run
 from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
@@ -21,11 +30,12 @@ from isotrain.parity.verdict import Verdict
 if TYPE_CHECKING:
     from isotrain.parity.report.pictures import Picture
 
-_HEADLINES = {
-    "same": ("\N{CHECK MARK}", "The same training"),
-    "different": ("\N{MULTIPLICATION X}", "Not the same training"),
-    "cannot tell": ("?", "It cannot be told"),
+_OUTCOMES = {
+    "equivalent": ("\N{CHECK MARK}", "Equivalent"),
+    "different": ("\N{MULTIPLICATION X}", "Different"),
+    "inconclusive": ("?", "Inconclusive"),
 }
+_COMPUTATIONS = _OUTCOMES | {"same": ("\N{CHECK MARK}", "The same")}
 # Nothing may be loaded and nothing may run, whatever found its way into the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -41,18 +51,21 @@ def page(
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{text(_POLICY)}">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
-        element("title", f"Parity: {_HEADLINES[verdict.outcome][1].lower()}"),
+        element("title", f"Parity: {_OUTCOMES[verdict.outcome.verdict][1].lower()}"),
         element("style", Markup(style)),
     )
     main = element(
         "main",
-        _banner(verdict, power, date),
+        _banner(verdict, date),
         _pictures(pictures, more_metrics),
-        _section("What was found, level by level", *(level_block(level) for level in verdict.levels)),
+        _section("Outcome: by how much the runs differ", effects(verdict)),
+        _section(
+            "Computation, level by level", *(level_block(level) for level in verdict.computation.levels)
+        ),
         _section("How far the curves are apart", statistics(verdict)),
         _section("What the published rules say", published(verdict)),
         _section("What differs around the runs", around(verdict)),
-        _section("Would this test have caught a real bug?", power_table(power)),
+        _section("Would this evidence have shown a real bug?", power_table(power, evidence_of(verdict))),
         _section("What was read", inputs(verdict)),
     )
     made = f"isotrain {__version__}, {date}. All figures are in verdict.json beside this page."
@@ -64,22 +77,47 @@ def _section(title: str, *children: Markup) -> Markup:
     return element("section", element("h2", title), *children)
 
 
-def _banner(verdict: Verdict, power: Power | None, date: str) -> Markup:
-    mark, headline = _HEADLINES[verdict.outcome]
+def _banner(verdict: Verdict, date: str) -> Markup:
     known = facts(verdict)
     about = [part for part in (known.algorithm, known.model) if part != UNKNOWN]
-    title = element("span", mark, class_="mark", aria_hidden="true"), element("h1", headline)
     runs = _run("reference", verdict.comparison.reference), _run("candidate", verdict.comparison.candidate)
+    outcome, computation = verdict.outcome.verdict, verdict.computation.verdict
+    answers = (
+        _answer("Do the runs end up alike?", outcome, _OUTCOMES, _without_answer(outcome_words(verdict))),
+        _answer(
+            "Is it the same computation?",
+            computation,
+            _COMPUTATIONS,
+            _without_answer(computation_words(verdict)),
+        ),
+    )
     return element(
         "header",
-        element("div", *title, class_="headline"),
-        element("p", verdict.words, class_="words"),
+        element("div", *answers, class_="answers"),
+        *(element("p", words, class_="words") for words in next_words(verdict)),
         element("p", " · ".join([*about, date]), class_="about"),
         element("div", *runs, class_="runs"),
         element("ol", *(_step(verdict, name) for name in LEVELS), class_="levels"),
-        element("dl", *_tiles(verdict, power), class_="tiles"),
-        class_=f"verdict {_css(verdict.outcome)}",
+        element("dl", *_tiles(verdict), class_="tiles"),
+        class_="verdict",
     )
+
+
+def _answer(question: str, answer: str, headlines: dict[str, tuple[str, str]], words: str) -> Markup:
+    mark, headline = headlines[answer]
+    title = element("span", mark, class_="mark", aria_hidden="true"), element("h1", headline)
+    return element(
+        "div",
+        element("p", question, class_="question"),
+        element("div", *title, class_="headline"),
+        element("p", words, class_="words"),
+        class_=f"answer {_css(answer)}",
+    )
+
+
+def _without_answer(words: str) -> str:
+    """The answer itself stands above the words."""
+    return words.partition(". ")[2]
 
 
 def _run(role: str, run: Run) -> Markup:
@@ -100,7 +138,7 @@ def _step(verdict: Verdict, name: str) -> Markup:
     return element("li", element("b", name), " ", title, shown, class_=_css(state))
 
 
-def _tiles(verdict: Verdict, power: Power | None) -> list[Markup]:
+def _tiles(verdict: Verdict) -> list[Markup]:
     """The figures that people ask for first; those that are not known are not shown."""
     known, curves = facts(verdict), verdict.comparison.curves
     tiles: list[Markup] = []
@@ -113,8 +151,6 @@ def _tiles(verdict: Verdict, power: Power | None) -> list[Markup]:
     if known.throughput is not None:
         tiles.append(_tile(f"{known.throughput:.2f} ×", "throughput, of the reference's"))
     tiles.append(_tile(f"{len(known.levels_run)} of {len(LEVELS)}", "levels were run"))
-    if power is not None and power.mutations:
-        tiles.append(_tile(f"{power.caught} of {len(power.mutations)}", "known bugs are caught by this test"))
     return tiles
 
 

@@ -26,11 +26,11 @@ from isotrain.observe.plotting import (
     finish,
     new_figure,
 )
-from isotrain.parity.compare import default_metrics
+from isotrain.parity.compare import Aligned, default_metrics
 from isotrain.parity.report.evidence import Envelope, envelope
 from isotrain.parity.report.facts import UNKNOWN, device_of
 from isotrain.parity.report.heat_map import clipped, head, layer_maps
-from isotrain.parity.run import Run, common
+from isotrain.parity.run import Run
 from isotrain.parity.statistics import Apart
 from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
@@ -67,12 +67,12 @@ def _of_metrics(verdict: Verdict) -> Iterator[Picture]:
     for metric in metrics_shown(verdict)[:MOST_METRICS]:
         name = _file_name(metric, taken)
         reference, candidate = comparison.reference, comparison.candidate
-        found = comparison.curves.get(metric) if comparison.comparable else None
+        found = comparison.curves.get(metric)
         words, figure = _overlay(metric, reference, candidate, found)
         yield Picture(f"curve-{name}.png", words, as_png(figure, DPI))
         if found is not None:
             band = envelope(verdict.level("P3"), metric)
-            words, figure = _difference(metric, reference, candidate, found, band)
+            words, figure = _difference(metric, comparison.aligned[metric], found, band)
             yield Picture(f"difference-{name}.png", words, as_png(figure, DPI))
 
 
@@ -101,12 +101,8 @@ def _overlay(metric: str, reference: Run, candidate: Run, found: Apart | None) -
     return title, figure
 
 
-def _difference(
-    metric: str, reference: Run, candidate: Run, found: Apart, band: Envelope | None
-) -> tuple[str, Figure]:
-    series = [run.metrics[metric] for run in (reference, candidate)]
-    common_S, (reference_S, candidate_S) = common(series)
-    steps_S, error_S = common_S.astype(np.float64), candidate_S - reference_S
+def _difference(metric: str, aligned: Aligned, found: Apart, band: Envelope | None) -> tuple[str, Figure]:
+    steps_S, error_S = aligned.steps_S.astype(np.float64), aligned.candidate_S - aligned.reference_S
     low, high = found.signed_interval.low, found.signed_interval.high
     title = f"{clipped(metric)}: {_side(found)}"
     aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(found.largest)}"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from isotrain.parity.inputs import environment_changes, recipe_changes
 from isotrain.parity.levels import LEVELS, Check, Level
-from isotrain.parity.obstacles import environment_changes, recipe_changes
-from isotrain.parity.power import Power, PowerRow
+from isotrain.parity.power import EVIDENCE, Evidence, Power
 from isotrain.parity.published import Outcome
 from isotrain.parity.report import evidence
 from isotrain.parity.report.markup import MOST_ROWS, Markup, bullets, details, element, joined, table
@@ -19,7 +19,7 @@ from isotrain.parity.verdict import Verdict
 
 _MOST_COLUMNS = 8
 _RESULTS = {True: "holds", False: "broken", None: "for information"}
-_NO_FIGURES = "The runs cannot be compared as they are, so no figure of theirs is told here."
+_NO_FIGURES = "The runs have no steps in common at which both are numbers."
 # An open table of more rows than this would bury what follows.
 _OPEN_ROWS = 12
 
@@ -126,7 +126,7 @@ def _cell(value: object) -> str:
 
 def statistics(verdict: Verdict) -> Markup:
     curves = verdict.comparison.curves
-    if not curves or not verdict.comparison.comparable:
+    if not curves:
         return element("p", _NO_FIGURES)
     names = list(curves)[:_MOST_COLUMNS]
     rows = [[label, *(tell(curves[name]) for name in names)] for label, tell in STATISTICS]
@@ -142,8 +142,6 @@ def statistics(verdict: Verdict) -> Markup:
 
 def published(verdict: Verdict) -> Markup:
     outcomes = verdict.comparison.outcomes
-    if not verdict.comparison.comparable:
-        return element("p", _NO_FIGURES)
     if not outcomes:
         return element("p", "No published rule is about these metrics.")
     rows = [_rule(verdict, outcome) for outcome in outcomes]
@@ -175,7 +173,7 @@ def around(verdict: Verdict) -> Markup:
     comparison = verdict.comparison
     reference, candidate = comparison.reference, comparison.candidate
     parts: list[Markup] = []
-    for title, found in (("In the way", comparison.obstacles), ("Allowed", comparison.allowed)):
+    for title, found in (("Differs", comparison.differences), ("Allowed", comparison.allowed)):
         if found:
             parts += [element("h3", title), bullets([f"{one.name}: {one.message}" for one in found])]
     environments = reference.environment, candidate.environment
@@ -196,22 +194,21 @@ def around(verdict: Verdict) -> Markup:
     return joined(parts)
 
 
-def power_table(power: Power | None) -> Markup:
-    if power is None:
-        words = "how often a verdict misses one has not been measured"
-        return element("p", f"This version has no table of known bugs: {words}.")
-    caught, mutations = power.caught, len(power.mutations)
+def power_table(power: Power | None, evidence: Evidence) -> Markup:
+    """Only the row of the evidence that this verdict had."""
+    found = None if power is None else power.of(evidence)
+    if power is None or found is None:
+        words = f"How often {EVIDENCE[evidence]} miss a bug has not been measured with this version's rules."
+        return element("p", words)
     lines = [
-        f"Of {mutations} bugs that were put in on purpose it calls {caught} a different training"
-        f"{_share(', so of such bugs it misses', power.miss_rate)}. The published rules see "
-        f"{power.caught_by_published} of them.",
-        f"Of {len(power.honest)} honest pairs it accepts {power.accepted}"
-        f"{_share(', so its false alarms are', power.false_alarm_rate)}.",
-        f"Measured {power.date}: {power.protocol}. In the table, green is right and red is wrong.",
+        f"This verdict rests on {EVIDENCE[evidence]}. With that, {found.caught} of {found.mutations} bugs "
+        "that were put in on purpose are called a different computation"
+        f"{_share(', so of such bugs it misses', found.miss_rate)}, and {found.accused} of {found.honest} "
+        "honest pairs are"
+        f"{_share(', so its false alarms are', found.false_alarm_rate)}.",
+        f"Measured {power.date}: {power.protocol}.",
     ]
-    columns = ("pair", "kind", "algorithm", "this test", "told by", "published 2 % and 4 %")
-    rows = [_pair(row) for row in power.rows]
-    return joined([*(element("p", line) for line in lines), table(columns, rows)])
+    return joined([element("p", line) for line in lines])
 
 
 def _share(words: str, found: Interval | None) -> str:
@@ -221,12 +218,37 @@ def _share(words: str, found: Interval | None) -> str:
     return f"{words} between {low} % and {high} % (95 % interval)"
 
 
-def _pair(row: PowerRow) -> list[object]:
-    kind = "bug" if row.kind == "mutation" else "honest"
-    good = row.published == (row.kind == "honest")
-    ours = chip(row.verdict, "same" if row.right else "different")
-    theirs = chip("same" if row.published else "different", "same" if good else "different")
-    return [row.name, kind, row.algorithm, ours, row.caught_by or "-", theirs]
+def effects(verdict: Verdict) -> Markup:
+    columns = (
+        "metric",
+        "window",
+        "reference",
+        "candidate",
+        "difference",
+        "95 % interval",
+        "margin",
+        "answer",
+    )
+    rows: list[list[object]] = []
+    for effect in verdict.outcome.effects:
+        for position, one in enumerate(effect.windows):
+            interval = (
+                "-" if one.interval is None else f"{number(one.interval.low)} to {number(one.interval.high)}"
+            )
+            answer: object = chip(effect.verdict, effect.verdict) if position == 0 else ""
+            figures = [number(one.reference), number(one.candidate), number(one.difference), interval]
+            rows.append(
+                [effect.metric if position == 0 else "", one.window, *figures, number(effect.margin), answer]
+            )
+    if not rows:
+        return element("p", _NO_FIGURES)
+    from_what = verdict.outcome.effects[0].evidence
+    how = (
+        f"Estimated from {from_what}, as {verdict.outcome.pairing} curves. Equivalent: the interval of the "
+        "whole run and that of its last quarter lie within the margin. Different: the difference is larger "
+        "than the margin, and noise would make one so large in less than 1 of 100 pairs."
+    )
+    return joined([element("p", how), table(columns, rows)])
 
 
 def inputs(verdict: Verdict) -> Markup:

@@ -1,0 +1,89 @@
+"""Every threshold of the verdict, with its reason.
+
+None of them was tuned on the bugs that the power table is about: they come from published rules, from
+designed error rates, or from honest pairs alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["loss", "reward", "score"]
+
+# outcome
+
+MARGINS: dict[Kind, float] = {"loss": 0.02, "reward": 0.04, "score": 0.05}
+"""In the metric's own unit. Loss and reward: the published rules of verl and OpenRLHF ("2 %", "4 %").
+Validation scores: the 5 % of the community's acceptance tasks."""
+
+FALSE_ALARMS = 0.01
+"""How often a pair without any difference may be called different, over all its metrics and windows
+together."""
+
+CONFIDENCE = 0.95
+"""Of the intervals that are shown, and by which a pair is called equivalent: two one-sided tests at 2.5 %."""
+
+WHOLE_SHARE, QUARTERS_SHARE = 0.4, 0.1
+"""The parts of `FALSE_ALARMS` that are spent on the mean over the whole run, which sees most, and on those
+over its quarters together. The other half is for what the noise model does not know: in simulations of
+strongly correlated noise it is used up (benchmarks/parity_calibration.py)."""
+
+FLAT = 0.05
+"""A curve whose changes from step to step are smaller than this share of the other's does not train.
+Honest runs of one recipe differ in noise by less than a factor of 2."""
+
+FEWEST_STEPS = 8
+"""Below this, the noise of a curve cannot be told from its course: there is a difference, but no interval."""
+
+# noise of a difference of two curves
+
+COURSE = 3
+"""Cosines of a difference that count as its course (level, slope, bend), not as noise: another speed of
+learning must not pass for noise."""
+
+SHARED_COURSE = 8
+"""The same for the sum of two free-running curves, which has the learning curve itself in it."""
+
+SLOWEST = 0.955
+"""The largest autocorrelation from one step to the next that noise may have in short runs; in longer ones,
+`1 - SLOWEST_STEPS / steps`. What is slower than a tenth of the run cannot be told from a course."""
+SLOWEST_STEPS = 10.0
+
+MOST_POINTS = 4096
+"""Longer curves are averaged in blocks to so many points: noise is slow or averages out."""
+
+# paired or free-running
+
+SAME_CORRELATION, DIFFERENT_CORRELATION = 0.999, 0.95
+"""Of the changes from step to step. Honest pairs on the same data have 0.998 and more (published curves of
+two vendors), another order of the data about 0."""
+
+SAME_SHARE, DIFFERENT_SHARE = 2e-6, 0.1
+"""The mean error as a share of a flat line's. Float32 runs that only round otherwise stay below the first;
+honest bfloat16 pairs reach 0.02."""
+
+SIGNED_FLOOR = 1e-3
+"""A lasting difference of one sign means another computation if it is larger than this share of the
+curve's mean size. Below, rounding of narrow types can have a sign too: then an envelope decides."""
+
+MEMBER_SLACK = 4.0
+"""With an envelope: how many times as far from 1 as its worst member's a correlation may be, if that is
+further than `DIFFERENT_CORRELATION`; the same for shares."""
+
+# envelope
+
+FEWEST_MEMBERS = 3
+"""Two runs have one distance, and no spread of distances."""
+
+SPREAD_FLOOR = 0.4
+"""The least standard deviation that is believed of the logarithms of the members' largest statistics: few
+members can be alike by chance. In simulations of all kinds of noise it is 0.3 to 0.6."""
+
+INFORMATIVE = 0.5
+"""An envelope is narrow enough to say `same` if what it would just not notice is below this share of the
+margin."""
+
+# seeds and reruns
+
+FEWEST_RUNS = 3
+"""Runs on the reference's side before their spread is used in place of the noise within a run."""
