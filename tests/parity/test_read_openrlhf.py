@@ -19,6 +19,30 @@ def test_lines_of_steps_count_and_bars_beside_them_do_not(tmp_path: Path) -> Non
     assert set(run.metrics) == {"policy_loss", "kl", "rollout/reward_mean", "eval/eval_gsm8k_pass1"}
 
 
+@pytest.mark.parametrize(
+    ("train", "evaluation"),
+    [
+        # 0.8.1 to 0.9.6, and 0.9.7 to 0.11.0 without asynchronous rollout.
+        ("✨ Global step {}: ", "✨ Evaluation completed in 0:00:09, global_step {}, eval_metrics: "),
+        # 0.9.7 to 0.11.0 with it.
+        ("Global step {}: ", "Eval at step {}: "),
+    ],
+)
+def test_lines_of_every_version(tmp_path: Path, train: str, evaluation: str) -> None:
+    """The texts were taken from the sources of every tagged version."""
+    before = "(PPOTrainer pid=7) INFO 06-30 01:02:03 ppo_trainer_async.py:244] "
+    lines = [before + train.format(step) + str({"policy_loss": 0.5 / step}) for step in (1, 2, 3)]
+    lines.insert(2, before + evaluation.format(2) + str({"eval_gsm8k_pass1": 0.25}))
+    # Asynchronous rollout may tell of an evaluation when the next step is done.
+    lines.append(before + evaluation.format(2) + str({"eval_math_pass1": 0.75}))
+    (tmp_path / "log").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    run = read_run(tmp_path / "log")
+    assert run.metrics["policy_loss"].steps_S.tolist() == [1, 2, 3]
+    assert run.metrics["policy_loss"].values_S.tolist() == [0.5, 0.25, 0.5 / 3]
+    assert run.metrics["eval/eval_gsm8k_pass1"].values_S.tolist() == [0.25]
+    assert run.metrics["eval/eval_math_pass1"].steps_S.tolist() == [2] and run.notes == ()
+
+
 def test_values_of_a_line(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(
         "Global step 1: {'a': nan, \"b\": np.float64(0.5), 'c': tensor(2., device='x'), 'd': None,"
@@ -88,11 +112,7 @@ def test_ppo_bars_of_episodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("Global step 5: {'kl': 1.0}", "line 12: step 5 of kl is 1.0 here and 0.0 before"),
-        (
-            "Global step 4: {'new': 1.0}\nGlobal step 3: {'new': 1.0}",
-            "line 13: step 3 of new comes after step 4",
-        ),
+        ("Global step 6: {'kl': 0.1, 'kl':", "line 12: the values of step 6 break off"),
         ("Global step 6: {'kl': 0.1, 'policy", "line 12: the values of step 6 break off"),
     ],
 )

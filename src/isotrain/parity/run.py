@@ -41,6 +41,8 @@ class Run:
     """Digests of the data that it was trained on."""
     sha256: dict[str, str] = field(default_factory=dict)
     """Of every file that was read."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the comparison should know of the log, such as where it was resumed."""
 
 
 def section(content: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def is_csv_header(line: str) -> bool:
 
 def read_csv(path: Path) -> Run:
     source = Source(path)
-    columns = Columns(source)
+    columns = Columns(source, resumes=True)
     text: dict[str, int] = {}
     header: list[str] = []
     at = -1
@@ -37,15 +37,17 @@ def read_csv(path: Path) -> Run:
                 break  # the torn last line of a live run
             raise source.error(f"{len(row)} cells, and the header has {len(header)}", line)
         step = step_of(source, header[at], row[at], line)
+        metrics = []
         for name, cell in zip(header, row, strict=True):
             # Only an index of rows, as pandas writes it, has no name.
             if not name or name == header[at]:
                 continue
             value = number(cell)
             if value is not None:
-                columns.add(name, step, value, line)
+                metrics.append((name, value))
             elif cell and not cell.isspace():
                 text.setdefault(name, line)
+        columns.add_row(step, metrics, line)
     for name, line in text.items():
         if name in columns:
             raise source.error(f"column {clipped(name)} holds text here and numbers elsewhere", line)

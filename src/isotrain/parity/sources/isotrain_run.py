@@ -35,11 +35,13 @@ def read_isotrain_run(path: Path) -> Run:
         step = row.pop("step", None)
         if isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63:
             raise source.error(f"`step` is not a whole number: {clipped(str(step))}", line)
+        metrics = []
         for name, value in row.items():
             found = value if type(value) is float else value_of(value)
             if found is None:
                 raise source.error(f"{clipped(name)} is not a number: {clipped(str(value))}", line)
-            columns.add(name, step, found, line)
+            metrics.append((name, found))
+        columns.add_row(step, metrics, line)
     curves = columns.run("isotrain run", "has the run taken a step?")
     digests = dict(source.sha256)
     recipe = _facts(path, run.resolved.name, digests)

@@ -52,7 +52,7 @@ def value_of(value: object) -> float | None:
 
 def read_json_lines(path: Path) -> Run:
     source = Source(path)
-    columns = Columns(source)
+    columns = Columns(source, resumes=True)
     text: dict[str, int] = {}
     step_key: str | None = None
     for line, row in objects(source):
@@ -61,19 +61,21 @@ def read_json_lines(path: Path) -> Run:
             if step_key is None:
                 raise source.error(f"no {', '.join(STEP_NAMES[:-1])} or {STEP_NAMES[-1]} in it", line)
         step = step_of(source, step_key, row.get(step_key), line)
+        metrics = []
         for name, value in row.items():
             if name == step_key or value is None:
                 continue
             # Integers, and words for what is not finite, too; lists, objects and text are no metrics.
             found = value if type(value) is float else value_of(value)
             if found is not None:
-                columns.add(name, step, found, line)
+                metrics.append((name, found))
             elif isinstance(value, int):
                 raise source.error(f"{clipped(name)} is too large for a number", line)
             elif name in text or len(text) < MAX_METRICS:
                 text.setdefault(name, line)
             else:
                 raise source.error(f"more than {MAX_METRICS} names: is this a log of metrics?", line)
+        columns.add_row(step, metrics, line)
     for name, line in text.items():
         if name in columns:
             raise source.error(f"{clipped(name)} is no number here, but is one elsewhere", line)

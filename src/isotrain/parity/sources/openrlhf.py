@@ -1,5 +1,7 @@
 """OpenRLHF's console output: lines `Global step 3: {...}` (0.8.1 to 0.11.0), or progress bars.
 
+The lines start with a star, except those of asynchronous rollout from 0.9.7 on.
+
 Bars (0.4.0 to 0.11.0 for SFT, DPO, KTO, RM and PRM; up to 0.8.0 for PPO) hold three digits a value and count
 micro-batches, not optimizer steps; a resumed run starts its bar at 0. TensorBoard files have neither limit.
 """
@@ -43,7 +45,7 @@ def is_openrlhf_line(line: bytes) -> bool:
 
 def read_openrlhf(path: Path) -> Run:
     source = Source(path)
-    lines, bars = Columns(source), _Bars(source)
+    lines, bars = Columns(source, resumes=True), _Bars(source)
     for number_, content, ended in source.console_lines():
         text = _text(content)
         if text is None:
@@ -74,8 +76,7 @@ def _add_line(source: Source, columns: Columns, text: str, line: int) -> None:
             values = _dictionary(text[found.end() :])
             if values is None:
                 raise source.error(f"the values of step {step} break off: is the rest on another line?", line)
-            for name, value in values.items():
-                columns.add(prefix + name, step, value, line)
+            columns.add_row(step, [(prefix + name, value) for name, value in values.items()], line)
             return
 
 
@@ -176,8 +177,7 @@ class _Bars:
     def _take_eval(self) -> None:
         if self._eval:
             step, values, line = self._eval
-            for name, value in values.items():
-                self.columns.add(f"eval/{name}", step, value, line)
+            self.columns.add_row(step, [(f"eval/{name}", value) for name, value in values.items()], line)
 
     def _take(self, shown: _Shown, last: bool) -> None:
         # A bar that was cut may end with its count moved on, and values that were taken already.
@@ -186,6 +186,5 @@ class _Bars:
         step = shown.epoch * shown.total + shown.count + 1
         if not -(2**63) <= step < 2**63:
             raise self._source.error(f"step {step} is too large", shown.line)
-        for name, value in shown.values.items():
-            self.columns.add(name, step, value, shown.line)
+        self.columns.add_row(step, list(shown.values.items()), shown.line)
         self._taken = repr(shown.values)

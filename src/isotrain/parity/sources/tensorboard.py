@@ -16,7 +16,7 @@ import numpy as np
 
 from isotrain.errors import DataError
 from isotrain.parity.run import Run, Series
-from isotrain.parity.sources.bounded import Source, inside
+from isotrain.parity.sources.bounded import Source, clipped, inside
 from isotrain.parity.sources.columns import MAX_VALUES, check_new_metric, too_many_values
 from isotrain.parity.sources.event import WireError, scalars, signed, varint
 from isotrain.parity.sources.tfrecord import chunks, damaged
@@ -75,10 +75,10 @@ def read_tensorboard(path: Path) -> Run:
         left -= sum(len(steps) for steps, _ in session.values())
         sessions.append(session)
         digests |= source.sha256
-    metrics = _join(sessions)
+    metrics, notes = _join(dict(zip(digests, sessions, strict=True)))
     if not metrics:
         raise DataError(f"{path}: no metrics in it: no scalars were written")
-    return Run(path=path, format="TensorBoard events", metrics=metrics, sha256=digests)
+    return Run(path=path, format="TensorBoard events", metrics=metrics, sha256=digests, notes=tuple(notes))
 
 
 def _read_file(source: Source, plugins: dict[str, str], left: int) -> Curves:
@@ -124,14 +124,18 @@ def _length(value: int) -> bytes:
     return bytes((value,)) if value < 0x80 else bytes((value & 0x7F | 0x80, value >> 7))
 
 
-def _join(sessions: list[Curves]) -> dict[str, Series]:
+def _join(sessions: dict[str, Curves]) -> tuple[dict[str, Series], list[str]]:
     joined: dict[str, Series] = {}
-    for session in sessions:
+    notes: list[str] = []
+    for name, session in sessions.items():
         curves = {tag: _last_of_each_step(*curve) for tag, curve in session.items()}
         # A file with other tags only is a second writer of the same run, and takes nothing back.
         shared = [curves[tag].steps_S[0] for tag in curves if tag in joined]
         if shared:
-            joined = {tag: _before(series, int(min(shared))) for tag, series in joined.items()}
+            first = int(min(shared))
+            if any(len(series) and series.steps_S[-1] >= first for series in joined.values()):
+                notes.append(f"resumed: {clipped(name, 200)} starts at step {first}; the later values stand")
+            joined = {tag: _before(series, first) for tag, series in joined.items()}
         for tag, series in curves.items():
             before = joined.get(tag)
             if before is not None:
@@ -140,7 +144,7 @@ def _join(sessions: list[Curves]) -> dict[str, Series]:
                     np.concatenate([before.values_S, series.values_S]),
                 )
             joined[tag] = series
-    return {tag: series for tag, series in joined.items() if len(series)}
+    return {tag: series for tag, series in joined.items() if len(series)}, notes
 
 
 def _before(series: Series, step: int) -> Series:

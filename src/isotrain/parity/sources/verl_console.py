@@ -33,7 +33,7 @@ def metrics_of(line: bytes) -> tuple[str, list[str]] | None:
 
 def read_verl_console(path: Path) -> Run:
     source = Source(path)
-    columns = Columns(source)
+    columns = Columns(source, resumes=True)
     for line, content, ended in source.console_lines():
         # The last number of a line without an end may lack digits.
         found = metrics_of(content) if ended else None
@@ -41,6 +41,7 @@ def read_verl_console(path: Path) -> Run:
             continue
         text, pairs = found
         step = step_of(source, "step", text, line)
+        metrics = []
         for pair in pairs:
             metric = _pair(pair)
             if metric is None:
@@ -48,7 +49,8 @@ def read_verl_console(path: Path) -> Run:
                     f"{clipped(pair)} is not `name:number`: mend the line, if another process wrote into it",
                     line,
                 )
-            columns.add(metric[0], step, metric[1], line)
+            metrics.append(metric)
+        columns.add_row(step, metrics, line)
     return columns.run("verl console log", "no line `step:3 - name:0.5 - ...`")
 
 

@@ -21,13 +21,11 @@ def is_verl_row(row: dict[str, Any]) -> bool:
 
 def read_verl_file(path: Path) -> Run:
     source = Source(path)
-    columns = Columns(source)
+    columns = Columns(source, resumes=True)
     for line, row in objects(source):
         if not is_verl_row(row):
             raise source.error('no "step" and "data" in it, as the lines before have', line)
         step = step_of(source, "step", row["step"], line)
-        for name, value in row["data"].items():
-            found = math.nan if value is None else value_of(value)
-            if found is not None:
-                columns.add(name, step, found, line)
+        found = {name: math.nan if value is None else value_of(value) for name, value in row["data"].items()}
+        columns.add_row(step, [(name, value) for name, value in found.items() if value is not None], line)
     return columns.run("verl file log", "no line has a number")
