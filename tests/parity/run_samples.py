@@ -93,6 +93,22 @@ def json_lines(path: Path, steps: int = 5) -> Path:
     return path
 
 
+def wandb_chart(path: Path, steps: int = 5) -> Path:
+    names = [f'"calm-sun-1 - {name}{end}"' for name in ("loss", "reward") for end in ("", "__MIN", "__MAX")]
+    rows = [",".join([f'"{step}"', *[f'"{1 / step!r}"'] * 6]) for step in range(1, steps + 1)]
+    path.write_text("\n".join([",".join(['"Step"', *names]), *rows]) + "\n")
+    return path
+
+
+def swanlab_export(path: Path, steps: int = 5) -> Path:
+    names = [f"calm-sun-{name}{end}" for name in ("loss", "reward") for end in ("_step", "_timestamp")]
+    rows = [
+        f"{step},{1 / step!r},{1752000000000 + step},0.5,{1752000000000 + step}" for step in range(steps)[1:]
+    ]
+    path.write_text("\n".join([",".join(["step", *names]), *rows]) + "\n")
+    return path
+
+
 def varint(value: int) -> bytes:
     value &= (1 << 64) - 1
     out = b""
@@ -145,5 +161,7 @@ SAMPLES: dict[str, Callable[..., Path]] = {
     "bars.log": openrlhf_bars,
     "events.out.tfevents.1.host": tensorboard,
     "table.csv": csv_table,
+    "wandb.csv": wandb_chart,
+    "swanlab.csv": swanlab_export,
     "rows.jsonl": json_lines,
 }

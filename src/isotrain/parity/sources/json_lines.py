@@ -10,6 +10,7 @@ from typing import Any
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped
 from isotrain.parity.sources.columns import MAX_METRICS, Columns, step_of
+from isotrain.parity.sources.tracker_export import BOOKKEEPING
 
 STEP_NAMES = ("step", "global_step", "_step")
 # JSON has no word for these; writers that keep to the standard use strings.
@@ -63,7 +64,7 @@ def read_json_lines(path: Path) -> Run:
         step = step_of(source, step_key, row.get(step_key), line)
         metrics = []
         for name, value in row.items():
-            if name == step_key or value is None:
+            if name == step_key or value is None or name in BOOKKEEPING:
                 continue
             # Integers, and words for what is not finite, too; lists, objects and text are no metrics.
             found = value if type(value) is float else value_of(value)
