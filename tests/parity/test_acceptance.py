@@ -14,6 +14,7 @@ from isotrain.parity.run import Run, Series
 
 STEPS = np.arange(1, 121)
 NIGHTLY, TASK = "verl-ascend-nightly", "verl-ascend-task"
+DEVICES = ("A100", "A2")
 
 
 def run(name: str = "gpu.log", **changes: object) -> Run:
@@ -44,8 +45,33 @@ def statuses(found: Acceptance) -> list[str]:
 
 @pytest.mark.parametrize("rule", [NIGHTLY, TASK])
 def test_equal_runs_are_accepted(rule: str) -> None:
-    found = accept(rule, run(), run("npu.log"))
+    found = accept(rule, run(), run("npu.log"), DEVICES)
     assert statuses(found) == ["holds"] * 5 and found.accepted is True
+
+
+@pytest.mark.parametrize(
+    ("devices", "status"),
+    [
+        (("NVIDIA A100-SXM4-80GB", "Ascend910B3"), "holds"),
+        (("A100", "Atlas 800T A2"), "holds"),
+        ((None, "A2"), "not in the logs"),
+        (("A100", None), "not in the logs"),
+        (("A100", "A100"), "not in the logs"),
+        (("H100", "A2"), "not in the logs"),
+    ],
+)
+def test_throughput_needs_the_devices_of_the_rule(
+    devices: tuple[str | None, str | None], status: str
+) -> None:
+    found = accept(TASK, run(), run(), devices)
+    assert found.lines[4].status == status and found.lines[4].measured.en == "1.000 x"
+    assert found.accepted is (True if status == "holds" else None)
+
+
+def test_a_recorded_device_counts_more_than_a_stated_one() -> None:
+    recorded = replace(run(), environment={"device": {"type": "cpu", "name": "a processor"}})
+    found = accept(TASK, recorded, run(), DEVICES)
+    assert found.devices.reference == "a processor" and found.lines[4].status == "not in the logs"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +173,7 @@ def test_memory_under_the_name_of_other_versions() -> None:
     ],
 )
 def test_every_line_of_the_tasks(at: int, changes: dict[str, object], status: str) -> None:
-    found = accept(TASK, run(), run(**changes))
+    found = accept(TASK, run(), run(**changes), DEVICES)
     assert found.lines[at].status == status
     assert found.accepted is (True if status == "holds" else False if "broken" in statuses(found) else None)
 

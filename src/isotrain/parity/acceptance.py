@@ -36,6 +36,8 @@ _FIRST, _LAST = 5, 14
 # The community tasks: what counts as long, and the windows between which a curve rises or falls. The text has
 # no windows; ten steps are what contributors report.
 _STEPS, _HOURS, _WINDOW = 100, 12.0, 10
+# An Atlas A2 has chips of the series 910B, which is what its tools call the device.
+_A100, _A2 = re.compile(r"\bA100\b"), re.compile(r"\bA2\b|910B")
 # Not counted in a throughput: these steps compile.
 _WARM_UP = 4
 
@@ -60,11 +62,20 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Devices:
+    """As a run recorded it, otherwise as the user states it."""
+
+    reference: str | None
+    candidate: str | None
+
+
+@dataclass(frozen=True)
 class Acceptance:
     rule: str
     source: str
     reference: Run
     candidate: Run
+    devices: Devices
     lines: tuple[Line, ...]
 
     @property
@@ -75,24 +86,30 @@ class Acceptance:
         return True if all(line.status == "holds" for line in self.lines) else None
 
 
-def accept(rule: str, reference: Run, candidate: Run) -> Acceptance:
-    """Every line of a rule; one that the logs have no values for is never taken to hold."""
+def accept(
+    rule: str, reference: Run, candidate: Run, stated: tuple[str | None, str | None] = (None, None)
+) -> Acceptance:
+    """Every line of a rule; one that the logs have no values for is never taken to hold.
+
+    `stated` are the devices of the two runs as the user names them, because logs of other trainers do not.
+    """
     if rule not in RULES:
         raise DataError(f"--rule {rule!r}: there are {', '.join(RULES)}")
     source, lines = RULES[rule]
-    return Acceptance(rule, source, reference, candidate, tuple(lines(reference, candidate)))
+    devices = Devices(_recorded(reference) or stated[0], _recorded(candidate) or stated[1])
+    found = tuple(lines(reference, candidate, devices))
+    return Acceptance(rule, source, reference, candidate, devices, found)
 
 
-def device_of(run: Run) -> str | None:
-    """As the run recorded it; logs of other trainers do not."""
+def _recorded(run: Run) -> str | None:
     name = section(run.environment, "device").get("name")
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) and name else None
 
 
 # The nightly check
 
 
-def _nightly(reference: Run, candidate: Run) -> Iterator[Line]:
+def _nightly(reference: Run, candidate: Run, _: Devices) -> Iterator[Line]:
     def line(
         requirement: Words,
         names: Sequence[str],
@@ -245,7 +262,7 @@ def _short_window(runs: tuple[Run, Run], names: Sequence[str | None]) -> Words:
 # The community tasks
 
 
-def _task(reference: Run, candidate: Run) -> Iterator[Line]:
+def _task(reference: Run, candidate: Run, devices: Devices) -> Iterator[Line]:
     runs = reference, candidate
     is_reward = bool(_find(runs, REWARD)[1])
     names = REWARD if is_reward else LOSS
@@ -254,7 +271,7 @@ def _task(reference: Run, candidate: Run) -> Iterator[Line]:
     yield _trend(candidate, found[1], is_reward)
     yield _mean_error(runs, found, _code(names[0]))
     yield _evaluation(reference, candidate)
-    yield _throughput(reference, candidate)
+    yield _throughput(reference, candidate, devices)
 
 
 def _length(candidate: Run, metric: str | None) -> Line:
@@ -364,7 +381,7 @@ def _evaluation(reference: Run, candidate: Run) -> Line:
     return _error(requirement, name, a_S, b_S, lambda percent: percent <= _PERCENT, remark)
 
 
-def _throughput(reference: Run, candidate: Run) -> Line:
+def _throughput(reference: Run, candidate: Run, devices: Devices) -> Line:
     requirement = Words("A2: at least 0.7 x A100's throughput", "A2 达到 A100 吞吐的 0.7 倍以上")
     runs = reference, candidate
     found = _find(runs, SPEED)
@@ -375,12 +392,16 @@ def _throughput(reference: Run, candidate: Run) -> Line:
     if not math.isfinite(b) or not math.isfinite(a) or a <= 0:
         said = Words("a throughput is not a positive number", "吞吐不是正数")
         return Line(requirement, "not in the logs", metric, a, b, remark=said)
-    devices = [device_of(run) for run in runs]
-    if all(devices):
-        remark = Words(f"{devices[1]} against {devices[0]}", f"{devices[1]} 对比 {devices[0]}")
-    else:
-        remark = Words("the logs do not name the devices: state them", "日志未记录设备型号，请注明")
     measured = Words(f"{b / a:.3f} x", f"{b / a:.3f} 倍")
+    if not devices.reference or not devices.candidate:
+        said = Words("the logs do not name the devices: state them", "日志未记录设备型号，请注明")
+        return Line(requirement, "not in the logs", metric, a, b, measured, said)
+    remark = Words(
+        f"{devices.candidate} against {devices.reference}", f"{devices.candidate} 对比 {devices.reference}"
+    )
+    if not (_A100.search(devices.reference) and _A2.search(devices.candidate)):
+        said = Words(f"{remark.en}: not an A2 and an A100", f"{remark.zh}：不是 A2 与 A100")
+        return Line(requirement, "not in the logs", metric, a, b, measured, said)
     return Line(requirement, "holds" if b / a >= 0.7 else "broken", metric, a, b, measured, remark)
 
 
@@ -390,7 +411,7 @@ def _steady(series: Series) -> float:
 
 
 _RECIPES = "https://github.com/verl-project/verl-ascend-recipe"
-RULES: dict[str, tuple[str, Callable[[Run, Run], Iterator[Line]]]] = {
+RULES: dict[str, tuple[str, Callable[[Run, Run, Devices], Iterator[Line]]]] = {
     "verl-ascend-nightly": (f"{_RECIPES}/blob/main/baseline/check_npu.py", _nightly),
     "verl-ascend-task": (f"{_RECIPES}/issues/79", _task),
 }

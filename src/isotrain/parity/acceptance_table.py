@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from isotrain.parity.acceptance import Acceptance, Line, Status, Words, device_of
+from isotrain.parity.acceptance import Acceptance, Line, Status, Words
 from isotrain.parity.run import Run
 
 Language = Literal["en", "zh"]
@@ -15,6 +15,8 @@ _STATUS: dict[Status, Words] = {
     "not in the logs": Words("not in the logs", "日志中没有"),
     "depends on the definition": Words("depends on the definition of the error", "取决于误差的定义"),
 }
+_TITLE, _RULE = Words("Acceptance", "验收"), Words("rule", "规则")
+_REFERENCE, _CANDIDATE = Words("reference", "基准"), Words("candidate", "候选")
 _HEAD = Words(
     "| requirement | metric | reference | candidate | measured | result | remark |",
     "| 要求 | 指标 | 基准 | 候选 | 实测 | 结论 | 说明 |",
@@ -30,12 +32,13 @@ _RESULT = {
 
 
 def markdown(found: Acceptance, language: Language) -> str:
+    names = [_word(words, language) for words in (_REFERENCE, _CANDIDATE, _RULE)]
     lines = [
-        f"### {_word(Words('Acceptance', '验收'), language)}: {found.rule}",
+        f"### {_word(_TITLE, language)}: {found.rule}",
         "",
-        f"- {_word(Words('reference', '基准'), language)}: {_run(found.reference, language)}",
-        f"- {_word(Words('candidate', '候选'), language)}: {_run(found.candidate, language)}",
-        f"- {_word(Words('rule', '规则'), language)}: {found.source}",
+        f"- {names[0]}: {_run(found.reference, found.devices.reference, language)}",
+        f"- {names[1]}: {_run(found.candidate, found.devices.candidate, language)}",
+        f"- {names[2]}: {found.source}",
         "",
         _word(_HEAD, language),
         "|---|---|---|---|---|---|---|",
@@ -68,8 +71,7 @@ def _summary(found: Acceptance, language: Language) -> str:
     return f"{_word(_RESULT[found.accepted], language)} ({separator.join(said)})"
 
 
-def _run(run: Run, language: Language) -> str:
-    device = device_of(run)
+def _run(run: Run, device: str | None, language: Language) -> str:
     unknown = _word(Words("device not recorded", "未记录设备"), language)
     digest = next(iter(run.sha256.values()), "")[:12]
     parts = [_code(run.path.name), _text(run.format), _text(device) if device else unknown]
