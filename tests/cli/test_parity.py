@@ -136,3 +136,36 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     pair = [str(log(tmp_path / name)) for name in ("a.log", "b.log")]
     done = subprocess.run([sys.executable, "-c", code, *pair], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_metric_with_another_name(tmp_path: Path) -> None:
+    one = log(tmp_path / "a.log")
+    other = tmp_path / "b.csv"
+    other.write_text("step,loss\n" + "".join(f"{s},{0.5 / s}\n" for s in range(1, 31)))
+    assert compare(one, other, "--metric", "actor/pg_loss=loss").exit_code == 0
+    result = compare(one, other, "--metric", "actor/pg_los=loss")
+    assert result.exit_code == 2 and "did you mean" in result.output
+
+
+def test_an_acceptance_rule_and_its_tables(tmp_path: Path) -> None:
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log"), "--rule", "verl-ascend-nightly")
+    result = compare(*pair, "--report", tmp_path / "report")
+    assert result.exit_code == 2 and "### Acceptance: verl-ascend-nightly" in result.output
+    assert "not in the logs" in result.output and "达标" in result.output
+    assert {path.name for path in (tmp_path / "report").glob("*.md")} == {
+        "acceptance.md",
+        "acceptance.zh.md",
+        "row.md",
+    }
+    slower = compare(pair[0], log(tmp_path / "c.log", -0.2), *pair[2:])
+    assert slower.exit_code == 1 and "**broken**" in slower.output
+    assert "there are verl-ascend-nightly" in compare(*pair[:2], "--rule", "none").output
+    assert "--devices A100: write" in compare(*pair, "--devices", "A100").output
+
+
+def test_a_resumed_log_is_noted(tmp_path: Path) -> None:
+    resumed = log(tmp_path / "b.log")
+    lines = resumed.read_text().splitlines()
+    resumed.write_text("\n".join([*lines[:20], *lines[15:]]) + "\n")
+    result = compare(log(tmp_path / "a.log"), resumed)
+    assert result.exit_code == 0 and "resumed" in result.output

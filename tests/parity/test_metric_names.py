@@ -52,10 +52,6 @@ def test_an_equals_sign_in_a_name() -> None:
     assert choose(["k=1"], a, a).metrics == ("k=1",)
 
 
-def test_a_plain_name_that_one_run_lacks_is_left_to_the_comparison() -> None:
-    assert choose(["loss"], run("a", loss=1.0), run("b", other=1.0)).metrics == ("loss",)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -63,7 +59,7 @@ def test_a_plain_name_that_one_run_lacks_is_left_to_the_comparison() -> None:
         ("loss=train/lss", "'b.csv' has no metric 'train/lss': did you mean 'train/loss'"),
         ("loss=pg_loss", "'b.csv' has no metric 'pg_loss': did you mean 'train/loss'"),
         ("loss=zzz", "'b.csv' has no metric 'zzz': it has 'train/loss', 'reward'"),
-        ("zzz", "'a.csv' has no metric 'zzz': it has 'loss', 'reward'. 'b.csv' has no metric 'zzz'"),
+        ("zzz", "'a.csv' has no metric 'zzz': it has 'loss', 'reward'"),
         ("loss=", "write REFERENCE=CANDIDATE"),
         ("=loss", "write REFERENCE=CANDIDATE"),
         ("", "--metric is empty"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 from typer.core import TyperCommand
 
+from isotrain.cli import parity_options as options
 from isotrain.errors import DataError
 
 # numpy comes in only where runs are compared: every command reads this file.
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from isotrain.parity.acceptance import Acceptance
+    from isotrain.parity.acceptance_table import Language
     from isotrain.parity.compare import Comparison
     from isotrain.parity.statistics import Apart
     from isotrain.parity.verdict import Verdict
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
 _SHOWN_CHANGES = 12
+_TABLES: dict[Language, str] = {"en": "acceptance.md", "zh": "acceptance.zh.md"}
 _BETWEEN = "\0"  # what no path has in it
 _STYLES = {
     "equivalent": "bold green",
@@ -32,13 +34,6 @@ _STYLES = {
     "different": "bold red",
     "inconclusive": "bold yellow",
 }
-
-
-class Require(str, Enum):
-    """The question whose answer is the exit code."""
-
-    outcome = "outcome"
-    computation = "computation"
 
 
 class _WithPairs(TyperCommand):
@@ -63,45 +58,20 @@ def _pair(text: str) -> tuple[Path, Path]:
 
 @app.command(cls=_WithPairs)
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A run, in one of the formats below.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The other run.")],
-    reference: Annotated[Path | None, Option(help="Which of the two is the reference; by default A.")] = None,
-    metric: Annotated[
-        list[str] | None,
-        Option(help="A metric to compare; may be repeated. By default losses and rewards."),
-    ] = None,
-    margin: Annotated[
-        list[str] | None,
-        Option(
-            metavar="METRIC=VALUE",
-            help="The largest difference that does not matter, in the metric's own unit. By default 0.02 for "
-            "losses, 0.04 for rewards.",
-        ),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="An intended difference of the inputs: recipe or data."),
-    ] = None,
-    rerun: Annotated[
-        list[Path] | None,
-        Option(metavar="RUN", help="A further run of the reference; may be repeated. Give at least three."),
-    ] = None,
-    pair: Annotated[
-        list[str] | None,
-        Option(
-            metavar="A,B", help="Further runs of reference and candidate with another seed; may be repeated."
-        ),
-    ] = None,
-    free: Annotated[
-        bool, Option("--free", help="Each run sampled its own responses: do not compare step by step.")
-    ] = False,
-    require: Annotated[
-        Require, Option(help="Which answer the exit code gives.", show_choices=True)
-    ] = Require.outcome,
-    report: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory for verdict.json, report.html and plots.")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
+    first: options.First,
+    second: options.Second,
+    reference: options.Reference = None,
+    metric: options.Metrics = None,
+    margin: options.Margins = None,
+    allow: options.Allow = None,
+    rerun: options.Reruns = None,
+    pair: options.Pairs = None,
+    free: options.Free = False,
+    require: options.Required = options.Require.outcome,
+    rule: options.Rule = None,
+    devices: options.Devices = None,
+    report: options.Report = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare two runs: do they end up alike, and is it the same computation?
 
@@ -132,8 +102,35 @@ def compare(
         allow=allow or [],
         free_running=free,
     )
+    accepted = _accept(verdict, rule, devices) if rule is not None else None
     tell(verdict, report, as_json)
+    if accepted is not None:
+        raise typer.Exit(_tell_accepted(accepted, report, as_json))
     raise typer.Exit(verdict.exit_code(require.value))
+
+
+def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
+    from isotrain.parity.acceptance import accept
+
+    one, comma, other = (devices or "").partition(",")
+    if devices is not None and not comma:
+        raise DataError(
+            f"--devices {devices}: write those of both runs, the reference first, such as A100,A2"
+        )
+    stated = (one.strip() or None, other.strip() or None)
+    return accept(rule, verdict.comparison.reference, verdict.comparison.candidate, stated)
+
+
+def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> int:
+    """The table for a pull request; 0: every line holds, 1: one is broken, 2: the logs do not say."""
+    from isotrain.parity.acceptance_table import markdown
+
+    for language, name in _TABLES.items():
+        table = markdown(accepted, language)
+        typer.echo(f"\n{table}", err=as_json)
+        if report is not None:
+            (report / name).write_text(table, encoding="utf-8")
+    return {True: 0, False: 1, None: 2}[accepted.accepted]
 
 
 def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
@@ -203,6 +200,8 @@ def _print_comparison(found: Comparison, console: Console) -> None:
 
     for name, run in (("reference", found.reference), ("candidate", found.candidate)):
         console.print(f"{name}  {run.path} ({run.format})", soft_wrap=True)
+        for note in run.notes:
+            console.print(f"           {note}", style="yellow", soft_wrap=True)
     for one in found.allowed:
         console.print(f"allowed: {one.message}", style="yellow", soft_wrap=True)
     for one in found.differences:

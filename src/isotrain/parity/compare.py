@@ -185,4 +185,4 @@ def _replays(run: Run) -> bool:
 
 
 def _described(run: Run) -> dict[str, Any]:
-    return {"path": str(run.path), "format": run.format, "sha256": run.sha256}
+    return {"path": str(run.path), "format": run.format, "notes": list(run.notes), "sha256": run.sha256}

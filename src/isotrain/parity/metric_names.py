@@ -27,8 +27,7 @@ class Chosen:
 def choose(texts: Sequence[str], reference: Run, candidate: Run) -> Chosen:
     """`texts` as --metric has them: `loss`, or `loss=train/loss` where the candidate has another name for it.
 
-    A metric that neither run has is an error here. One that a single run lacks is one here too if it was
-    renamed, because the name is then a mistake; a plain name is left to `--allow missing`.
+    A metric that a run lacks is an error, with the names that may have been meant.
     """
     metrics = dict(candidate.metrics)
     chosen: dict[str, str] = {}
@@ -57,10 +56,8 @@ def _names(text: str, reference: Run, candidate: Run) -> tuple[str, str]:
     if not equals:
         if not ours:
             raise DataError("--metric is empty: give the name of a metric")
-        if ours not in reference.metrics and ours not in candidate.metrics:
-            raise DataError(f"{_lacks(reference, ours)}. {_lacks(candidate, ours)}")
-        return ours, ours
-    if not ours or not theirs:
+        theirs = ours
+    elif not ours or not theirs:
         raise DataError(f"--metric {clipped(text)}: write REFERENCE=CANDIDATE, such as loss=train/loss")
     for run, name in ((reference, ours), (candidate, theirs)):
         if name not in run.metrics:

@@ -14,6 +14,7 @@ from isotrain.parity.envelope import envelope_level, followed
 from isotrain.parity.inputs import recipe_changes
 from isotrain.parity.layers import layers_level
 from isotrain.parity.levels import Level, not_run
+from isotrain.parity.metric_names import choose
 from isotrain.parity.operators import operators_level
 from isotrain.parity.outcome import OtherRuns, margins_of, outcome_of
 from isotrain.parity.paired import paired_level
@@ -51,9 +52,9 @@ def verdict_on(
     free_running: bool = False,
 ) -> Verdict:
     """`free_running` says that the runs sampled responses of their own: their curves are not paired."""
-    first, second = read_run(reference), read_run(candidate)
-    comparison = compare(first, second, metrics, allow)
-    pairing = pairing_of(first, second, free=free_running)
+    chosen = choose(metrics, read_run(reference), read_run(candidate))
+    comparison = compare(chosen.reference, chosen.candidate, chosen.metrics, allow)
+    pairing = pairing_of(chosen.reference, chosen.candidate, free=free_running)
     stated = margins_of(margins, list(comparison.curves))
     reruns = _reruns(comparison, companions.reruns, pairing)
     pairs = [(read_run(one), read_run(other)) for one, other in companions.pairs]

@@ -173,6 +173,13 @@ def around(verdict: Verdict) -> Markup:
     comparison = verdict.comparison
     reference, candidate = comparison.reference, comparison.candidate
     parts: list[Markup] = []
+    notes = [
+        f"{role}: {note}"
+        for role, run in (("reference", reference), ("candidate", candidate))
+        for note in run.notes
+    ]
+    if notes:
+        parts += [element("h3", "Notes on the logs"), bullets(notes)]
     for title, found in (("Differs", comparison.differences), ("Allowed", comparison.allowed)):
         if found:
             parts += [element("h3", title), bullets([f"{one.name}: {one.message}" for one in found])]
