@@ -23,9 +23,9 @@ together."""
 CONFIDENCE = 0.95
 """Of the intervals that are shown, and by which a pair is called equivalent: two one-sided tests at 2.5 %."""
 
-WHOLE_SHARE, QUARTERS_SHARE = 0.4, 0.1
+WHOLE_SHARE, QUARTERS_SHARE = 0.25, 0.1
 """The parts of `FALSE_ALARMS` that are spent on the mean over the whole run, which sees most, and on those
-over its quarters together. The other half is for what the noise model does not know: in simulations of
+over its quarters together. The rest is for what the noise model does not know: in simulations of
 strongly correlated noise it is used up (benchmarks/parity_calibration.py)."""
 
 FLAT = 0.05
