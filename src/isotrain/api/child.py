@@ -22,10 +22,13 @@ from isotrain.errors import IsotrainError, LaunchError
 from isotrain.lifetime import die_with_parent
 from isotrain.recipe.load import load_resolved, write_resolved
 from isotrain.recipe.schema import Recipe
+from isotrain.terminal import guard, visible
 
 _RECIPE, _SOURCE, _ERROR = "recipe.json", "recipe.yaml", "error.json"
 _LAUNCHER = "ISOTRAIN_LAUNCHER"
 _INTERRUPTED = 130
+# A variable for a terminal of this process must not make the child draw a bar into a pipe.
+_PIPE = {"PYTHONIOENCODING": "utf-8", "FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 # Packages that `pip install isotrain` leaves out, and the extra that brings them.
 _EXTRAS = {
@@ -65,7 +68,7 @@ def train_in_child(recipe: Recipe, source: str) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, _LAUNCHER: str(os.getpid()), "PYTHONIOENCODING": "utf-8"},
+            env={**os.environ, **_PIPE, _LAUNCHER: str(os.getpid())},
             start_new_session=True,  # an interruption is passed on below, once
         )
         try:
@@ -92,7 +95,11 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
 
 
 def _relay(process: subprocess.Popen[bytes]) -> None:
-    """Print what a process prints until it ends; what it has started may hold the pipe open for longer."""
+    """Print what a process prints until it ends; what it has started may hold the pipe open for longer.
+
+    A child whose output is a pipe draws no bar: nothing of ours needs the sequences that are filtered here. C
+    libraries write past the child's own filter, and some streams here have none, such as those of notebooks.
+    """
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while True:
@@ -101,7 +108,9 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
             if not (said := os.read(process.stdout.fileno(), 1 << 16)):
                 process.wait()
                 return
-            sys.stdout.write(decoder.decode(said))
+            # A carriage return is a library's progress; it would let a line overwrite another one.
+            lines = decoder.decode(said).replace("\r\n", "\n").replace("\r", "\n")
+            sys.stdout.write(visible(lines))
             sys.stdout.flush()
         elif ended:
             return
@@ -143,4 +152,5 @@ def _main(job: Path) -> int:
 
 
 if __name__ == "__main__":
+    guard()
     sys.exit(_main(Path(sys.argv[1])))

@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 from isotrain import api
 from isotrain.cli import self_test
-from isotrain.cli.self_test import plain
 from isotrain.doctor.examine import Report
 from isotrain.doctor.findings import Finding
 from isotrain.doctor.matrix import TARGETS
@@ -115,7 +114,7 @@ def _print(report: Report, notes: bool) -> None:
     console = Console(highlight=False, markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in describe(report):
-        table.add_row(Text(name, style="bold"), Text(plain(value)))
+        table.add_row(Text(name, style="bold"), Text(value))
     console.print(table, "")
     shown = [finding for finding in report.findings if notes or finding.level != "note"]
     if shown:
@@ -133,7 +132,7 @@ def _print(report: Report, notes: bool) -> None:
         console.print(f"nearest complete stack: {stack.name} ({stack.status})", style="bold")
         console.print(f"  {stack.source}", style="dim")
         for change in report.nearest.changes:
-            console.print(f"  {plain(change)}")
+            console.print(f"  {change}")
         for command in report.nearest.commands:
             # Unwrapped: it is there to be copied.
             console.print(f"    {command}", style="cyan", soft_wrap=True)
@@ -155,7 +154,7 @@ def _findings(findings: list[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        text = Text(plain(finding.problem))
-        text.append(f"\n-> {plain(finding.remedy)}", style="bold")
+        text = Text(finding.problem)
+        text.append(f"\n-> {finding.remedy}", style="bold")
         table.add_row(Text(finding.level, style=_COLOURS[finding.level]), text)
     return table

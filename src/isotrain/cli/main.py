@@ -22,10 +22,15 @@ from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
 from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import IsotrainError
+from isotrain.terminal import guard, guarded
 
 
 class CleanErrors(TyperGroup):
     """A group whose commands end user errors with a message instead of a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with guarded():
+            return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         if os.environ.get("ISOTRAIN_DEBUG") == "1":
@@ -110,6 +115,7 @@ def _say(message: str) -> None:
 
 
 def main() -> None:
+    guard()  # for good: tracebacks are printed after the command has ended
     app(prog_name="isotrain")
 
 

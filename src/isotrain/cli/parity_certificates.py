@@ -41,6 +41,7 @@ def verify(
     from isotrain.parity.figures import levels_again
     from isotrain.parity.verify import is_valid
     from isotrain.parity.verify import verify as check
+    from isotrain.terminal import visible
 
     given = {"reference": reference, "candidate": candidate}
     runs = {role: path for role, path in given.items() if path is not None}
@@ -48,7 +49,9 @@ def verify(
     console = Console(highlight=False, markup=False)
     for finding in findings:
         mark, style = _MARKS[finding.state]
-        console.print(f"{mark:<6} {finding.name}: {finding.words}", style=style, soft_wrap=True)
+        # One line each: a name of the certificate must not pretend to be a finding.
+        line = visible(f"{mark:<6} {finding.name}: {finding.words}", one_line=True)
+        console.print(line, style=style, soft_wrap=True)
     if not is_valid(findings):
         console.print("not valid", style="red")
         raise typer.Exit(1)

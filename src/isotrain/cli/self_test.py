@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import tempfile
@@ -84,7 +83,7 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
         try:
             for verdict in SelfTest(setting, begins).run():
                 verdicts.append(verdict)
-                tell(_line(verdict, headed=told == verdict.stage))
+                _print_line(verdict, headed=told == verdict.stage, quiet=quiet)
         finally:  # also of what was interrupted
             results = folders.write(
                 folder,
@@ -104,34 +103,33 @@ def show(folder: Path, results: Results) -> None:
     """A folder's verdicts, and the end of the output of what failed."""
     simulated = ", simulated" if results.simulated else ""
     what = f"{results.device}{simulated} with the engine {results.engine}, isotrain {results.isotrain}"
-    typer.echo(plain(f"\nself-test of {results.date} on {what}"))
+    typer.echo(f"\nself-test of {results.date} on {what}")
     for verdict in results.verdicts:
         if verdict.stage in STAGES:
-            typer.echo(_line(verdict, headed=False))
+            _print_line(verdict, headed=False)
     typer.echo(f"\n{_counts(results)}, {results.seconds:.0f} s")
     for verdict in results.verdicts:
         if verdict.outcome == "failed" and verdict.stage in STAGES:
             lines = folders.read_log(folder, verdict.stage)
             typer.echo(f"\n{verdict.stage} should show: {STAGES[verdict.stage]}. The end of its output:")
-            typer.echo(indent(plain("\n".join(lines[-_SHOWN_LINES:])), "  "))
+            typer.echo(indent("\n".join(lines[-_SHOWN_LINES:]), "  "))
 
 
 def _head(stage: str) -> str:
     return f"{list(STAGES).index(stage) + 1:2}/{len(STAGES)} {stage:<19}"
 
 
-def _line(verdict: Verdict, headed: bool) -> str:
-    outcome = typer.style(f"{verdict.outcome:<8}", fg=_COLOURS[verdict.outcome])
+def _print_line(verdict: Verdict, headed: bool, quiet: bool = False) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     seconds = "" if verdict.outcome == "skipped" else f", {verdict.seconds:.0f} s"
-    result = " ".join(plain(verdict.result).split())
-    return f"{'' if headed else _head(verdict.stage)}{outcome} {result}{seconds}"
+    line = Text("" if headed else _head(verdict.stage))
+    line.append(f"{verdict.outcome:<8}", _COLOURS[verdict.outcome])
+    line.append(f" {' '.join(verdict.result.split())}{seconds}")
+    Console(stderr=quiet).print(line, soft_wrap=True)
 
 
 def _counts(results: Results) -> str:
     outcomes = [verdict.outcome for verdict in results.verdicts]
     return ", ".join(f"{outcomes.count(name)} {name}" for name in _COLOURS)
-
-
-def plain(text: str) -> str:
-    """Without characters that steer a terminal: a folder may come from anybody."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "?", text)

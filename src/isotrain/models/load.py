@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 from isotrain.errors import ModelError
 from isotrain.models.attention import FUSED, SEGMENTS
 from isotrain.models.suitability import check_head, check_packing, check_score
+from isotrain.terminal import beneath
 
 # transformers' name for each of ours.
 IMPLEMENTATIONS = {
@@ -48,6 +50,13 @@ def model_directory(path: str, field: str = "model.path") -> Path:
         problem = "has no config.json" if local.exists() else "does not exist"
         raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    class Bars(tqdm):  # type: ignore[misc]
+        """Several at a time, which move the cursor; their texts are the client's own."""
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{"file": beneath(sys.stderr), **settings})
 
     try:
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -56,7 +65,11 @@ def model_directory(path: str, field: str = "model.path") -> Path:
         offline = constants.HF_HUB_OFFLINE
         return Path(
             snapshot_download(
-                name, revision=revision or None, allow_patterns=patterns, local_files_only=offline
+                name,
+                revision=revision or None,
+                allow_patterns=patterns,
+                local_files_only=offline,
+                tqdm_class=Bars,
             )
         )
     except Exception as error:  # the Hub client raises many kinds; all mean the same to the user

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
+from isotrain.terminal import beneath, guard
+
 RECENT_STEPS = 20
 SHORT_RUN = 100
 SECONDS_BETWEEN_LINES = 30.0
@@ -152,6 +154,8 @@ class BarConsole(Console):
             "", total=total_steps, completed=first_step - 1, shown=self._shown(), eta="?"
         )
         self._bar.start()
+        # The bar has replaced the streams by its own, which would take colours from what others print.
+        guard()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         assert self._task is not None
@@ -212,10 +216,11 @@ def open_console(*, silent: bool = False, console: RichConsole | None = None, de
     """
     if silent:
         return WarningConsole()
-    console = console or RichConsole()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return BarConsole(console, devices=devices)
-    return LineConsole(console.file, devices=devices)
+    # The bar needs the stream itself: while it is drawn, `sys.stdout` leads back to it.
+    bar = console or RichConsole(file=beneath(sys.stdout))
+    if bar.is_terminal and not bar.is_dumb_terminal:
+        return BarConsole(bar, devices=devices)
+    return LineConsole(console.file if console else sys.stdout, devices=devices)
 
 
 def describe(values: Mapping[str, float], devices: int = 1) -> list[str]:

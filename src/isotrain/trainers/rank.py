@@ -10,6 +10,7 @@ from pathlib import Path
 from isotrain.errors import IsotrainError
 from isotrain.lifetime import die_with_parent
 from isotrain.recipe.load import load_resolved
+from isotrain.terminal import guard
 from isotrain.trainers.run import train_supervised
 
 RECIPE_FILE = "recipe.json"
@@ -35,4 +36,5 @@ def main(job: Path) -> int:
 
 
 if __name__ == "__main__":
+    guard()  # its output is the terminal of the command
     sys.exit(main(Path(sys.argv[1])))
