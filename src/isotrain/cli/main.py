@@ -17,6 +17,7 @@ from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certificates import sign, verify
 from isotrain.cli.parity_certify import certify
 from isotrain.cli.parity_runs import record, replay
+from isotrain.cli.parity_sampler import sampler
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.train import train
@@ -68,7 +69,7 @@ app = typer.Typer(
 for verb in (train, recipes, doctor):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
-for part in (record, replay, certify, verify, sign):
+for part in (record, replay, sampler, certify, verify, sign):
     parity.command()(part)
 app.add_typer(parity, name="parity")
 

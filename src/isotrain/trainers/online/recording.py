@@ -104,6 +104,12 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
             )
 
 
+def recorded_digests(run: str | Path) -> dict[str, Any]:
+    """Of data and models that a recording was made with."""
+    digests: dict[str, Any] = _read(trajectories(run) / DESCRIPTION)["digests"]
+    return digests
+
+
 def _fields(recipe: Recipe) -> dict[str, Any]:
     found = {}
     for name in FIXED_BY_RECORDING:
