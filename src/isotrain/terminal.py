@@ -16,7 +16,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 # Line feeds and tabs are layout. Spaces of other widths are ordinary in many languages.
 _LAYOUT = "\n\t"
@@ -121,7 +121,8 @@ class Guard(_Filter):
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(stream)
         beneath = getattr(stream, "rich_proxied_file", stream)
-        self._styled = beneath._styled if isinstance(beneath, Guard) else _Styled(beneath)
+        self._styled: IO[str]
+        self._styled = beneath._styled if isinstance(beneath, Guard) else cast("IO[str]", _Styled(beneath))
 
     @property
     def rich_proxied_file(self) -> IO[str]:

@@ -50,13 +50,13 @@ def model_directory(path: str, field: str = "model.path") -> Path:
         problem = "has no config.json" if local.exists() else "does not exist"
         raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Bars(tqdm):  # type: ignore[misc]
+    class Bars(tqdm):
         """Several at a time, which move the cursor; their texts are the client's own."""
 
         def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **{"file": beneath(sys.stderr), **settings})
+            super().__init__(*args, **{"file": beneath(sys.stderr), **settings})  # type: ignore[no-untyped-call]
 
     try:
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]

@@ -95,21 +95,21 @@ class Drawn:
     def add(self, logits_QV: npt.NDArray[np.floating], tokens_Q: npt.NDArray[np.integer]) -> None:
         """Logits or log-probs at temperature 1, as the host computed them, and the token drawn at each."""
         logits_QV = np.asarray(logits_QV, np.float64) / self.settings.temperature
-        tokens_Q = np.asarray(tokens_Q, np.int64)
-        if logits_QV.ndim != 2 or tokens_Q.shape != logits_QV.shape[:1] or not logits_QV.size:
+        drawn_Q: Integers = np.asarray(tokens_Q, np.int64)
+        if logits_QV.ndim != 2 or drawn_Q.shape != logits_QV.shape[:1] or not logits_QV.size:
             raise ValueError("one row of log-probs for each drawn token is needed")
         if not np.isfinite(logits_QV.max(1)).all() or np.isnan(logits_QV).any():
             raise ValueError("log-probs must be numbers; minus infinity is the lowest")
-        if ((tokens_Q < 0) | (tokens_Q >= logits_QV.shape[1])).any():
+        if ((drawn_Q < 0) | (drawn_Q >= logits_QV.shape[1])).any():
             raise ValueError("a drawn token is outside the vocabulary")
-        cut = _cut(logits_QV, tokens_Q, self.settings)
-        self.count += len(tokens_Q)
-        for token, times in zip(*np.unique(tokens_Q, return_counts=True), strict=True):
+        cut = _cut(logits_QV, drawn_Q, self.settings)
+        self.count += len(drawn_Q)
+        for token, times in zip(*np.unique(drawn_Q, return_counts=True), strict=True):
             self.tokens[int(token)] = self.tokens.get(int(token), 0) + int(times)
         clear_Q = ~_unclear(cut, self.settings)
         if clear_Q.any():
             self.clear += int(clear_Q.sum())
-            self._add_shares(cut.at(clear_Q), tokens_Q[clear_Q])
+            self._add_shares(cut.at(clear_Q), drawn_Q[clear_Q])
             self._add_best(cut.at(clear_Q))
         self._add_temperature(cut)
         for rule, boundary in (("top_p", self.top_p), ("top_k", self.top_k)):
@@ -182,7 +182,8 @@ class _Cut:
 
     @property
     def kept_Q(self) -> Integers:
-        return self.kept_QV.sum(1).astype(np.int64)
+        counts_Q: Integers = self.kept_QV.sum(1).astype(np.int64)
+        return counts_Q
 
     def at(self, chosen_Q: Flags) -> _Cut:
         return _Cut(*(getattr(self, part.name)[chosen_Q] for part in fields(self)))
@@ -211,7 +212,7 @@ def _cut(logits_QV: Floats, tokens_Q: Integers, settings: Settings) -> _Cut:
 
 def _core(cut: _Cut, settings: Settings) -> Flags:
     """Tokens that are kept at any temperature in question, whichever side of the boundary errors are on."""
-    core_QV = cut.kept_QV.copy()
+    core_QV: Flags = cut.kept_QV.copy()
     places_V = np.arange(core_QV.shape[1])
     if settings.top_p < 1:
         in_k_QV = places_V < cut.by_k_Q[:, None]
@@ -231,7 +232,9 @@ def _unclear(cut: _Cut, settings: Settings) -> Flags:
     cuts_Q = kept_Q < size
     gap_Q = np.where(cuts_Q, cut.sorted_QV[rows_Q, last_Q] - cut.sorted_QV[rows_Q, next_Q], np.inf)
     # Ties that top-k leaves in: an engine may leave in some of them only.
-    unclear_Q = (gap_Q <= settings.epsilon) | (cuts_Q & (kept_Q == cut.by_k_Q) & (kept_Q > settings.top_k))
+    unclear_Q: Flags = (gap_Q <= settings.epsilon) | (
+        cuts_Q & (kept_Q == cut.by_k_Q) & (kept_Q > settings.top_k)
+    )
     if settings.top_p < 1:
         # The last token would go if top-p were a little lower, and the next one come if it were higher.
         for place_Q in (last_Q, next_Q):
