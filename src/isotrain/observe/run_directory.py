@@ -49,6 +49,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
         self.layer_trace = self.path / "layer_trace"
+        self.score_tests = self.path / "score_tests"
 
     @classmethod
     def create(

@@ -10,6 +10,7 @@ from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
 from isotrain.engine.layer_trace import LayerTrace
+from isotrain.engine.score_tests.recorder import ScoreTests
 from isotrain.engine.world import join_world
 from isotrain.models.load import model_directory
 from isotrain.observe.console import Console, open_console
@@ -58,6 +59,8 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             done = trainer.resume(run.checkpoints, console)
             if done == 0:
                 LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace)
+                if recipe.observe.layer_trace:
+                    ScoreTests(trainer.engine, run.score_tests)
             with recording(trainer.recorder, recipe, run, done, world.leads):
                 console.start(trainer.steps, done + 1)
                 trainer.train(done)

@@ -31,6 +31,7 @@ from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.operator_errors import operators_compared
+from isotrain.engine.score_tests.recorder import ScoreTests
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
@@ -141,9 +142,10 @@ class PolicyRank:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = newest_valid(self.writer.root, self.world)
         if reader is None:
-            LayerTrace(
-                self.policy, RunDirectory(self.recipe.output).layer_trace, self.recipe.observe.layer_trace
-            )
+            run = RunDirectory(self.recipe.output)
+            LayerTrace(self.policy, run.layer_trace, self.recipe.observe.layer_trace)
+            if self.recipe.observe.layer_trace:
+                ScoreTests(self.policy, run.score_tests)
             return ResumeState(0, {}, complaints)
         self.around_first_update = nullcontext
         restore(self.policy, self.device, reader)

@@ -1,0 +1,122 @@
+"""The constants that a model's config states, for families whose formulas are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from isotrain.engine.score_tests.rotary import Rope
+
+
+class UnknownError(Exception):
+    """Why a module is not tested."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the config does not say: how the modules of a model type use its constants."""
+
+    adds_one: bool = False
+    """Norms multiply by 1 + weight."""
+    scale_field: str | None = None
+    """Its root divides the products; by default the head size."""
+    query_norm: str | None = None
+    """Whether queries and keys are normed per head, before ("tokens") or after heads come first ("heads")."""
+
+
+# Read from the published definitions. Other model types are not tested: a guess would become a verdict.
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(),
+    "qwen3": Family(query_norm="tokens"),
+    "qwen3_moe": Family(query_norm="tokens"),
+    "gemma": Family(adds_one=True),
+    "gemma2": Family(adds_one=True, scale_field="query_pre_attn_scalar"),
+    "gemma3_text": Family(adds_one=True, scale_field="query_pre_attn_scalar", query_norm="heads"),
+}
+# Those that take the config's epsilon in every one of these families.
+NORMS = {
+    *("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+_WINDOW_EVERYWHERE = {"mistral", "mixtral"}
+_ROPES = {"default", "linear", "llama3"}
+
+
+@dataclass(frozen=True)
+class NormConstants:
+    epsilon: float
+    adds_one: bool
+
+
+@dataclass(frozen=True)
+class AttentionConstants:
+    scale: float
+    window: int | None
+    query_norm: str | None
+
+
+def norm_constants(config: Any, name: str) -> NormConstants:
+    family = _family(config)
+    if name.rpartition(".")[2] not in NORMS:
+        raise UnknownError("a norm whose epsilon the config does not state")
+    return NormConstants(float(config.rms_norm_eps), family.adds_one)
+
+
+def attention_constants(config: Any, layer: int) -> AttentionConstants:
+    family = _family(config)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnknownError("attention that caps its scores")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnknownError("attention that is not causal")
+    if getattr(config, "attention_dropout", 0.0):
+        raise UnknownError("attention with dropout")
+    divisor = getattr(config, family.scale_field) if family.scale_field else head_size(config)
+    return AttentionConstants(float(divisor) ** -0.5, _window(config, layer), family.query_norm)
+
+
+def rope_constants(config: Any, layer_type: str | None) -> Rope:
+    _family(config)
+    stated = getattr(config, "rope_parameters", None) or {}
+    if layer_type is not None and layer_type in stated:
+        stated = stated[layer_type] or {}
+    kind = stated.get("rope_type")
+    if kind not in _ROPES:
+        raise UnknownError(f"rotary embeddings of type '{kind}'")
+    if stated.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnknownError("rotary embeddings of a part of each head")
+    found = Rope(kind, float(stated["rope_theta"]), head_size(config))
+    if kind == "default":
+        return found
+    if kind == "linear":
+        return Rope(kind, found.base, found.head_size, float(stated["factor"]))
+    return Rope(
+        kind,
+        found.base,
+        found.head_size,
+        float(stated["factor"]),
+        float(stated["low_freq_factor"]),
+        float(stated["high_freq_factor"]),
+        float(stated["original_max_position_embeddings"]),
+    )
+
+
+def head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _family(config: Any) -> Family:
+    kind = str(config.model_type)
+    if kind not in FAMILIES:
+        raise UnknownError(f"the formulas of model type '{kind}' are not known here")
+    return FAMILIES[kind]
+
+
+def _window(config: Any, layer: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds[layer] == "sliding_attention" if kinds else config.model_type in _WINDOW_EVERYWHERE
+    return int(window) if slides and window else None

@@ -1,0 +1,262 @@
+"""Which constants of a model are not what its config states, by name and size, in two runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scipy import stats
+
+from isotrain.parity.sources.score_tests import Estimate, Module, Record, read_score_tests
+
+State = Literal["as stated", "off", "not resolved", "unexplained"]
+
+# The chance that any interval of a comparison misses its constant, shared out over all of them.
+FAMILY_WISE = 0.01
+# A constant that is rounded to nearest in bfloat16 is off by up to 2^-9 of itself, which is honest. What
+# float32 devices round their products to has 11 digits.
+_ROUNDED = {"float32": 2.0**-11, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+# Gains and biases are not rounded constants: nothing honest moves them but what rounding does on average,
+# which was at most 0.003 % in norms and attentions, and 0.011 % in rotary embeddings, of bfloat16.
+_MOVED = {"float32": 1e-4, "bfloat16": 5e-4, "float16": 5e-4}
+# An epsilon is stated to one digit; whatever it is off by, it must move the output by more than rounding
+# does on average.
+_EPSILON_OFF = 0.1
+_EPSILON_EFFECT = {"float32": 1e-6, "bfloat16": 1e-4, "float16": 1e-4}
+# A constant is known to be right where its interval is this narrow; otherwise the test could not have told.
+_RESOLVED = {"scale": 0.01, "base": 0.01, "gain": 0.01, "bias": 0.01, "epsilon": 1.0}
+# What no constant explains, in units of the expected rounding: honest modules were at most at 1.1 in
+# bfloat16 and at 3 in float32. Beyond it, a constant would only be the nearest name for another mistake.
+_LARGEST_REST = {"float32": 64.0, "bfloat16": 4.0, "float16": 4.0}
+
+_CALLED = {
+    ("attention", "scale"): "the attention scale",
+    ("norm", "epsilon"): "the norm's epsilon",
+    ("rotary", "base"): "the rotary base",
+    ("rotary", "gain"): "the gain of cosines and sines",
+    ("attention", "gain"): "the gain of the attention's output",
+    ("attention", "bias"): "the bias of the attention's output",
+    ("norm", "gain"): "the norm's gain",
+    ("norm", "bias"): "the norm's bias",
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One run's constant: what it is off by, with the interval at the family-wise level."""
+
+    state: State
+    off: float
+    low: float
+    high: float
+    confused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One constant of one module in two runs; of a bias, shares are those of the output's size."""
+
+    module: str
+    kind: str
+    constant: str
+    stated: float | None
+    """By the candidate's config."""
+    stated_ratio: float
+    """Over what the reference's config states."""
+    reference: Side
+    candidate: Side
+    difference: float
+    """The candidate's constant minus the reference's, as a share of what the reference's config states."""
+    low: float
+    high: float
+    different: bool
+
+    @property
+    def words(self) -> str:
+        if self.stated_ratio != 1 and self.stated is not None:
+            called, theirs = self._called, self.stated / self.stated_ratio
+            return (
+                f"{self.module}: {called} is {self.stated:.6g} by its config, {theirs:.6g} by the reference's"
+            )
+        if self.candidate.state == "off" or self.reference.state != "off":
+            return self._told(self.candidate)
+        return f"{self._told(self.reference)} in the reference"
+
+    @property
+    def _called(self) -> str:
+        return _CALLED.get((self.kind, self.constant), f"the {self.constant}")
+
+    def _told(self, side: Side) -> str:
+        if self.constant == "epsilon":
+            size = f"{1 + side.off:.3g} times what the config states"
+            if self.stated is not None:
+                size = f"{(1 + side.off) * self.stated:.2g} in place of {self.stated:.2g}"
+            interval = f"{1 + side.low:.3g} to {1 + side.high:.3g} times"
+        else:
+            of = " of the output's size" if self.constant == "bias" else ""
+            direction = "too high" if side.off > 0 else "too low"
+            size = f"{_percent(abs(side.off))} %{of} {direction}"
+            ends = (
+                sorted((abs(side.low), abs(side.high))) if side.low * side.high > 0 else (side.low, side.high)
+            )
+            interval = f"{_percent(ends[0])} to {_percent(ends[1])} %"
+        others = [_CALLED.get((self.kind, other), other) for other in side.confused]
+        doubt = f"; {' or '.join(others)} would explain it as well" if others else ""
+        return f"{self.module}: {self._called} is {size} (interval {interval}{doubt})"
+
+
+@dataclass(frozen=True)
+class ScoreTests:
+    findings: tuple[Finding, ...]
+    """Constants that are different first, then those that are off on both sides, then the others."""
+    tested: int
+    """Constants of modules that both runs tested."""
+    not_resolved: int
+    not_tested: dict[str, str]
+    unexplained: tuple[str, ...]
+    """Modules of the candidate that are further from their definition than rounding and constants explain."""
+
+    @property
+    def different(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.different)
+
+    @property
+    def words(self) -> str:
+        """What was found, in one sentence."""
+        found = self.different
+        if found:
+            more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            return found[0].words + more
+        known = self.tested - self.not_resolved
+        words = f"{known} of {self.tested} constants are as the config states, or off alike in both runs"
+        return words + (f"; {self.not_resolved} have no effect to be seen" if self.not_resolved else "")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "family_wise": FAMILY_WISE,
+            "tested": self.tested,
+            "not_resolved": self.not_resolved,
+            "not_tested": self.not_tested,
+            "unexplained": list(self.unexplained),
+            "constants": [_as_json(finding) for finding in self.findings],
+        }
+
+
+def score_tests(reference: Path, candidate: Path) -> ScoreTests | None:
+    """Of two run directories; None where one of them recorded none."""
+    a, b = read_score_tests(reference), read_score_tests(candidate)
+    if a is None or b is None:
+        return None
+    return compared(a, b)
+
+
+def compared(reference: Record, candidate: Record) -> ScoreTests:
+    both = [
+        (reference.modules[name], own) for name, own in candidate.modules.items() if name in reference.modules
+    ]
+    pairs = [
+        (a, b, one, other)
+        for a, b in both
+        for one in a.constants
+        for other in b.constants
+        if one.constant == other.constant
+    ]
+    # Each side's interval and that of their difference.
+    tests = 3 * max(1, len(pairs))
+    findings = [_finding(*pair, tests) for pair in pairs]
+    findings.sort(
+        key=lambda found: (not found.different, "off" not in (found.candidate.state, found.reference.state))
+    )
+    missing = {
+        name: "not recorded by the other run"
+        for name in (*reference.modules, *candidate.modules)
+        if name not in reference.modules or name not in candidate.modules
+    }
+    return ScoreTests(
+        tuple(findings),
+        len(findings),
+        sum("not resolved" in (f.candidate.state, f.reference.state) for f in findings),
+        {**missing, **reference.not_tested, **candidate.not_tested},
+        tuple(b.module for _, b in both if b.rest > _LARGEST_REST[b.dtype]),
+    )
+
+
+def _finding(a: Module, b: Module, one: Estimate, other: Estimate, tests: int) -> Finding:
+    reference, candidate = _side(a, one, tests), _side(b, other, tests)
+    ratio = other.stated / one.stated if other.stated and one.stated else 1.0
+    difference = (1 + other.off) * ratio - (1 + one.off)
+    width = math.hypot(_width(a, one, tests), ratio * _width(b, other, tests))
+    far = _beyond(b if candidate.state == "off" else a, other, difference, width)
+    off = "off" in (reference.state, candidate.state) or ratio != 1
+    # What is unexplained or not resolved on the other side may be anything: no statement about a difference.
+    known = "unexplained" not in (reference.state, candidate.state)
+    return Finding(
+        b.module,
+        b.kind,
+        other.constant,
+        other.stated,
+        ratio,
+        reference,
+        candidate,
+        difference,
+        difference - width,
+        difference + width,
+        off and far and known,
+    )
+
+
+def _side(module: Module, one: Estimate, tests: int) -> Side:
+    width = _width(module, one, tests)
+    state: State
+    if module.rest > _LARGEST_REST[module.dtype]:
+        state = "unexplained"
+    elif _beyond(module, one, one.off, width):
+        state = "off"
+    else:
+        state = "as stated" if width <= _RESOLVED[one.constant] else "not resolved"
+    return Side(state, one.off, one.off - width, one.off + width, tuple(one.confused))
+
+
+def _width(module: Module, one: Estimate, tests: int) -> float:
+    """Half of the interval."""
+    if one.error is None or module.clusters < 2:
+        return 1e30  # JSON has no infinity
+    quantile = float(stats.t.isf(FAMILY_WISE / tests / 2, module.clusters - 1))
+    return min(1e30, quantile * one.error)
+
+
+def _beyond(module: Module, one: Estimate, off: float, width: float) -> bool:
+    """Whether it is beyond its interval and beyond what is of no consequence."""
+    if abs(off) <= width:
+        return False
+    if one.constant == "epsilon":
+        return abs(off) > _EPSILON_OFF and abs(off) * one.effect > _EPSILON_EFFECT[module.dtype]
+    floors = _ROUNDED if one.constant in ("scale", "base") else _MOVED
+    return abs(off) > floors[module.dtype]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}" if abs(share) >= 1e-4 else f"{100 * share:.1e}"
+
+
+def _as_json(found: Finding) -> dict[str, Any]:
+    sides = {
+        role: {
+            "state": side.state,
+            "off": side.off,
+            "interval": [side.low, side.high],
+            "or": list(side.confused),
+        }
+        for role, side in (("reference", found.reference), ("candidate", found.candidate))
+    }
+    return {
+        "module": found.module,
+        "constant": found.constant,
+        "stated": found.stated,
+        **sides,
+        "difference": found.difference,
+        "interval": [found.low, found.high],
+        "different": found.different,
+    }
