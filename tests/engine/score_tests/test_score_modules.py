@@ -44,15 +44,20 @@ def close(found: Estimate, truth: float, widths: float = 4.5, floor: float = 2e-
 def norm_fit(
     seed: int, dtype: str, *, rows: int = 200, epsilon: float = 1e-6, gain: float = 1.0, bias: float = 0.0
 ) -> tuple[Fit, float]:
-    """An RMSNorm as transformers computes it, with other constants than 1e-6, 1 and 0."""
-    draw = torch.Generator().manual_seed(seed)
-    sizes_R1 = 10 ** (torch.rand(rows, 1, generator=draw) * 1.5 - 3)
-    x_RD = (torch.randn(rows, 32, generator=draw) * sizes_R1).to(DTYPES[dtype])
-    weight_D = (1 + 0.1 * torch.randn(32, generator=draw)).to(DTYPES[dtype])
+    """An RMSNorm that is rounded once, as fused ones are, with other constants than 1e-6, 1 and 0."""
+    x_RD, weight_D = norm_inputs(seed, dtype, rows)
     wide_RD = x_RD.float()
     normed_RD = wide_RD * torch.rsqrt(wide_RD.square().mean(-1, keepdim=True) + epsilon)
-    y_RD = ((weight_D * normed_RD.to(x_RD.dtype)).float() * gain + bias).to(x_RD.dtype)
+    y_RD = (weight_D.float() * normed_RD * gain + bias).to(x_RD.dtype)
     return check_norm(Norm(wide(x_RD), wide(weight_D), 1e-6), wide(y_RD), dtype)
+
+
+def norm_inputs(seed: int, dtype: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    sizes_R1 = 10 ** (torch.rand(rows, 1, generator=draw) * 1.5 - 3)
+    x_RD = torch.randn(rows, 32, generator=draw) * sizes_R1
+    weight_D = 1 + 0.1 * torch.randn(32, generator=draw)
+    return x_RD.to(DTYPES[dtype]), weight_D.to(DTYPES[dtype])
 
 
 def attention_fit(
@@ -140,7 +145,7 @@ def test_a_norm(dtype: str) -> None:
     assert close(epsilon, 0) and close(gain, 0) and close(bias, 0)
     wrong, rounding = norm_fit(1, dtype, epsilon=1e-5)
     assert close(wrong.estimates[0], 9.0, floor=1e-3) and close(wrong.estimates[1], 0.0)
-    assert wrong.rest < 3 * rounding, "what is left is rounding"
+    assert wrong.rest < (2 if dtype == "bfloat16" else 16) * rounding, "what is left is rounding"
     louder = norm_fit(2, dtype, gain=1.01)[0].estimates
     assert close(louder[1], 0.01) and not louder[1].confused
     shifted = norm_fit(3, dtype, bias=0.02)[0].estimates
@@ -154,7 +159,8 @@ def test_an_attention_scale(dtype: str, scale: float) -> None:
     by_scale, gain, bias = found.estimates
     assert close(by_scale, scale - 1) and by_scale.error is not None and by_scale.error < 1e-3
     assert close(gain, 0.0) and close(bias, 0.0) and not by_scale.confused
-    assert found.rest < 3 * rounding
+    # Sums of float32 are rounded more than once.
+    assert found.rest < (2 if dtype == "bfloat16" else 16) * rounding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,7 +185,9 @@ def test_a_rotary_base(dtype: str, rope: Rope) -> None:
         assert base.off == pytest.approx(factor - 1, abs=1e-3 * factor), factor
         assert gain.off == pytest.approx(0.0, abs=1e-3)
     base, gain = rotary_fit(dtype, rope, rope.base, gain=1.05)[0].estimates
-    assert gain.off == pytest.approx(0.05, abs=1e-3) and base.off == pytest.approx(0.0, abs=1e-3)
+    # Cosines of long waves are all near 1, and 1.05 itself is rounded to the nearest number.
+    nearest = 2.0**-8 if dtype == "bfloat16" else 1e-6
+    assert gain.off == pytest.approx(0.05, abs=nearest) and base.off == pytest.approx(0.0, abs=1e-3)
 
 
 def test_llama3_frequencies_are_those_of_transformers() -> None:
@@ -221,5 +229,17 @@ def test_honest_bfloat16_is_off_as_rarely_as_designed() -> None:
                 outside += abs(one.off) > quantile * one.error
                 tests += 1
     assert tests == 6 * seeds
-    # 5 % of 900 is 45; three standard deviations of a binomial, and constants of one module are correlated.
-    assert 0.02 * tests < outside < 0.08 * tests, outside / tests
+    # 5 % of 900 is 45; three standard deviations of a binomial are 20.
+    assert 25 <= outside <= 65, outside
+
+
+def test_products_of_bfloat16_are_too_small_on_average() -> None:
+    """Why a gain has a floor: an honest norm that rounds twice is off by 0.01 % beyond its interval."""
+    gains = []
+    for seed in range(20):
+        x_RD, weight_D = norm_inputs(seed, "bfloat16", 400)
+        normed_RD = x_RD.float() * torch.rsqrt(x_RD.float().square().mean(-1, keepdim=True) + 1e-6)
+        y_RD = weight_D * normed_RD.to(torch.bfloat16)
+        found, _ = check_norm(Norm(wide(x_RD), wide(weight_D), 1e-6), wide(y_RD), "bfloat16")
+        gains.append(found.estimates[1].off)
+    assert -2e-4 < np.mean(gains) < -3e-5 and np.abs(gains).max() < 2.5e-4, "half of the floor"

@@ -135,15 +135,29 @@ def _solved(slope_NC: Array, rest_N: Array) -> tuple[Array, Array | None]:
 def _estimated(
     place: _Place, constants: Sequence[int], label_N: Labels, clusters: int
 ) -> list[tuple[float, float | None]]:
-    """One step for these constants together, with cluster-robust (sandwich) standard errors."""
+    """One step for these constants together, with standard errors from leaving out one cluster at a time.
+
+    This jackknife holds for few clusters of unequal weight too, where the plain sandwich is too narrow.
+    """
     slope_NC = place.slope_NC[:, list(constants)]
     step_C, inverse_CC = _solved(slope_NC, place.rest_N)
     if inverse_CC is None or clusters < 2:
         return [(0.0, None)] * len(constants)
     left_N = place.rest_N - slope_NC @ step_C
-    score_GC = np.stack([np.bincount(label_N, slope_N * left_N, clusters) for slope_N in slope_NC.T], -1)
-    spread_CC = inverse_CC @ (score_GC.T @ score_GC) @ inverse_CC * (clusters / (clusters - 1))
-    errors = np.sqrt(np.maximum(spread_CC.diagonal(), 0.0))
+    # In units in which all constants matter alike: sizes may be many digits apart.
+    unit_NC = slope_NC / np.sqrt((slope_NC * slope_NC).sum(0))
+    sums = [
+        np.bincount(label_N, one_N * other_N, clusters)
+        for one_N in unit_NC.T
+        for other_N in (*unit_NC.T, left_N)
+    ]
+    both_GCX = np.stack(sums, -1).reshape(clusters, len(constants), len(constants) + 1)
+    others_GCC, score_GC1 = both_GCX[..., :-1].sum(0) - both_GCX[..., :-1], both_GCX[..., -1:]
+    if np.linalg.cond(others_GCC).max() > _LARGEST_CONDITION:
+        return [(0.0, None)] * len(constants)  # one cluster alone tells them
+    moved_GC = np.linalg.solve(others_GCC, score_GC1)[..., 0]
+    errors = np.sqrt((moved_GC * moved_GC).sum(0) * (clusters - 1) / clusters)
+    errors /= np.sqrt((slope_NC * slope_NC).sum(0))
     return [(float(step), float(error)) for step, error in zip(step_C, errors, strict=True)]
 
 
