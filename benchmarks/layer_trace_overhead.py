@@ -1,7 +1,8 @@
 """Time of an update whose layers are recorded over that of a plain one, on the tiny model. Smaller is better.
 
-Updates of one engine take turns: a plain one, one with `observe.layer_trace` looking on, and one after it has
-gone, whose share of a plain one's time is `afterwards`. A traced update is one of the first few of a run, so
+Updates of one engine take turns: a plain one, one with `observe.layer_trace` looking on, one with the score
+tests of the first step as well (`tested`), and one after all have gone, whose share of a plain one's time is
+`afterwards`. A traced update is one of the first few of a run, so
 that the goal is about waiting for a diagnosis and not about training.
 
     python benchmarks/layer_trace_overhead.py [--dtype float32|bfloat16] [--turns 15] [--device cpu]
@@ -23,7 +24,7 @@ SAMPLES, LENGTH = 8, 128
 def tell(seconds: dict[str, list[float]], dtype: str, size: int) -> None:
     shares = {
         name: bench.spread([a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)])
-        for name in ("traced", "afterwards")
+        for name in ("traced", "tested", "afterwards")
     }
     bench.report(
         f"layer_trace_overhead {dtype}",
@@ -31,6 +32,7 @@ def tell(seconds: dict[str, list[float]], dtype: str, size: int) -> None:
         goal=GOAL,
         met=shares["traced"]["median"] <= GOAL and shares["afterwards"]["median"] <= AFTERWARDS,
         ratios=shares["traced"],
+        tested=shares["tested"],
         afterwards=shares["afterwards"],
         step_s={name: bench.spread(values) for name, values in seconds.items()},
         tokens_per_step=SAMPLES * LENGTH,
@@ -53,13 +55,14 @@ def main() -> None:
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
     from isotrain.engine.layer_trace import LayerTrace
+    from isotrain.engine.score_tests.recorder import ScoreTests
     from isotrain.engine.world import join_world
     from isotrain.recipe.schema import ModelSection, OptimizerSection
 
     draw = np.random.default_rng(0)
     every = np.ones(LENGTH, np.bool_)
     batch = pack([Sample(draw.integers(3, 500, LENGTH).astype(np.int32), every) for _ in range(SAMPLES)])
-    seconds: dict[str, list[float]] = {"plain": [], "traced": [], "afterwards": []}
+    seconds: dict[str, list[float]] = {"plain": [], "traced": [], "tested": [], "afterwards": []}
     device = choose_device(options.device)
     with tempfile.TemporaryDirectory() as directory, join_world(device) as world:
         tiny, traces = Path(directory) / "tiny", Path(directory) / "layer_trace"
@@ -78,6 +81,10 @@ def main() -> None:
             LayerTrace(engine, traces, steps=1)
             measured["traced"] = update()
             update()  # whose forward takes the hooks away
+            LayerTrace(engine, traces, steps=1)
+            ScoreTests(engine, Path(directory) / "score_tests")
+            measured["tested"] = update()
+            update()
             measured["afterwards"] = update()
             if turn:  # the first one warms up
                 for name, value in measured.items():
