@@ -143,7 +143,8 @@ def test_a_wrong_epsilon_is_named(tampered: Callable[..., Level]) -> None:
     assert level.words.startswith(
         "the first difference is in the activations of model.layers.1.input_layernorm at step 1 ("
     )
-    layer, between = level.causes
+    constant, layer, between = level.causes
+    assert "the norm's epsilon is" in constant
     assert layer == (
         "layer model.layers.1.input_layernorm: its weights, its constants (epsilon, scale) or its kernel"
     )

@@ -101,13 +101,14 @@ def certificate_of(
 
 
 def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, str]:
-    """Digests of what the levels read besides curves: layer traces of all runs, and runs of other seeds."""
+    """Digests of what the levels read besides curves: traces of all runs, and runs of other seeds."""
     runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
     runs |= {f"envelope-{n}": path for n, path in enumerate(companions.reruns, start=1)}
     digests = {
-        f"{role}/layer_trace/{file.name}": sha256_of(path, f"layer_trace/{file.name}")
+        f"{role}/{kind}/{file.name}": sha256_of(path, f"{kind}/{file.name}")
         for role, path in runs.items()
-        for file in sorted((path / "layer_trace").glob("*"))
+        for kind in ("layer_trace", "score_tests")
+        for file in sorted((path / kind).glob("*"))
     }
     for number, pair in enumerate(companions.pairs, start=1):
         digests |= _inputs({f"seed-{number}-{side}": read_run(p) for side, p in zip("ab", pair, strict=True)})

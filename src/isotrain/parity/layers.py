@@ -22,6 +22,7 @@ from isotrain.parity.layer_errors import (
 )
 from isotrain.parity.levels import Check, Level, not_run
 from isotrain.parity.run import Run, section
+from isotrain.parity.score_tests import score_tests
 from isotrain.parity.sources.layer_trace import KINDS, Entry, Update, read_layer_trace
 
 LEVEL = "P1"
@@ -37,6 +38,8 @@ _LOSS_CAUSE = "the loss: its mask, its scale or its aggregation"
 # A factor is common where entries with most of the squared norm have it, each within a share of its distance
 # from 1, and where little of the squared differences is left without it.
 _ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
+# Constants that are named in a sentence; the evidence has them all.
+_NAMED = 3
 
 
 def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, dtype: str) -> Level:
@@ -60,9 +63,17 @@ def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, 
         "layers": [_as_json(one) for one in rated if one.difference.kind != "data"],
         "first": None if first is None else _as_json(rated[first]),
     }
+    constants = score_tests(reference.path, candidate.path)
+    if constants is not None:
+        evidence["constants"] = constants.as_json()
+    named = [one.words for one in constants.different[:_NAMED]] if constants is not None else []
     if first is not None:
         found = _First(rated, first, a, b)
-        return Level(LEVEL, "different", found.words(), checks, found.causes(), evidence)
+        words = "; ".join([found.words(), *named])
+        return Level(LEVEL, "different", words, checks, (*named, *found.causes()), evidence)
+    if named:
+        words = "the layers agree up to rounding, but not their constants: " + "; ".join(named)
+        return Level(LEVEL, "different", words, checks, tuple(named), evidence)
     if anchor_failures:
         words = "the first step is not what it must be by definition: " + "; ".join(anchor_failures)
         return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
@@ -87,15 +98,21 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
 
 
 def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
-    """Attention that cannot share a prompt reads it once per response: no layer sees the same input."""
+    """Attention that pads, or reads a shared prompt once per response: no layer sees the same input."""
     ways = [str(section(run.environment, "model").get("attention", "unknown")) for run, _ in runs]
     first = [updates[min(updates)] for _, updates in runs]
-    if ways[0] == ways[1] or _digests(first[0], "tokens") == _digests(first[1], "tokens"):
+    same_tokens = _digests(first[0], "tokens") == _digests(first[1], "tokens")
+    if ways[0] == ways[1] or (same_tokens and _same_shapes(*first)):
         return None
     return (
         f"attention is computed in other ways ({' and '.join(ways)}), which lay tokens out otherwise; train "
         "both with the same model.attention"
     )
+
+
+def _same_shapes(a: Update, b: Update) -> bool:
+    one, other = (update.kinds.get("activation", {}) for update in (a, b))
+    return all(one[name].shapes == other[name].shapes for name in one if name in other)
 
 
 def _steps(a: Updates, b: Updates) -> list[int]:
