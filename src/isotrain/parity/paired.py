@@ -77,7 +77,7 @@ def _limits(metric: str, comparison: Comparison, members: Sequence[Run]) -> _Lim
 def _signed(metric: str, comparison: Comparison) -> _Signed:
     one = comparison.aligned[metric]
     means = window_means(one.candidate_S - one.reference_S)
-    floor = thresholds.SIGNED_FLOOR * float(np.abs(one.reference_S).mean())
+    floor = thresholds.FLOOR * float(np.abs(one.reference_S).mean())
     limit = thresholds.FALSE_ALARMS / len(comparison.curves)
     shares = alarm_shares(len(means))
     clear = [one.chance < limit * share for one, share in zip(means, shares, strict=True)]
@@ -95,7 +95,10 @@ def _state(found: Apart, limits: _Limits, signed: _Signed) -> State:
         return "different"
     if correlation is None or share is None:
         return "cannot tell"
-    if correlation < limits.correlation or share > limits.share:
+    if correlation < min(thresholds.OTHER_DATA, limits.correlation):
+        return "different"
+    # Where a curve hardly changes, honest rounding is a large part of its changes.
+    if found.mean_absolute > signed.floor and (correlation < limits.correlation or share > limits.share):
         return "different"
     alike = correlation >= thresholds.SAME_CORRELATION and share <= thresholds.SAME_SHARE
     return "same" if alike else "cannot tell"
@@ -139,7 +142,7 @@ def _together(name: str, found: Apart, state: State) -> str:
 
 def _parting(name: str, found: Apart, limits: _Limits, signed: _Signed) -> tuple[str, tuple[str, ...]]:
     correlation = found.change_correlation
-    if correlation is not None and correlation < min(0.5, limits.correlation):
+    if correlation is not None and correlation < min(thresholds.OTHER_DATA, limits.correlation):
         words = f"{name} goes up and down at other steps (changes correlate {correlation:.2f})"
         return words, ("other data, or another order of it",)
     from_start = found.first * found.signed_mean > 0.5 * found.signed_mean**2

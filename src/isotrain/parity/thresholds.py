@@ -58,13 +58,17 @@ SAME_CORRELATION, DIFFERENT_CORRELATION = 0.999, 0.95
 """Of the changes from step to step. Honest pairs on the same data have 0.998 and more (published curves of
 two vendors), another order of the data about 0."""
 
+OTHER_DATA = 0.5
+"""Below this correlation the curves go through other data, or another order of it, however small the
+differences are."""
+
 SAME_SHARE, DIFFERENT_SHARE = 2e-6, 0.1
 """The mean error as a share of a flat line's. Float32 runs that only round otherwise stay below the first;
 honest bfloat16 pairs reach 0.02."""
 
-SIGNED_FLOOR = 1e-3
-"""A lasting difference of one sign means another computation if it is larger than this share of the
-curve's mean size. Below, rounding of narrow types can have a sign too: then an envelope decides."""
+FLOOR = 1e-3
+"""Curves on the same data mean another computation only if they differ by more than this share of their
+mean size. Below, rounding of narrow types can have a sign too: then an envelope decides."""
 
 MEMBER_SLACK = 4.0
 """With an envelope: how many times as far from 1 as its worst member's a correlation may be, if that is
