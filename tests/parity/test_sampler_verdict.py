@@ -91,6 +91,15 @@ def test_the_temperature_is_unbiased(name: str) -> None:
     assert abs(np.mean(scores)) * np.sqrt(len(scores)) < 3.5 and 0.6 < np.std(scores) < 1.5
 
 
+def test_what_is_not_rejected_is_not_the_same_for_that() -> None:
+    """A temperature that is 5 % off, with too few tokens to reject it."""
+    verdicts = Counter(
+        judged(Settings(temperature=1.05), Settings(), positions=1500, seed=seed).verdict
+        for seed in range(40)
+    )
+    assert not verdicts["same"] and verdicts["inconclusive"] > 10, verdicts
+
+
 def test_few_tokens_say_that_they_are_few() -> None:
     result = judged(Settings(top_p=0.9), positions=60, seed=1)
     assert result.verdict == "inconclusive" and "times as many" in result.words

@@ -18,8 +18,8 @@ from isotrain.parity.drawn import BINS, FACTORS_G, Boundary, Drawn
 FALSE_ALARMS = 0.01
 # Draws beyond a boundary that rounding is granted: of bf16 logits a few go further than `epsilon`.
 GRANTED = 0.001
-# "Same" says that a temperature this far off would have been seen, in shares of the asked one, and that so
-# many draws of the last token were to be expected, of which a boundary that cuts too early leaves none.
+# "Same" says that the whole interval of the temperature is this near to the asked one, in shares of it, and
+# that so many draws of the last token were to be expected; a boundary that cuts too early leaves none.
 SEEN_TEMPERATURE = 0.05
 SEEN_DRAWS = 12.0
 # Of the draws to expect at a boundary: fewer are a token that is never drawn, and not just a rarer one.
@@ -219,12 +219,12 @@ def _missing(drawn: Drawn, temperature: Temperature | None) -> list[str]:
     if temperature is None or not temperature.bounded:
         missing.append("the temperature cannot be estimated")
     else:
-        reach = (temperature.high - temperature.low) / 2 / asked
-        if reach > SEEN_TEMPERATURE:
-            times = (reach / SEEN_TEMPERATURE) ** 2
+        off = max(1 - temperature.low / asked, temperature.high / asked - 1)
+        if off > SEEN_TEMPERATURE:
+            times = (off / SEEN_TEMPERATURE) ** 2
             missing.append(
-                f"the temperature is known to {reach:.0%}; about {times:.1f} times as many would do for "
-                f"{SEEN_TEMPERATURE:.0%}"
+                f"{_told(temperature, asked)}, so it may be {off:.0%} off; "
+                f"{SEEN_TEMPERATURE:.0%} needs about {times:.1f} times as many"
             )
     for name, boundary in _boundaries(drawn):
         # Where it never cuts, it has no say.
