@@ -17,8 +17,8 @@ Flags = npt.NDArray[np.bool_]
 
 # Factors on the inverse of the asked temperature, at which the likelihood is known.
 FACTORS_G: Floats = np.exp(np.linspace(np.log(0.5), np.log(2.0), 17))
-# The temperature is judged by tokens that a sampler draws from at any temperature down to this share of the
-# asked one: what a wrong boundary leaves out, or lets in, then has no say in it.
+# The temperature is estimated from tokens that a sampler draws from at any temperature down to this share of
+# the asked one: what a wrong boundary leaves out, or lets in, then has no say in it.
 COLDEST = 0.9
 BINS = 20
 
