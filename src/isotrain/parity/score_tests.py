@@ -8,8 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from scipy import stats
-
 from isotrain.parity.sources.score_tests import Estimate, Module, Record, read_score_tests
 
 State = Literal["as stated", "off", "not resolved", "unexplained"]
@@ -229,7 +227,9 @@ def _width(module: Module, one: Estimate, tests: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _quantile(tests: int, clusters: int) -> float:
-    return float(stats.t.isf(FAMILY_WISE / tests / 2, clusters - 1))
+    from scipy.special import stdtrit  # half a second faster than scipy.stats
+
+    return -float(stdtrit(clusters - 1, FAMILY_WISE / tests / 2))
 
 
 def _beyond(module: Module, one: Estimate, off: float, width: float) -> bool:
