@@ -83,12 +83,17 @@ def test_equal_curves_have_no_difference() -> None:
     assert whole.interval is not None and abs(whole.interval.high) < 1e-6
 
 
-def test_few_steps_have_no_interval() -> None:
-    found = effect_of_curves(
-        "loss", "loss", 0.02, np.array([2.0, 1.0]), np.array([2.1, 1.2]), free=False, tests=1
-    )
-    assert found.verdict == "inconclusive" and found.of(WHOLE).interval is None
-    assert found.of(WHOLE).difference == pytest.approx(0.15)
+def test_few_steps_can_be_alike_and_never_differ() -> None:
+    """Differences 0.1 and 0.2: t(1) of 97.5 % is 12.706, times a standard deviation of 0.0707."""
+    few = {"free": False, "tests": 1}
+    found = effect_of_curves("loss", "loss", 0.02, np.array([2.0, 1.0]), np.array([2.1, 1.2]), **few)  # type: ignore[arg-type]
+    whole = found.of(WHOLE)
+    assert found.verdict == "inconclusive" and whole.interval is not None
+    assert whole.interval.high == pytest.approx(0.15 + 12.7062 * np.sqrt(0.005), rel=1e-5)
+    close = effect_of_curves("loss", "loss", 0.02, np.array([2.0, 1.0]), np.array([2.0 + 1e-7, 1.0]), **few)  # type: ignore[arg-type]
+    assert close.verdict == "equivalent"
+    single = effect_of_curves("loss", "loss", 0.02, np.array([2.0]), np.array([2.1]), **few)  # type: ignore[arg-type]
+    assert single.verdict == "inconclusive" and single.of(WHOLE).interval is None
 
 
 def test_long_curves_are_thinned_and_keep_their_mean() -> None:

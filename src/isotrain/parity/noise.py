@@ -79,15 +79,26 @@ def window_means(difference_S: Numbers, sum_S: Numbers | None = None) -> list[Me
     steps = len(difference_S)
     values_W = windows_of(steps).weights_WS @ difference_S if steps else np.zeros(len(WINDOWS))
     if steps < thresholds.FEWEST_STEPS:
-        equal = not np.any(difference_S)
-        chance = 1.0 if equal else float("nan")
-        return [Mean(float(v), Interval(0.0, 0.0) if equal else None, chance) for v in values_W]
+        return [_of_few(difference_S, float(value)) for value in values_W]
     difference_B, sum_B = _thinned(difference_S), None if sum_S is None else _thinned(sum_S)
     fit = _fit(difference_B, sum_B, _SMALLEST * float(np.abs(difference_S).max(initial=0.0)))
     return [
         Mean(float(value), fit.interval(float(value), index), fit.chance(float(value), index))
         for index, value in enumerate(values_W)
     ]
+
+
+def _of_few(difference_S: Numbers, value: float) -> Mean:
+    """Too few to know their noise: they can be shown to be alike, by Student's t, and never to differ."""
+    from scipy.special import stdtrit
+
+    if not np.any(difference_S):
+        return Mean(value, Interval(0.0, 0.0), 1.0)
+    if len(difference_S) < 2:
+        return Mean(value, None, float("nan"))
+    quantile = float(stdtrit(len(difference_S) - 1, (1 + thresholds.CONFIDENCE) / 2))
+    half = quantile * float(difference_S.std(ddof=1))  # of one step: a quarter may be a single one
+    return Mean(value, Interval(value - half, value + half), float("nan"))
 
 
 @dataclass(frozen=True)

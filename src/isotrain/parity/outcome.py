@@ -67,7 +67,8 @@ def outcome_of(
     if one_sided or "different" in verdicts:
         verdict = "different"
     elif effects and not comparison.not_numbers:
-        deciding = [one for one in effects if _decides(one, effects, pairing, stated)]
+        known = [one for one in effects if one.windows[0].interval is not None] or effects
+        deciding = [one for one in known if _decides(one, effects, pairing, stated)]
         verdict = "equivalent" if all(one.verdict == "equivalent" for one in deciding) else "inconclusive"
     order = sorted(
         effects, key=lambda one: (one.verdict != verdict, not _decides(one, effects, pairing, stated))

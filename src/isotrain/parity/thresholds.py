@@ -33,7 +33,7 @@ FLAT = 0.05
 Honest runs of one recipe differ in noise by less than a factor of 2."""
 
 FEWEST_STEPS = 8
-"""Below this, the noise of a curve cannot be told from its course: there is a difference, but no interval."""
+"""Below this, the noise of a curve cannot be told from its course: it is never called different."""
 
 # noise of a difference of two curves
 
