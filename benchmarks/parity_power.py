@@ -26,7 +26,7 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "device")]
 import npusim  # noqa: E402
 
 import mutations  # noqa: E402
-from isotrain.device.backends import backend  # noqa: E402
+from isotrain.parity.backends import backend  # noqa: E402
 from isotrain.errors import IsotrainError  # noqa: E402
 from isotrain.parity.power import EVIDENCE, Evidence, Power, PowerRow  # noqa: E402
 from isotrain.parity.protocol import Companions, verdict_on  # noqa: E402

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.parity.canonical import digest_of
-from isotrain.parity.certificate import Certificate, CertifiedModel, Subject, write_certificate
+from isotrain.parity.certificate import Certificate, write_certificate
 from isotrain.parity.compare import compare
 from isotrain.parity.envelope import envelope_level
 from isotrain.parity.issue import certificate_of
@@ -23,29 +24,65 @@ from isotrain.parity.run import Run
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "name": "tiny-sft",
     "seed": 1,
-    "model": {"path": "/somebody/models/tiny", "dtype": "bfloat16"},
+    "model": {"path": "/somebody/models/Tiny-1", "dtype": "bfloat16"},
     "data": {"train": ["/somebody/train.jsonl", "work/more.jsonl"], "validation": None},
     "algorithm": {"name": "sft"},
     "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
+    "trainer": {"steps": 12},
+}
+ENVIRONMENT: dict[str, Any] = {
+    "time": "2026-08-14T12:00:00+00:00",
+    "command": ["isotrain", "train", "/somebody/recipe.yaml"],
+    "commit": "ab" * 20,
+    "python": "3.12.3",
+    "platform": "Linux-6.1-x86_64-with-glibc2.36",
+    "machine": "x86_64",
+    "cpu": {"model": "A Processor (R)", "count": 8, "features": ["amx_tile", "avx2", "avx512f"]},
+    "device": {"type": "cpu", "name": "A Processor (R)", "ranks": 2},
+    "packages": {
+        "isotrain": "0.1.0",
+        "torch": "2.13.0+cpu",
+        "transformers": "5.19.0",
+        "pyarrow": "26.0.1",
+    },
+    "variables": {"OMP_NUM_THREADS": "2", "OMP_PLACES": "/somebody/places"},
+    "data": {"train": "cd" * 32, "model": "ef" * 32},
+    "model": {"type": "llama", "parameters": 1_234_567},
+}
+# Sections of the environment of the two sides: one processor, held to two of its instruction sets.
+SIDES: dict[str, dict[str, Any]] = {
+    "reference": {"variables": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}},
+    "candidate": {"variables": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}},
+}
+_TRACE = "layer_trace/steps.safetensors"
+SIMULATED = {
+    "device": {"type": "npu", "name": "Ascend910B3-sim"},
+    "packages": {"torch-npu": "2.13.0+sim"},
 }
 
 
-def run_of(path: Path, shift: float = 0.0, steps: int = 12, reward: bool = True, **device: Any) -> Path:
-    """A run whose loss is `shift` away from that of the others."""
+def run_of(
+    path: Path,
+    shift: float = 0.0,
+    steps: int = 12,
+    reward: bool = True,
+    recipe: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> Path:
+    """A run whose loss is `shift` away from that of the others; `sections` are added to its environment."""
+    environment = {
+        name: {**value, **sections.get(name, {})} if isinstance(value, dict) else sections.get(name, value)
+        for name, value in ENVIRONMENT.items()
+    }
+    device = {"type": environment["device"]["type"], "ranks": environment["device"]["ranks"]}
     run = RunDirectory.create(
         path,
         "",
-        {**RECIPE, "output": str(path), "device": {"type": "cpu", "ranks": 2}, "observe": {"project": "p"}},
-        {
-            "commit": "ab" * 20,
-            "device": {"type": "cpu", "name": "A Processor (R)", "ranks": 2, **device},
-            "packages": {"isotrain": "0.1.0", "torch": "2.13.0+cpu", "pyarrow": "26.0.1"},
-            "variables": {"OMP_NUM_THREADS": "2", "OMP_PLACES": "/somebody/places"},
-            "data": {"train": "cd" * 32},
-        },
+        {**RECIPE, **(recipe or {}), "output": str(path), "device": device, "observe": {"project": "p"}},
+        environment,
     )
     with MetricsLog(run.metrics) as log:
         for step in range(1, steps + 1):
@@ -54,7 +91,7 @@ def run_of(path: Path, shift: float = 0.0, steps: int = 12, reward: bool = True,
     return path
 
 
-MEMBERS = {f"envelope-{n}": 1e-4 * size for n, size in enumerate((2, -2, 1, -1, 1.5, -0.5), start=1)}
+MEMBERS = {f"envelope-{n}": 1e-4 * size for n, size in enumerate((2, -2, 0.9, -1, 1.5, -0.5), start=1)}
 
 
 def verdict_of(reference: Run, candidate: Run, members: Sequence[Run] = (), **options: Any) -> Verdict:
@@ -69,28 +106,43 @@ def verdict_of(reference: Run, candidate: Run, members: Sequence[Run] = (), **op
     return judge(comparison, outcome_of(comparison, "paired"), [probed, *levels])
 
 
-def certify(directory: Path, shift: float = 1e-4, **options: Any) -> Certificate:
-    """Writes the runs into `directory`; `options` are those of `certificate_of`."""
+def certify(
+    directory: Path,
+    shift: float = 1e-4,
+    *,
+    reward: bool = True,
+    recipe: Mapping[str, Any] | None = None,
+    candidate: Mapping[str, Any] | None = None,
+) -> Certificate:
+    """Writes the runs into `directory`; `candidate` are sections of its environment."""
+    sections = {**SIDES, "candidate": dict(candidate or SIDES["candidate"])}
     runs = {
-        role: read_run(run_of(directory / role, amount, reward=options.get("reward", True)))
+        role: read_run(
+            run_of(
+                directory / role,
+                amount,
+                reward=reward,
+                recipe=recipe,
+                **sections.get(role, SIDES["reference"]),
+            )
+        )
         for role, amount in {"reference": 0.0, "candidate": shift, **MEMBERS}.items()
     }
-    options.pop("reward", None)
-    given: dict[str, Any] = {
-        "subject": Subject(
-            algorithm="sft",
-            model=CertifiedModel(name="Tiny-1", parameters=1_234_567, sha256="ef" * 32),
-            dtype="bfloat16",
-            engine="none",
-            kind="paired",
-        ),
-        "labels": ("cpu-amx", "cpu-avx512"),
-        "envelope": {role: runs[role] for role in MEMBERS},
-        "inputs": {"layer_trace/steps.safetensors": "01" * 32},
-        "date": datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
-    }
     verdict = verdict_of(runs["reference"], runs["candidate"], [runs[role] for role in MEMBERS])
-    return certificate_of(verdict, **{**given, **options})
+    traces = {f"{role}/{_TRACE}": trace(directory / role) for role in ("reference", "candidate")}
+    return certificate_of(
+        verdict,
+        envelope={role: runs[role] for role in MEMBERS},
+        inputs=traces,
+        date=datetime.datetime(2026, 8, 14, 12, 30, 15, tzinfo=datetime.timezone.utc),
+    )
+
+
+def trace(run: Path) -> str:
+    """A file beside the metrics, and its digest."""
+    (run / _TRACE).parent.mkdir()
+    (run / _TRACE).write_text(run.name)
+    return hashlib.sha256(run.name.encode()).hexdigest()
 
 
 def written(directory: Path, **options: Any) -> Path:

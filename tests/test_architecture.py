@@ -28,8 +28,12 @@ OPEN_TO_ALL = {"errors", "hidden_modules", "lifetime", "plugins", "terminal"}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
-# The names of the acceptance rules are those of the community that has them.
-NAMES_VENDORS = ("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py", "parity/acceptance.py")
+# The names of the acceptance rules are those of the community that has them; what a certificate claims of a
+# device is held against what its vendor calls it.
+NAMES_VENDORS = (
+    *("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py"),
+    *("parity/acceptance.py", "parity/backends.py", "parity/plausible.py"),
+)
 
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80

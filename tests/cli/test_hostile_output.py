@@ -120,7 +120,7 @@ def spoil(content: Any, draw: random.Random) -> Any:
 
 def certificate(root: Path, draw: random.Random) -> list[str | Path]:
     def change(content: dict[str, Any]) -> None:
-        content["subject"]["model"]["name"] = whole(draw)
+        content["recipe"]["model"]["path"] = whole(draw)
         content["levels"][0]["words"] = whole(draw)
         for side in ("reference", "candidate"):
             spoiled = spoil(content[side], draw)

@@ -5,22 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from certified_runs import rewrite, written
+from certified_runs import SIMULATED, rewrite, written
 from isotrain.errors import DataError
-from isotrain.parity.certificate import CertifiedModel, Subject
+from isotrain.parity import signing
 from isotrain.parity.matrix_page import main, published_figures, render
 from isotrain.parity.signing import sign
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
-
-
-def subject(**changes: Any) -> Subject:
-    given = {"algorithm": "grpo", "dtype": "float32", "engine": "hf", "kind": "replayed"}
-    return Subject.model_validate({**given, "model": CertifiedModel(name="m"), **changes})
 
 
 def rows(page: str) -> list[list[str]]:
@@ -66,7 +60,7 @@ def test_a_row(tmp_path: Path) -> None:
         "outcome": "equivalent",
         "computation": "same",
         "date": "2026-08-14",
-        "signed by": "unsigned",
+        "standing": "**claimed**",
         "certificate": f"[{path.stem[-8:]}](../certificates/{path.name})",
     }
     assert "A Processor (R)" in page and "torch 2.13.0+cpu" in page and "OMP\\_NUM\\_THREADS=2" in page
@@ -75,17 +69,18 @@ def test_a_row(tmp_path: Path) -> None:
 
 
 def test_simulated_devices_say_so_in_the_table(tmp_path: Path) -> None:
-    page = render(written(tmp_path, labels=("cpu", "other"), simulated=(False, True)).parent)
+    page = render(written(tmp_path, candidate=SIMULATED).parent)
     assert "never the hardware's numerics" in page.split("##")[0]
     [row] = rows(page)[1:]
-    assert row[2:4] == ["cpu", "other **(simulated)**"]
+    assert row[2:4] == ["cpu-amx", "npu **(simulated)**"]
 
 
 def test_order_and_what_is_missing(tmp_path: Path) -> None:
     directory = tmp_path / "all"
     directory.mkdir()
     for number, algorithm in enumerate(("sft", "remax", "grpo")):
-        path = written(tmp_path / str(number), subject=subject(algorithm=algorithm), reward=number == 0)
+        recipe = {"algorithm": {"name": algorithm}}
+        path = written(tmp_path / str(number), recipe=recipe, reward=number == 0)
         shutil.copy(path, directory)
     found = rows(render(directory))[1:]
     assert [row[0] for row in found] == ["grpo", "remax", "sft"]
@@ -99,7 +94,7 @@ def test_damage_ends_the_page_with_the_files_name(tmp_path: Path, capsys: pytest
     assert main([str(page)], path.parent) == 0 and main(["--check", str(page)], path.parent) == 0
     before = page.read_text()
     text = path.read_text()
-    for change in (text[:-9], text.replace("cpu-amx", "cpu-xma"), "{}"):
+    for change in (text[:-9], text.replace("AVX512_CORE_AMX", "AVX512_CORE_MAX"), "{}"):
         path.write_text(change)
         assert main([str(page)], path.parent) == 1
         assert path.name in capsys.readouterr().err and page.read_text() == before
@@ -115,21 +110,22 @@ def test_damage_ends_the_page_with_the_files_name(tmp_path: Path, capsys: pytest
 
 def test_text_of_strangers_stays_in_its_cell(tmp_path: Path) -> None:
     hostile = "x | y](http://a) <script>alert(1)</script> **b** `c` \\"
-    page = render(written(tmp_path, subject=subject(model=CertifiedModel(name=hostile))).parent)
+    page = render(written(tmp_path, recipe={"model": {"path": hostile, "dtype": hostile}}).parent)
     assert "<script>" not in page and "](http" not in page and "**b**" not in page and "`c`" not in page
     assert all(len(row) == 19 for row in rows(page))
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
-def test_who_signed(tmp_path: Path) -> None:
+def test_who_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, timeout=60)
     sign(path, key)
-    assert "a key that is not listed" in render(path.parent)
     public = (tmp_path / "key.pub").read_text()
     (path.parent / "allowed_signers").write_text(f"lab@example.org {public}")
-    assert rows(render(path.parent))[1][17] == "lab@example.org"
+    assert rows(render(path.parent))[1][17] == "**claimed**", "a list beside the file is its sender's"
+    monkeypatch.setattr(signing, "TRUSTED", path.parent / "allowed_signers")
+    assert rows(render(path.parent))[1][17] == "signed by lab@example.org"
     (tmp_path / "certificates" / f"{path.name}.sig").write_text("no signature")
     with pytest.raises(DataError, match="signature"):
         render(path.parent)

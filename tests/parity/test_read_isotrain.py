@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from run_samples import isotrain_run
 
-from isotrain.device.backends import backend
 from isotrain.errors import DataError
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.parity.backends import backend
 from isotrain.parity.sources.isotrain_run import INSTRUCTIONS
 from isotrain.parity.sources.read import read_run
 

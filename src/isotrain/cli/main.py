@@ -16,10 +16,12 @@ from isotrain.cli.export import export
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certificates import sign, verify
 from isotrain.cli.parity_certify import certify
+from isotrain.cli.parity_contribute import contribute
 from isotrain.cli.parity_runs import record, replay
 from isotrain.cli.parity_sampler import sampler
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
+from isotrain.cli.several_values import command_with
 from isotrain.cli.train import train
 from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import IsotrainError
@@ -69,8 +71,9 @@ app = typer.Typer(
 for verb in (train, recipes, doctor):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
-for part in (record, replay, sampler, certify, verify, sign):
+for part in (record, replay, sampler, contribute, verify, sign):
     parity.command()(part)
+parity.command(cls=command_with(**{"from": 0}))(certify)
 app.add_typer(parity, name="parity")
 
 

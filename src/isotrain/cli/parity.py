@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
-from typer.core import TyperCommand
 
 from isotrain.cli import parity_options as options
+from isotrain.cli.several_values import command_with, paths_of
 from isotrain.errors import DataError
 
 # numpy comes in only where runs are compared: every command reads this file.
@@ -27,7 +27,6 @@ app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or fr
 
 _SHOWN_CHANGES = 12
 _TABLES: dict[Language, str] = {"en": "acceptance.md", "zh": "acceptance.zh.md"}
-_BETWEEN = "\0"  # what no path has in it
 _STYLES = {
     "equivalent": "bold green",
     "same": "bold green",
@@ -36,27 +35,14 @@ _STYLES = {
 }
 
 
-class _WithPairs(TyperCommand):
-    """`--pair A B`, repeated: typer has options with two values and repeated ones, but not both at once."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        joined, rest = [], list(args)
-        while rest:
-            joined.append(rest.pop(0))
-            if joined[-1] == "--pair" and len(rest) >= 2:
-                joined.append(_BETWEEN.join((rest.pop(0), rest.pop(0))))
-        parsed: list[str] = super().parse_args(ctx, joined)
-        return parsed
-
-
 def _pair(text: str) -> tuple[Path, Path]:
-    one, between, other = text.partition(_BETWEEN)
-    if not between:
+    paths = paths_of(text)
+    if len(paths) != 2:
         raise DataError(f"--pair {text}: give two runs, the reference first")
-    return Path(one), Path(other)
+    return paths[0], paths[1]
 
 
-@app.command(cls=_WithPairs)
+@app.command(cls=command_with(pair=2))
 def compare(
     first: options.First,
     second: options.Second,

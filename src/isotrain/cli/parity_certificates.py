@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+_OF_STATE = {"signed": "green", "unsigned": "yellow", "unlisted": "yellow", "wrong": "red"}
 _MARKS = {"right": ("right", "green"), "wrong": ("WRONG", "red"), "not checked": ("-", "yellow")}
 
 
@@ -21,14 +22,19 @@ def verify(
     ] = None,
     allowed_signers: Annotated[
         Path | None,
-        Option(metavar="FILE", help="ssh allowed-signers file; by default the one beside the certificate."),
+        Option(
+            metavar="FILE",
+            help="List of signers whom you trust, in ssh's format; by default isotrain's own.",
+        ),
     ] = None,
 ) -> None:
-    """Check the digest, metrics, verdict and signature of a certificate.
+    """Say whether a certificate is consistent, and separately who signed it.
 
-    With the run directories, also compare their files, curves and devices with the certificate.
+    Consistent: digest, recorded environments, figures, levels and both answers fit the curves in the file and
+    each other. With the run directories, their files, curves and devices are compared as well. This does
+    not show who made the file; only a signature does.
 
-    Exit code 0: the certificate is valid; 1: it is not.
+    Exit code 0: consistent; 1: inconsistent, or a signature that is not of this file.
 
     Examples:
 
@@ -39,23 +45,32 @@ def verify(
     from rich.console import Console
 
     from isotrain.parity.figures import levels_again
-    from isotrain.parity.verify import is_valid
+    from isotrain.parity.signing import signature_of
+    from isotrain.parity.verify import is_consistent
     from isotrain.parity.verify import verify as check
     from isotrain.terminal import visible
 
     given = {"reference": reference, "candidate": candidate}
     runs = {role: path for role, path in given.items() if path is not None}
-    findings = check(certificate, runs, allowed_signers, again=levels_again)
+    findings = check(certificate, runs, again=levels_again)
     console = Console(highlight=False, markup=False)
     for finding in findings:
         mark, style = _MARKS[finding.state]
         # One line each: a name of the certificate must not pretend to be a finding.
         line = visible(f"{mark:<6} {finding.name}: {finding.words}", one_line=True)
         console.print(line, style=style, soft_wrap=True)
-    if not is_valid(findings):
-        console.print("not valid", style="red")
+    consistent = is_consistent(findings)
+    console.print(
+        f"\n{'consistent' if consistent else 'INCONSISTENT'}", style="green" if consistent else "red"
+    )
+    signature = signature_of(certificate, allowed_signers)
+    console.print(
+        visible(f"signature: {signature.words}", one_line=True),
+        style=_OF_STATE[signature.state],
+        soft_wrap=True,
+    )
+    if not consistent or signature.state == "wrong":
         raise typer.Exit(1)
-    console.print("valid: every check passed", style="green")
 
 
 def sign(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,24 +11,39 @@ import typer
 from typer import Option
 
 from isotrain import api
-from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.cli.arguments import Overrides
+from isotrain.cli.several_values import paths_of
 from isotrain.errors import RecipeError
 
 if TYPE_CHECKING:
-    from isotrain.parity.certificate import Certificate, Subject
     from isotrain.parity.certify import Certified
     from isotrain.parity.children import Side
-    from isotrain.recipe.schema import Recipe
 
 # One command does not wait longer than this for a run.
 _LONGEST_RUN = 7 * 86400.0
 
 
 def certify(
-    recipe: RecipeName,
-    devices: Annotated[str, Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")],
-    work: Annotated[Path, Option(metavar="DIR", help="Directory for the runs; finished runs are reused.")],
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="A recipe file, or the name of a shipped one.")
+    ] = None,
     overrides: Overrides = None,
+    devices: Annotated[
+        str | None, Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
+    ] = None,
+    work: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Directory for the runs and the report; finished runs are reused."),
+    ] = None,
+    from_runs: Annotated[
+        str | None,
+        Option(
+            "--from",
+            metavar="RUN RUN ...",
+            help="Certify finished runs, also of two machines: the reference, the candidate, then reruns of "
+            "the reference.",
+        ),
+    ] = None,
     budget: Annotated[
         str | None, Option(metavar="TIME", help="Time limit for all runs, such as 30m.")
     ] = None,
@@ -39,55 +56,109 @@ def certify(
         Path | None, Option(metavar="DIR", help="Directory to write the certificate to.")
     ] = None,
 ) -> None:
-    """Train a recipe on two devices and certify that they agree, level by level.
+    """Train a recipe on two devices and certify that they agree, level by level; or certify finished runs.
 
     The levels run in order and stop at the first failure: operators, layers, curves with their envelope, and,
     if time allows, seeds. The report goes to the working directory.
 
+    Two machines: `isotrain parity record` on one, `replay` on the other, and both run directories to --from.
+
     Exit code 0: the same computation, or with --free an equivalent outcome, with a certificate if
     --certificates is given; 1: different; 2: inconclusive.
 
-    Example:
+    Examples:
 
         isotrain parity certify tiny-sft --devices cpu-avx2,cpu --work work/parity --budget 10m
+
+        isotrain parity certify --from runs/here runs/there runs/here-{2,3,4} --certificates certificates
     """
     from isotrain.cli.parity import tell
+
+    if from_runs is not None:
+        if recipe is not None or devices is not None or budget is not None:
+            raise RecipeError("--from: the runs are finished; remove the recipe, --devices and --budget")
+        found = _judge(paths_of(from_runs), free)
+    elif recipe is None or devices is None or work is None:
+        raise RecipeError("give a recipe, --devices A,B and --work DIR; or --from RUN RUN with finished runs")
+    else:
+        found = _train(recipe, overrides or [], devices, work, budget, (members, seeds), free)
+    tell(found.verdict, work / "report" if work is not None else None)
+    if certificates is not None:
+        issue(found, certificates)
+    raise typer.Exit(found.verdict.exit_code("outcome" if free else "computation"))
+
+
+def issue(found: Certified, directory: Path) -> Path | None:
+    """Writes the certificate of runs that agree."""
+    from isotrain.parity.certificate import write_certificate
+    from isotrain.parity.issue import certificate_of, other_inputs
+    from isotrain.parity.sources.read import read_run
+
+    certificate = certificate_of(
+        found.verdict,
+        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.reruns, start=1)},
+        inputs=other_inputs(found.verdict.comparison, found.companions),
+    )
+    if not certificate.certifies:
+        return None
+    path = write_certificate(directory, certificate)
+    _say(f"wrote {path}")
+    return path
+
+
+def _judge(runs: Sequence[Path], free: bool) -> Certified:
+    """The verdict on runs that were made before, on this machine or on others."""
+    from isotrain.parity.certify import Certified
+    from isotrain.parity.protocol import Companions, verdict_on
+
+    if len(runs) < 2:
+        raise RecipeError("--from: give the reference and the candidate, then reruns of the reference")
+    reference, candidate, *reruns = runs
+    companions = Companions(reruns)
+    return Certified(verdict_on(reference, candidate, companions, free_running=free), companions)
+
+
+def _train(
+    recipe: str,
+    overrides: Sequence[str],
+    devices: str,
+    work: Path,
+    budget: str | None,
+    counts: tuple[int, int],
+    free: bool,
+) -> Certified:
+    """Runs on both devices; `counts` are members of the envelope and further seeds."""
     from isotrain.parity.budget import seconds_of
     from isotrain.parity.certify import Protocol
     from isotrain.parity.certify import certify as run_protocol
     from isotrain.parity.children import Children
+    from isotrain.parity.members import member_settings
     from isotrain.recipe import library
 
     reference, candidate = _sides(devices)
+    members, seeds = counts
     _check_counts(members, seeds)
     path = library.locate(recipe)
-    checked = api.load_recipe(path, *(overrides or []))
+    checked = api.load_recipe(path, *overrides)
     online = checked.rollout is not None
     if free and not online:
         raise RecipeError("--free: only online recipes sample responses; remove it")
-    children = Children(str(path), tuple(overrides or []), work.resolve(), _say, _LONGEST_RUN)
+    children = Children(str(path), tuple(overrides), work.resolve(), _say, _LONGEST_RUN)
     protocol = Protocol(
         replays=online and not free,
         free_running=free,
         budget=None if budget is None else seconds_of(budget),
+        # On a host there are always two; whether there is a second accelerator, the recipe does not say.
+        members_of=partial(member_settings, checked, ranks=not online and devices.startswith("cpu")),
         members=members,
         seeds=seeds,
         seed=checked.seed,
     )
-    found = run_protocol(children, reference, candidate, protocol, _say)
-    tell(found.verdict, work / "report")
-    kind = "free-running" if free else "replayed" if online else "paired"
-    if certificates is not None:
-        from isotrain.parity.certificate import write_certificate
-
-        certificate = _certificate(found, checked, (reference.label, candidate.label), kind)
-        if certificate.certifies:
-            _say(f"wrote {write_certificate(certificates, certificate)}")
-    raise typer.Exit(found.verdict.exit_code("outcome" if free else "computation"))
+    return run_protocol(children, reference, candidate, protocol, _say)
 
 
 def _sides(devices: str) -> tuple[Side, Side]:
-    from isotrain.device.backends import backend
+    from isotrain.parity.backends import backend
     from isotrain.parity.children import Side
 
     labels = [label.strip() for label in devices.split(",")]
@@ -113,43 +184,3 @@ def _check_counts(members: int, seeds: int) -> None:
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
-
-
-def _certificate(found: Certified, recipe: Recipe, labels: tuple[str, str], kind: str) -> Certificate:
-    from isotrain.parity.issue import certificate_of, is_simulated, other_inputs
-    from isotrain.parity.sources.read import read_run
-
-    comparison = found.verdict.comparison
-    simulated = (is_simulated(comparison.reference), is_simulated(comparison.candidate))
-    named = [f"{label}-simulated" if sim else label for label, sim in zip(labels, simulated, strict=True)]
-    return certificate_of(
-        found.verdict,
-        subject=_subject(recipe, kind),
-        labels=(named[0], named[1]),
-        simulated=simulated,
-        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.reruns, start=1)},
-        inputs=other_inputs(comparison, found.companions),
-    )
-
-
-def _subject(recipe: Recipe, kind: str) -> Subject:
-    from isotrain.models.load import model_directory
-    from isotrain.parity.certificate import CertifiedModel, Subject
-    from isotrain.trainers.start import model_digest
-
-    directory = model_directory(recipe.model.path)
-    return Subject.model_validate(
-        {
-            "algorithm": recipe.algorithm.name,
-            "model": CertifiedModel(name=_model_name(recipe.model.path), sha256=model_digest(directory)),
-            "dtype": recipe.model.dtype,
-            "engine": recipe.rollout.engine if recipe.rollout else "none",
-            "kind": kind,
-        }
-    )
-
-
-def _model_name(path: str) -> str:
-    """The last meaningful part: directories are often called `model`."""
-    parts = [part for part in Path(path).parts if part not in ("/", "model")]
-    return parts[-1] if parts else "model"

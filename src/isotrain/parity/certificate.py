@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,15 +25,17 @@ from isotrain.observe.run_directory import write_atomically
 from isotrain.parity.canonical import canonical, digest_of, strict_object
 from isotrain.parity.effects import Answer
 from isotrain.parity.levels import LEVELS, State
+from isotrain.parity.recorded import device_label, is_simulated, slug
+from isotrain.parity.run import section
 from isotrain.parity.sources.bounded import Source, clipped
 from isotrain.parity.verdict import Same
 
-FORMAT = 2
+FORMAT = 3
 MAX_BYTES = 8 << 20
 # Each curve costs a bootstrap when it is verified; nobody needs more, a stranger might send them.
 MAX_CURVES, MAX_MEMBERS = 64, 64
 _SHOWN = 3
-_SLUG = 40
+_MOST_FACTS, _DEEPEST = 4000, 8
 
 Kind = Literal["paired", "replayed", "free-running"]
 Engine = Literal["hf", "vllm", "sglang", "none"]
@@ -52,6 +53,24 @@ def _relative(name: str) -> str:
     return name
 
 
+def _facts(content: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """JSON of a stranger: bounded, and every text in it printable."""
+    left: list[tuple[int, JsonValue]] = [(0, content)]
+    seen = 0
+    while left:
+        depth, value = left.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > _MOST_FACTS:
+            raise ValueError("has more in it than any run records")
+        if isinstance(value, str) and (len(value) > 8000 or not value.isprintable()):
+            raise ValueError("has a text that is endless or cannot be printed")
+        if isinstance(value, dict):
+            left += [(depth + 1, inner) for pair in value.items() for inner in pair]
+        elif isinstance(value, list):
+            left += [(depth + 1, inner) for inner in value]
+    return content
+
+
 def _real_date(text: str) -> str:
     datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ")
     return text
@@ -59,12 +78,12 @@ def _real_date(text: str) -> str:
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(printable)]
 Text = Annotated[str, StringConstraints(max_length=8000), AfterValidator(printable)]
-Label = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$", max_length=60)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Date = Annotated[
     str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"), AfterValidator(_real_date)
 ]
 InputName = Annotated[Name, AfterValidator(_relative)]
+Facts = Annotated[dict[Name, JsonValue], AfterValidator(_facts)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Step = Annotated[int, Field(ge=-(2**53), le=2**53)]
 # JSON has lists only; what is in them stays strict.
@@ -80,21 +99,12 @@ class Part(BaseModel):
     )
 
 
-class Origin(Part):
-    version: Name
-    commit: Name | None
-
-
-class CertifiedModel(Part):
-    name: Name
-    parameters: Count | None = None
-    sha256: Sha256 | None = None
-    """Of its weights and configuration."""
-
-
 class Subject(Part):
+    """What was trained, and how the two runs belong together."""
+
     algorithm: Name
-    model: CertifiedModel
+    model: Name
+    parameters: Count | None
     dtype: Name
     engine: Engine
     kind: Kind
@@ -102,18 +112,44 @@ class Subject(Part):
 
 
 class Side(Part):
-    label: Label
-    """What the support matrix calls this device."""
-    simulated: bool
-    device: Name
-    ranks: Annotated[int, Field(ge=1, le=2**20)]
-    commit: Name | None
-    packages: dict[Name, Name]
-    variables: dict[Name, Text]
-    """Those that change numbers."""
-    settings: dict[Name, JsonValue]
+    """One of the two runs, as it recorded itself. What the support matrix says of it follows from this."""
+
+    environment: Facts
+    """Its `environment.json` without commands and paths of a machine."""
+    settings: Facts
     """The recipe's section `device`, the one part in which two sides may differ."""
-    environment_sha256: Sha256
+    replayed: bool
+    """Whether it trained on recorded responses."""
+
+    @property
+    def label(self) -> str:
+        return device_label(self.environment)
+
+    @property
+    def simulated(self) -> bool:
+        return is_simulated(self.environment)
+
+    @property
+    def device(self) -> str:
+        return str(section(self.environment, "device").get("name") or "unknown")
+
+    @property
+    def ranks(self) -> int | None:
+        ranks = section(self.environment, "device").get("ranks")
+        return ranks if isinstance(ranks, int) else None
+
+    @property
+    def commit(self) -> str | None:
+        commit = self.environment.get("commit")
+        return commit if isinstance(commit, str) else None
+
+    @property
+    def packages(self) -> dict[str, str]:
+        return {name: str(version) for name, version in section(self.environment, "packages").items()}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {name: str(value) for name, value in section(self.environment, "variables").items()}
 
 
 class Curve(Part):
@@ -189,13 +225,13 @@ class OutcomeFound(Part):
 
 
 class Certificate(Part):
-    format: Literal[2]
-    isotrain: Origin
+    format: Literal[3]
+    isotrain: Name
+    """The version that made it."""
     date: Date
-    subject: Subject
     reference: Side
     candidate: Side
-    recipe: dict[Name, JsonValue]
+    recipe: Facts
     """What both sides share of it, without paths of a machine."""
     recipe_sha256: Sha256
     data: dict[Name, Name]
@@ -208,7 +244,6 @@ class Certificate(Part):
     figures: Figures
     outcome: OutcomeFound
     computation: Same
-    words: Text
     digest: Sha256
     """Over the canonical JSON of all the rest."""
 
@@ -216,7 +251,12 @@ class Certificate(Part):
     def _all_levels(self) -> Certificate:
         if [level.name for level in self.levels] != list(LEVELS):
             raise ValueError(f"levels: are not {', '.join(LEVELS)}")
+        _subject(self)
         return self
+
+    @property
+    def subject(self) -> Subject:
+        return _subject(self)
 
     def content(self) -> dict[str, Any]:
         """Everything that the digest is over."""
@@ -237,12 +277,35 @@ class Certificate(Part):
     def file_name(self) -> str:
         """From the content alone, whatever that is: letters, digits and dashes."""
         subject = self.subject
-        words = (subject.algorithm, subject.model.name, self.reference.label, self.candidate.label)
-        return "-".join([*map(_slug, words), subject.kind, self.digest[:8]]) + ".json"
+        words = (subject.algorithm, subject.model, self.reference.label, self.candidate.label)
+        return "-".join([*map(slug, words), subject.kind, self.digest[:8]]) + ".json"
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:_SLUG].strip("-") or "unnamed"
+def _subject(certificate: Certificate) -> Subject:
+    """From the recipe and the two environments, so that it cannot say otherwise than they."""
+    recipe = certificate.recipe
+    model = section(recipe, "model")
+    rollout = recipe.get("rollout")
+    online = isinstance(rollout, dict)
+    kind = "paired" if not online else "replayed" if certificate.candidate.replayed else "free-running"
+    return Subject.model_validate(
+        {
+            "algorithm": section(recipe, "algorithm").get("name"),
+            "model": _model_name(model.get("path")),
+            "parameters": section(certificate.reference.environment, "model").get("parameters"),
+            "dtype": model.get("dtype"),
+            "engine": section(recipe, "rollout").get("engine") if online else "none",
+            "kind": kind,
+        }
+    )
+
+
+def _model_name(path: object) -> object:
+    """The last part that means something: directories are often called `model`."""
+    if not isinstance(path, str):
+        return None
+    parts = [part for part in path.split("/") if part not in ("", "model")]
+    return parts[-1] if parts else "model"
 
 
 def sealed(content: Mapping[str, Any]) -> Certificate:
@@ -254,7 +317,7 @@ def sealed(content: Mapping[str, Any]) -> Certificate:
 def write_certificate(directory: Path, certificate: Certificate) -> Path:
     """Writes it under the name that its content gives it; never over another content."""
     if not certificate.certifies:
-        raise CertificateError(f"only runs that agree get a certificate: {certificate.words}")
+        raise CertificateError(f"only runs that agree get a certificate; {_said(certificate)}")
     content = certificate.content()
     if certificate.digest != digest_of(content):
         raise CertificateError("the certificate was changed after it was made; make it anew from its runs")
@@ -288,9 +351,12 @@ def read_certificate(path: Path) -> Certificate:
     if certificate.digest != digest_of(certificate.content()):
         raise DataError(f"{path}: digest: does not fit the content, which was changed after it was made")
     if not certificate.certifies:
-        said = f"outcome {certificate.outcome.verdict!r}, computation {certificate.computation!r}"
-        raise DataError(f"{path}: verdict: {said}; a certificate says that two runs agree")
+        raise DataError(f"{path}: verdict: {_said(certificate)}; a certificate says that two runs agree")
     return certificate
+
+
+def _said(certificate: Certificate) -> str:
+    return f"outcome {certificate.outcome.verdict!r}, computation {certificate.computation!r}"
 
 
 def problems_of(error: ValidationError) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ class Protocol:
     """Whether it samples responses of its own instead: then only seeds can tell."""
     budget: float | None
     """Seconds for everything; None runs an envelope and no seeds."""
+    members_of: Callable[[int], Sequence[Sequence[str]]]
+    """Changes to the recipe for each of so many members of the envelope."""
     members: int = MOST_MEMBERS
     seeds: int = 0
     seed: int = 42
@@ -65,10 +67,10 @@ def certify(
         children.train(
             f"member-{number}",
             reference,
-            (f"model.perturbation={number}", _STEPS, *forced),
+            (*settings, _STEPS, *forced),
             why=f"P3, member {number} of {chosen.members}",
         ).path
-        for number in range(1, chosen.members + 1)
+        for number, settings in enumerate(protocol.members_of(chosen.members), start=1)
     ]
     companions = Companions(members)
     found = verdict(companions)

@@ -22,10 +22,8 @@ from isotrain.parity.certificate import (
     Curve,
     EffectFound,
     LevelFound,
-    Origin,
     OutcomeFound,
     Side,
-    Subject,
     problems_of,
     sealed,
 )
@@ -42,6 +40,7 @@ from isotrain.parity.verdict import Verdict
 
 # What belongs to one side alone: its device is told there, the rest is about this machine.
 _OF_ONE_SIDE = ("output", "device", "observe", "cluster")
+_OF_ONE_RECORDING = ("record", "replay")
 _PATH = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?[/\\][^\s'\",;]*[/\\](?=[^\s'\",;/\\])")
 _LONGEST_LINE = 2000
 
@@ -49,18 +48,14 @@ _LONGEST_LINE = 2000
 def certificate_of(
     verdict: Verdict,
     *,
-    subject: Subject,
-    labels: tuple[str, str],
-    simulated: tuple[bool, bool] = (False, False),
     envelope: Mapping[str, Run] | None = None,
     inputs: Mapping[str, str] | None = None,
     date: datetime.datetime | None = None,
 ) -> Certificate:
     """A verdict that certifies nothing has one too, but `write_certificate` refuses it.
 
-    `labels` and `simulated` are of reference and candidate. `envelope` are the runs that P3 was decided by,
-    each under its role, such as `envelope-1`; `inputs` the SHA-256 of files that were read besides the runs'
-    own, under `layer_trace/` and the like.
+    `envelope` are the runs that P3 was decided by, each under its role, such as `envelope-1`; `inputs` the
+    SHA-256 of files that were read besides the runs' own, under `layer_trace/` and the like.
     """
     comparison = verdict.comparison
     runs = {"reference": comparison.reference, "candidate": comparison.candidate, **(envelope or {})}
@@ -70,19 +65,14 @@ def certificate_of(
         figures = figures_of(
             recomputed, first_of("loss", comparison.curves), first_of("reward", comparison.curves)
         )
-        reference, candidate = (
-            side_of(runs[role], label, is_simulated)
-            for role, label, is_simulated in zip(("reference", "candidate"), labels, simulated, strict=True)
-        )
         recipe = portable_recipe(comparison.reference)
         return sealed(
             {
                 "format": FORMAT,
-                "isotrain": Origin(version=__version__, commit=reference.commit),
+                "isotrain": __version__,
                 "date": _utc(date),
-                "subject": subject,
-                "reference": reference,
-                "candidate": candidate,
+                "reference": side_of(comparison.reference),
+                "candidate": side_of(comparison.candidate),
                 "recipe": recipe,
                 "recipe_sha256": digest_of(recipe),
                 "data": {**comparison.candidate.data, **comparison.reference.data},
@@ -93,7 +83,6 @@ def certificate_of(
                 "figures": figures,
                 "outcome": outcome_found(verdict.outcome),
                 "computation": verdict.computation.verdict,
-                "words": _words(verdict.words),
             }
         )
     except ValidationError as error:
@@ -115,37 +104,26 @@ def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, st
     return digests
 
 
-def side_of(run: Run, label: str, simulated: bool) -> Side:
-    """What the certificate tells of a run's device, from the newest start in its directory."""
+def side_of(run: Run) -> Side:
+    """What the certificate holds of a run's newest start."""
     if run.environment is None:
         raise CertificateError(f"{run.path} has no environment.json: nobody can say what it ran on")
-    environment = run.environment
-    device = section(environment, "device")
-    packages = section(environment, "packages")
     try:
         return Side(
-            label=label,
-            # Nobody can forget to say so.
-            simulated=simulated or is_simulated(run),
-            device=_line(str(device.get("name") or "unknown")),
-            ranks=device.get("ranks", 1),
-            commit=environment.get("commit"),
-            packages=packages,
-            variables={k: _line(portable(str(v))) for k, v in section(environment, "variables").items()},
-            settings=portable(section(run.recipe, "device")),
-            environment_sha256=digest_of(environment),
+            environment=_printable({k: v for k, v in portable(run.environment).items() if k != "command"}),
+            settings=_printable(portable(section(run.recipe, "device"))),
+            replayed=section(run.recipe, "rollout").get("replay") is not None,
         )
     except ValidationError as error:
         raise CertificateError(f"{run.path}: environment.json: {problems_of(error)}") from error
-    except ValueError as error:
-        raise CertificateError(f"{run.path}: environment.json: {error}") from error
 
 
-def is_simulated(run: Run) -> bool:
-    """Whether a run used the stand-in for a device, which marks its own packages."""
-    versions = map(str, section(run.environment, "packages").values())
-    on_host = section(run.environment, "device").get("type") == "cpu"
-    return not on_host and any(version.endswith("+sim") for version in versions)
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_line(name): _printable(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return _line(value) if isinstance(value, str) else value
 
 
 def portable_recipe(run: Run) -> dict[str, Any]:
@@ -153,6 +131,8 @@ def portable_recipe(run: Run) -> dict[str, Any]:
     if run.recipe is None:
         raise CertificateError(f"{run.path} has no resolved.json: nobody can say what was trained")
     shared: dict[str, Any] = portable({k: v for k, v in run.recipe.items() if k not in _OF_ONE_SIDE})
+    if isinstance(rollout := shared.get("rollout"), dict):
+        shared["rollout"] = {k: v for k, v in rollout.items() if k not in _OF_ONE_RECORDING}
     return shared
 
 

@@ -26,8 +26,9 @@ _HEAD = """# Support matrix
 
 Which pairs of devices were shown to train the same, on what, with which error. Every row is one file in
 [`certificates/`](../certificates); this page is generated from those files alone, by
-`python -m isotrain.parity.matrix_page docs/support-matrix.md`. An unsigned certificate is worth as much
-as the word of whoever sent it; its figures follow from the curves in it all the same.
+`python -m isotrain.parity.matrix_page docs/support-matrix.md`. A row that is *claimed* has no signature of a
+[trusted signer](../src/isotrain/parity/trusted_signers): its figures follow from the curves in the file, but
+anyone can write such a file.
 
 **A simulated device proves code paths, never the hardware's numerics.** Rows of one say *simulated*.
 
@@ -64,17 +65,19 @@ def _entries(directory: Path) -> Iterator[_Entry]:
         for finding in verify(path, again=levels_again):
             if finding.state == "wrong":
                 raise DataError(f"{path.name}: {finding.name}: {finding.words}")
-        certificate = read_certificate(path)
+        certificate, signature = read_certificate(path), signature_of(path)
+        if signature.state == "wrong":
+            raise DataError(f"{path.name}: signature: {signature.words}")
         if path.name != certificate.file_name:
             raise DataError(f"{path.name}: its content's name is {certificate.file_name}")
-        yield _Entry(path.name, certificate, signature_of(path))
+        yield _Entry(path.name, certificate, signature)
 
 
 def _order(entry: _Entry) -> tuple[str, ...]:
     one = entry.certificate
     subject = one.subject
     pair = (one.reference.label, one.candidate.label)
-    return (subject.algorithm, subject.model.name, *pair, subject.kind, one.date, entry.name)
+    return (subject.algorithm, subject.model, *pair, subject.kind, one.date, entry.name)
 
 
 def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
@@ -119,7 +122,7 @@ def _pair(entry: _Entry, published: dict[str, float]) -> dict[str, str]:
         "outcome": one.outcome.verdict,
         "computation": one.computation,
         "date": one.date[:10],
-        "signed by": _signed(entry.signature),
+        "standing": _standing(entry.signature),
         "certificate": _link(entry.name),
     }
 
@@ -136,7 +139,7 @@ def _side(name: str, role: str, side: Side) -> dict[str, str]:
         "certificate": _link(name),
         "side": f"{role}: {_device(side)}",
         "hardware": _cell(side.device),
-        "ranks": str(side.ranks),
+        "ranks": str(side.ranks or "unknown"),
         "isotrain at": _cell(side.commit or "unknown"),
         "versions": _cell(_versions(side)),
         "variables": _cell(", ".join(f"{k}={value}" for k, value in sorted(side.variables.items()))) or "-",
@@ -154,14 +157,13 @@ def published_figures() -> dict[str, Any]:
 
 def _model(certificate: Certificate) -> str:
     subject = certificate.subject
-    count = subject.model.parameters
+    count = subject.parameters
     size = "" if count is None else f" ({count / 1e6:.3g} M parameters)"
-    return f"{subject.model.name}{size}, {subject.dtype}"
+    return f"{subject.model}{size}, {subject.dtype}"
 
 
 def _device(side: Side) -> str:
-    # A label may say it already; the word in bold is the one that cannot be forgotten.
-    return f"{side.label} **(simulated)**" if side.simulated else side.label
+    return f"{side.label.removesuffix('-simulated')} **(simulated)**" if side.simulated else side.label
 
 
 def _kind(certificate: Certificate) -> str:
@@ -177,10 +179,8 @@ def _same_at(certificate: Certificate) -> str:
     return names["same"] + (f" ({names['cannot tell']} left it open)" if names["cannot tell"] else "")
 
 
-def _signed(signature: Signature) -> str:
-    if signature.state == "signed":
-        return _cell(signature.by)
-    return "unsigned" if signature.state == "unsigned" else "a key that is not listed"
+def _standing(signature: Signature) -> str:
+    return f"signed by {_cell(signature.by)}" if signature.state == "signed" else "**claimed**"
 
 
 def _versions(side: Side) -> str:

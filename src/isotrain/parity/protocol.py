@@ -14,6 +14,7 @@ from isotrain.parity.envelope import envelope_level, followed
 from isotrain.parity.inputs import recipe_changes
 from isotrain.parity.layers import layers_level
 from isotrain.parity.levels import Level, not_run
+from isotrain.parity.members import PERTURBATION, SPLIT
 from isotrain.parity.metric_names import choose
 from isotrain.parity.operators import operators_level
 from isotrain.parity.outcome import OtherRuns, margins_of, outcome_of
@@ -22,9 +23,10 @@ from isotrain.parity.pairing import Pairing, pairing_of
 from isotrain.parity.run import Run, section
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
+from isotrain.recipe.difference import changes
 
-# What a member of an envelope may differ in: none of it is meant to change the training.
-_HARMLESS = ("model.perturbation:", "batch.tokens_per_micro_batch:", "device.", "seed:")
+# What a member of an envelope may differ in besides execution: none of it is meant to change the training.
+_HARMLESS = (f"{PERTURBATION}:", f"{SPLIT}:", "seed:")
 _FREE_RUNNING = "each run sampled its own responses, which part by chance"
 
 
@@ -60,15 +62,11 @@ def verdict_on(
     pairs = [(read_run(one), read_run(other)) for one, other in companions.pairs]
     _check_numbers(comparison, [*reruns, *(run for pair in pairs for run in pair)])
     outcome = outcome_of(comparison, pairing, OtherRuns(reruns, pairs), stated)
-    return judge(comparison, outcome, _levels(comparison, pairing, companions.reruns, reruns, stated))
+    return judge(comparison, outcome, _levels(comparison, pairing, reruns, stated))
 
 
 def _levels(
-    comparison: Comparison,
-    pairing: Pairing,
-    paths: Sequence[Path],
-    reruns: Sequence[Run],
-    margins: Mapping[str, float],
+    comparison: Comparison, pairing: Pairing, reruns: Sequence[Run], margins: Mapping[str, float]
 ) -> Iterator[Level]:
     reference, candidate = comparison.reference, comparison.candidate
     yield operators_level(reference.path, candidate.path)
@@ -76,7 +74,9 @@ def _levels(
         yield from (not_run(name, _FREE_RUNNING) for name in ("P1", "P2", "P3"))
         return
     dtype = str(section(reference.recipe, "model").get("dtype", "bfloat16"))
-    yield layers_level(reference, candidate, paths, dtype=dtype)
+    # Layers see other inputs where samples are laid out otherwise: such a run says nothing about them.
+    noise = [run.path for run in reruns if not _changes(reference, run, f"{PERTURBATION}:")]
+    yield layers_level(reference, candidate, noise, dtype=dtype)
     yield paired_level(comparison, reruns)
     if not reruns or comparison.not_numbers:
         yield not_run("P3")
@@ -105,6 +105,16 @@ def _rerun(reference: Run, path: Path, pairing: Pairing) -> Run:
     if other:
         raise DataError(f"{path}: is no rerun of the reference: {'; '.join(other)}")
     return found
+
+
+def _changes(reference: Run, rerun: Run, but: str) -> list[str]:
+    """How a rerun's device, model and data sections differ, but for one field."""
+    found = [
+        f"{name}.{line}"
+        for name in ("device", "model", "data")
+        for line in changes(section(reference.recipe, name), section(rerun.recipe, name))
+    ]
+    return [line for line in found if not line.startswith(but)]
 
 
 def _check_numbers(comparison: Comparison, runs: Sequence[Run]) -> None:

@@ -15,6 +15,7 @@ from isotrain.parity.sources.bounded import Source
 
 # Whoever signs mail or commits with the same key has not signed a certificate by that.
 NAMESPACE = "isotrain-certificate"
+TRUSTED = Path(__file__).with_name("trusted_signers")
 _MAX_SIGNATURE, _MAX_SIGNERS = 64 << 10, 1 << 20
 _SECONDS, _SECONDS_TO_TYPE = 20, 180
 _MOST_NAMES = 10
@@ -25,7 +26,7 @@ SignatureState = Literal["unsigned", "signed", "unlisted", "wrong"]
 @dataclass(frozen=True)
 class Signature:
     state: SignatureState
-    """`unlisted`: it fits the file, but there is no list that says whose key it is."""
+    """`unlisted`: it fits the file, but the list of trusted signers does not say whose key it is."""
     by: str = ""
     """Who, as the list of signers has it; the key's fingerprint where it is not listed."""
     words: str = ""
@@ -53,40 +54,39 @@ def sign(certificate: Path, key: Path) -> Path:
     return signature
 
 
-def signature_of(certificate: Path, allowed_signers: Path | None = None) -> Signature:
-    """Who signed it; the list of signers is by default the one in the certificate's directory."""
+def signature_of(certificate: Path, signers: Path | None = None) -> Signature:
+    """Who signed it, by a list of trusted signers in ssh's format; by default the one in the package.
+
+    A list that lies beside the file would be its sender's.
+    """
     signature = signature_path(certificate)
     if not signature.exists():
-        return Signature("unsigned", words="no signature lies beside it")
+        return Signature("unsigned", words="nobody signed it: a claim that anyone can write")
     Source(signature).whole(_MAX_SIGNATURE)
     data = Source(certificate).whole(MAX_BYTES)
     file = ["-s", str(signature.absolute())]
     fits = _ssh_keygen(["-Y", "check-novalidate", "-n", NAMESPACE, *file], data)
     if fits.returncode != 0:
         return Signature("wrong", words=f"{signature.name} is no signature of it: {_last_words(fits)}")
-    signers = certificate.parent / "allowed_signers" if allowed_signers is None else allowed_signers
-    if allowed_signers is not None and not signers.is_file():
+    if signers is not None and not signers.is_file():
         raise DataError(f"{signers}: no such list of signers")
+    listed_by = "the list that isotrain comes with" if signers is None else str(signers)
+    signers = TRUSTED if signers is None else signers
+    Source(signers).whole(_MAX_SIGNERS)
     key = re.search(r"SHA256:[A-Za-z0-9+/=]+", fits.stdout.decode(errors="replace"))
     fingerprint = key.group() if key else "a key"
-    if not signers.is_file() or not _has_entries(signers):
-        return Signature("unlisted", fingerprint, f"signed with {fingerprint}; {signers} lists nobody")
     listed = ["-f", str(signers.absolute())]
     names = _ssh_keygen(["-Y", "find-principals", *file, *listed])
     candidates = names.stdout.decode(errors="replace").splitlines() if names.returncode == 0 else []
     if not candidates:
-        return Signature("wrong", fingerprint, f"signed with {fingerprint}, which {signers} does not list")
+        words = f"signed with {fingerprint}, which {listed_by} does not have: a claim of whoever has that key"
+        return Signature("unlisted", fingerprint, words)
     for name in candidates[:_MOST_NAMES]:
         done = _ssh_keygen(["-Y", "verify", "-n", NAMESPACE, "-I", name, *file, *listed], data)
         if done.returncode == 0:
-            return Signature("signed", name, f"signed by {name}, as {signers} lists")
-    words = f"{signers} does not let {candidates[0]} sign this: {_last_words(done)}"
+            return Signature("signed", name, f"signed by {name}, whom {listed_by} has")
+    words = f"{listed_by} does not let {candidates[0]} sign this: {_last_words(done)}"
     return Signature("wrong", candidates[0], words)
-
-
-def _has_entries(signers: Path) -> bool:
-    lines = Source(signers).whole(_MAX_SIGNERS).splitlines()
-    return any(line.strip() and not line.strip().startswith(b"#") for line in lines)
 
 
 def _ssh_keygen(

@@ -1,4 +1,4 @@
-"""Whether a certificate is what it says, from the file alone or beside the runs that it is about."""
+"""Whether a certificate is consistent, in itself and with the runs that it is about."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Literal
 from isotrain.errors import CertificateError, DataError
 from isotrain.parity.canonical import digest_of
 from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, OutcomeFound, read_certificate
+from isotrain.parity.contradictions import contradictions
 from isotrain.parity.effects import ALONE
 from isotrain.parity.figures import comparison_of, figures_of, outcome_again
 from isotrain.parity.issue import level_found, outcome_found, portable_recipe, side_of
 from isotrain.parity.levels import Level
 from isotrain.parity.run import Run
-from isotrain.parity.signing import signature_of
 from isotrain.parity.sources.bounded import sha256_of
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import judge
@@ -35,13 +35,10 @@ class Finding:
     words: str
 
 
-def verify(
-    path: Path,
-    runs: Mapping[str, Path] | None = None,
-    allowed_signers: Path | None = None,
-    again: Again | None = None,
-) -> list[Finding]:
-    """What holds and what does not; a certificate is valid where nothing is `wrong`.
+def verify(path: Path, runs: Mapping[str, Path] | None = None, again: Again | None = None) -> list[Finding]:
+    """What holds and what does not; a certificate is consistent where nothing is `wrong`.
+
+    That says nothing about who made it: `signing.signature_of` does.
 
     `runs` are directories by role: `reference`, `candidate`, or a member of the envelope. `again` computes
     levels anew from the certificate's curves.
@@ -57,11 +54,10 @@ def verify(
         found += _run(certificate, role, directory)
     if not runs:
         found.append(Finding("inputs", "not checked", "no directories of the runs were given"))
-    found.append(_signature(path, allowed_signers))
     return found
 
 
-def is_valid(findings: Iterable[Finding]) -> bool:
+def is_consistent(findings: Iterable[Finding]) -> bool:
     return all(finding.state != "wrong" for finding in findings)
 
 
@@ -69,6 +65,8 @@ def _itself(certificate: Certificate) -> Iterator[Finding]:
     """What a file can be asked about itself: a digest can be made anew by anybody who changes a number."""
     fits = digest_of(certificate.recipe) == certificate.recipe_sha256
     yield _finding("recipe", fits, "its SHA-256 fits", "recipe_sha256 is not that of the recipe")
+    against = list(contradictions(certificate))
+    yield _finding("records", not against, "nothing in them contradicts another", "; ".join(against[:_SHOWN]))
     try:
         comparison = comparison_of(certificate.curves)
         stated = certificate.figures
@@ -191,7 +189,7 @@ def _told(certificate: Certificate, role: str, run: Run) -> Iterator[Finding]:
         return
     side = certificate.sides[role]
     try:
-        found = side_of(run, side.label, side.simulated)
+        found = side_of(run)
         differ = [name for name, value in side if value != getattr(found, name)]
         if role == "reference" and portable_recipe(run) != certificate.recipe:
             differ.append("recipe")
@@ -199,15 +197,6 @@ def _told(certificate: Certificate, role: str, run: Run) -> Iterator[Finding]:
         yield Finding(f"device of {role}", "wrong", str(error))
         return
     yield _finding(f"device of {role}", not differ, "as told", f"told otherwise: {', '.join(differ)}")
-
-
-def _signature(path: Path, allowed_signers: Path | None) -> Finding:
-    try:
-        signature = signature_of(path, allowed_signers)
-    except (CertificateError, DataError) as error:
-        return Finding("signature", "wrong", str(error))
-    states: dict[str, State] = {"signed": "right", "unsigned": "not checked", "unlisted": "not checked"}
-    return Finding("signature", states.get(signature.state, "wrong"), signature.words)
 
 
 def _finding(name: str, fits: bool, right: str, wrong: str) -> Finding:

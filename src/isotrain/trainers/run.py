@@ -41,7 +41,8 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             data = {"train": loader.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}
             )
-            if place_of_reference(recipe) == "cached":
+            cached = place_of_reference(recipe) == "cached"
+            if cached or recipe.observe.layer_trace:
                 data["model"] = world.agree(
                     lambda: model_digest(model_directory(recipe.model.path)),
                     "model.path: the machines have different models; copy the same one to all of them",
@@ -54,7 +55,7 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             console.message(_introduction(recipe, device, trainer))
             if world.leads:
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
-            if "model" in data:
+            if cached:
                 _precompute_reference(recipe, trainer, data["model"], console)
             done = trainer.resume(run.checkpoints, console)
             if done == 0:

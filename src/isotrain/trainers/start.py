@@ -71,8 +71,14 @@ def hub_commits(recipe: Recipe) -> dict[str, str]:
 
 
 def describe_model(model: Backbone) -> dict[str, Any]:
-    """How the model is computed, for `environment.json`: what `auto` has chosen."""
-    return {"attention": model.attention, "fused": model.fused.operators, "unfused": model.fused.unknown}
+    """What the model is and how it is computed, for `environment.json`: what `auto` has chosen."""
+    return {
+        "type": model.pretrained.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attention": model.attention,
+        "fused": model.fused.operators,
+        "unfused": model.fused.unknown,
+    }
 
 
 def check_same_data(recipe: Recipe, data: Mapping[str, str]) -> None:

@@ -40,3 +40,11 @@ def backend(label: str) -> Backend:
         return Backend(label, label)
     known = ", ".join([*_HOST, *_ACCELERATORS])
     raise RecipeError(f"--devices: {label!r} is unknown; use two of {known}")
+
+
+def label_of(device_type: str, variables: Mapping[str, object]) -> str:
+    """The backend that a run used, from its recorded variables."""
+    if device_type != "cpu":
+        return device_type
+    held = {name: variables[name] for name in _HOST["cpu-avx2"] if name in variables}
+    return next((label for label, wanted in _HOST.items() if wanted == held), "cpu")

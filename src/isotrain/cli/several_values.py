@@ -1,0 +1,38 @@
+"""Options with several values, such as `--pair A B`, repeated: typer has either, but not both at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typer.core import TyperCommand
+
+_BETWEEN = "\0"  # what no path has in it
+
+
+def command_with(**counts: int) -> type[TyperCommand]:
+    """A command whose options take so many values; 0: all up to the next option."""
+
+    class Command(TyperCommand):
+        several: ClassVar[dict[str, int]] = {f"--{name}": count for name, count in counts.items()}
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            joined, rest = [], list(args)
+            while rest:
+                joined.append(rest.pop(0))
+                count = self.several.get(joined[-1])
+                if count is None:
+                    continue
+                if count == 0:
+                    count = next((n for n, text in enumerate(rest) if text.startswith("-")), len(rest))
+                if 0 < count <= len(rest):
+                    joined.append(_BETWEEN.join(rest[:count]))
+                    del rest[:count]
+            parsed: list[str] = super().parse_args(ctx, joined)
+            return parsed
+
+    return Command
+
+
+def paths_of(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(_BETWEEN)]
