@@ -1,310 +1,182 @@
-"""Would parity have caught it: mistakes and honest pairs through the protocol, beside the published rule.
+"""Would parity have caught it: held-out mistakes and honest pairs, by kind of evidence.
 
-Every mutation of tests/mutations is trained as a variant of an honest reference run, and every honest pair
-differs in what may differ between devices. A mistake that is called the same training is a miss, an honest
-pair that is not is a false alarm. `--write` puts the table where reports find it.
+Every mistake of tests/mutations/held_out.py is trained as a variant of an honest reference run, on three tiny
+families of models, in float32 and bfloat16. Honest pairs compute the same in another way. A mistake that is
+called the same is a miss, an honest pair that is called different is a false alarm. Pairs that are equal in
+every bit do not count. The ratio is the share of right calls among all that were made with all evidence.
+`--write` puts the table where reports find it.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from bench import QUICK, REPOSITORY, Options, report
+from bench import REPOSITORY, Options, report
 
-sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "device")]
+sys.path[:0] = [str(REPOSITORY / part) for part in ("src", "tests", "tests/device")]
 
-import npusim  # noqa: E402
+from power.judge import Case, Judged, judge_case  # noqa: E402
+from power.plan import CHOICE, Pair, controls, members, pairs, references, servers  # noqa: E402
+from power.runs import AT_ONCE, Job, Runs  # noqa: E402
+from power.table import markdown  # noqa: E402
 
-import mutations  # noqa: E402
-from isotrain.parity.backends import backend  # noqa: E402
-from isotrain.errors import IsotrainError  # noqa: E402
-from isotrain.parity.power import EVIDENCE, Evidence, Power, PowerRow  # noqa: E402
-from isotrain.parity.protocol import Companions, verdict_on  # noqa: E402
-from isotrain.parity.verdict import Same, Verdict  # noqa: E402
+from isotrain.parity.power import Power, PowerRow  # noqa: E402
 
-MEMBERS = 6
 PROTOCOL = (
-    "Levels P0 to P3 on a model of two layers, 60 to 80 steps, float32 unless the run says bf16; an envelope "
-    "of 6 runs; online runs replayed from recorded responses, but for grpo-free"
+    "Held-out bugs and honest pairs on tiny Llama, Qwen3-MoE and Gemma 3 models, float32 and bfloat16, 60 "
+    "and 500 steps of SFT, DPO and GRPO, run once after every threshold was fixed"
 )
-TIME_LIMIT = 600.0
-# A run of a tiny model is mostly the start of its process: two at a time, with one thread each.
-AT_ONCE = 2
+PACKAGED = REPOSITORY / "src" / "isotrain" / "parity" / "power.json"
+TIME_LIMIT = 900.0
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A reference run: a recipe of the library and changes to it."""
-
-    recipe: str
-    settings: tuple[str, ...]
-    replays: bool = False
-    """Whether others train on the responses that it recorded."""
-
-
-_SFT = (
-    "trainer.steps=80",
-    "data.validation=null",
-    "trainer.save_every=0",
-    "data.tokens_per_micro_batch=1024",
-)
-_ONLINE = (
-    *("trainer.steps=60", "data.validation=null", "rollout.engine=hf", "data.batch_size=8", "rollout.n=8"),
-    *("algorithm.kl.place=loss", "algorithm.kl.coefficient=0.02", "algorithm.mini_batch_size=4"),
-    *("rollout.weight_check_tolerance=100", "optimizer.lr=2e-3"),
-)
-_DPO = ("trainer.steps=80", "data.validation=null", "trainer.validate_first=false")
-KINDS = {
-    "sft": Kind("tiny-sft", _SFT),
-    "sft-2-ranks": Kind("tiny-sft", (*_SFT, "device.ranks=2")),
-    "sft-bf16": Kind("tiny-sft", (*_SFT, "model.dtype=bfloat16")),
-    "dpo": Kind("tiny-dpo", _DPO),
-    "dpo-bf16": Kind("tiny-dpo", (*_DPO, "model.dtype=bfloat16")),
-    "grpo": Kind("tiny-grpo", _ONLINE, replays=True),
-    "reinforce++": Kind("tiny-grpo", (*_ONLINE, "algorithm.name=reinforce++"), replays=True),
-}
-_FREE = {"grpo-free": "grpo"}
-# Mistakes that are also made where everything is noisier.
-IN_BF16 = (
-    *("mask-shifted", "data-order", "attention-scale", "dropout-on", "accumulation", "learning-rate"),
-    *("warm-up", "no-clipping"),
-)
-MUTATIONS = (
-    *mutations.MUTATIONS,
-    *(replace(m, run="sft-bf16") for m in mutations.MUTATIONS if m.name in IN_BF16),
-)
+def prepare(work: Path) -> None:
+    """Variables of all runs, then models and data; in a child, because torch has no place in this process."""
+    path = [*sys.path[:3], str(REPOSITORY / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {
+        **{"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        **{"ISOTRAIN_CACHE": str(work / "cache"), "PYTHONPATH": os.pathsep.join(path)},
+    }
+    script = "import sys, pathlib, power.families as f; f.make_families(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", script, str(work)], check=True, stderr=subprocess.DEVNULL)
 
 
-@dataclass(frozen=True)
-class Honest:
-    name: str
-    kind: str
-    settings: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+def jobs_of(work: Path, chosen: Sequence[Pair]) -> list[Job]:
+    """Everything that the pairs need, references first."""
+    kinds = {pair.kind.name: pair.kind for pair in chosen}
+    needed = {name for pair in chosen for name in (pair.kind.reference, pair.reference, pair.control)}
+    jobs = [job for job in (*references(work), *controls(work)) if job.name in needed]
+    jobs += [job for kind in kinds.values() for job in members(kind, work)]
+    known = {job.name for job in jobs} | {pair.job.name for pair in chosen}
+    # The control of a run on two ranks is itself an honest pair, which `--only` may have left out.
+    jobs += [p.job for p in pairs(work) if p.job.name in needed - known]
+    jobs += [pair.job for pair in chosen]
+    return jobs + [_sampler_test(pair) for pair in chosen if "sampler" in pair.evidence]
 
 
-def _backend(kind: str, label: str, *settings: str) -> Honest:
-    chosen = backend(label)
-    variables = dict(chosen.variables) | ({} if chosen.type == "cpu" else npusim.environment())
-    told = f"{label} simulated" if chosen.type != "cpu" else label
-    return Honest(" ".join([told, *settings]), kind, (f"device.type={chosen.type}", *settings), variables)
+def train(runs: Runs, jobs: Sequence[Job]) -> None:
+    for done in [runs.submit(job) for job in jobs]:
+        done.result()
 
 
-_TWO = {"OMP_NUM_THREADS": "2"}
-HONEST = (
-    Honest("rerun", "sft"),
-    Honest("two threads", "sft", variables=_TWO),
-    Honest("deterministic", "sft", ("device.determinism=on",)),
-    Honest("2 ranks", "sft", ("device.ranks=2",)),
-    _backend("sft", "cpu-avx2"),
-    _backend("sft", "cpu-avx512"),
-    _backend("sft", "npu"),
-    _backend("sft", "npu", "model.fused=on"),
-    _backend("sft", "npu", "device.ranks=2"),
-    Honest("rerun", "sft-2-ranks"),
-    Honest("rerun", "sft-bf16"),
-    Honest("two threads", "sft-bf16", variables=_TWO),
-    Honest("2 ranks", "sft-bf16", ("device.ranks=2",)),
-    _backend("sft-bf16", "cpu-avx2"),
-    _backend("sft-bf16", "cpu-avx512"),
-    _backend("sft-bf16", "npu"),
-    _backend("sft-bf16", "npu", "model.fused=on"),
-    Honest("two threads", "dpo", variables=_TWO),
-    Honest("2 ranks", "dpo", ("device.ranks=2",)),
-    _backend("dpo", "cpu-avx2"),
-    _backend("dpo", "npu"),
-    _backend("dpo-bf16", "cpu-avx512"),
-    _backend("dpo-bf16", "npu"),
-    Honest("replay", "grpo"),
-    Honest("replay, 2 ranks", "grpo", ("device.ranks=2",)),
-    _backend("grpo", "cpu-avx2"),
-    _backend("grpo", "npu"),
-    _backend("reinforce++", "cpu-avx2"),
-    _backend("reinforce++", "npu"),
-    Honest("rerun", "grpo-free"),
-)
+def _sampler_test(pair: Pair) -> Job:
+    return Job(f"{pair.job.name}-test", "sampler", (), after=pair.job.name, cost=6.0)
 
 
-class Runs:
-    """Trains in child processes, a few at a time; what is finished in the directory is not run again."""
+def case_of(runs: Runs, pair: Pair) -> Case | str:
+    """The pair's files, or why there are none."""
+    candidate = runs.path(pair.job.name)
+    if not runs.ended_well(pair.job.name):
+        return f"its run ended early: {runs.failure(pair.job.name)}"
+    result = None
+    if "sampler" in pair.evidence:
+        result = runs.path(f"{pair.job.name}-test.result")
+        if not result.is_file():
+            return "its drawn tokens could not be tested"
+    reruns = [job.name for job in members(pair.kind, runs.work)]
+    if any(not runs.ended_well(name) for name in filter(None, (pair.reference, *reruns))):
+        return "the reference, or a rerun of it, ended early"
+    control = runs.path(pair.control) if pair.control and runs.ended_well(pair.control) else None
+    reference = runs.path(pair.reference)
+    return Case(reference, candidate, tuple(map(runs.path, reruns)), control, pair.evidence, result)
 
-    def __init__(self, work: Path) -> None:
-        self.work = work
-        self.pool = ThreadPoolExecutor(AT_ONCE)
-        self.started: dict[str, Future[Path]] = {}
 
-    def run(
-        self, name: str, kind: Kind, settings: tuple[str, ...], variables: Mapping[str, str]
-    ) -> Future[Path]:
-        if name not in self.started:
-            self.started[name] = self.pool.submit(self._train, name, kind, settings, variables)
-        return self.started[name]
+def row_of(pair: Pair, judged: Judged, work: Path) -> PowerRow:
+    kind = pair.kind
 
-    def _train(self, name: str, kind: Kind, settings: tuple[str, ...], variables: Mapping[str, str]) -> Path:
-        output = self.work / name
-        done = output / "done"
-        if done.exists():
-            return output
-        tiny = self.work / "tiny"
-        moved = [text.replace("work/tiny", str(tiny)) for text in self._paths(kind.recipe)]
-        command = [
-            *(sys.executable, "-m", "isotrain", "train", kind.recipe, *moved, "device.type=cpu"),
-            *(
-                *kind.settings,
-                *settings,
-                "observe.layer_trace=3",
-                "observe.operators=true",
-                f"output={output}",
-            ),
+    def told(words: str) -> str:
+        """Without the directory of this machine."""
+        return words.replace(f"{work}/", "")[:300]
+
+    return PowerRow(
+        pair.what,
+        pair.truth,
+        kind.algorithm,
+        dict(judged.verdicts),
+        told(judged.named) if judged.named else None,
+        judged.published,
+        kind.family,
+        kind.dtype,
+        1 if kind.algorithm == "sampler" else kind.steps,
+        told(judged.note),
+    )
+
+
+def judge(runs: Runs, chosen: Sequence[Pair]) -> Power:
+    cases = [case_of(runs, pair) for pair in chosen]
+    # Not forked: this process has threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(AT_ONCE, mp_context=context) as pool:
+        futures = [pool.submit(judge_case, case) for case in cases if isinstance(case, Case)]
+        found = iter(futures)
+        rows = [
+            row_of(pair, Judged({}, note=case) if isinstance(case, str) else next(found).result(), runs.work)
+            for pair, case in zip(chosen, cases, strict=True)
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        begin = time.monotonic()
-        with (self.work / f"{name}.log").open("wb") as log:
-            result = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=TIME_LIMIT
-            )
-        print(
-            f"  {name}: {time.monotonic() - begin:.0f} s, exit {result.returncode}",
-            file=sys.stderr,
-            flush=True,
-        )
-        if result.returncode == 0:
-            done.touch()
-        return output
-
-    @staticmethod
-    def _paths(recipe: str) -> list[str]:
-        from isotrain.recipe import library
-        from isotrain.recipe.load import parse_recipe, read_source
-
-        path = library.locate(recipe)
-        values = parse_recipe(read_source(path), str(path), [])
-        found = [f"model.path={values.model.path}", f"data.train={values.data.train}"]
-        if values.reward is not None and values.reward.function is not None:
-            found.append(f"reward.function.path={values.reward.function.path}")
-        return found
+    return Power(PROTOCOL, datetime.date.today().isoformat(), tuple(rows))
 
 
-def reference(runs: Runs, name: str) -> tuple[Future[Path], list[Future[Path]]]:
-    """A kind's reference run, and the members of its envelope."""
-    kind = KINDS[name]
-    first = runs.run(f"{name}-reference", kind, ("rollout.record=true",) if kind.replays else (), {})
-    if kind.replays:
-        first.result()
-    forced = replayed(runs, name)
-    members = [
-        runs.run(f"{name}-member-{n}", kind, (*forced, f"model.perturbation={n}"), {})
-        for n in range(1, MEMBERS + 1)
-    ]
-    return first, members
-
-
-def replayed(runs: Runs, name: str) -> tuple[str, ...]:
-    return (f"rollout.replay={runs.work / f'{name}-reference'}",) if KINDS[name].replays else ()
-
-
-def decided(runs: Runs, kind: str, candidate: Path) -> dict[Evidence, Verdict]:
-    """The verdicts on a candidate with more and more evidence; none where its run ended with an error."""
-    if not (candidate / "done").exists():
-        return {}
-    one, members = reference(runs, _FREE.get(kind, kind))
-    allow = ("recipe",) if kind in _FREE else ()
-    found: dict[Evidence, Verdict] = {}
-    for evidence in EVIDENCE:
-        # A log is the curves alone: no recipe, no digests, no layers.
-        paths = [one.result(), candidate, *(m.result() for m in members)]
-        if evidence != "probes":
-            paths = [path / "metrics.jsonl" for path in paths]
-        others = Companions(paths[2:] if evidence != "logs" else ())
-        found[evidence] = verdict_on(paths[0], paths[1], others, allow=allow)
-    return found
-
-
-def row(name: str, kind: str, what: str, where: str | None, found: Mapping[Evidence, Verdict]) -> PowerRow:
-    called: dict[Evidence, Same] = {evidence: one.computation.verdict for evidence, one in found.items()}
-    if not found:  # its run failed: somebody noticed
-        called = dict.fromkeys(EVIDENCE, "different")
-    words = found["probes"].level("P1").words if found else ""
-    named = where if where is not None and where in words else None
-    published = bool(found) and not found["logs"].comparison.broken
-    return PowerRow(what, "mutation" if name else "honest", kind, called, named, published)
-
-
-Todo = list[tuple[str, str, str, str | None, "Future[Path]"]]
-"""Of each pair: mutation or nothing, kind of run, what it is, where it lives, its run."""
-
-
-def tell(rows: list[PowerRow], file: Path | None) -> None:
-    power = Power(PROTOCOL, datetime.date.today().isoformat(), tuple(rows))
-    if file:
-        file.write_text(json.dumps(power.as_json(), indent=1) + "\n")
-    probed = power.of("probes")
-    assert probed is not None
-    right = probed.caught + probed.honest - probed.accused
-    told = {key: value for key, value in power.as_json().items() if key != "rows"}
-    report("parity_power", right / len(rows), 1.0, right == len(rows), **told)
-
-
-def tabulate(runs: Runs, todo: Todo, file: Path | None) -> None:
-    """Every pair decided and printed as a row; of mutations that live somewhere, whether P1 said where."""
-    rows = list[PowerRow]()
-    print(f"| | run | what | published rule | {' | '.join(EVIDENCE)} | named |\n|" + "---|" * 8, flush=True)
-    for name, kind, what, where, run in todo:
-        try:
-            found = decided(runs, kind, run.result())
-        except IsotrainError as error:
-            print(f"{what}: {error}", file=sys.stderr)
-            found = {}
-        last = row(name, kind, what, where, found)
-        rows.append(last)
-        published = "accepts" if last.published else "rejects"
-        cells = (last.kind, kind, what, published, *last.verdicts.values(), last.named or "-")
-        print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        if found and (found["probes"].computation.verdict == "different") != (last.kind == "mutation"):
-            print(f"    {found['probes'].words}", file=sys.stderr, flush=True)
-        tell(rows, file)
+def listing(chosen: Sequence[Pair], jobs: Sequence[Job]) -> str:
+    """How many pairs of each sort there are."""
+    counts = Counter((p.truth, p.kind.algorithm, p.kind.family, p.kind.dtype, p.kind.steps) for p in chosen)
+    lines = [f"  {' '.join(map(str, key))}: {count}" for key, count in counts.items()]
+    total = Counter(pair.truth for pair in chosen)
+    bugs = len({pair.name for pair in chosen if pair.truth == "mutation"})
+    minutes = sum(job.cost for job in jobs) / AT_ONCE / 60
+    told = (
+        f"{bugs} mistakes in {total['mutation']} pairs, {total['honest']} honest pairs; {len(jobs)} runs and "
+        f"tests, about {minutes:.0f} minutes on {AT_ONCE} idle cores"
+    )
+    return "\n".join([*lines, told, CHOICE])
 
 
 def main() -> None:
-    parser = Options(__doc__, only="sft learning-rate", work=Path(tempfile.gettempdir()) / "parity-power")
-    parser.add_argument(
-        "--work", type=Path, required=not QUICK, help="where runs are kept; finished ones are reused"
-    )
-    parser.add_argument("--only", help="mutations and honest pairs whose kind or name contains this")
-    parser.add_argument("--write", type=Path, help="write the table as JSON")
+    parser = Options(__doc__, only="sft-llama-float32 adam-beta", work=Path(tempfile.gettempdir()) / "power")
+    parser.add_argument("--work", type=Path, help="where runs are kept; finished ones are reused")
+    parser.add_argument("--only", help="pairs whose kind and name contain this")
+    parser.add_argument("--list", action="store_true", help="show what would be run, and end")
+    parser.add_argument("--write", action="store_true", help="write the table into the package")
     options = parser.read()
-    work = options.work.resolve()
-    if not (work / "tiny").exists():
-        command = [sys.executable, "-m", "isotrain", "prepare", "tiny", "--out", str(work / "tiny")]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    runs = Runs(work)
-    todo: Todo = []
-    wanted: Callable[[str], bool] = lambda text: not options.only or options.only in text  # noqa: E731
-    pairs = [h for h in HONEST if wanted(f"{h.kind} {h.name}")]
-    wrong = [m for m in MUTATIONS if wanted(f"{m.run} {m.name}")]
-    for kind in dict.fromkeys(_FREE.get(k, k) for k in [*(h.kind for h in pairs), *(m.run for m in wrong)]):
-        reference(runs, kind)
-    for m in wrong:
-        base = _FREE.get(m.run, m.run)
-        forced = () if m.run in _FREE else replayed(runs, base)
-        run = runs.run(f"{m.run}-mutation-{m.name}", KINDS[base], forced, mutations.environment(m.name))
-        todo.append((m.name, m.run, m.what, m.where, run))
-    for h in pairs:
-        base = _FREE.get(h.kind, h.kind)
-        forced = () if h.kind in _FREE else replayed(runs, base)
-        run = runs.run(f"{h.kind}-honest-{HONEST.index(h)}", KINDS[base], (*forced, *h.settings), h.variables)
-        todo.append(("", h.kind, h.name, None, run))
-    tabulate(runs, todo, options.write)
+    if options.work is None and not options.list:
+        parser.error("--work DIR is needed")
+    work = (options.work or Path(".")).resolve()
+    chosen = [p for p in pairs(work) if not options.only or options.only in f"{p.kind.name} {p.name}"]
+    jobs = jobs_of(work, chosen)
+    print(listing(chosen, jobs), file=sys.stderr, flush=True)
+    if options.list:
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    prepare(work)
+    begun = time.monotonic()
+    runs = Runs(work, servers(), TIME_LIMIT)
+    try:
+        train(runs, jobs)
+    finally:
+        runs.close()
+    trained = time.monotonic() - begun
+    power = judge(runs, chosen)
+    text = json.dumps(power.as_json(), indent=1) + "\n"
+    (work / "power.json").write_text(text)
+    if options.write:
+        PACKAGED.write_text(text)
+    print(markdown(power))
+    told = {key: value for key, value in power.as_json().items() if key != "rows"}
+    all_calls = [(row.kind, call) for row in power.rows for call in row.verdicts.values()]
+    right = sum((call == "different") == (kind == "mutation") for kind, call in all_calls)
+    seconds = {"training_s": round(trained), "judging_s": round(time.monotonic() - begun - trained)}
+    share = right / max(1, len(all_calls))
+    report("parity_power", share, 1.0, right == len(all_calls), **seconds, **told)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from isotrain.errors import DataError
-from isotrain.parity.power import Power, PowerRow, load_power, wilson
+from isotrain.parity.compare import compare
+from isotrain.parity.levels import Level
+from isotrain.parity.outcome import OtherRuns, outcome_of
+from isotrain.parity.pairing import Pairing
+from isotrain.parity.power import Power, PowerRow, called, evidence_of, load_power, wilson
+from isotrain.parity.run import Run, Series
+from isotrain.parity.verdict import Verdict, judge
 
 
 def row(name: str, kind: str, logs: str, probes: str | None = None) -> PowerRow:
@@ -52,6 +59,65 @@ def test_each_kind_of_evidence_has_its_own_counts() -> None:
     assert logs is not None and (logs.caught, logs.mutations, logs.accused, logs.honest) == (2, 4, 0, 2)
     assert probes is not None and (probes.caught, probes.mutations, probes.accused) == (2, 3, 1)
     assert logs.miss_rate == wilson(2, 4) and probes.false_alarm_rate == wilson(1, 2)
+
+
+def test_doubt_is_no_miss_and_no_acceptance() -> None:
+    told = table().told("logs")
+    assert told is not None and (told["missed"], told["accepted"], told["evidence"]) == (1, 1, "logs")
+
+
+def test_a_pair_that_does_not_count_is_in_no_row() -> None:
+    equal = PowerRow("rerun", "honest", "sft", {}, None, None, note="equal in every bit")
+    power = Power("p", "2026-01-02", (*table().rows, equal))
+    assert power.of("logs") == table().of("logs")
+
+
+def verdict(
+    pairing: Pairing = "paired", replay: str | None = None, *levels: Level, shift: float = 0.0
+) -> Verdict:
+    """Of two runs whose curves are `shift` apart."""
+    steps_S = np.arange(1, 61)
+    recipe = {"rollout": {"replay": replay}} if replay else None
+    noise_S = np.random.default_rng(1).normal(0, 0.01, (2, 60))
+    runs = [
+        Run(Path(name), "test", {"critic/rewards/mean": Series(steps_S, 0.5 + more + own_S)}, recipe)
+        for name, more, own_S in (("a", 0.0, noise_S[0]), ("b", shift, noise_S[1]))
+    ]
+    compared = compare(*runs)
+    return judge(compared, outcome_of(compared, pairing), levels)
+
+
+P1, P3 = Level("P1", "same", "agree"), Level("P3", "same", "inside")
+
+
+@pytest.mark.parametrize(
+    ("found", "evidence"),
+    [
+        (verdict(), "logs"),
+        (verdict("paired", None, P3), "reruns"),
+        (verdict("paired", None, P1), "probes"),
+        (verdict("paired", None, P1, P3), "probes+reruns"),
+        (verdict("paired", "runs/here", P1), "replay"),
+    ],
+)
+def test_the_evidence_of_a_verdict(found: Verdict, evidence: str) -> None:
+    assert evidence_of(found) == evidence
+
+
+def test_reruns_of_runs_that_sampled_count_as_such() -> None:
+    compared = verdict("free-running").comparison
+    reruns = OtherRuns([compared.candidate, compared.reference])
+    found = judge(compared, outcome_of(compared, "free-running", reruns), ())
+    assert evidence_of(found) == "reruns" and evidence_of(verdict("free-running")) == "logs"
+
+
+def test_one_word_for_two_answers() -> None:
+    """Curves of runs that sampled say nothing about the computation: the outcome decides."""
+    assert called(verdict("free-running")) == "same"
+    assert called(verdict("free-running", shift=0.3)) == called(verdict(shift=0.3)) == "different"
+    assert called(verdict("paired", None, P3)) == "same" and called(verdict()) == "inconclusive"
+    wrong = Level("P1", "different", "the first layer")
+    assert called(verdict("paired", None, wrong, P3)) == "different"
 
 
 def test_nothing_tried_is_nothing_known() -> None:

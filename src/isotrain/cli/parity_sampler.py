@@ -43,6 +43,27 @@ def sampler(
 
         isotrain parity sampler runs/here --step 41 --model work/step-40
     """
+    result = result_of(
+        run, step, model, positions=positions, temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    else:
+        show_sampler(result)
+    raise typer.Exit(_EXIT[result.verdict])
+
+
+def result_of(
+    run: Path,
+    step: int = 1,
+    model: Path | None = None,
+    *,
+    positions: int = 4000,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> SamplerResult:
+    """The verdict on a recorded step; what is not given is as the run was asked to draw."""
     from isotrain.errors import RecipeError
     from isotrain.parity.drawn import Drawn, Settings
     from isotrain.parity.sampler import judge_sampler
@@ -61,12 +82,7 @@ def sampler(
     drawn = Drawn(settings)
     for logits_QV, tokens_Q in drawn_tokens(recorded, positions):
         drawn.add(logits_QV, tokens_Q)
-    result = judge_sampler(drawn)
-    if as_json:
-        typer.echo(json.dumps(result.as_json(), indent=2))
-    else:
-        show_sampler(result)
-    raise typer.Exit(_EXIT[result.verdict])
+    return judge_sampler(drawn)
 
 
 def show_sampler(result: SamplerResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -11,52 +12,86 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from isotrain.errors import DataError
+from isotrain.parity.effects import ALONE
+from isotrain.parity.run import section
 from isotrain.parity.statistics import Interval
 from isotrain.parity.verdict import Same, Verdict
 
 _Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 _PACKAGED = "power.json"
 
-Evidence = Literal["logs", "reruns", "probes"]
+Evidence = Literal["logs", "reruns", "probes", "probes+reruns", "replay", "sampler"]
 EVIDENCE: dict[Evidence, str] = {
     "logs": "logs alone",
     "reruns": "logs with reruns of the reference",
     "probes": "probes of layers or operators",
+    "probes+reruns": "probes and reruns of the reference",
+    "replay": "probes in a replay of recorded responses",
+    "sampler": "drawn tokens",
 }
 
 
 def evidence_of(verdict: Verdict) -> Evidence:
-    """The strongest that the answer about the computation had."""
+    """The strongest that the verdict had."""
+    comparison = verdict.comparison
+    if any(
+        section(run.recipe, "rollout").get("replay") for run in (comparison.reference, comparison.candidate)
+    ):
+        return "replay"
     ran = {level.name for level in verdict.computation.levels if level.state != "not run"}
+    # Of runs that sampled, reruns tell about the outcome, and no envelope is made of them.
+    rerun = "P3" in ran or any(effect.evidence != ALONE for effect in verdict.outcome.effects)
     if ran & {"P0", "P1"}:
-        return "probes"
-    return "reruns" if "P3" in ran else "logs"
+        return "probes+reruns" if rerun else "probes"
+    return "reruns" if rerun else "logs"
+
+
+def called(verdict: Verdict) -> Same:
+    """One word for a verdict: different if either answer is, otherwise what its evidence can tell.
+
+    Of runs that sampled their own responses, only the outcome can be told from their curves.
+    """
+    outcome, computation = verdict.outcome, verdict.computation
+    if "different" in (outcome.verdict, computation.verdict):
+        return "different"
+    if outcome.pairing == "free-running":
+        return "same" if outcome.verdict == "equivalent" else "inconclusive"
+    return computation.verdict
 
 
 @dataclass(frozen=True)
 class PowerRow:
-    """One pair of runs whose truth is known, and what was said of its computation."""
+    """One pair of runs whose truth is known, and what was said of it."""
 
     name: str
     kind: Literal["mutation", "honest"]
     """A run with a bug put in on purpose, or a pair that differs by nothing but rounding."""
     algorithm: str
     verdicts: dict[Evidence, Same]
+    """Empty where the pair does not count: its two runs are equal in every bit, or one has ended early."""
     named: str | None
-    """The layer that was named, with probes."""
-    published: bool
-    """Whether the published rules hold, which call the pair the same then."""
+    """What probes named as the first difference."""
+    published: bool | None
+    """Whether the published rules hold, which call the pair the same then; None without curves."""
+    model: str = ""
+    dtype: str = ""
+    steps: int = 0
+    note: str = ""
+    """Why it does not count."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one kind of evidence."""
+    """Of one kind of evidence. What is neither of both was called inconclusive."""
 
     mutations: int
     caught: int
+    missed: int
+    """Called the same, or equivalent."""
     honest: int
     accused: int
     """Honest pairs that were called different."""
+    accepted: int
 
     @property
     def miss_rate(self) -> Interval | None:
@@ -80,15 +115,21 @@ class Power:
         tried = [row for row in self.rows if evidence in row.verdicts]
         if not tried:
             return None
-        called = [row.verdicts[evidence] == "different" for row in tried]
-        bugs = [row.kind == "mutation" for row in tried]
-        both = list(zip(called, bugs, strict=True))
+        told = Counter((row.kind, row.verdicts[evidence]) for row in tried)
         return Counts(
-            mutations=sum(bugs),
-            caught=sum(one and bug for one, bug in both),
-            honest=len(tried) - sum(bugs),
-            accused=sum(one and not bug for one, bug in both),
+            mutations=sum(row.kind == "mutation" for row in tried),
+            caught=told["mutation", "different"],
+            missed=told["mutation", "same"],
+            honest=sum(row.kind == "honest" for row in tried),
+            accused=told["honest", "different"],
+            accepted=told["honest", "same"],
         )
+
+    def told(self, evidence: Evidence) -> dict[str, Any] | None:
+        """What a reader of a verdict with this evidence should know, as JSON."""
+        found = self.of(evidence)
+        about = {"evidence": evidence, "protocol": self.protocol, "date": self.date}
+        return None if found is None else {**about, **asdict(found)}
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -209,10 +209,10 @@ def power_table(power: Power | None, evidence: Evidence) -> Markup:
         return element("p", words)
     lines = [
         f"This verdict rests on {EVIDENCE[evidence]}. With that, {found.caught} of {found.mutations} bugs "
-        "that were put in on purpose are called a different computation"
-        f"{_share(', so of such bugs it misses', found.miss_rate)}, and {found.accused} of {found.honest} "
-        "honest pairs are"
-        f"{_share(', so its false alarms are', found.false_alarm_rate)}.",
+        f"that were put in on purpose are called different and {found.missed} the same"
+        f"{_share(', so of such bugs it does not find', found.miss_rate)}; {found.accused} of {found.honest} "
+        "honest pairs are called different"
+        f"{_share(', so its false alarms are', found.false_alarm_rate)}. The rest is inconclusive.",
         f"Measured {power.date}: {power.protocol}.",
     ]
     return joined([element("p", line) for line in lines])

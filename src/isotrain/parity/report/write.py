@@ -10,7 +10,7 @@ from isotrain import __version__
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import write_atomically
 from isotrain.parity.canonical import plain
-from isotrain.parity.power import Power
+from isotrain.parity.power import Power, evidence_of
 from isotrain.parity.report.page import page
 from isotrain.parity.report.row import markdown_row
 from isotrain.parity.verdict import Verdict
@@ -33,7 +33,7 @@ def write_report(verdict: Verdict, directory: Path, *, power: Power | None) -> N
             "isotrain": __version__,
             "date": date,
             **verdict.as_json(),
-            "power": None if power is None else power.as_json(),
+            "power": None if power is None else power.told(evidence_of(verdict)),
         }
         as_text = json.dumps(plain(content), indent=2, allow_nan=False) + "\n"
         pictures = draw(verdict)
