@@ -9,8 +9,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import mutations
+from certified_runs import MEMBERS, SIDES, run_of
 from isotrain.cli.main import app
 from isotrain.parity.certificate import read_certificate
+from isotrain.parity.figures import levels_again
+from isotrain.parity.verify import is_consistent, verify
 from support import run_cli, tiny_recipe, write_recipe
 
 
@@ -25,6 +28,25 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path) -> None:
     assert "such as 30m" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--budget", "long").output
     assert "only online recipes" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--free").output
     assert not (tmp_path / "work").exists()
+
+
+def test_finished_runs(tmp_path: Path) -> None:
+    """Of two machines: only their directories are needed."""
+    runs = {"reference": 0.0, "candidate": 1e-4, **MEMBERS}
+    sections = {role: SIDES.get(role, SIDES["reference"]) for role in runs}
+    paths = [run_of(tmp_path / role, shift, **sections[role]) for role, shift in runs.items()]
+    made = tmp_path / "made"
+    done = certify("--from", *paths, "--certificates", made)
+    assert done.exit_code == 0, done.output
+    (file,) = made.glob("*.json")
+    certificate = read_certificate(file)
+    assert certificate.file_name == file.name and certificate.file_name.startswith("sft-tiny-1-cpu-amx-cpu-")
+    assert is_consistent(verify(file, dict(zip(runs, paths, strict=True)), again=levels_again))
+    told = certify("--from", *paths[:2])
+    assert told.exit_code == 2 and "Computation: inconclusive" in told.output, "curves alone"
+    assert "give the reference and the candidate" in certify("--from", paths[0]).output
+    assert "remove the recipe" in certify("tiny-sft", "--from", *paths[:2]).output
+    assert "or --from RUN RUN" in certify("tiny-sft").output
 
 
 @pytest.mark.slow
@@ -44,7 +66,8 @@ def test_a_certificate(tiny: Path, tmp_path: Path, devices: str) -> None:
     assert [states[name] for name in ("P0", "P1", "P3")] == ["same"] * 3
     assert certificate.candidate.simulated == devices.endswith("npu")
     runs = [f"--{role}={tmp_path / 'work' / role}" for role in ("reference", "candidate")]
-    assert "valid" in run_cli("parity", "verify", str(file), *runs).stdout
+    checked = run_cli("parity", "verify", str(file), *runs).stdout
+    assert "\nconsistent\n" in checked and "nobody signed it" in checked
     assert (tmp_path / "work" / "report" / "report.html").is_file()
 
 
