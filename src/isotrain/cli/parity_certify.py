@@ -158,12 +158,19 @@ def _train(
 
 
 def _sides(devices: str) -> tuple[Side, Side]:
-    from isotrain.parity.backends import backend
+    from isotrain.observe.environment import cpu_features
+    from isotrain.parity.backends import backend, missing_instructions
     from isotrain.parity.children import Side
 
     labels = [label.strip() for label in devices.split(",")]
     if len(labels) != 2:
         raise RecipeError(f"--devices {devices}: give two, the reference first, such as cpu-avx2,cpu")
+    features = cpu_features()
+    for label in labels:
+        if missing := missing_instructions(label, features):
+            raise RecipeError(
+                f"--devices {devices}: this processor has no {missing}, so {label} computes what others do"
+            )
     first, second = (
         Side(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
         for chosen in map(backend, labels)

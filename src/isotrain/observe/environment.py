@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -39,6 +40,7 @@ SECRET_ARGUMENT = re.compile(
 URL_CREDENTIALS = re.compile(r"(?<=//)[^/@\s]*@")
 
 # Instructions that decide which kernels run, and so the order of summation.
+CPUINFO = Path("/proc/cpuinfo")
 CPU_FEATURES = re.compile(r"amx_\w+|avx\w*|fma|asimd(dp|hp)?|bf16|i8mm|sve(2|bf16)?")
 
 
@@ -136,26 +138,36 @@ def without_secrets(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, object]:
-    fields: dict[str, str] = {}
-    try:
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip().lower(), value.strip())
-    except OSError:
-        pass
+def _cpu(cpuinfo: Path = CPUINFO) -> dict[str, object]:
+    fields = _cpu_fields(cpuinfo)
     model = fields.get("model name")
     if model is None and "cpu part" in fields:
         # Arm kernels give numbers in place of a name.
         model = f"implementer {fields.get('cpu implementer', '?')} part {fields['cpu part']}"
-    features = (fields.get("flags") or fields.get("features") or "").split()
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "model": model or platform.processor() or "unknown",
         "count": os.cpu_count(),
         "usable": len(affinity(0)) if affinity else os.cpu_count(),
-        "features": sorted(feature for feature in features if CPU_FEATURES.fullmatch(feature)),
+        "features": cpu_features(cpuinfo),
     }
+
+
+def cpu_features(cpuinfo: Path = CPUINFO) -> list[str]:
+    """Instructions of this processor that decide which kernels run."""
+    fields = _cpu_fields(cpuinfo)
+    features = (fields.get("flags") or fields.get("features") or "").split()
+    return sorted(feature for feature in features if CPU_FEATURES.fullmatch(feature))
+
+
+def _cpu_fields(cpuinfo: Path) -> dict[str, str]:
+    """Of the first processor."""
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip().lower(), value.strip())
+    return fields
 
 
 def _commit(root: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from isotrain.errors import RecipeError
@@ -30,6 +30,8 @@ _HOST = {
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
 }
+# What a processor must have, so that a label is not another name for what it does anyway.
+_NEEDED = {"cpu-amx": "amx_tile", "cpu-avx512": "avx512f", "cpu-avx2": "avx2"}
 _ACCELERATORS = ("cuda", "npu")
 
 
@@ -40,6 +42,12 @@ def backend(label: str) -> Backend:
         return Backend(label, label)
     known = ", ".join([*_HOST, *_ACCELERATORS])
     raise RecipeError(f"--devices: {label!r} is unknown; use two of {known}")
+
+
+def missing_instructions(label: str, features: Collection[str]) -> str | None:
+    """The instructions that the label promises and a processor does not have."""
+    needed = _NEEDED.get(label)
+    return needed if needed is not None and needed not in features else None
 
 
 def label_of(device_type: str, variables: Mapping[str, object]) -> str:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from isotrain.parity.verdict import Verdict
 
 _MOST_CAUSES = 3
+# Between curves that are equal in every digit, an interval is as narrow as numbers can be told apart.
+_NOTHING = 1e-100
 
 
 def headline(verdict: Verdict) -> str:
@@ -98,7 +100,10 @@ def next_words(verdict: Verdict) -> Iterator[str]:
 def _difference(effect: Effect, one: WindowEffect) -> str:
     """`critic/rewards/mean is 0.107 lower (95 % interval 0.101 to 0.116 lower)`."""
     when = "on average" if one.window == WINDOWS[0] else f"in the {one.window}"
-    if not one.difference and one.interval is not None and one.interval.low == one.interval.high:
+    if (
+        one.interval is not None
+        and max(abs(one.difference), abs(one.interval.low), abs(one.interval.high)) < _NOTHING
+    ):
         return f"{effect.metric} is equal {when}"
     side = "higher" if one.difference > 0 else "lower"
     words = f"{effect.metric} is {_figure(abs(one.difference))} {side} {when}"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from isotrain.parity.backends import missing_instructions
 from isotrain.parity.certificate import Side
 from isotrain.parity.run import section
 
 _DEVICES = ("cpu", "cuda", "npu")
-# Which instructions a limit of oneDNN lets through, where the processor has them.
-_INSTRUCTIONS = {"AVX512_CORE_AMX": "amx_tile", "AVX512_CORE_BF16": "avx512f", "AVX2": "avx2"}
 _OF_CUDA = re.compile(r"NVIDIA|GeForce|Tesla|Quadro|AMD|Instinct|Radeon")
 _OF_ARM = re.compile(r"asimd|sve|i8mm")
 _OF_X86 = re.compile(r"avx|amx|fma$")
@@ -66,9 +65,8 @@ def _processor(side: Side) -> Iterator[str]:
     if foreign and (other := [feature for feature in features if foreign.match(feature)]):
         yield f"a machine of type {machine} has no {other[0]}"
     on_host = section(side.environment, "device").get("type") == "cpu"
-    needed = _INSTRUCTIONS.get(side.variables.get("ONEDNN_MAX_CPU_ISA", ""))
-    if on_host and needed and needed not in features:
-        yield f"it is called {side.label}, but the processor has no {needed}"
+    if on_host and (missing := missing_instructions(side.label, features)):
+        yield f"it is called {side.label}, but the processor has no {missing}"
 
 
 def _minor(version: str) -> list[str]:
