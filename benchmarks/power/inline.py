@@ -115,6 +115,8 @@ def use_inline_workers() -> None:
     from isotrain.cluster import objects
     from isotrain.trainers.online import run
 
+    changed: Any = objects
+    starter: Any = run
     store: Any = SimpleNamespace(put=_Box, get=_get, exceptions=ray.exceptions)
-    objects.ray = store
-    run.assemble = assemble
+    changed.ray = store
+    starter.assemble = assemble

@@ -95,7 +95,10 @@ class Kind:
     def job(self, name: str, work: Path) -> Job:
         model, data = work / self.family / "model", work / DATA
         steps = 1 if self.algorithm == "sampler" else self.steps
-        settings = (f"trainer.steps={steps}", f"model.path={model}", f"model.dtype={self.dtype}", *_COMMON)
+        settings: tuple[str, ...] = (
+            *(f"trainer.steps={steps}", f"model.path={model}", f"model.dtype={self.dtype}"),
+            *_COMMON,
+        )
         after = None
         match self.algorithm:
             case "sft":
