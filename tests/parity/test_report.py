@@ -354,7 +354,7 @@ def test_power_is_told_or_said_to_be_unknown() -> None:
     rows = [PowerRow(f"bug {n}", "mutation", "sft", {"logs": "different"}, None, n > 0) for n in range(20)]
     power = Power("tiny models", "2026-01-02", tuple(rows))
     html = html_of(verdict(), power)
-    assert "rests on logs alone" in html and "it misses between 0 % and 17 % (95 % interval)" in html
+    assert "rests on logs alone" in html and "it does not find between 0 % and 17 % (95 % interval)" in html
     probed = html_of(verdict(Level("P1", "same", "agree"), Level("P2", "same", "agree")), power)
     assert "probes of layers or operators miss a bug has not been measured" in probed
 
