@@ -76,13 +76,16 @@ def compare(
     allow: Sequence[str] = (),
     reruns: Sequence[RunLike] = (),
     pairs: Sequence[tuple[RunLike, RunLike]] = (),
+    dumps: tuple[RunLike, RunLike] | None = None,
     free: bool = False,
 ) -> Verdict:
     """Whether `b` ends up like the reference `a`, and computes the same; see `isotrain parity compare`."""
     from isotrain.parity.protocol import Companions, verdict_on
 
     companions = Companions(
-        [_path(run) for run in reruns], [(_path(one), _path(other)) for one, other in pairs]
+        tuple(_path(run) for run in reruns),
+        tuple((_path(one), _path(other)) for one, other in pairs),
+        None if dumps is None else (_path(dumps[0]), _path(dumps[1])),
     )
     return verdict_on(
         _path(a),

@@ -35,14 +35,14 @@ _STYLES = {
 }
 
 
-def _pair(text: str) -> tuple[Path, Path]:
+def _pair(text: str, option: str = "--pair") -> tuple[Path, Path]:
     paths = paths_of(text)
     if len(paths) != 2:
-        raise DataError(f"--pair {text}: give two runs, the reference first")
+        raise DataError(f"{option} {text}: give two paths, the reference's first")
     return paths[0], paths[1]
 
 
-@app.command(cls=command_with(pair=2))
+@app.command(cls=command_with(pair=2, dump=2))
 def compare(
     first: options.First,
     second: options.Second,
@@ -52,8 +52,9 @@ def compare(
     allow: options.Allow = None,
     rerun: options.Reruns = None,
     pair: options.Pairs = None,
+    dump: options.Dumps = None,
     free: options.Free = False,
-    require: options.Required = options.Require.outcome,
+    require: options.Required = None,
     rule: options.Rule = None,
     devices: options.Devices = None,
     report: options.Report = None,
@@ -62,15 +63,17 @@ def compare(
     """Compare two runs: do they end up alike, and is it the same computation?
 
     A and B are isotrain run directories, logs of verl or OpenRLHF, TensorBoard files or directories, CSV or
-    JSONL files. Outcome: equivalent, different or inconclusive within a margin. Computation: same, different
-    or inconclusive; logs alone can rarely show that it is the same. If both runs have observe.layer_trace=3,
-    the output names the first layer that differs.
+    JSONL files, or two dumps of msprobe. Outcome: equivalent, different or inconclusive within a margin.
+    Computation: same, different or inconclusive; logs alone can rarely show that it is the same. If both runs
+    have observe.layer_trace=3, or with dumps of msprobe, the output names the first layer that differs.
 
     Exit code 0: equivalent (the same); 1: different; 2: inconclusive.
 
     Examples:
 
         isotrain parity compare runs/here runs/there --report work/parity
+
+        isotrain parity compare here.log there.log --dump here-profile there-profile
 
         isotrain parity compare here.log there.log --margin reward=0.02 --rerun here-2.log --rerun here-3.log
     """
@@ -82,7 +85,11 @@ def compare(
     verdict = verdict_on(
         one,
         other,
-        Companions(rerun or [], [_pair(text) for text in pair or []]),
+        Companions(
+            rerun or (),
+            tuple(_pair(text) for text in pair or ()),
+            None if dump is None else _pair(dump, "--dump"),
+        ),
         metrics=metric or [],
         margins=margin or [],
         allow=allow or [],
@@ -92,7 +99,10 @@ def compare(
     tell(verdict, report, as_json)
     if accepted is not None:
         raise typer.Exit(_tell_accepted(accepted, report, as_json))
-    raise typer.Exit(verdict.exit_code(require.value))
+    # Two dumps have no curves: their only answer is about the computation.
+    default = options.Require.outcome if verdict.comparison.has_curves else options.Require.computation
+    asked = require or default
+    raise typer.Exit(verdict.exit_code(asked.value))
 
 
 def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
@@ -152,8 +162,9 @@ def show(verdict: Verdict) -> None:
         console.print(words, soft_wrap=True)
     console.print()
     _print_comparison(verdict.comparison, console)
-    console.print("\noutcome", style="bold")
-    console.print(_effects(verdict))
+    if verdict.outcome.effects:
+        console.print("\noutcome", style="bold")
+        console.print(_effects(verdict))
     console.print("\ncomputation", style="bold")
     for level in verdict.computation.levels:
         style = {"same": "green", "different": "red", "cannot tell": "yellow"}.get(level.state, "dim")
@@ -200,6 +211,8 @@ def _print_comparison(found: Comparison, console: Console) -> None:
             console.print(f"  {line}", style="dim", soft_wrap=True)
         if len(changes) > _SHOWN_CHANGES:
             console.print(f"  and {len(changes) - _SHOWN_CHANGES} more: --json shows all", style="dim")
+    if not found.curves:
+        return
     console.print()
     console.print(_curves(found.curves))
     console.print()

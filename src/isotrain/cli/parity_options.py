@@ -45,10 +45,17 @@ Pairs = Annotated[
     list[str] | None,
     Option(metavar="A B", help="Further runs of reference and candidate with another seed; may be repeated."),
 ]
+Dumps = Annotated[
+    str | None,
+    Option(metavar="A B", help="Dumps of msprobe of both runs, the reference's first: layers and APIs."),
+]
 Free = Annotated[
     bool, Option("--free", help="Each run sampled its own responses: do not compare step by step.")
 ]
-Required = Annotated[Require, Option(help="Which answer the exit code gives.")]
+Required = Annotated[
+    Require | None,
+    Option(help="Which answer the exit code gives: by default outcome, for two dumps computation."),
+]
 Rule = Annotated[
     str | None,
     Option(

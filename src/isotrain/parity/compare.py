@@ -77,6 +77,11 @@ class Comparison:
         """Published rules on absolute errors, the 2 % and 4 %, that do not hold."""
         return [one for one in self.outcomes if not one.passed and not one.relative]
 
+    @property
+    def has_curves(self) -> bool:
+        """Dumps of single steps have none."""
+        return bool(self.reference.metrics or self.candidate.metrics)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "reference": _described(self.reference),
@@ -108,7 +113,7 @@ def compare(
     if unknown:
         raise DataError(f"--allow {', '.join(unknown)}: what can be allowed is {', '.join(ALLOWED)}")
     chosen = list(metrics) or default_metrics(reference, candidate)
-    if not chosen:
+    if not chosen and (reference.metrics or candidate.metrics):
         raise DataError(
             f"{reference.path} and {candidate.path} have no loss or reward in common; name one with --metric"
         )
@@ -120,7 +125,7 @@ def compare(
         for metric, one in aligned.items()
         if len(one.steps_S)
     }
-    if not curves and not not_numbers:
+    if chosen and not curves and not not_numbers:
         raise DataError(f"'{chosen[0]}' has no step in both runs: {reference.path} and {candidate.path}")
     return Comparison(
         reference,

@@ -26,6 +26,11 @@ def outcome_words(verdict: Verdict) -> str:
     outcome = verdict.outcome
     if outcome.broken:
         return f"Outcome: different. {_sentence('; '.join(outcome.broken))}"
+    if not verdict.comparison.has_curves:
+        return (
+            "Outcome: inconclusive. Dumps of single steps have no curves of loss or reward; compare the logs "
+            "of both runs, with --dump A B for the dumps."
+        )
     if not outcome.effects:
         return f"Outcome: inconclusive. {_sentence(verdict.comparison.not_numbers[0].words)}"
     first = outcome.effects[0]
@@ -66,8 +71,11 @@ def computation_words(verdict: Verdict) -> str:
             "Computation: inconclusive. Each run sampled its own responses, so the curves cannot tell "
             "rounding from a mistake."
         )
-    words = "; ".join(level.words for level in ran if level.state == "cannot tell")
-    return f"Computation: inconclusive. {_sentence(words or 'there is no evidence')}"
+    open_words = "; ".join(level.words for level in ran if level.state == "cannot tell")
+    if open_words or not ran:
+        return f"Computation: inconclusive. {_sentence(open_words or 'there is no evidence')}"
+    agree = "; ".join(level.words for level in ran)
+    return f"Computation: inconclusive. {_sentence(agree)} No level has followed whole runs."
 
 
 def next_words(verdict: Verdict) -> Iterator[str]:
@@ -84,7 +92,7 @@ def next_words(verdict: Verdict) -> Iterator[str]:
         yield f"To know more: about {effect.runs_to_decide} runs of each side would decide ({effect.metric})."
     elif outcome.verdict == "inconclusive" and effect is not None:
         yield "To know more: longer runs, or further seeds of both sides (--pair A B, repeated)."
-    if verdict.computation.verdict != "inconclusive":
+    if verdict.computation.verdict != "inconclusive" or not verdict.comparison.has_curves:
         return
     if pairing == "free-running":
         yield "To know more about the computation: train on the same responses (`parity record`, `replay`)."

@@ -20,7 +20,7 @@ from isotrain.parity.verdict import Same, Verdict
 _Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 _PACKAGED = "power.json"
 
-Evidence = Literal["logs", "reruns", "probes", "probes+reruns", "replay", "sampler"]
+Evidence = Literal["logs", "reruns", "probes", "probes+reruns", "replay", "sampler", "dumps"]
 EVIDENCE: dict[Evidence, str] = {
     "logs": "logs alone",
     "reruns": "logs with reruns of the reference",
@@ -28,6 +28,7 @@ EVIDENCE: dict[Evidence, str] = {
     "probes+reruns": "probes and reruns of the reference",
     "replay": "probes in a replay of recorded responses",
     "sampler": "drawn tokens",
+    "dumps": "statistics of dumped steps",
 }
 
 
@@ -39,6 +40,8 @@ def evidence_of(verdict: Verdict) -> Evidence:
     ):
         return "replay"
     ran = {level.name for level in verdict.computation.levels if level.state != "not run"}
+    if any(level.evidence.get("dump") for level in verdict.computation.levels):
+        return "dumps"
     # Of runs that sampled, reruns tell about the outcome, and no envelope is made of them.
     rerun = "P3" in ran or any(effect.evidence != ALONE for effect in verdict.outcome.effects)
     if ran & {"P0", "P1"}:

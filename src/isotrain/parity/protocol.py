@@ -10,6 +10,7 @@ import numpy as np
 
 from isotrain.errors import DataError
 from isotrain.parity.compare import Comparison, compare
+from isotrain.parity.dumps import dump_levels
 from isotrain.parity.envelope import envelope_level, followed
 from isotrain.parity.inputs import recipe_changes
 from isotrain.parity.layers import layers_level
@@ -21,6 +22,7 @@ from isotrain.parity.outcome import OtherRuns, margins_of, outcome_of
 from isotrain.parity.paired import paired_level
 from isotrain.parity.pairing import Pairing, pairing_of
 from isotrain.parity.run import Run, section
+from isotrain.parity.sources.msprobe_dump import FORMAT as DUMP
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 from isotrain.recipe.difference import changes
@@ -38,6 +40,8 @@ class Companions:
     """Of the reference. Where curves are paired, they are its envelope: they must only round otherwise."""
     pairs: Sequence[tuple[Path, Path]] = ()
     """Reference and candidate with other seeds."""
+    dumps: tuple[Path, Path] | None = None
+    """What msprobe dumped of single steps of the reference and the candidate."""
 
 
 ALONE = Companions()
@@ -54,7 +58,9 @@ def verdict_on(
     free_running: bool = False,
 ) -> Verdict:
     """`free_running` says that the runs sampled responses of their own: their curves are not paired."""
-    chosen = choose(metrics, read_run(reference), read_run(candidate))
+    runs = read_run(reference), read_run(candidate)
+    dumps = _dumps(*runs, companions)
+    chosen = choose(metrics, *runs)
     comparison = compare(chosen.reference, chosen.candidate, chosen.metrics, allow)
     pairing = pairing_of(chosen.reference, chosen.candidate, free=free_running)
     stated = margins_of(margins, list(comparison.curves))
@@ -62,21 +68,49 @@ def verdict_on(
     pairs = [(read_run(one), read_run(other)) for one, other in companions.pairs]
     _check_numbers(comparison, [*reruns, *(run for pair in pairs for run in pair)])
     outcome = outcome_of(comparison, pairing, OtherRuns(reruns, pairs), stated)
-    return judge(comparison, outcome, _levels(comparison, pairing, reruns, stated))
+    levels = _levels(comparison, pairing, reruns, stated, dumps)
+    return judge(comparison, outcome, levels)
+
+
+def _dumps(reference: Run, candidate: Run, companions: Companions) -> tuple[Path, Path] | None:
+    """The dumps to compare: those given beside logs, or the two runs themselves."""
+    are = [run.format == DUMP for run in (reference, candidate)]
+    if not any(are):
+        for path in companions.dumps or ():
+            if read_run(path).format != DUMP:
+                raise DataError(f"--dump {path}: is no dump of msprobe")
+        return companions.dumps
+    if not all(are):
+        raise DataError(
+            f"{(reference if are[0] else candidate).path} is a dump of msprobe and the other is not: give "
+            "two dumps, or two logs and --dump A B"
+        )
+    if companions != ALONE:
+        raise DataError("--rerun, --pair and --dump are given with logs: two dumps have no curves")
+    return reference.path, candidate.path
 
 
 def _levels(
-    comparison: Comparison, pairing: Pairing, reruns: Sequence[Run], margins: Mapping[str, float]
+    comparison: Comparison,
+    pairing: Pairing,
+    reruns: Sequence[Run],
+    margins: Mapping[str, float],
+    dumps: tuple[Path, Path] | None,
 ) -> Iterator[Level]:
     reference, candidate = comparison.reference, comparison.candidate
-    yield operators_level(reference.path, candidate.path)
+    if dumps is not None:
+        yield from dump_levels(*dumps)
+    else:
+        yield operators_level(reference.path, candidate.path)
     if pairing == "free-running":
-        yield from (not_run(name, _FREE_RUNNING) for name in ("P1", "P2", "P3"))
+        without = ("P2", "P3") if dumps else ("P1", "P2", "P3")
+        yield from (not_run(name, _FREE_RUNNING) for name in without)
         return
-    dtype = str(section(reference.recipe, "model").get("dtype", "bfloat16"))
-    # Layers see other inputs where samples are laid out otherwise: such a run says nothing about them.
-    noise = [run.path for run in reruns if not _changes(reference, run, f"{PERTURBATION}:")]
-    yield layers_level(reference, candidate, noise, dtype=dtype)
+    if dumps is None:
+        dtype = str(section(reference.recipe, "model").get("dtype", "bfloat16"))
+        # Layers see other inputs where samples are laid out otherwise: such a run says nothing about them.
+        noise = [run.path for run in reruns if not _changes(reference, run, f"{PERTURBATION}:")]
+        yield layers_level(reference, candidate, noise, dtype=dtype)
     yield paired_level(comparison, reruns)
     if not reruns or comparison.not_numbers:
         yield not_run("P3")

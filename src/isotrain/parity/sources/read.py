@@ -12,6 +12,7 @@ from isotrain.parity.sources.bounded import Source
 from isotrain.parity.sources.csv_table import is_csv_header, read_csv
 from isotrain.parity.sources.isotrain_run import is_isotrain_run, read_isotrain_run
 from isotrain.parity.sources.json_lines import read_json_lines
+from isotrain.parity.sources.msprobe_dump import is_msprobe_dump, read_msprobe_dump
 from isotrain.parity.sources.openrlhf import is_openrlhf_line, read_openrlhf
 from isotrain.parity.sources.tensorboard import event_files, is_event_file, read_tensorboard
 from isotrain.parity.sources.tfrecord import starts_a_record
@@ -20,7 +21,7 @@ from isotrain.parity.sources.verl_file import is_verl_row, read_verl_file
 
 _FORMATS = (
     "an isotrain run directory, a console or file log of verl, a console log of OpenRLHF, TensorBoard event "
-    "files, or CSV or JSONL with a column `step`"
+    "files, CSV or JSONL with a column `step`, or a dump of msprobe"
 )
 
 
@@ -39,7 +40,9 @@ def _read_directory(path: Path) -> Run:
         return read_isotrain_run(path)
     if event_files(path):
         return read_tensorboard(path)
-    raise DataError(f"{path}: neither metrics.jsonl nor event files in it; give {_FORMATS}")
+    if is_msprobe_dump(path):
+        return read_msprobe_dump(path)
+    raise DataError(f"{path}: neither metrics.jsonl nor event files nor dump.json in it; give {_FORMATS}")
 
 
 def _read_file(path: Path) -> Run:
