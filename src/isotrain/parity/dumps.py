@@ -245,6 +245,8 @@ def _modules(found: _Findings) -> Level:
     if blamed is not None:
         told += f"; {blamed.name} is the smallest module with equal inputs and other outputs"
         causes.append(f"{_pass(blamed)} of {blamed.name}: its constants (epsilon, scale) or its kernels")
+    else:
+        causes.append(f"{_pass(seen)} of {seen.name}, or what is computed before it")
     if seen.later:
         causes.append("an update before it: optimizer, gradient scaling or learning rate")
     if modules[0].step > 1:
@@ -270,7 +272,7 @@ def _apis(found: _Findings) -> Level:
     first = blamed[0]
     words = f"{first.name} gets equal inputs at step {first.step}, and {_wrong(first)}"
     if len(blamed) > 1:
-        words += f"; so do {len(blamed) - 1} more calls"
+        words += f"; more such calls: {len(blamed) - 1}"
     names = dict.fromkeys(f"{_pass(one)} of {one.name}: {_wrong(one)}" for one in blamed)
     words = f"{words}{alone}; {_NO_ORACLE}, so it does not say which of the two is right"
     return Level("P0", "different", words, checks, tuple(names)[:_NAMED], evidence)
