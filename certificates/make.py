@@ -59,9 +59,10 @@ class Pair:
 
 
 def pairs() -> dict[str, Pair]:
-    """The two best instruction sets in bfloat16, where they differ most; the simulated device in float32."""
-    hosts = "cpu-avx512,cpu-amx" if "amx_tile" in cpu_features() else "cpu-avx2,cpu-avx512"
-    found = [Pair(name, name, hosts, ("model.dtype=bfloat16",)) for name in RECIPES]
+    """The two best instruction sets: in bfloat16, where they differ most, if there are units for it."""
+    amx = "amx_tile" in cpu_features()
+    hosts, dtype = ("cpu-avx512,cpu-amx", "bfloat16") if amx else ("cpu-avx2,cpu-avx512", "float32")
+    found = [Pair(name, name, hosts, (f"model.dtype={dtype}",)) for name in RECIPES]
     found += [Pair(f"{name}-npu", name, "cpu,npu", ("model.dtype=float32",)) for name in SIMULATED]
     return {pair.name: pair for pair in found}
 
