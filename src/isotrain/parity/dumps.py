@@ -168,7 +168,8 @@ def _keyed(part: Part) -> dict[tuple[Any, ...], Call]:
         if not call.is_module:
             number = within.get(place, 0)
             within[place] = number + 1
-        keyed[(*place, number)] = call
+        key = (*place, number)
+        keyed[key] = call
     return keyed
 
 

@@ -170,7 +170,7 @@ class _Found:
 
 
 def _found(path: Path) -> list[_Found]:
-    found = []
+    found: list[_Found] = []
     for on_disk in _directories(path):
         if len(found) == _MAX_FILES:
             raise DataError(f"{path}: more than {_MAX_FILES} dumps; give the directory of some steps")
