@@ -25,7 +25,7 @@ _LONGEST_RUN = 7 * 86400.0
 
 def certify(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="A recipe file, or the name of a shipped one.")
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one.")
     ] = None,
     overrides: Overrides = None,
     devices: Annotated[

@@ -21,7 +21,7 @@ def contribute(
     out: Annotated[Path, Option(metavar="DIR", help="Directory for runs, reports and certificates.")],
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]", help="Reference runs: sft, dpo, grpo; default all."),
+        typer.Argument(metavar="NAME", help="Reference runs: sft, dpo, grpo; default all."),
     ] = None,
     device: Annotated[str, Option(metavar="TYPE", help="As device.type in recipes.")] = "auto",
 ) -> None:
