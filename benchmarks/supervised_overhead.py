@@ -122,6 +122,8 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
             writer=CheckpointWriter(Path(directory) / "checkpoints", 0, 1, keep=1),
             recorder=recorder,
             steps=len(store) // BATCH,
+            last_step=len(store) // BATCH,
+            probed_after=0,
             validate_every=0,
             validate_first=False,
             saves=SaveSchedule(0, len(store) // BATCH),

@@ -17,7 +17,7 @@ from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certificates import sign, verify
 from isotrain.cli.parity_certify import certify
 from isotrain.cli.parity_contribute import contribute
-from isotrain.cli.parity_runs import record, replay
+from isotrain.cli.parity_runs import probe, record, replay
 from isotrain.cli.parity_sampler import sampler
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
@@ -71,7 +71,7 @@ app = typer.Typer(
 for verb in (train, recipes, doctor):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
-for part in (record, replay, sampler, contribute, verify, sign):
+for part in (record, replay, probe, sampler, contribute, verify, sign):
     parity.command()(part)
 parity.command(cls=command_with(**{"from": 0}))(certify)
 app.add_typer(parity, name="parity")

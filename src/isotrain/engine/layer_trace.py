@@ -1,4 +1,4 @@
-"""Records the first updates of a run, layer by layer, for `isotrain parity`.
+"""Records a few updates of a run, layer by layer, for `isotrain parity`.
 
 T: packed tokens, N: loss-bearing tokens.
 """
@@ -60,7 +60,9 @@ class LayerTrace:
     this rank's trained weights. After `steps` updates, the next forward removes all hooks.
     """
 
-    def __init__(self, engine: TrainingEngine, directory: Path, steps: int) -> None:
+    def __init__(self, engine: TrainingEngine, directory: Path, steps: int, *, after: int = 0) -> None:
+        """`after` is how many steps the run has taken before."""
+        self._after = after
         self._engine = engine
         self._directory = directory
         self._steps = steps
@@ -161,13 +163,14 @@ class LayerTrace:
             )
         facts: dict[str, Any] = {
             "format": 1,
-            "step": self._done,
+            "step": self._after + self._done,
             "ranks": self._engine.world.size,
             "micro_batches": update.micro_batches,
             "digests": {name: digest.hexdigest() for name, digest in update.digests.items()},
             "names": {kind: list(entries) for kind, entries in update.sketches.items()},
         }
-        path = self._directory / f"step-{self._done:06d}-rank-{self._engine.world.rank:05d}.safetensors"
+        name = f"step-{self._after + self._done:06d}"
+        path = self._directory / f"{name}-rank-{self._engine.world.rank:05d}.safetensors"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomically(path, save(tensors, {name: json.dumps(fact) for name, fact in facts.items()}))

@@ -166,9 +166,13 @@ def _kind_checks(rated: Sequence[Rated]) -> Iterator[Check]:
 
 def _agreement(rated: Sequence[Rated]) -> str:
     closest = max(rated, key=lambda one: one.error / one.limit)
-    steps = len({one.difference.step for one in rated})
+    found = {one.difference.step for one in rated}
+    steps, first = len(found), min(found)
+    forced = f"{steps} forced step{'s' if steps > 1 else ''}" + (
+        f" from step {first} on" if first > 1 else ""
+    )
     return (
-        f"activations, gradients and updates of {steps} forced step{'s' if steps > 1 else ''} agree in all "
+        f"activations, gradients and updates of {forced} agree in all "
         f"{len(rated)} entries; closest to a limit {_place(closest)}"
     )
 

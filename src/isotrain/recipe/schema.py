@@ -159,8 +159,21 @@ class ObserveSection(Section):
     """Project name, for trackers that have projects."""
     layer_trace: int = Field(default=0, ge=0)
     """Record the layers of this many first steps, for `isotrain parity`."""
+    layer_trace_after: int = Field(default=0, ge=0)
+    """Record the steps after this one instead, starting from its checkpoint in `output`, and end with them;
+    `isotrain parity probe` sets it."""
     operators: bool = False
     """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
+
+    def last_step(self, steps: int) -> int:
+        """Of a run of `steps` steps: a probe ends with the steps that it records."""
+        return min(steps, self.layer_trace_after + self.layer_trace) if self.layer_trace_after else steps
+
+    @model_validator(mode="after")
+    def _traces_something(self) -> ObserveSection:
+        if self.layer_trace_after and not self.layer_trace:
+            raise ValueError("layer_trace_after needs layer_trace: the number of steps to record after it")
+        return self
 
 
 class Recipe(Section):

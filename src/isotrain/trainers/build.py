@@ -60,6 +60,8 @@ def build_trainer(
         writer=CheckpointWriter(run.checkpoints, world.rank, world.size, trainer.keep_checkpoints),
         recorder=recorder,
         steps=steps,
+        last_step=recipe.observe.last_step(steps),
+        probed_after=recipe.observe.layer_trace_after,
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,
         saves=SaveSchedule(trainer.save_every, steps),

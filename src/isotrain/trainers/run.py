@@ -19,7 +19,15 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import cache, open_loaders
-from isotrain.trainers.start import check_run, describe_model, model_digest, record_start, run_lock
+from isotrain.trainers.start import (
+    check_probe_in_run,
+    check_probed,
+    check_run,
+    describe_model,
+    model_digest,
+    record_start,
+    run_lock,
+)
 from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.reference import precompute_reference
 
@@ -52,29 +60,31 @@ def train_supervised(recipe: Recipe, source: str) -> None:
                 console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
             trainer = build_trainer(recipe, device, world, run, loader, validation, Recorder(console))
+            check_probe_in_run(recipe, trainer.steps)
             console.message(_introduction(recipe, device, trainer))
             if world.leads:
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
             if cached:
                 _precompute_reference(recipe, trainer, data["model"], console)
             done = trainer.resume(run.checkpoints, console)
-            if done == 0:
-                LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace)
+            check_probed(recipe, done)
+            if done == recipe.observe.layer_trace_after:
+                LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace, after=done)
                 if recipe.observe.layer_trace:
                     ScoreTests(trainer.engine, run.score_tests)
             with recording(trainer.recorder, recipe, run, done, world.leads):
-                console.start(trainer.steps, done + 1)
+                console.start(trainer.last_step, done + 1)
                 trainer.train(done)
             if world.leads:
                 draw_plots(run, recipe.name, console)
-                console.message(f"done: {trainer.steps} steps in {run.path}; curves in {run.plots}")
+                console.message(f"done: {trainer.last_step} steps in {run.path}; curves in {run.plots}")
                 console.message(f"next: isotrain export {run.path} --out DIR")
 
 
 def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Console) -> None:
     """Before a checkpoint is read: the model must be the one that training starts from."""
     identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
-    for loader, steps in ((trainer.loader, trainer.steps), (trainer.validation, sys.maxsize)):
+    for loader, steps in ((trainer.loader, trainer.last_step), (trainer.validation, sys.maxsize)):
         if loader is not None:
             precompute_reference(trainer.engine, loader, identity, steps, cache("references"), console)
 

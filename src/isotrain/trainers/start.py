@@ -32,6 +32,26 @@ def check_run(recipe: Recipe) -> None:
         _check_resumable(recipe, load_resolved(run.resolved))
 
 
+def check_probed(recipe: Recipe, done: int) -> None:
+    """A probe of later steps compares nothing unless it begins with the weights of exactly that step."""
+    after = recipe.observe.layer_trace_after
+    if after and done != after:
+        raise RecipeError(
+            f"observe.layer_trace_after: {recipe.output} has no checkpoint of step {after} to start from; "
+            f"use `isotrain parity probe RUN --step {after} --out DIR`"
+        )
+
+
+def check_probe_in_run(recipe: Recipe, steps: int) -> None:
+    """Before anything is computed: a probe needs steps after its checkpoint."""
+    after = recipe.observe.layer_trace_after
+    if after >= steps:
+        raise RecipeError(
+            f"observe.layer_trace_after: the run has {steps} steps, so after step {after} nothing is left to "
+            "record; probe an earlier checkpoint"
+        )
+
+
 def record_start(
     recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str], determinism: Profile
 ) -> RunDirectory:

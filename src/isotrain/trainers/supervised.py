@@ -35,6 +35,10 @@ class SupervisedTrainer:
     writer: CheckpointWriter
     recorder: Recorder
     steps: int
+    last_step: int
+    """Where this run ends: a probe of later steps ends before the schedule does."""
+    probed_after: int
+    """The step before the first that is looked at closely."""
     validate_every: int
     validate_first: bool
     saves: SaveSchedule
@@ -45,7 +49,7 @@ class SupervisedTrainer:
     skipped: int = 0
 
     def train(self, done: int) -> None:
-        """From the step after `done` to the last."""
+        """From the step after `done` to the last of this run."""
         try:
             self._train(done)
         except KeyboardInterrupt:
@@ -57,10 +61,10 @@ class SupervisedTrainer:
     def _train(self, done: int) -> None:
         if done == 0 and self.validate_first and self.validation is not None:
             self.recorder.write(0, self._validate(self.validation))
-        for step in range(done + 1, self.steps + 1):
+        for step in range(done + 1, self.last_step + 1):
             started = time.perf_counter()
             data = self.loader.next_step()
-            with self.around_first_update() if step == 1 else nullcontext():
+            with self.around_first_update() if step == self.probed_after + 1 else nullcontext():
                 result = self.task.update(data, self.schedule(step))
             self.device.synchronize()
             values = self._values(step, result, data, time.perf_counter() - started)

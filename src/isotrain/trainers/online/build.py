@@ -87,7 +87,7 @@ def build_trainer(
     trainer.send_weights(goes_on.step)
     if isinstance(maker, BatchMaker) and rollout.staleness:
         trainer.batches = AsyncBatches(
-            maker.begin, rollout.staleness, settings.steps - goes_on.step, engines.verifying
+            maker.begin, rollout.staleness, settings.last_step - goes_on.step, engines.verifying
         )
     return trainer
 
@@ -160,8 +160,10 @@ def _settings(
     if VALIDATION in stores and rollout.generates:
         rows = len(stores[VALIDATION])
         validation_rows = min(rows, data.validation_rows or rows)
+    steps = total_steps(recipe, len(stores[TRAIN]))
     return LoopSettings(
-        steps=total_steps(recipe, len(stores[TRAIN])),
+        steps=steps,
+        last_step=recipe.observe.last_step(steps),
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,
         mini_batch_size=mini_batch_size,

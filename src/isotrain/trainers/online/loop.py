@@ -54,6 +54,8 @@ class LoopSettings:
     """The numbers of the loop itself."""
 
     steps: int
+    last_step: int
+    """Where this run ends: a probe of later steps ends before the schedule does."""
     validate_every: int
     validate_first: bool
     mini_batch_size: int
@@ -130,7 +132,7 @@ class OnlineTrainer:
     def _train(self, done: int) -> None:
         if done == 0 and self.settings.validate_first and self.settings.validation_rows:
             self.recorder.write(0, self.validate(0))
-        for step in range(done + 1, self.settings.steps + 1):
+        for step in range(done + 1, self.settings.last_step + 1):
             self.timing, self.saving = self.saving, {}  # of the checkpoint after the step before
             with self._timed("step"):
                 with self._timed("wait_for_batch"):

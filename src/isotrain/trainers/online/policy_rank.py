@@ -60,7 +60,7 @@ from isotrain.trainers.online.step import (
     span,
     whiten_all,
 )
-from isotrain.trainers.start import describe_model
+from isotrain.trainers.start import check_probed, describe_model
 
 
 class Description(NamedTuple):
@@ -141,13 +141,17 @@ class PolicyRank:
     def resume(self) -> ResumeState:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = newest_valid(self.writer.root, self.world)
-        if reader is None:
+        done, observe = reader.step if reader else 0, self.recipe.observe
+        check_probed(self.recipe, done)
+        if done == observe.layer_trace_after:
             run = RunDirectory(self.recipe.output)
-            LayerTrace(self.policy, run.layer_trace, self.recipe.observe.layer_trace)
-            if self.recipe.observe.layer_trace:
+            LayerTrace(self.policy, run.layer_trace, observe.layer_trace, after=done)
+            if observe.layer_trace:
                 ScoreTests(self.policy, run.score_tests)
+        else:
+            self.around_first_update = nullcontext
+        if reader is None:
             return ResumeState(0, {}, complaints)
-        self.around_first_update = nullcontext
         restore(self.policy, self.device, reader)
         if self.models.critic is not None:
             restore(self.models.critic, self.device, reader, prefix="critic/")

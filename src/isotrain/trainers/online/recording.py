@@ -96,7 +96,7 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
             raise DataError(
                 f"{digest_field(name)}: {path} was recorded with other content (the digests differ)"
             )
-    for step in range(1, steps + 1):
+    for step in range(recipe.observe.layer_trace_after + 1, steps + 1):
         if not (file := step_file(path.parent, step, 0)).is_file():
             raise DataError(
                 f"{file} is missing, so step {step} of {steps} cannot be replayed; finish the recording, "

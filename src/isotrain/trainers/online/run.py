@@ -30,7 +30,14 @@ from isotrain.trainers.online.recording import (
 from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import TRAIN, open_prompts, total_steps
-from isotrain.trainers.start import changed_since_start, check_run, check_same_data, run_lock, write_start
+from isotrain.trainers.start import (
+    changed_since_start,
+    check_probe_in_run,
+    check_run,
+    check_same_data,
+    run_lock,
+    write_start,
+)
 
 
 def train_online(recipe: Recipe, source: str) -> None:
@@ -49,6 +56,7 @@ def train_online(recipe: Recipe, source: str) -> None:
         stores = open_prompts(recipe, console.message)
         digests = {name: store.digest for name, store in stores.items()}
         steps = total_steps(recipe, len(stores[TRAIN]))
+        check_probe_in_run(recipe, steps)
         # Every file is read for it, at about a second for each GB and thread: only where it matters.
         every = rollout.record or rollout.replay
         digests |= model_digests(recipe, None if every else frozen_models(recipe))
@@ -63,7 +71,7 @@ def train_online(recipe: Recipe, source: str) -> None:
         for warning in changed_plugins(recipe):
             console.message(f"warning: {warning}")
         if rollout.replay:
-            check_recording(rollout.replay, recipe, digests, steps)
+            check_recording(rollout.replay, recipe, digests, recipe.observe.last_step(steps))
         console.message(f"{recipe.name}: starting {_workers(recipe, cluster)}")
         with assemble(recipe, cluster, function, console.message) as groups:
             determinism = profile(groups.device, recipe.device.determinism, os.environ, starts=True)
@@ -98,10 +106,10 @@ def train_online(recipe: Recipe, source: str) -> None:
             if goes_on.step:
                 console.message(f"resuming after step {goes_on.step} of {steps}")
             with recording(trainer.recorder, recipe, run, goes_on.step):
-                console.start(steps, goes_on.step + 1)
+                console.start(recipe.observe.last_step(steps), goes_on.step + 1)
                 trainer.train(goes_on.step)
         draw_plots(run, recipe.name, console)
-        console.message(f"done: {steps} steps in {run.path}; curves in {run.plots}")
+        console.message(f"done: {recipe.observe.last_step(steps)} steps in {run.path}; curves in {run.plots}")
         console.message(f"next: isotrain export {run.path} --out DIR")
 
 
