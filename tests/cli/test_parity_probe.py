@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
-from isotrain.device.backends import backend
 from isotrain.engine.checkpoint.layout import step_directory
+from isotrain.parity.backends import backend
 from isotrain.parity.levels import Level
 from isotrain.parity.protocol import verdict_on
 from isotrain.trainers import build
