@@ -21,8 +21,6 @@ from power.runs import Job
 DTYPES = ("float32", "bfloat16")
 SHORT, LONG = 60, 500
 LATE = {SHORT: 36, LONG: 300}
-MEMBERS = 6
-LONG_MEMBERS = 4
 SEEDS = 4
 Algorithm = Literal["sft", "dpo", "replay", "free", "sampler"]
 
@@ -37,12 +35,18 @@ _COMMON = (
     *("observe.loggers=[]", "device.type=cpu"),
 )
 _PROBED = ("observe.layer_trace=3", "observe.operators=true")
-_SFT = ("data.batch_size=16", "data.max_length=256", "data.tokens_per_micro_batch=512")
+_SFT = (
+    *("data.batch_size=8", "data.max_length=128", "data.too_long=drop"),
+    "data.tokens_per_micro_batch=256",
+)
 # A live reference: a cached one would be another run's.
-_DPO = ("trainer.validate_first=false", "algorithm.reference=live", "data.tokens_per_micro_batch=512")
+_DPO = (
+    *("data.batch_size=8", "trainer.validate_first=false", "algorithm.reference=live"),
+    "data.tokens_per_micro_batch=256",
+)
 _ONLINE = (
-    *("rollout.engine=hf", "data.batch_size=8", "rollout.n=8", "rollout.temperature=0.9"),
-    *("algorithm.kl.place=loss", "algorithm.kl.coefficient=0.02", "algorithm.mini_batch_size=4"),
+    *("rollout.engine=hf", "data.batch_size=4", "rollout.n=8", "rollout.temperature=0.9"),
+    *("algorithm.kl.place=loss", "algorithm.kl.coefficient=0.02", "algorithm.mini_batch_size=2"),
     # It would stop runs whose engine has other weights, which parity is to find by itself here.
     *("rollout.weight_check_tolerance=100", "optimizer.lr=2e-3", "reward.function.concurrency=1"),
 )
@@ -55,7 +59,10 @@ _RECIPES: dict[Algorithm, str] = {
     "sampler": "tiny-grpo",
 }
 # Of seconds of a core; only estimates of the time left come from it.
-_COST: dict[Algorithm, float] = {"sft": 8, "dpo": 10, "replay": 14, "free": 22, "sampler": 10}
+_COST: dict[Algorithm, float] = {"sft": 12, "dpo": 12, "replay": 12, "free": 18, "sampler": 6}
+_WEIGHT = {"float32": 0.75, "bfloat16": 1.25}
+# A long run spends less of its time on its start and its probes.
+_LONG_COST = 45.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class Kind:
             settings + self.settings,
             variables=(("ISOTRAIN_LATE_STEP", str(LATE[self.steps])),),
             after=after,
-            cost=_COST[self.algorithm] * (self.steps / SHORT),
+            cost=_WEIGHT[self.dtype] * (_COST[self.algorithm] if self.steps == SHORT else _LONG_COST),
         )
 
 
@@ -170,26 +177,26 @@ _EAGER = Way("eager attention", patch="eager-attention")
 _SPLIT = Way("split products", patch="split-products")
 _NORMS = Way("other norms", patch="other-norms")
 _ADAM = Way("other AdamW kernel", patch="other-adam")
-_MICRO = Way("smaller micro-batches", ("data.tokens_per_micro_batch=256",), logs_only=True)
+_MICRO = Way("larger micro-batches", ("data.tokens_per_micro_batch=1024",), logs_only=True)
 _EXPERTS = Way("grouped experts", ("model.experts=grouped_mm",))
-_WAYS = (_AVX2, _PLAIN, _NPU, _FUSED, _PADDED, _RANKS, _EAGER, _SPLIT, _NORMS, _ADAM, _MICRO)
 HONEST: dict[tuple[Algorithm, int], tuple[Way, ...]] = {
-    ("sft", SHORT): _WAYS,
-    ("sft", LONG): (_AVX2, _SPLIT, _NORMS, _MICRO),
-    ("dpo", SHORT): (_AVX2, _PLAIN, _PADDED, _EAGER, _SPLIT, _NORMS),
-    ("replay", SHORT): (_AVX2, _PLAIN, _NPU, _EAGER, _SPLIT, _NORMS),
+    ("sft", SHORT): (_RANKS, _AVX2, _PLAIN, _PADDED, _EAGER, _SPLIT, _NORMS),
+    ("sft", LONG): (_AVX2, _SPLIT, _MICRO),
+    ("dpo", SHORT): (_AVX2, _PLAIN, _EAGER, _NORMS),
+    ("replay", SHORT): (_AVX2, _PLAIN, _NPU, _EAGER, _NORMS),
     ("free", SHORT): (_AVX2, _SPLIT, Way("seed 101", ("seed=101",)), Way("seed 102", ("seed=102",))),
 }
+# Of short SFT, in one type each.
+_IN_TYPE: dict[str, tuple[Way, ...]] = {"float32": (_NPU, _MICRO), "bfloat16": (_FUSED, _ADAM)}
 # Draws have seeds of their own; where rounding differs, they are drawn from slightly other probabilities.
 DRAWN = (
     (Way("seed 1", ("seed=1",)), ()),
     (replace(_AVX2, settings=("seed=2",)), ("rollout.top_p=0.9",)),
     (replace(_PLAIN, settings=("seed=3",)), ("rollout.top_k=20",)),
     (replace(_SPLIT, settings=("seed=4",)), ()),
-    (replace(_NORMS, settings=("seed=5",)), ("rollout.top_p=0.9",)),
 )
 # The members of an envelope: weights moved in their last digit, and what else devices vary.
-_MEMBER_WAYS = (Way(""), _PADDED, _AVX2, Way(""), _PLAIN, replace(_PADDED, server="avx2"))
+_MEMBER_WAYS = (Way(""), _PADDED, _AVX2, _PLAIN)
 
 SFT = tuple(Kind("sft", family, dtype) for family in FAMILIES for dtype in DTYPES)
 SFT_LONG = tuple(
@@ -234,11 +241,12 @@ def members(kind: Kind, work: Path) -> list[Job]:
         return [replace(job, settings=(*job.settings, f"seed={n}")) for job, n in jobs]
     if kind.algorithm not in ("sft", "dpo"):
         return []
-    count = LONG_MEMBERS if kind.steps == LONG else MEMBERS
     found = []
-    for number, way in enumerate(_MEMBER_WAYS[:count], start=1):
+    for number, way in enumerate(_MEMBER_WAYS, start=1):
         job = way.of(kind.job(f"{kind.name}-member-{number}", work))
-        found.append(replace(job, settings=(*job.settings, f"model.perturbation={number}")))
+        # Operators are compared between reference and candidate alone.
+        own = ("observe.operators=false", f"model.perturbation={number}")
+        found.append(replace(job, settings=(*job.settings, *own)))
     return found
 
 
@@ -249,8 +257,8 @@ def pairs(work: Path) -> list[Pair]:
 def _honest(work: Path) -> Iterator[Pair]:
     for kind in KINDS:
         ways = HONEST.get((kind.algorithm, kind.steps), ())
-        if kind.algorithm == "sft" and kind.steps == SHORT and kind.family == "qwen3-moe":
-            ways = (*ways, _EXPERTS)
+        if kind.algorithm == "sft" and kind.steps == SHORT:
+            ways += _IN_TYPE[kind.dtype] + ((_EXPERTS,) if kind.family == "qwen3-moe" else ())
         for number, way in enumerate(ways):
             job = way.of(kind.job(f"{kind.name}-honest-{number}", work))
             kept: tuple[Evidence, ...] = ("logs", "reruns") if way.logs_only else kind.evidence

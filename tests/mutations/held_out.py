@@ -66,11 +66,11 @@ OTHERS = (
     HeldOut("label-smoothing", "labels are smoothed by 1 %"),
     HeldOut("z-loss", "a z-loss of 1e-4 is left on"),
     # optimizer
-    HeldOut("norm-frozen", "one norm is never updated", long=True),
+    HeldOut("norm-frozen", "one norm is never updated"),
     HeldOut("layer-frozen-late", "one layer stops being updated late in the run", long=True, ascend=True),
     HeldOut("state-lost-late", "a late resume has lost the optimizer's state", long=True, ascend=True),
     HeldOut("schedule-restarted-late", "a late resume starts the schedule again", long=True),
-    HeldOut("cosine-longer", "the cosine is 10 % longer than the run", long=True),
+    HeldOut("cosine-longer", "the cosine is 10 % longer than the run"),
     HeldOut("adam-beta", "Adam's second beta is 0.999, not 0.95", kinds=("sft", "dpo")),
     HeldOut("adam-epsilon", "Adam's epsilon is 1e-6, not 1e-8"),
     HeldOut("decay-in-gradient", "weight decay is added to the gradient"),
