@@ -18,10 +18,11 @@ def parity(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["parity", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_valid(tmp_path: Path) -> None:
+def test_consistent(tmp_path: Path) -> None:
     path = written(tmp_path)
     result = parity("verify", path)
-    assert result.exit_code == 0 and "valid" in result.output and "no signature" in result.output
+    assert result.exit_code == 0 and "\nconsistent\n" in result.output
+    assert "nobody signed it" in result.output
     runs = tmp_path / "runs"
     result = parity("verify", path, "--reference", runs / "reference", "--candidate", runs / "candidate")
     assert result.exit_code == 0 and "inputs of candidate" in result.output, result.output
@@ -29,11 +30,11 @@ def test_valid(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "WRONG  inputs of reference" in result.output
 
 
-def test_not_valid(tmp_path: Path) -> None:
+def test_inconsistent(tmp_path: Path) -> None:
     path = rewrite(written(tmp_path), lambda content: content["figures"].update(loss_error=0.0))
     result = parity("verify", path)
     assert result.exit_code == 1 and "WRONG  figures: loss_error is stated as 0.0" in result.output
-    assert "not valid" in result.output
+    assert "INCONSISTENT" in result.output
     result = parity("verify", tmp_path / "absent.json")
     assert result.exit_code == 1 and "absent.json" in result.output and "Traceback" not in result.output
 
@@ -50,7 +51,7 @@ def test_signed(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "signed by lab@example.org" in result.output
     path.write_text(path.read_text() + "\n")
     result = parity("verify", path, "--allowed-signers", signers)
-    assert result.exit_code == 1 and "WRONG  signature" in result.output
+    assert result.exit_code == 1 and "is no signature of it" in result.output
     result = parity("sign", path, "--key", key)
     assert result.exit_code == 2 and "delete it to sign again" in result.output
 
