@@ -56,6 +56,7 @@ def test_random_hashes_are_not_repeatable() -> None:
     assert found.variables == {} and len(found.complaints) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("seed", "complaints"), [("random", 1), ("0", 0)])
 def test_hashes_are_fixed_before_python_starts(seed: str, complaints: int) -> None:
     code = (

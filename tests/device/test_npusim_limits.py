@@ -13,6 +13,8 @@ import npusim
 import pytest
 import torch
 
+pytestmark = pytest.mark.heavy
+
 MIB = 1 << 20
 # Whoever is started holds its memory until it is told to go on.
 HOLD = """

@@ -180,6 +180,7 @@ def test_killed_at_any_moment_the_newest_valid_one_is_the_old_or_the_new(tmp_pat
     assert killer.log.index("rename") < marker, "the marker comes last"
 
 
+@pytest.mark.heavy
 def test_a_loop_that_ends_with_an_error_does_not_lose_the_checkpoint_being_written(tmp_path: Path) -> None:
     code = f"""
 import time, torch

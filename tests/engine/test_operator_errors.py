@@ -167,6 +167,7 @@ def test_attention_by_its_formula(causal: bool) -> None:
     assert any("scaled_dot_product" in name for name in by_name(errors))
 
 
+@pytest.mark.heavy
 def test_a_run_records_its_first_step(tiny: Path, tmp_path: Path, device_type: str) -> None:
     dtype = "float32" if device_type == "cpu" else "bfloat16"
 

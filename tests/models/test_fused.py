@@ -121,6 +121,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "attention"), [*((name, "fused") for name in REAL), ("Qwen3 0.6B", "fused-padded")]
 )
@@ -134,6 +135,7 @@ def test_real_sizes_in_float32(name: str, attention: str) -> None:
         assert far(gradient, expected_gradients[parameter]) < 5e-6, parameter
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes_in_bfloat16_are_nearer_to_float32_than_without(name: str) -> None:
     """Eager layers round between their operators: within 2 % of float32, and fused ones not farther."""

@@ -242,6 +242,7 @@ def peak_bytes(tokens: int, chunk: int, loss: str = "nll_share", frozen: bool = 
     return int(torch.npu.max_memory_allocated() - before)
 
 
+@pytest.mark.heavy
 def test_memory_grows_with_the_chunk_and_not_with_the_tokens() -> None:
     all_logits, chunk_logits = 8192 * VOCABULARY * 4, 32 * VOCABULARY * 4  # 4.6 GiB, 19 MiB
     weight = VOCABULARY * WIDTH * 4

@@ -82,6 +82,7 @@ def online_rows(count: int) -> list[dict[str, float]]:
     return made
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("count", [1, 80])
 def test_curves_of_an_online_run(tmp_path: Path, count: int) -> None:
     files = {file.stem: imread(file) for file in plot_run(online_rows(count), tmp_path)}

@@ -60,6 +60,7 @@ def test_zero_and_flat_references() -> None:
     assert (one.mean_absolute, one.parts_at, one.largest_at) == (0.5, None, 7)
 
 
+@pytest.mark.heavy
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     """Errors that go on from step to step: independent resampling would cover far too seldom."""
     draw = np.random.default_rng(0)

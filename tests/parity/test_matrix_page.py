@@ -14,6 +14,8 @@ from isotrain.parity import signing
 from isotrain.parity.matrix_page import main, published_figures, render
 from isotrain.parity.signing import sign
 
+pytestmark = pytest.mark.heavy
+
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 
 

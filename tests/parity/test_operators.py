@@ -18,6 +18,8 @@ from isotrain.parity.operators import RECORD, operators_level
 from isotrain.trainers.launch import launch
 from support import tiny_recipe
 
+pytestmark = pytest.mark.heavy
+
 Row = dict[str, Any]
 
 

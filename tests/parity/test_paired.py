@@ -53,6 +53,7 @@ def test_a_lasting_sign_is_found_where_the_published_rule_accepts(mistake: objec
     assert missed == 0
 
 
+@pytest.mark.heavy
 def test_noise_without_a_sign_is_not_called_different() -> None:
     accused = [seed for seed in range(200) if level(noisy(REFERENCE, 5e-4, seed)).state == "different"]
     assert len(accused) <= 2

@@ -19,6 +19,8 @@ from isotrain.parity.run import Run
 from isotrain.parity.sources import bounded, columns, tensorboard
 from isotrain.parity.sources.read import read_run
 
+pytestmark = pytest.mark.heavy
+
 
 def file_of(sample: Path) -> Path:
     return sample / "metrics.jsonl" if sample.is_dir() else sample

@@ -1,5 +1,7 @@
 """The test of samplers on samplers that are right, and on those that are wrong in known ways.
 
+pytestmark = pytest.mark.heavy
+
 Q: positions, V: the vocabulary.
 """
 

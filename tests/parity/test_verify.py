@@ -59,6 +59,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     assert wrong(verify(tmp_path / "absent.json")) == ["digest"]
 
 
+@pytest.mark.heavy
 def test_the_curves_and_their_figures_hold_each_other(path: Path) -> None:
     """A forger who makes the digest anew still cannot change one value of the two runs, or one figure."""
     text = path.read_text()

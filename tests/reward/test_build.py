@@ -75,6 +75,7 @@ def test_a_function_sees_only_the_keys_that_are_named(
     assert [one.score for one in scored] == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.heavy
 def test_all_parts_are_weighted_and_a_failed_one_decides(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     source = (

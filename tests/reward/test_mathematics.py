@@ -56,6 +56,7 @@ def run(answers: list[RewardInput], timeout: float, size: int = 1) -> list[Score
         pool.close()
 
 
+@pytest.mark.heavy
 def test_right_and_wrong() -> None:
     missing = [("1", None), ("1", " "), ("1", "1" * 5000)]
     results = run(
@@ -70,6 +71,7 @@ def test_right_and_wrong() -> None:
     assert [case for case, score in zip(WRONG, scores[len(RIGHT) :], strict=True) if score != 0.0] == []
 
 
+@pytest.mark.heavy
 def test_hostile_answers_end_in_time() -> None:
     hostile = [
         "$" + "(" * 2000 + "1" + ")" * 2000 + "$",

@@ -215,6 +215,7 @@ def test_another_mistake_leaves_a_rest() -> None:
     assert found.rest > 20 * rounding
 
 
+@pytest.mark.heavy
 def test_honest_bfloat16_is_off_as_rarely_as_designed() -> None:
     """Intervals of 5 %, so that few hundred seeds can tell; all constants of norm and attention."""
     seeds, outside, tests = 150, 0, 0
