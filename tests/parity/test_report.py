@@ -23,6 +23,7 @@ from isotrain.observe.plotting import GREEN, ORANGE, PURPLE
 from isotrain.parity.compare import Comparison, compare
 from isotrain.parity.levels import LEVELS, Check, Level
 from isotrain.parity.outcome import outcome_of
+from isotrain.parity.pairing import Pairing
 from isotrain.parity.power import Power, PowerRow
 from isotrain.parity.report import evidence, pictures
 from isotrain.parity.report.markup import MOST_ROWS
@@ -128,6 +129,17 @@ def test_the_files(tmp_path: Path) -> None:
         image = imread(file)
         assert image.shape[0] > 500 and image.shape[1] > 1000
         assert 0.01 < float((image[..., :3].min(axis=-1) < 0.9).mean()) < 0.5, file
+
+
+def test_where_curves_of_runs_that_sampled_their_own_responses_part_is_not_told() -> None:
+    compared = compare(run(), run("b", shift=0.5), ["train/loss"])
+    both: tuple[Pairing, Pairing] = ("paired", "free-running")
+    titles = {
+        pairing: pictures.draw(judge(compared, outcome_of(compared, pairing), []))[0].words
+        for pairing in both
+    }
+    assert "part at step" in titles["paired"]
+    assert titles["free-running"] == "train/loss: each run sampled its own responses"
 
 
 def test_real_run_directories(tmp_path: Path) -> None:

@@ -62,13 +62,13 @@ def draw(verdict: Verdict) -> list[Picture]:
 
 
 def _of_metrics(verdict: Verdict) -> Iterator[Picture]:
-    comparison = verdict.comparison
+    comparison, free = verdict.comparison, verdict.outcome.pairing == "free-running"
     taken: set[str] = set()
     for metric in metrics_shown(verdict)[:MOST_METRICS]:
         name = _file_name(metric, taken)
         reference, candidate = comparison.reference, comparison.candidate
         found = comparison.curves.get(metric)
-        words, figure = _overlay(metric, reference, candidate, found)
+        words, figure = _overlay(metric, reference, candidate, found, free=free)
         yield Picture(f"curve-{name}.png", words, as_png(figure, DPI))
         if found is not None:
             band = envelope(verdict.level("P3"), metric)
@@ -82,12 +82,13 @@ def _of_layers(verdict: Verdict) -> Iterator[Picture]:
         yield Picture(f"layers-{_file_name(kind, taken)}.png", words, as_png(figure, DPI))
 
 
-def _overlay(metric: str, reference: Run, candidate: Run, found: Apart | None) -> tuple[str, Figure]:
+def _overlay(
+    metric: str, reference: Run, candidate: Run, found: Apart | None, *, free: bool
+) -> tuple[str, Figure]:
     if found is None:
         words, aside = "as both runs recorded it", "these curves were not compared"
     else:
-        parts = found.parts_at
-        words = "the curves never part" if parts is None else f"the curves part at step {parts:,}"
+        words = _where_they_part(found, free=free)
         aside = f"{number(100 * found.mean_absolute)} hundredths apart on average, over {found.steps:,} steps"
     title = f"{clipped(metric)}: {words}"
     figure, axes = _headed(title, aside)
@@ -99,6 +100,13 @@ def _overlay(metric: str, reference: Run, candidate: Run, found: Apart | None) -
         curve(axes, series.steps_S.astype(np.float64), series.values_S, colour, label, dashed=dashed)
     finish(axes, clipped(metric), legend="below")
     return title, figure
+
+
+def _where_they_part(found: Apart, *, free: bool) -> str:
+    if free:  # where such curves part says nothing
+        return "each run sampled its own responses"
+    parts = found.parts_at
+    return "the curves never part" if parts is None else f"the curves part at step {parts:,}"
 
 
 def _difference(metric: str, aligned: Aligned, found: Apart, band: Envelope | None) -> tuple[str, Figure]:
