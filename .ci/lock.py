@@ -27,6 +27,7 @@ LOCKS = (
     ".ci/requirements.lock",
     ".ci/ascend.lock",
     ".ci/ascend-vllm.lock",
+    ".ci/sglang.lock",
     "requirements/ascend.txt",
     "requirements/cuda.txt",
     "requirements/vllm-cpu.txt",

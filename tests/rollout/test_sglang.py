@@ -1,6 +1,6 @@
-"""SGLang as an engine, against a recording server that holds requests to SGLang's published fields.
+"""SGLang as an engine, against a recording server: what it is asked, and faults that no real one can have.
 
-What a real SGLang does is not shown here: none has been run.
+The contract with a real server is in contract/.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from sglang_recording import RECORDER, Recorder
 from transformers import AutoModelForCausalLM
 
 from isotrain.device.detect import choose_device
-from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout import sglang
 from isotrain.rollout.base import Request, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.sglang import SglangEngine
 from isotrain.rollout.transfer import private_directory, write_update
+
+pytestmark = pytest.mark.heavy
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9)]
 END = 2
@@ -113,6 +115,7 @@ def test_how_the_server_is_started(tiny: Path, start: Start, recorder: Recorder)
         "cuda-graph-backend-prefill": "disabled",
         "skip-tokenizer-init": "true",
         "enable-deterministic-inference": "true",
+        "sleep-on-idle": "true",
         "enable-memory-saver": "true",
     }
     assert (
@@ -142,8 +145,15 @@ def test_other_devices(start: Start, recorder: Recorder, monkeypatch: pytest.Mon
     assert began["options"]["tp-size"] == "2"
     assert not any("graph" in option for option in began["options"])
     assert "attention-backend" not in sglang._options("cuda", eager=True)
-    with pytest.raises(RolloutError, match=r"does not support .* on cpu; set .* vllm or hf"):
-        start("cpu")
+
+
+def test_on_the_host_the_cache_has_a_size_of_its_own(start: Start, recorder: Recorder) -> None:
+    start("cpu", kv_cache_gb=0.25)
+    options = recorder.start()["options"]
+    assert (options["device"], options["attention-backend"]) == ("cpu", "torch_native")
+    assert "mem-fraction-static" not in options and "enable-memory-saver" not in options
+    # Two layers, two heads of 16 numbers of 4 bytes, keys and values.
+    assert options["max-total-tokens"] == str(2**28 // (2 * 2 * 2 * 16 * 4))
 
 
 def test_stretched_positions(tiny: Path, start: Start, recorder: Recorder) -> None:
@@ -235,6 +245,8 @@ def test_updates(
 
 
 def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) -> None:
+    engine.wake()  # a server that is awake would not survive it
+    engine.sleep()
     engine.sleep()
     with pytest.raises(RolloutError, match="engine 7 does not generate: it slept"):
         engine.logps(PROMPTS)
@@ -304,18 +316,19 @@ def test_responses_that_cannot_be_used(lasting: tuple[SglangEngine, Recorder], f
     assert len(list(engine.generate(requests(), SAMPLING))) == 4
 
 
-def test_fields_that_sglang_does_not_know_are_refused(
+def test_the_recorder_knows_the_published_fields(
     lasting: tuple[SglangEngine, Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, _ = lasting
-    for body, message in (
-        ({"input_ids": [1], "max_tokens": 1, "sampling_params": {}}, "max_tokens: unknown field"),
-        ({"input_ids": "a", "sampling_params": {}}, "input_ids: 'a' is not array"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "seed": 2}}, "seed: unknown field"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": True}}, "True is not integer"),
+    engine, recorder = lasting
+    for parameters, message in (
+        ({"max_new_tokens": 1, "seed": 2}, "with 500: seed: unknown field"),
+        ({"max_new_tokens": True}, "with 500: max_new_tokens: True is not integer"),
     ):
         with pytest.raises(RolloutError, match=message):
-            engine._exchange.post("/generate", body, 10)
+            engine._exchange.post("/generate", {"input_ids": [1], "sampling_params": parameters}, 10)
+    body = {"input_ids": [1], "max_tokens": 1, "sampling_params": {"max_new_tokens": 0}}
+    engine._exchange.post("/generate", body, 10)  # as SGLang does: nothing is said
+    assert recorder.entries()[-1]["unknown"] == ["max_tokens: unknown field"]
     monkeypatch.setattr(engine._exchange, "_key", "guessed")
     with pytest.raises(RolloutError, match=r"refused .* with 401"):
         engine.logps(PROMPTS[:1])
@@ -396,11 +409,11 @@ def test_slow_responses_are_waited_for_and_given_up(
 def check_lost(engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]) -> None:
     assert not psutil.pid_exists(recorder.start()["pid"])
     recorder.misbehave({})
-    with pytest.raises(RolloutError, match="engine 7 lost its server; it must be restarted"):
+    with pytest.raises(EngineLost, match="engine 7 lost its server; it must be restarted"):
         list(engine.generate(requests(), SAMPLING))
-    with pytest.raises(WeightUpdateError, match="engine 7 lost its server; it must be restarted"):
+    with pytest.raises(EngineLost, match="engine 7 lost its server; it must be restarted"):
         engine.update_weights(write_update(weights, 9))
-    with pytest.raises(RolloutError, match="engine 7 lost its server"):
+    with pytest.raises(EngineLost, match="engine 7 lost its server"):
         engine.wake()
     engine.close()
 
@@ -413,7 +426,7 @@ def test_a_server_that_is_stuck(
 ) -> None:
     monkeypatch.setattr(sglang, "SILENCE", 0.2)
     recorder.misbehave({"/generate": {"kind": "slow"}, "/health": {"kind": "stuck"}})
-    with pytest.raises(RolloutError, match=r"^engine 7: its server is stuck: .* refused /health with 503"):
+    with pytest.raises(EngineLost, match=r"^engine 7: its server is stuck: .* refused /health with 503"):
         list(engine.generate(requests(), SAMPLING))
     check_lost(engine, recorder, weights)
 
@@ -430,8 +443,7 @@ def test_a_server_that_dies(
         "update": lambda: engine.update_weights(write_update(weights, 1)),
         "sleep": engine.sleep,
     }
-    kind = WeightUpdateError if call == "update" else RolloutError
-    with pytest.raises(kind, match=r"(?s)^engine 7: .*ended with exit code 3; .*illegal memory access"):
+    with pytest.raises(EngineLost, match=r"(?s)^engine 7: .*ended with exit code 3; .*illegal memory access"):
         calls[call]()
     check_lost(engine, recorder, weights)
 
@@ -440,7 +452,7 @@ def test_a_server_that_hangs_up(
     engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]
 ) -> None:
     recorder.misbehave({"/generate": {"kind": "hangs up"}})
-    with pytest.raises(RolloutError, match=r"^engine 7: no reply to /generate \("):
+    with pytest.raises(EngineLost, match=r"^engine 7: no reply to /generate \("):
         list(engine.generate(requests(), SAMPLING))
     check_lost(engine, recorder, weights)
 
@@ -451,7 +463,7 @@ def test_an_update_that_does_not_end(
     engine = start(update_timeout=0.5)
     recorder.misbehave({"/update_weights_from_disk": {"kind": "slow"}})
     begun = time.monotonic()
-    with pytest.raises(WeightUpdateError, match=r"^engine 7: weight update 4 failed: .* within 0.5 s"):
+    with pytest.raises(EngineLost, match=r"^engine 7: weight update 4 failed: .* within 0.5 s"):
         engine.update_weights(write_update(weights, 4))
     assert time.monotonic() - begun < 10
     check_lost(engine, recorder, weights)
@@ -462,7 +474,7 @@ def test_servers_that_do_not_start(start: Start, recorder: Recorder, monkeypatch
     with pytest.raises(RolloutError, match=r"(?s)^engine 7: SGLang did not start; .*no device found"):
         start()
     recorder.misbehave({"/model_info": {"edit": {"model_path": "another"}}})
-    with pytest.raises(RolloutError, match="engine 7: another server uses its port"):
+    with pytest.raises(RolloutError, match="engine 7: its server has another model"):
         start()
     with pytest.raises(RolloutError, match=r"engine 7: cannot start its server: .*nowhere"):
         start(server_python="/nowhere/python")

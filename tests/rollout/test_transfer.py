@@ -198,6 +198,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.heavy
 def test_the_private_directory_goes_with_its_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", MAKE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

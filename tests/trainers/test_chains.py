@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -11,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from isotrain.observe.metrics import read_metrics
-from support import command
+from support import command, needs_vllm
 
 PAGE = Path(__file__).parents[2] / "docs" / "preference.md"
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    needs_vllm,
 ]
 
 

@@ -234,7 +234,7 @@ class ValidationSection(Section):
 
 class RolloutSection(Section):
     engine: Literal["vllm", "sglang", "hf"] = "vllm"
-    """The rollout engine: vLLM; SGLang (unverified: not run with a real SGLang server or device); or `hf`, a
+    """The rollout engine: vLLM; SGLang (it has run on CPUs only); or `hf`, a
     slow reference built on transformers that runs on any device."""
     n: Annotated[int, Affects.RESPONSES] = Field(default=1, ge=1)
     """Responses to each prompt."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,22 @@ def trajectory_of(
         version_N=np.full(len(response_N), version, dtype=np.int32),
         finished=finished,
     )
+
+
+def check_idle(engine: str, generating: bool, kind: type[RolloutError] = RolloutError) -> None:
+    """One `generate` at a time, and no update within one: its rows would go on with other weights."""
+    if generating:
+        raise kind(f"{engine} is generating; finish or close that iterator first")
+
+
+def check_tokens(sequences: Sequence[npt.NDArray[np.int32]], vocabulary: int, engine: str) -> None:
+    """For engines that would not survive a token that the model does not have."""
+    for tokens_T in sequences:
+        if tokens_T.size and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < vocabulary:
+            raise RolloutError(
+                f"{engine}: a sequence has tokens {tokens_T.min()} to {tokens_T.max()}, the model has 0 to "
+                f"{vocabulary - 1}; the tokenizer is not the model's"
+            )
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class Plan:
             "seed": self.seed,
             "tensor_parallel": self.rollout.tensor_parallel,
             "memory_utilization": self.rollout.memory_utilization,
+            "cache_bytes": int(self.rollout.kv_cache_gb * 2**30),
             "eager": self.eager,
             "update_timeout": self.rollout.update_timeout,
             "config_changes": self.positions.config_changes,
@@ -84,11 +85,8 @@ def _vllm(plan: Plan) -> RolloutEngine:
     from isotrain.rollout.vllm import VllmEngine
 
     max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
-    cache_bytes = int(plan.rollout.kv_cache_gb * 2**30)
     load_format = plan.rollout.load_format
-    return VllmEngine(
-        plan.directory, max_length=max_length, cache_bytes=cache_bytes, load_format=load_format, **plan.server
-    )
+    return VllmEngine(plan.directory, max_length=max_length, load_format=load_format, **plan.server)
 
 
 def _sglang(plan: Plan) -> RolloutEngine:

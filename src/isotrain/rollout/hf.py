@@ -19,7 +19,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
 from isotrain.models.conversion import conversions, stored_buffers
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, trajectory_of
+from isotrain.rollout.base import (
+    Request,
+    Sampling,
+    WeightUpdate,
+    check_idle,
+    check_tokens,
+    end_tokens,
+    trajectory_of,
+)
 from isotrain.rollout.transfer import open_update
 
 
@@ -37,13 +45,14 @@ class HfEngine:
     def __init__(
         self, directory: Path, *, name: str, dtype: str, device: torch.device, batch: int = 64
     ) -> None:
-        self.name, self.version, self._unusable = name, 0, ""
+        self.name, self.version, self._unusable, self._running = name, 0, "", False
         self._device, self._batch = device, batch
         self._ends = set(end_tokens(directory))
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
         )
         self._model = cast(Any, model).eval()  # torch's methods are wrapped, and lose their types
+        self._vocabulary = int(self._model.config.get_text_config().vocab_size)
         self._move(device)
 
     @property
@@ -52,12 +61,19 @@ class HfEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
         self._check_usable()
-        for start in range(0, len(requests), self._batch):
-            yield from self._generate(requests[start : start + self._batch], sampling)
+        check_idle(self.name, self._running)
+        check_tokens([request.prompt_P for request in requests], self._vocabulary, self.name)
+        self._running = True
+        try:
+            for start in range(0, len(requests), self._batch):
+                yield from self._generate(requests[start : start + self._batch], sampling)
+        finally:
+            self._running = False
 
     @torch.no_grad()
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         self._check_usable()
+        check_tokens(sequences, self._vocabulary, self.name)
         found = []
         for tokens_T in sequences:
             ids_T = torch.from_numpy(tokens_T).long().to(self._device)
@@ -68,6 +84,7 @@ class HfEngine:
 
     @torch.no_grad()
     def update_weights(self, update: WeightUpdate) -> None:
+        check_idle(self.name, self._running, WeightUpdateError)
         self._unusable = f"weight update {update.version} was not finished"
         buffers = stored_buffers(self._model)
         own = dict(self._model.named_parameters(remove_duplicate=False)) | buffers

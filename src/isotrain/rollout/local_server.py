@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isotrain.errors import RolloutError
+from isotrain.rollout.listener import listens
 
 # Runs in the interpreter of the server, which may not have this package. The kernel ends the server with the
 # thread that started it; one whose parent died before it could ask for that ends itself. Modules of the
@@ -30,7 +31,8 @@ del sys.argv[1:3]
 sys.path[:] = [path for path in sys.path if path]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-LAST_WORDS = 2000
+# An engine prints a trace for each of its processes; the first of them is the cause.
+LAST_WORDS = 12_000
 
 
 class LocalServer:
@@ -46,7 +48,7 @@ class LocalServer:
         log: Path,
         environment: Mapping[str, str],
     ) -> None:
-        self._log = log
+        self._name, self._log = name, log
         command = [python, "-c", _BOOTSTRAP, str(os.getpid()), module, *arguments]
         try:
             with log.open("wb") as output:
@@ -64,6 +66,17 @@ class LocalServer:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        return not self._has_ended()
+
+    def listens(self, port: int) -> bool:
+        """Whether it listens yet; raises where another process does."""
+        ours = listens(port, self._process.pid)
+        if ours is False:
+            raise RolloutError(f"{self._name}: another process listens on port {port}; start again")
+        return ours is True
 
     def ended(self, patience: float = 0.0) -> str | None:
         """How it ended and its last output; None while it runs."""
@@ -89,7 +102,10 @@ class LocalServer:
     def _has_ended(self) -> bool:
         if self._process.returncode is not None:
             return True
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # another thread has just waited for it
+            return True
 
 
 def free_port() -> int:
@@ -111,17 +127,24 @@ class NoReply(RolloutError):
 class Exchange:
     """A connection for each request: one that broke leaves nothing behind for the next."""
 
-    def __init__(self, engine: str, port: int, key: str) -> None:
-        self._engine, self._port, self._key = engine, port, key
+    def __init__(self, engine: str, server: LocalServer, port: int, key: str) -> None:
+        self._engine, self._server, self._port, self._key = engine, server, port, key
 
     def get(self, path: str, timeout: float | None) -> Any:
-        return self._request("GET", path, None, timeout)
+        return _json(self._engine, path, self._request("GET", path, None, timeout))
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        return self._request("POST", path, json.dumps(body, allow_nan=False).encode(), timeout)
+        return _json(self._engine, path, self._request("POST", path, body, timeout))
 
-    def _request(self, method: str, path: str, body: bytes | None, timeout: float | None) -> Any:
-        """The JSON of the reply, None if it is empty; `timeout` is for a silent server."""
+    def tell(self, path: str, timeout: float | None) -> None:
+        """Raises where it is refused; the reply may have any form."""
+        self._request("POST", path, {}, timeout)
+
+    def _request(self, method: str, path: str, content: Any, timeout: float | None) -> bytes:
+        """`timeout` is for a silent server."""
+        body = None if content is None else json.dumps(content, allow_nan=False).encode()
+        if not self._server.runs:  # and so whoever listens there now is not to have the key
+            raise NoReply(f"{self._engine}: no reply to {path} (its server has ended)")
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout)
         try:
@@ -136,12 +159,17 @@ class Exchange:
             connection.close()
         if status != 200:
             raise RolloutError(f"{self._engine}: the server refused {path} with {status}: {_complaint(text)}")
-        if not text:
-            return None
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise RolloutError(f"{self._engine}: the reply to {path} is not JSON: {error}") from error
+        return text
+
+
+def _json(engine: str, path: str, text: bytes) -> Any:
+    """None where the reply is empty."""
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RolloutError(f"{engine}: the reply to {path} is not JSON: {error}") from error
 
 
 def _complaint(text: bytes) -> str:

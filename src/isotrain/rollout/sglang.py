@@ -1,6 +1,6 @@
 """SGLang as a rollout engine: a server in a child process, over loopback HTTP.
 
-Written to SGLang 0.5.18; unverified: it has not run against a real SGLang server or device.
+Tested with SGLang 0.5.18 on the CPU, with the stand-ins of tests/rollout/sglang_cpu; not on Ascend or CUDA.
 
 P: prompt tokens, N: response tokens, T: tokens of a sequence.
 """
@@ -26,19 +26,24 @@ import torch
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import find_device
 from isotrain.device.variables import child_environment
-from isotrain.errors import RolloutError, WeightUpdateError
+from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.models.conversion import published_shapes, stored_buffers
 from isotrain.models.load import build_causal_lm
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, check_idle, check_tokens, end_tokens
 from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
 from isotrain.rollout.sglang_messages import ask_logps, ask_response, read_logps, read_response
 from isotrain.rollout.transfer import open_update, private_directory
 
-DEVICES = ("cuda", "npu")
 # What log-probs are: after temperature.
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 # What a user who sets them means to have.
-DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo"}  # an engine is on one host
+DEFAULTS = {
+    "GLOO_SOCKET_IFNAME": "lo",  # an engine is on one host
+    "TQDM_DISABLE": "1",  # bars of each update would push the cause of an end out of the log that is shown
+}
+
+# Where SGLang's own choice is wrong; on the CPU it would take kernels for AMX.
+ATTENTION = {"npu": "ascend", "cpu": "torch_native"}
 
 # Requests that the server has at the same time; what it cannot run yet waits there.
 IN_FLIGHT = 256
@@ -66,26 +71,22 @@ class SglangEngine:
         seed: int = 0,
         tensor_parallel: int = 1,
         memory_utilization: float = 0.5,
+        cache_bytes: int = 2 << 30,
         eager: bool = True,
         update_timeout: float = 300.0,
         config_changes: Mapping[str, int] | None = None,
     ) -> None:
-        if device_type not in DEVICES:
-            raise RolloutError(
-                f"rollout.engine: sglang does not support a seed per response on {device_type}; "
-                "set rollout.engine: vllm or hf"
-            )
         self.name, self.version, self._timeout = name, 0, update_timeout
-        self._unusable, self._lost, self._running = "", "", False
+        self._unusable, self._lost, self._running, self._asleep = "", "", False, False
         self._ends = end_tokens(directory)
         model = build_causal_lm(directory, "padded")
         own = {**dict(model.named_parameters()), **stored_buffers(model)}
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._needed = set(published_shapes(model, own))
         # Tied ones have several names.
         self._shapes = published_shapes(model, own | dict(model.named_parameters(remove_duplicate=False)))
         self._directory = Path(tempfile.mkdtemp(prefix="sglang-", dir=private_directory()))
         port, key = free_port(), secrets.token_hex(32)
-        self._exchange = Exchange(name, port, key)
         chosen = _options(device_type, eager)
         self.settings = {option: value or "on" for option, value in chosen.items()}
         options = chosen | {
@@ -95,8 +96,13 @@ class SglangEngine:
             "dtype": dtype,
             "tp-size": str(tensor_parallel),
             "context-length": str(max_length),
-            "mem-fraction-static": str(memory_utilization),
             "random-seed": str(seed),
+            # On the host the cache has a size of its own; on a device it takes what its share leaves free.
+            **(
+                {"max-total-tokens": str(cache_bytes // _bytes_per_token(model.config, dtype))}
+                if device_type == "cpu"
+                else {"mem-fraction-static": str(memory_utilization)}
+            ),
         }
         if config_changes:
             options["json-model-override-args"] = json.dumps(dict(config_changes))
@@ -112,20 +118,23 @@ class SglangEngine:
         except BaseException:  # the key is in there
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
+        self._exchange = Exchange(name, self._server, port, key)
         try:
-            self._wait_until_ready(directory)
+            self._wait_until_ready(directory, port)
         except BaseException:
             self.close()
             raise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+        check_tokens([request.prompt_P for request in requests], self._vocabulary, self.name)
         asked = [ask_response(request, sampling, self._ends) for request in requests]
         for index, reply in self._run(asked):
             yield read_response(reply, requests[index], sampling, self.version, self.name)
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
+        check_tokens(sequences, self._vocabulary, self.name)
         found = {
-            index: read_logps(reply, sequences[index], self.version, self.name)
+            index: read_logps(reply, sequences[index], self._vocabulary, self.version, self.name)
             for index, reply in self._run([ask_logps(tokens_T) for tokens_T in sequences])
         }
         return [found[index] for index in range(len(sequences))]
@@ -133,6 +142,7 @@ class SglangEngine:
     def update_weights(self, update: WeightUpdate) -> None:
         self._check_idle(WeightUpdateError)
         self._unusable = f"weight update {update.version} was not finished"
+        self._wait_until_idle()
         # Until the server has read the file, its lock keeps the next version out of it.
         with open_update(update, self.name) as contents:
             self._check_complete(update, contents.tensors)
@@ -142,12 +152,19 @@ class SglangEngine:
 
     def sleep(self) -> None:
         self._check_idle()
+        if self._asleep:
+            return
         self._unusable = "it slept, and has no weights until the next update"
+        self._wait_until_idle()
         self._control("/release_memory_occupation", {})
+        self._asleep = True
 
     def wake(self) -> None:
+        """Nothing for a server that is awake, which would not survive it; a new one starts awake."""
         self._check_idle()
-        self._control("/resume_memory_occupation", {})
+        if self._asleep:
+            self._control("/resume_memory_occupation", {})
+            self._asleep = False
 
     def close(self) -> None:
         self._lost = "was closed"
@@ -162,7 +179,8 @@ class SglangEngine:
             file.write(f'api-key: "{key}"\n')
         return path
 
-    def _wait_until_ready(self, directory: Path) -> None:
+    def _wait_until_ready(self, directory: Path, port: int) -> None:
+        """Nobody but the server that was started gets the key."""
         deadline = time.monotonic() + START
         while True:
             if (ended := self._server.ended(0.2)) is not None:
@@ -170,16 +188,20 @@ class SglangEngine:
                     f"{self.name}: SGLang did not start; check that rollout.server_python is the Python "
                     f"of its environment: {ended}"
                 )
-            try:
-                self._exchange.get("/health", HEALTH)
+            if self._server.listens(port) and self._is_healthy():
                 break
-            except RolloutError as error:  # nobody listens yet, or it is still loading
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"{self.name}: SGLang did not start within {START:g} s") from error
-        # With our key, and so not another server that has taken the port.
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{self.name}: SGLang did not start within {START:g} s")
         info = self._model_info()
         if info.get("model_path") != str(directory.absolute()) or info.get("weight_version") != "0":
-            raise RolloutError(f"{self.name}: another server uses its port: {info}")
+            raise RolloutError(f"{self.name}: its server has another model: {info}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            self._exchange.get("/health", HEALTH)
+        except RolloutError:  # it is still loading
+            return False
+        return True
 
     def _model_info(self) -> dict[str, Any]:
         info = self._exchange.get("/model_info", PROMPT)
@@ -208,7 +230,7 @@ class SglangEngine:
                     index = waiting.pop(future)
                     yield index, future.result()
         except NoReply as error:
-            raise RolloutError(self._lose(error)) from error
+            raise EngineLost(self._lose(error)) from error
         finally:
             self._give_up(list(waiting))
             pool.shutdown()
@@ -241,17 +263,23 @@ class SglangEngine:
         self._lost = "lost its server"
         return f"{self.name}: {ended}" if ended else str(error)
 
+    def _wait_until_idle(self) -> None:
+        """A server that sleeps or takes weights while an aborted request still runs does not survive it."""
+        try:
+            self._exchange.tell(f"/flush_cache?timeout={self._timeout:g}", self._timeout + PROMPT)
+        except RolloutError as error:  # refused: requests are still running
+            raise EngineLost(self._lose(error)) from error
+
     def _check_idle(self, kind: type[RolloutError] = RolloutError) -> None:
         if self._lost:
-            raise kind(f"{self.name} {self._lost}; it must be restarted")
-        if self._running:
-            raise kind(f"{self.name} is generating; finish or close that iterator first")
+            raise EngineLost(f"{self.name} {self._lost}; it must be restarted")
+        check_idle(self.name, self._running, kind)
 
     def _control(self, path: str, body: dict[str, Any]) -> Any:
         try:
             return self._exchange.post(path, body, self._timeout)
         except NoReply as error:
-            raise RolloutError(self._lose(error)) from error
+            raise EngineLost(self._lose(error)) from error
 
     def _check_complete(self, update: WeightUpdate, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """SGLang takes what it knows and says nothing of what is missing or left over."""
@@ -289,7 +317,8 @@ class SglangEngine:
                 raise RolloutError(f"{self.name}: its server has version {version!r} of the weights")
         except RolloutError as error:
             what = str(error).removeprefix(f"{self.name}: ")
-            raise WeightUpdateError(f"{self.name}: weight update {update.version} failed: {what}") from error
+            kind = EngineLost if isinstance(error, EngineLost) else WeightUpdateError
+            raise kind(f"{self.name}: weight update {update.version} failed: {what}") from error
 
 
 def _environment(device_type: str) -> dict[str, str]:
@@ -307,15 +336,25 @@ def _options(device_type: str, eager: bool) -> dict[str, str]:
         "enable-deterministic-inference": "",  # otherwise seeds are taken and not used
         "sampling-backend": "pytorch",  # the only one with seeds that also gives log-probs after top-p
         "sampling-defaults": "openai",  # sampling is what the request says, not what the model suggests
-        "enable-memory-saver": "",
+        "sleep-on-idle": "",  # or its scheduler keeps a core of the host busy while the ranks train
         "weight-version": "0",
         "log-level": "warning",
     }
     if eager:
         options |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
-    if device_type == "npu":
-        options["attention-backend"] = "ascend"
+    if device_type != "cpu":  # the host frees nothing by sleeping
+        options["enable-memory-saver"] = ""
+    if device_type in ATTENTION:
+        options["attention-backend"] = ATTENTION[device_type]
     return options
+
+
+def _bytes_per_token(config: Any, dtype: str) -> int:
+    """Of keys and values in all layers."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize)
 
 
 def _words(options: Mapping[str, str]) -> list[str]:

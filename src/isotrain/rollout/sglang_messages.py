@@ -63,9 +63,11 @@ def read_response(reply: Any, request: Request, sampling: Sampling, version: int
 
 
 def read_logps(
-    reply: Any, tokens_T: npt.NDArray[np.int32], version: int, engine: str
+    reply: Any, tokens_T: npt.NDArray[np.int32], vocabulary: int, version: int, engine: str
 ) -> npt.NDArray[np.float32]:
-    logps = _pairs(_meta(reply, version, engine), "input_token_logprobs", tokens_T.tolist(), engine)
+    # SGLang takes the last token of a vocabulary for an image's hash and names it 0; the log-prob is right.
+    named = np.where(tokens_T < vocabulary - 1, tokens_T, 0)
+    logps = _pairs(_meta(reply, version, engine), "input_token_logprobs", named.tolist(), engine)
     return _finite(logps[1:], engine)  # nothing stands before the first token
 
 

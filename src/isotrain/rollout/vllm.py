@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, end_tokens, trajectory_of
+from isotrain.rollout.base import Request, Sampling, WeightUpdate, check_idle, end_tokens, trajectory_of
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {
@@ -165,8 +165,7 @@ class VllmEngine:
         return [found[index] for index in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> None:
-        if self._running:
-            raise WeightUpdateError(f"{self.name} is generating; finish or close that iterator first")
+        check_idle(self.name, bool(self._running), WeightUpdateError)
         if self._lost:
             raise EngineLost(f"{self.name}: its workers stopped replying; it must be restarted")
         self._unusable = f"weight update {update.version} was not finished"
@@ -248,8 +247,7 @@ class VllmEngine:
 
         if self._unusable:
             raise RolloutError(f"{self.name} does not generate: {self._unusable}")
-        if self._running:
-            raise RolloutError(f"{self.name} is generating; finish or close that iterator first")
+        check_idle(self.name, bool(self._running))
         running = self._running
         try:
             for index, (tokens, parameters) in enumerate(waiting):

@@ -45,7 +45,7 @@ def test_a_replay_needs_neither_engine_nor_reward(
         assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout=rollout, reward=reward)) == []
 
 
-def test_sglang_is_found_and_marked_as_unverified(
+def test_sglang_is_found_and_what_it_has_not_run_on_is_said(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(**rollout: Any) -> list[str]:
@@ -57,7 +57,7 @@ def test_sglang_is_found_and_marked_as_unverified(
     with pytest.raises(IsotrainError, match=r"rollout\.server_python: '\./nowhere' is not an executable"):
         check(server_python="./nowhere")
     (warning,) = check(server_python=sys.executable)
-    assert "unverified: it has not run with a real SGLang server or device" in warning
+    assert "sglang has run on CPUs only, on no accelerator yet" in warning
 
 
 def test_old_responses_without_correction(tiny: Path, tmp_path: Path) -> None:

@@ -1,47 +1,59 @@
-"""A whole run over SGLang's interface, where a recording server with a real model stands in for SGLang."""
+"""Whole runs over a real SGLang server, on the CPU."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from online_runs import OnlineRun, online_recipe
+from test_learning import as_shipped, check, rewards_of
 
-import isotrain
 from isotrain.observe.metrics import read_metrics
+from isotrain.recipe.schema import Recipe
+from support import sglang_python
 
-pytestmark = pytest.mark.ray
-
-RECORDER = Path(__file__).parents[2] / "rollout" / "sglang_recorder"
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.slow
-def test_weights_and_responses_go_through_the_server(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = Path(isotrain.__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(RECORDER), str(source)]))
-    monkeypatch.setenv("SGLANG_RECORDER", str(tmp_path))
-    monkeypatch.setenv("SGLANG_RECORDER_MODEL", "1")
-    (tmp_path / "fault.json").write_text("{}")
-    rollout = {"engine": "sglang", "n": 4, "max_tokens": 6, "server_python": sys.executable}
-    run = OnlineRun(online_recipe(tiny, tmp_path / "run", "npu", rollout=rollout), tmp_path)
-    rows = read_metrics(run.finish() / "metrics.jsonl")
-    assert "unverified: it has not run against a real SGLang server or device" in run.text
-    assert len(rows) == 4
-    for row in rows:
-        # The server has the weights that were trained, and answers with them.
-        assert row["rollout/weight_check_diff"] < 1e-5
-        assert row["training/rollout_probs_diff_max"] < 1e-5
-        assert row["actor/grad_norm"] > 0
-    entries = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
-    (began,) = (entry for entry in entries if "options" in entry)
-    assert not psutil.pid_exists(began["pid"])
-    paths = [entry["path"] for entry in entries if "path" in entry]
-    assert paths.count("/generate") >= 4 * 16
-    assert paths.count("/update_weights_from_disk") >= 4
-    assert paths.count("/release_memory_occupation") >= 3 <= paths.count("/resume_memory_occupation")
+def over_sglang(recipe: Recipe) -> Recipe:
+    content = recipe.model_dump(mode="json", exclude_unset=True)
+    content["rollout"] |= {"engine": "sglang", "server_python": sglang_python()}
+    return Recipe.model_validate(content)
+
+
+def servers(run: OnlineRun) -> list[psutil.Process]:
+    """Processes that were started as `sglang.launch_server`; what those start has other names."""
+    found = psutil.Process(run.process.pid).children(recursive=True)
+    return [process for process in found if "sglang.launch_server" in process.cmdline()]
+
+
+def test_the_shipped_recipe_learns_with_sglang(tmp_path: Path) -> None:
+    started = time.monotonic()
+    run = OnlineRun(over_sglang(as_shipped(tmp_path)), tmp_path).finish(1700)
+    print(f"{time.monotonic() - started:.0f} s")
+    check(rewards_of(run))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_dead_server_is_replaced(tiny: Path, tmp_path: Path, lora: bool) -> None:
+    """Sleep, wake and an update in each step; the weights of adapters arrive merged."""
+    sections = {"model": {"lora": {"rank": 4, "alpha": 8}}} if lora else {}
+    recipe = over_sglang(online_recipe(tiny, tmp_path / "run", trainer={"steps": 8}, **sections))
+    run = OnlineRun(recipe, tmp_path)
+    try:
+        run.wait_for_steps(2, 900)
+        (server,) = servers(run)
+        os.kill(server.pid, signal.SIGKILL)
+        output = run.finish(1200)
+    finally:
+        run.end()
+    assert "warning: rollout engine 0" in run.text and "a new worker replaces it" in run.text
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["rollout/weight_check_diff"] for row in rows) < 1e-4
+    assert max(row["training/rollout_logp_diff_mean"] for row in rows) < 1e-4
+    assert not server.is_running()

@@ -5,7 +5,6 @@ T: tokens of a weight check.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
@@ -35,13 +34,12 @@ from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.build import WEIGHT_CHECK_TOLERANCE, _check_tokens
 from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from support import needs_vllm
 
 pytestmark = pytest.mark.ray
 
 CHECK_T = np.arange(3, 35, dtype=np.int32)
 TIMEOUT = 20.0
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @needs_vllm

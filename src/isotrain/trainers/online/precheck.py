@@ -56,9 +56,7 @@ def _warnings(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
             "rollout.engines, or set a rollout.tensor_parallel that divides device.ranks"
         )
     if rollout.generates and rollout.engine == "sglang":
-        warnings.append(
-            "rollout.engine: sglang is unverified: it has not run with a real SGLang server or device"
-        )
+        warnings.append("rollout.engine: sglang has run on CPUs only, on no accelerator yet")
     if rollout.staleness and algorithm.rollout_correction.level == "off":
         warnings.append(
             f"rollout.staleness is {rollout.staleness} without a correction for old responses; "

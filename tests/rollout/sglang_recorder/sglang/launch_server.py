@@ -1,8 +1,9 @@
 """A server that speaks SGLang's HTTP interface, records what it is asked, and misbehaves on request.
 
-Every request is compared with the published fields; what does not fit is refused, as SGLang does. Tokens and
-log-probs follow rules that a test can compute, or come from a model. Faults are read from a file before each
-request.
+It behaves as SGLang 0.5.18 was seen to: it ignores unknown fields of a request but records them, fails on
+unknown sampling parameters, refuses to flush its cache while requests run, and ends when it is put to sleep
+then, or woken while it is awake. Tokens and log-probs follow rules that a test can
+compute. Faults are read from a file before each request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 WORK = Path(os.environ["SGLANG_RECORDER"])
 INTERFACE = json.loads(Path(__file__).parents[2].joinpath("sglang_interface.json").read_text())
@@ -68,7 +69,7 @@ def misfits(body: dict[str, Any], fields: dict[str, str]) -> list[str]:
 class Rules:
     """Seeds that are odd end their answers."""
 
-    def write(self, prompt: list[int], parameters: dict[str, Any]) -> tuple[list[int], list[float]]:
+    def write(self, parameters: dict[str, Any]) -> tuple[list[int], list[float]]:
         seed, count = parameters["sampling_seed"], parameters["max_new_tokens"]
         tokens = [(seed + place) % 7 + 10 for place in range(count)]
         if seed % 2:
@@ -78,17 +79,6 @@ class Rules:
     def score(self, tokens: list[int]) -> list[float]:
         return [-token / 4 for token in tokens[1:]]
 
-    def load(self, file: Path) -> None:
-        pass
-
-
-def writer(options: dict[str, str]) -> Any:
-    if "SGLANG_RECORDER_MODEL" not in os.environ:
-        return Rules()
-    from sglang.model import Model
-
-    return Model(options["model-path"], options["dtype"])
-
 
 class Server:
     """What a real one keeps: the version and the names of its weights, and whether it sleeps."""
@@ -96,19 +86,20 @@ class Server:
     def __init__(self, options: dict[str, str]) -> None:
         self.options, self.key = options, options["api-key"]
         self.version, self.sleeping, self.starting = options["weight-version"], False, 1
-        self.aborted = threading.Event()
-        self.writer = writer(options)
+        self.aborted, self.running = threading.Event(), 0
+        self.writer = Rules()
 
     def generate(self, body: dict[str, Any], fault: str) -> tuple[int, Any]:
         parameters, prompt = body["sampling_params"], body["input_ids"]
-        wrong = misfits(parameters, INTERFACE["sampling_params"])
+        if wrong := misfits(parameters, INTERFACE["sampling_params"]):
+            return 500, {"error": {"message": "; ".join(wrong)}}
         count = parameters["max_new_tokens"]
         if len(prompt) + count > int(self.options["context-length"]):
-            wrong.append("more tokens than the context has")
-        if wrong or self.sleeping:
-            return 400, {"error": {"message": "; ".join(wrong) or "asleep"}}
+            return 400, {"error": {"message": "more tokens than the context has"}}
+        if self.sleeping:
+            return 400, {"error": {"message": "asleep"}}
         aborted = fault == "slow" and self.aborted.wait(20)
-        tokens, logps = self.writer.write(prompt, parameters) if count else ([], [])
+        tokens, logps = self.writer.write(parameters) if count else ([], [])
         reason: dict[str, Any] = {"type": "length", "length": count}
         if tokens and tokens[-1] in parameters["stop_token_ids"]:
             reason = {"type": "stop", "matched": tokens[-1]}
@@ -147,14 +138,21 @@ class Server:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
         record({"loaded": sorted(header), "load_format": body["load_format"]})
-        self.writer.load(file)
         if fault != "version":
             self.version = body["weight_version"]
         return 200, {"success": fault != "failed", "message": "done", "num_paused_requests": 0}
 
     def answer(self, path: str, body: dict[str, Any], fault: str) -> tuple[int, Any]:
         if path == "/generate":
-            return self.generate(body, fault)
+            with LOCK:
+                self.running += 1
+            try:
+                return self.generate(body, fault)
+            finally:
+                with LOCK:
+                    self.running -= 1
+        if path == "/flush_cache":
+            return (400, {"message": "requests are running"}) if self.running else (200, "flushed")
         if path == "/update_weights_from_disk":
             return self.update(body, fault)
         if path == "/model_info":
@@ -163,9 +161,16 @@ class Server:
             self.aborted.set()
             return 200, ""
         if path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            if self.running or self.sleeping == path.startswith("/release"):
+                end("should be called only when server is idle" if self.running else "KeyError: 'kv_cache'")
             self.sleeping = path.startswith("/release")
             return 200, None
         return 404, {"detail": "Not Found"}
+
+
+def end(words: str) -> NoReturn:
+    print(words, file=sys.stderr, flush=True)
+    os._exit(3)
 
 
 def record(entry: dict[str, Any]) -> None:
@@ -197,24 +202,22 @@ class Handler(BaseHTTPRequestHandler):
         self.handle_any(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def handle_any(self, body: dict[str, Any]) -> None:
-        state, path = self.server_state, self.path
+        state, path = self.server_state, self.path.partition("?")[0]
         fault = json.loads((WORK / "fault.json").read_text()).get(path, {})
         if path == "/health":
             state.starting -= 1
             self.reply(503 if state.starting >= 0 or fault else 200, b"")
             return
-        record({"path": path, "body": body, "key": self.headers["Authorization"] == f"Bearer {state.key}"})
+        wrong = misfits(body, INTERFACE["requests"].get(path, {}))
+        known = self.headers["Authorization"] == f"Bearer {state.key}"
+        record({"path": path, "body": body, "key": known, "unknown": wrong})
         if fault.get("kind") == "dies":
-            print("CUDA error: an illegal memory access", file=sys.stderr, flush=True)
-            os._exit(3)
+            end("CUDA error: an illegal memory access")
         if fault.get("kind") == "hangs up":
             self.connection.close()
             return
-        wrong = misfits(body, INTERFACE["requests"].get(path, {}))
-        if self.headers["Authorization"] != f"Bearer {state.key}":
+        if not known:
             status, answer = 401, {"error": "Unauthorized"}
-        elif wrong:
-            status, answer = 400, {"object": "error", "message": "; ".join(wrong), "code": 400}
         else:
             status, answer = state.answer(path, body, fault.get("kind", ""))
         if status == 200:

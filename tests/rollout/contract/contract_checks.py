@@ -1,6 +1,7 @@
-"""Runs vLLM in a process of its own, where no simulated device is loaded, and prints what it found as JSON.
+"""What every engine must do, checked beside the model whose weights it got.
 
-`python vllm_child.py WORK TENSOR_PARALLEL` makes a tiny model in WORK; its last line of output is the result.
+Each engine runs in a process of its own, where no simulated device is loaded: `python vllm_child.py WORK ...`
+makes a tiny model in WORK, and its last line of output is what was found, as JSON.
 """
 
 from __future__ import annotations
@@ -8,26 +9,27 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
+from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError
-from isotrain.rollout.base import Request, Sampling, WeightUpdate
-from isotrain.rollout.transfer import Contents, open_update, write_update
-from isotrain.rollout.vllm import VllmEngine
+from isotrain.recipe.online import RolloutSection
+from isotrain.rollout.base import Request, RolloutEngine, Sampling
+from isotrain.rollout.build import build_rollout
+from isotrain.rollout.transfer import write_update
 
+VOCABULARY, MAX_PROMPT, MAX_TOKENS = 500, 36, 60
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
 UPDATES = 10
 
@@ -41,26 +43,34 @@ def requests(n: int = 1, prompts: Sequence[np.ndarray] = PROMPTS) -> list[Reques
 
 
 class Checks:
-    def __init__(self, work: Path, tensor_parallel: int) -> None:
-        tied = tensor_parallel == 1
+    """Built as a run builds it, and asked for nothing but what the protocol names."""
+
+    def __init__(self, work: Path, engine: str, *, tied: bool = True, **section: Any) -> None:
         # Heads of 32: vLLM's attention on the host knows no smaller ones. A vocabulary that it must pad.
-        make_tiny(work, hidden=128, vocab=500, tie_word_embeddings=tied, train_rows=2, validation_rows=2)
+        make_tiny(
+            work,
+            hidden=128,
+            vocab=VOCABULARY,
+            tie_word_embeddings=tied,
+            train_rows=2,
+            validation_rows=2,
+        )
         self.work = work
         self.model: Any = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
         started = time.perf_counter()
-        self.engine = VllmEngine(
-            work / "model",
+        self.engine: RolloutEngine = build_rollout(
+            RolloutSection(
+                engine=engine, max_tokens=MAX_TOKENS, kv_cache_gb=0.25, update_timeout=20.0, **section
+            ),
+            str(work / "model"),
+            "float32",
+            device=choose_device("cpu"),
+            max_prompt=MAX_PROMPT,
+            seed=0,
             name="engine 7",
-            dtype="float32",
-            device_type="cpu",
-            max_length=96,
-            cache_bytes=1 << 28,
-            tensor_parallel=tensor_parallel,
-            update_timeout=20.0,
         )
         self.results: dict[str, Any] = {"start_s": time.perf_counter() - started}
         self.version = 0
-        self.workers = tensor_parallel
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.model.named_parameters())
@@ -83,6 +93,22 @@ class Checks:
         self.perturb()
         self.engine.update_weights(write_update(self.tensors(), self.version))
 
+    def update_to_uniform(self) -> None:
+        """With a norm of zero all tokens are equally likely."""
+        self.version += 1
+        flat = {name: weight.detach() for name, weight in self.tensors()}
+        flat["model.norm.weight"] = torch.zeros_like(flat["model.norm.weight"])
+        self.engine.update_weights(write_update(flat.items(), self.version))
+
+    def scored_difference(
+        self, sequences: Sequence[np.ndarray], scored: Sequence[npt.NDArray[np.float32]]
+    ) -> float:
+        """Of log-probs that the engine gave to whole sequences; the largest of their means."""
+        return max(
+            float(np.abs(self.forward(tokens_T) - logps).mean())
+            for tokens_T, logps in zip(sequences, scored, strict=True)
+        )
+
     def difference(self, trajectory: Trajectory, temperature: float) -> float:
         ours = self.forward(trajectory.tokens_T, temperature)[trajectory.prompt_length - 1 :]
         return float(np.abs(ours - trajectory.logp_N).mean())
@@ -97,10 +123,7 @@ class Checks:
             rows.append(
                 {
                     "sampled": max(self.difference(t, 0.8) for t in found),
-                    "probed": max(
-                        float(np.abs(self.forward(t.tokens_T) - p).mean())
-                        for t, p in zip(found, probed, strict=True)
-                    ),
+                    "probed": self.scored_difference([t.tokens_T for t in found], probed),
                     "lengths": [len(p) == len(t) - 1 for t, p in zip(found, probed, strict=True)],
                     "versions": sorted({int(v) for t in found for v in t.version_N}),
                     "version": self.engine.version,
@@ -138,36 +161,71 @@ class Checks:
         }
 
     def ends(self) -> None:
-        """With a norm of zero all tokens are equally likely: some responses end early, others do not."""
-        self.version += 1
-        flat = {name: weight.detach() for name, weight in self.tensors()}
-        flat["model.norm.weight"] = torch.zeros_like(flat["model.norm.weight"])
-        self.engine.update_weights(write_update(flat.items(), self.version))
+        """Where all tokens are equally likely, some responses end early, others do not."""
+        self.update_to_uniform()
         found = list(self.engine.generate(requests(8), Sampling(max_tokens=60)))
         self.results["uniform"] = {
             "finished": [t.finished for t in found],
             "last_is_end": [int(t.tokens_T[-1]) == 2 for t in found],
             "inner_ends": sum(int((t.response_N[:-1] == 2).sum()) for t in found),
             "lengths": [len(t.response_N) for t in found],
-            "logp_error": max(float(np.abs(t.logp_N + np.log(500)).max()) for t in found),
+            "logp_error": max(float(np.abs(t.logp_N + np.log(VOCABULARY)).max()) for t in found),
         }
         self.update()
+
+    def lengths(self) -> None:
+        """The longest prompt gets the longest response, and the whole is scored; so is every token."""
+        prompt_P = np.arange(VOCABULARY - MAX_PROMPT, VOCABULARY, dtype=np.int32)
+        self.update_to_uniform()
+        found = list(self.engine.generate(requests(16, [prompt_P]), Sampling(max_tokens=MAX_TOKENS)))
+        self.update()
+        longest = max(found, key=lambda t: len(t.tokens_T))
+        every = np.arange(VOCABULARY, dtype=np.int32)[-MAX_PROMPT - MAX_TOKENS :]
+        sequences = [longest.tokens_T, every, prompt_P[:2]]
+        scored = self.engine.logps(sequences)
+        outside = np.array([1, VOCABULARY], dtype=np.int32)
+        self.results["lengths"] = {
+            "longest": len(longest.tokens_T),
+            "difference": self.scored_difference(sequences, scored),
+            "outside": self.error(lambda: self.engine.logps([outside])),
+            "after": len(self.engine.logps([every])),
+        }
+
+    def turns(self) -> None:
+        """An episode: what came back, what an environment adds, and the next response to all of it."""
+        sampling = Sampling(max_tokens=8, temperature=0.9)
+        tokens_T, worst = PROMPTS[0], 0.0
+        for turn in range(3):
+            (found,) = self.engine.generate(requests(1, [tokens_T]), sampling)
+            worst = max(worst, self.difference(found, 0.9))
+            tokens_T = np.concatenate([found.tokens_T, np.array([40 + turn, 41], dtype=np.int32)])
+        self.results["turns"] = {"difference": worst}
+
+    def sleeps(self) -> None:
+        """Also twice, and wake without sleep: the loop wakes engines that have just been started."""
+        self.engine.wake()
+        self.engine.sleep()
+        self.engine.sleep()
+        asleep = self.error(lambda: next(self.engine.generate(requests(1), Sampling(max_tokens=4))))
+        self.engine.wake()
+        self.engine.wake()
+        self.update()
+        found = list(self.engine.generate(requests(2), Sampling(max_tokens=8)))
+        self.results["sleeps"] = {"asleep": asleep, "difference": max(self.difference(t, 1.0) for t in found)}
 
     def abandoned(self) -> None:
         iterator = self.engine.generate(requests(8), Sampling(max_tokens=40))
         next(iterator)
         second = self.error(lambda: next(self.engine.generate(requests(1), Sampling(max_tokens=4))))
         update = self.error(self.update)
-        iterator.close()
-        left = self.engine._engine.get_num_unfinished_requests()
-        scheduler = self.engine._engine.engine_core.engine_core.scheduler
-        self.results["abandoned"] = {
-            "second": second,
-            "update": update,
-            "left": left,
-            "scheduled": scheduler.get_num_unfinished_requests(),
-            "after": len(list(self.engine.generate(requests(1), Sampling(max_tokens=4)))),
-        }
+        iterator.close()  # type: ignore[attr-defined]
+        self.results["abandoned"] = {"second": second, "update": update}
+        # At once: an engine that still ran the others would not survive the one or the other.
+        self.engine.sleep()
+        self.engine.wake()
+        self.update()
+        found = list(self.engine.generate(requests(1), Sampling(max_tokens=4)))
+        self.results["abandoned"]["difference"] = max(self.difference(t, 1.0) for t in found)
 
     def error(self, act: Callable[[], Any]) -> str:
         try:
@@ -210,26 +268,6 @@ class Checks:
         update = write_update(shapes, self.version + 1)
         self.try_bad("wrong shape", lambda: self.engine.update_weights(update))
 
-    def reports(self) -> None:
-        """A worker that has read or taken something else than was announced."""
-
-        @contextmanager
-        def other_file(update: WeightUpdate, engine: str) -> Iterator[Contents]:
-            with open_update(update, engine) as contents:
-                yield contents._replace(digest="of another file")
-
-        def other_count(*_: Any, **__: Any) -> list[dict[str, Any]]:
-            return [{"version": update.version, "tensors": 3, "digest": update.digest, "error": ""}]
-
-        update = write_update(self.tensors(), self.version + 1)
-        found = self.results["reports"] = {}
-        if self.workers == 1:  # in this process
-            with mock.patch("isotrain.rollout.vllm_worker.open_update", other_file):
-                found["digest"] = self.error(lambda: self.engine.update_weights(update))
-        with mock.patch.object(self.engine._llm, "collective_rpc", other_count):
-            found["tensors"] = self.error(lambda: self.engine.update_weights(update))
-        self.update()
-
     def try_bad(self, name: str, act: Callable[[], Any]) -> None:
         started = time.perf_counter()
         error = self.error(act)
@@ -246,11 +284,6 @@ class Checks:
             "difference_after": max(self.difference(t, 1.0) for t in found),
         }
 
-    def other_device(self) -> None:
-        self.results["other_device"] = self.error(
-            lambda: VllmEngine(self.work, name="e", dtype="float32", device_type="cuda", max_length=9)
-        )
-
     def listening(self) -> None:
         """Addresses that this process and its children listen on."""
         family, fresh = {os.getpid()}, True
@@ -265,27 +298,23 @@ class Checks:
         ]
         self.results["processes"] = len(family)
 
-
-def main() -> None:
-    work, tensor_parallel = Path(sys.argv[1]), int(sys.argv[2])
-    checks = Checks(work, tensor_parallel)
-    checks.listening()
-    checks.other_device()
-    for check in (
-        checks.same_weights,
-        checks.responses,
-        checks.ends,
-        checks.abandoned,
-        checks.bad_updates,
-        checks.reports,
-    ):
-        started = time.perf_counter()
-        check()
-        checks.results.setdefault("seconds", {})[check.__name__] = time.perf_counter() - started
-    checks.engine.close()
-    checks.engine.close()  # again is nothing
-    print(json.dumps(checks.results))
-
-
-if __name__ == "__main__":
-    main()
+    def run(self, *more: Callable[[], None]) -> None:
+        """Every check, those of one engine last; prints what was found."""
+        for check in (
+            self.listening,
+            self.same_weights,
+            self.responses,
+            self.ends,
+            self.lengths,
+            self.turns,
+            self.sleeps,
+            self.abandoned,
+            self.bad_updates,
+            *more,
+        ):
+            started = time.perf_counter()
+            check()
+            self.results.setdefault("seconds", {})[check.__name__] = time.perf_counter() - started
+        self.engine.close()
+        self.engine.close()  # again is nothing
+        print(json.dumps(self.results))

@@ -1,0 +1,116 @@
+"""Every engine follows the same contract; docs/rollout.md has it as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from contract_rows import BAD, TOLERANCE, check_bad_update, check_listening, check_same_weights
+
+from support import needs_vllm
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm]),
+        pytest.param("sglang", marks=pytest.mark.slow),
+        pytest.param("hf", marks=pytest.mark.heavy),
+    ]
+)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def found(engine: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    result: dict[str, Any] = request.getfixturevalue(f"{engine}_found")
+    return result
+
+
+def test_the_same_weights_give_the_same_log_probs(found: dict[str, Any]) -> None:
+    check_same_weights(found)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_update_is_refused_and_the_next_good_one_taken(found: dict[str, Any], name: str) -> None:
+    check_bad_update(found, name)
+
+
+def test_what_is_wrong_with_an_update_is_said(found: dict[str, Any]) -> None:
+    for name, part in {
+        "truncated": "bytes of tensors",
+        "flipped": "is damaged: digest",
+        "not delivered": "was announced but is not there",
+        "without model.norm": "lacks weights of",
+        "skipped": "the file holds version",
+    }.items():
+        assert part in found["bad"][name]["error"]
+
+
+def test_responses(found: dict[str, Any]) -> None:
+    responses = found["responses"]
+    assert responses["count"] == responses["distinct"] == 16
+    assert responses["same_alone"]  # by seed, whatever shares the batch
+    assert responses["prompts_kept"]
+
+
+def test_greedy(found: dict[str, Any]) -> None:
+    responses = found["responses"]
+    assert responses["greedy_is_best"] and responses["greedy_pairs_equal"]
+    assert responses["greedy_difference"] <= TOLERANCE
+
+
+def test_log_probs_are_of_the_distribution_that_was_sampled(found: dict[str, Any]) -> None:
+    assert found["responses"]["top_k_1_logp"] == 0  # the only token left is certain
+    assert found["uniform"]["logp_error"] < 1e-5
+
+
+def test_ends(found: dict[str, Any]) -> None:
+    uniform = found["uniform"]
+    assert 0 < sum(uniform["finished"]) < len(uniform["finished"])
+    assert uniform["finished"] == uniform["last_is_end"]
+    assert uniform["inner_ends"] == 0
+    cut = [n for n, finished in zip(uniform["lengths"], uniform["finished"], strict=True) if not finished]
+    assert set(cut) == {60}
+    assert min(uniform["lengths"]) < 60
+
+
+def test_the_longest_prompt_with_the_longest_response(found: dict[str, Any]) -> None:
+    lengths = found["lengths"]
+    assert lengths["longest"] == 96
+    assert lengths["difference"] <= TOLERANCE
+
+
+def test_a_token_outside_the_vocabulary_is_refused_and_survived(found: dict[str, Any]) -> None:
+    assert found["lengths"]["outside"].startswith("RolloutError: engine 7: ")
+    assert found["lengths"]["after"] == 1
+
+
+def test_episodes_of_several_turns(found: dict[str, Any]) -> None:
+    assert found["turns"]["difference"] <= TOLERANCE
+
+
+def test_sleep_and_wake(found: dict[str, Any], engine: str) -> None:
+    # On the host the others keep their weights, and go on.
+    assert ("it slept, and has no weights" in found["sleeps"]["asleep"]) == (engine == "sglang")
+    assert found["sleeps"]["difference"] <= TOLERANCE
+
+
+def test_an_abandoned_iterator(found: dict[str, Any]) -> None:
+    abandoned = found["abandoned"]
+    assert "is generating" in abandoned["second"]
+    assert abandoned["update"].startswith("WeightUpdateError: engine 7 is generating")
+    assert abandoned["difference"] <= TOLERANCE
+
+
+def test_it_listens_on_the_loopback_only(found: dict[str, Any], engine: str) -> None:
+    if engine == "sglang":  # the store in which its workers meet, torch's own, listens on all interfaces
+        (store,) = (address for address in found["listening"] if address.startswith("*:"))
+        found = {**found, "listening": [address for address in found["listening"] if address != store]}
+    check_listening(found)
+
+
+@pytest.mark.slow
+def test_a_dead_server_is_told(sglang_found: dict[str, Any]) -> None:
+    assert sglang_found["death"]["first"].startswith("EngineLost: engine 7: its server ended by SIGKILL")
+    assert sglang_found["death"]["then"].startswith("EngineLost: engine 7 lost its server")

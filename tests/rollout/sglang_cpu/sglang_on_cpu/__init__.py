@@ -1,0 +1,1 @@
+"""What the published wheel of SGLang needs to serve on a processor."""
