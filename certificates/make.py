@@ -1,9 +1,10 @@
-"""Makes the certificates of tiny models anew.
+"""Makes the certificates in this directory anew.
 
     python certificates/make.py --work DIR [--reference-runs] [PAIR ...]
 
-A PAIR is such as sft or sft-npu; by default all. Finished runs in DIR are used again. --reference-runs also
-makes the runs that `isotrain parity contribute` compares with.
+A PAIR is such as sft, sft-npu or smollm2-sft; by default all. Finished runs in DIR are used again. SmolLM2's
+need GSM8K, see benchmarks/bench.py. --reference-runs also makes the runs that `isotrain parity contribute`
+compares with.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / "tests" / "device")]
+sys.path[:0] = [str(REPOSITORY / "tests" / "device"), str(REPOSITORY / "benchmarks")]
 
+import bench  # noqa: E402
 import npusim  # noqa: E402
+from smollm2 import smollm2  # noqa: E402
 
 from isotrain.observe.environment import cpu_features  # noqa: E402
 from isotrain.parity.reference_runs import TINY, take_over  # noqa: E402
@@ -35,6 +38,11 @@ _ONLINE = (
     *("data.batch_size=8", "rollout.engine=hf", "algorithm.mini_batch_size=4", "optimizer.lr=1e-3"),
     *("algorithm.kl.place=loss", "algorithm.kl.coefficient=0.02", "rollout.weight_check_tolerance=100"),
 )
+# Small batches: one core trains each of the runs.
+_SMOLLM2 = (
+    *("model.path=SmolLM2-135M-Instruct", "data.batch_size=4", "data.validation=null", "trainer.steps=24"),
+    *("trainer.save_every=0", "trainer.validate_every=0", "trainer.validate_first=false"),
+)
 # Algorithms, each with the recipe that it is a change of.
 RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("tiny-sft", (*_DATA, "data.train=tiny/train.jsonl")),
@@ -45,6 +53,14 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo": ("tiny-grpo", _ONLINE),
     "ppo": ("tiny-grpo", (*_ONLINE, "algorithm.name=ppo", "optimizer.lr=2e-4")),
     "reinforce++": ("tiny-grpo", (*_ONLINE, "algorithm.name=reinforce++", "optimizer.lr=2e-4")),
+    "smollm2-sft": (
+        "gsm8k-sft-lora",
+        (
+            *(*_SMOLLM2, "data.train=gsm8k/train.parquet", "device.ranks=1"),
+            *("model.lora=null", "optimizer.lr=2e-5"),
+        ),
+    ),
+    "smollm2-grpo": ("gsm8k-grpo", (*_SMOLLM2, "data.train=gsm8k-sums/train.jsonl", "rollout.n=4")),
 }
 SIMULATED = ("sft", "dpo", "grpo")
 REFERENCE_RUNS = ("sft", "dpo", "grpo")
@@ -87,11 +103,21 @@ def certify(pair: Pair, work: Path) -> int:
     return done.returncode
 
 
-def make(chosen: Iterable[Pair], work: Path) -> int:
-    if not (work / "tiny").is_dir():
-        work.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "isotrain", "prepare", "tiny", "--out", "tiny", "--rows", str(ROWS)]
+def prepare(work: Path, kind: str, *arguments: str) -> None:
+    if not (work / kind).is_dir():
+        command = [sys.executable, "-m", "isotrain", "prepare", kind, "--out", kind, *arguments]
         subprocess.run(command, cwd=work, check=True)
+
+
+def make(chosen: Sequence[Pair], work: Path) -> int:
+    work.mkdir(parents=True, exist_ok=True)
+    prepare(work, "tiny", "--rows", str(ROWS))
+    if any(pair.algorithm.startswith("smollm2") for pair in chosen):
+        for kind in ("gsm8k", "gsm8k-sums"):
+            prepare(work, kind, "--source", str(bench.gsm8k()))
+        link = work / "SmolLM2-135M-Instruct"
+        if not link.is_symlink():
+            link.symlink_to(smollm2())
     with ThreadPoolExecutor(2) as pool:
         return max(pool.map(lambda pair: certify(pair, work), chosen))
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import npusim
 import pytest
+
+# Images of containers set it, and each of the hundreds of processes here would compile torch anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Before transformers is imported anywhere: it looks for the device once.
 npusim.load()

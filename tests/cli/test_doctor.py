@@ -57,6 +57,7 @@ def test_a_recipe_decides_the_device(tmp_path: Path) -> None:
     ).replace("         ", "")
 
 
+@pytest.mark.heavy
 def test_saving(tmp_path: Path) -> None:
     result = doctor("--for", "cpu", "--save", str(tmp_path / "report"))
     assert result.exit_code == 0 and "check it before you send it" in result.output

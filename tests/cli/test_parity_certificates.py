@@ -56,6 +56,7 @@ def test_signed(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "delete it to sign again" in result.output
 
 
+@pytest.mark.heavy
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv[1:1] = ['parity', 'verify'];"

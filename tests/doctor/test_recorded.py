@@ -25,6 +25,7 @@ def test_a_copy_is_found_to_be_the_same(machine: str, tmp_path: Path) -> None:
     assert examine(RecordedMachine(tmp_path)) == original
 
 
+@pytest.mark.heavy
 def test_this_machine_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("AWS_REGION", "not ours")

@@ -75,6 +75,7 @@ def test_tensorboard_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
 
 
+@pytest.mark.heavy
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -104,6 +105,7 @@ def test_wandb_skips_steps_that_it_has(tmp_path: Path, monkeypatch: pytest.Monke
     assert run.logged == (6, 7, 8)
 
 
+@pytest.mark.heavy
 def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "offline")

@@ -125,6 +125,7 @@ def test_a_file_that_says_different_is_no_certificate(tmp_path: Path) -> None:
         read_certificate(path)
 
 
+@pytest.mark.heavy
 def test_every_leaf_is_sealed(tmp_path: Path) -> None:
     """The nearest other float, one more step, another letter: each changed leaf alone is found."""
     path = written(tmp_path)

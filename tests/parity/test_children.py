@@ -42,6 +42,7 @@ def test_a_run_of_unknown_origin_is_not_finished(tmp_path: Path) -> None:
         children(tmp_path).train("reference", Side("cpu", (), {}), why="test")
 
 
+@pytest.mark.heavy
 def test_a_failure_says_what_the_run_said(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"reference on cpu failed(.|\n)*no-such-recipe"):
         children(tmp_path).train("reference", Side("cpu", (), {}), why="test")

@@ -110,6 +110,7 @@ for attempt in (lambda: sympy.lambdify(sympy.Symbol("x"), 1), lambda: compile("1
 """
 
 
+@pytest.mark.heavy
 def test_no_text_is_run_as_python(tmp_path: Path) -> None:
     note = tmp_path / "note"
     call = f"__import__('os').system('touch {note}')"

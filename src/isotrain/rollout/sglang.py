@@ -1,6 +1,7 @@
 """SGLang as a rollout engine: a server in a child process, over loopback HTTP.
 
-Tested with SGLang 0.5.18 on the CPU, with the stand-ins of tests/rollout/sglang_cpu; not on Ascend or CUDA.
+Tested with SGLang 0.5.18 and 0.5.23 on the CPU, with the stand-ins of tests/rollout/sglang_cpu; not on
+Ascend or CUDA.
 
 P: prompt tokens, N: response tokens, T: tokens of a sequence.
 """
