@@ -48,6 +48,7 @@ from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, StepPlan, plan_step
 from isotrain.trainers.online.metrics import step_metrics
 from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.reward_worker import ScoredGroup
 from isotrain.trainers.setup import TRAIN
 
 ENGINES, SCORERS = 4, 2
@@ -63,7 +64,7 @@ class Engine:
 
     def generate(
         self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Responses, Handle]]:
+    ) -> Iterator[tuple[Responses, Handle[int]]]:
         for prompt_index, row in prompt_requests:
             draw = random.Random(prompt_index)
             lengths = tuple(min(LONGEST, int(draw.lognormvariate(6.5, 0.8)) + 1) for _ in range(n))
@@ -78,7 +79,7 @@ class Scorer:
     def __init__(self, n: int) -> None:
         self.n = n
 
-    def score(self, store: str, items: Sequence[tuple[int, Handle]]) -> list[tuple[str, tuple[Score, ...]]]:
+    def score(self, store: str, items: Sequence[tuple[int, Handle[int]]]) -> list[ScoredGroup]:
         return [("data", tuple(self._score(row, i) for i in range(self.n))) for row, _ in items]
 
     def _score(self, row: int, sample: int) -> Score:
@@ -169,8 +170,8 @@ def measure(collector: Collector, controller: Controller) -> tuple[Times, dict[s
 def call_cost(actors: int) -> Spent:
     """Of one call to a group of so many workers that do nothing: medians."""
     with WorkerGroup("rank", Idle, [Member()] * actors, spmd=True) as group:
-        group.call("nothing")
-        costs = [spent(lambda: group.call("nothing"))[1] for _ in range(CALLS)]
+        group.call(Idle.nothing)
+        costs = [spent(lambda: group.call(Idle.nothing))[1] for _ in range(CALLS)]
     return Spent(
         statistics.median(cost.wall for cost in costs), statistics.mean(cost.processor for cost in costs)
     )
@@ -199,7 +200,7 @@ def totals(all_times: Sequence[Times], step: Step) -> list[float]:
     return [1e6 * sum(part.processor for part in times.values()) / trajectories for times in all_times]
 
 
-def engines_without_weights(group: WorkerGroup) -> Engines:
+def engines_without_weights(group: WorkerGroup[Any]) -> Engines:
     """That are only asked for responses: nothing is sent to them, and nothing compared."""
     nothing_T, anything = np.zeros(1, np.int32), Tolerance(1.0, 1.0, 1.0)
     return Engines(group, 60.0, print, check_T=nothing_T, timeout=60.0, tolerance=anything)
@@ -250,7 +251,9 @@ def main() -> None:
     with ExitStack() as stack:
         stack.enter_context(join_cluster(ClusterSection(address="local"), choose_device("cpu")))
         engines = stack.enter_context(WorkerGroup("engine", Engine, [Member()] * ENGINES))
-        scorers = stack.enter_context(WorkerGroup("scorer", Scorer, [Member((large.n,))] * SCORERS))
+        scorers: WorkerGroup[Any] = stack.enter_context(
+            WorkerGroup("scorer", Scorer, [Member((large.n,))] * SCORERS)
+        )
         collector = Collector(
             engines_without_weights(engines),
             Replaceable(scorers, 60.0, print),

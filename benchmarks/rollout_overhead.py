@@ -221,7 +221,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
     from isotrain.cluster.connect import join_cluster
     from isotrain.cluster.objects import fetch
     from isotrain.cluster.placement import Demand, place
-    from isotrain.cluster.workers import Member, WorkerGroup, next_item, open_stream, wait_any
+    from isotrain.cluster.workers import Member, WorkerGroup, next_item, wait_any
     from isotrain.device.detect import choose_device
     from isotrain.recipe.load import resolved
     from isotrain.recipe.online import ClusterSection
@@ -235,7 +235,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
     def response(turn: int) -> Outcome:
         prompt_requests, handles = work.prompt_requests(turn), []
         started = time.perf_counter()
-        stream = open_stream(group, 0, "generate", TRAIN, prompt_requests, recipe.rollout.n, sampling)
+        stream = group.stream(0, RolloutWorker.generate, TRAIN, prompt_requests, recipe.rollout.n, sampling)
         while True:
             wait_any(group.watch, [stream])
             try:
@@ -243,7 +243,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
             except StopIteration:
                 break
         collected = time.perf_counter()
-        trajectories = [trajectory for responses in fetch(handles) for trajectory in responses]
+        trajectories = [trajectory for responses in fetch(handles) for trajectory in responses or ()]
         fetched = time.perf_counter()
         responses = {(t.prompt_index, t.sample): t.response_N for t in trajectories}
         return Outcome(collected - started, responses, fetched - collected)
@@ -256,7 +256,7 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
             (resolved(recipe), "rollout engine 0"), device.rank_environment(1), placement.engines[0]
         )
         with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
-            group.call("start")
+            group.call(RolloutWorker.start)
             yield response
 
 

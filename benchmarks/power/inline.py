@@ -42,36 +42,35 @@ class Group:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def submit_to(self, index: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def submit_to(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from isotrain.cluster.workers import Call
 
-        done: Any = _Box(getattr(self.workers[index], method)(*args, **kwargs))
-        return Call(index, method, done)
+        done: Any = _Box(getattr(self.workers[index], method.__name__)(*args, **kwargs))
+        return Call(index, method.__name__, done)
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def within(self, timeout: float | None) -> Group:
+        return self
+
+    def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return [self.submit_to(index, method, *args, **kwargs) for index in range(len(self))]
 
     def results(self, calls: Sequence[Any], timeout: float | None = None) -> list[Any]:
         return [call.ref.value for call in calls]
 
-    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return self.results(self.submit(method, *args, **kwargs))
 
-    def call_each(
-        self, method: str, args: Sequence[tuple[Any, ...]], *, timeout: float | None = None
-    ) -> list[Any]:
-        return [self.call_on(index, method, *own) for index, own in enumerate(args)]
+    def call_each(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        return [self.call_on(index, method, own) for index, own in enumerate(args)]
 
-    def call_on(
-        self, index: int, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> Any:
+    def call_on(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.submit_to(index, method, *args, **kwargs).ref.value
 
-    def stream(self, method: str, index: int, *args: Any) -> Iterator[Any]:
-        return iter(getattr(self.workers[index], method)(*args))
+    def stream(self, index: int, method: Callable[..., Any], *args: Any) -> Any:
+        from isotrain.cluster.workers import Stream
 
-    def value(self, index: int, method: str, item: Any, timeout: float | None = None) -> Any:
-        return item
+        items: Any = map(_Box, getattr(self.workers[index], method.__name__)(*args))
+        return Stream(index, method.__name__, items)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -52,7 +52,7 @@ from isotrain.device.cpu import Cpu
 from isotrain.recipe.online import ClusterSection
 with join_cluster(ClusterSection(address="local"), Cpu(), cpus=1) as cluster:
     group = WorkerGroup("clerk", Clerk, [Member()], start_timeout=60)
-    group.submit("sleep", 600)
+    group.submit(Clerk.sleep, 600)
     try:
         # Within the block: the signal may come as soon as the line is out.
         print(os.environ["RAY_AUTH_TOKEN"], cluster.logs.parents[2], flush=True)
@@ -94,7 +94,7 @@ def test_a_private_cluster_is_alone_and_leaves_nothing(
         assert home.stat().st_mode & 0o077 == 0
         token = os.environ["RAY_AUTH_TOKEN"]
         with WorkerGroup("clerk", Clerk, [Member()], start_timeout=60) as group:
-            group.call("say", "a word from a worker")
+            group.call(Clerk.say, "a word from a worker")
             ours = {*processes_with(token), os.getpid()}
             assert len(ours) > 4
             listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
@@ -224,7 +224,7 @@ def test_a_running_cluster_is_joined_and_left_running(
         assert cluster.address == running and not cluster.private
         assert cluster.introduction == f"joined the Ray cluster at {running}"
         with WorkerGroup("clerk", Clerk, [Member(("guest",))], start_timeout=60) as group:
-            assert group.call("say", "hello") == ["guest: hello"]
+            assert group.call(Clerk.say, "hello") == ["guest: hello"]
         check_authentication(running, 30)
     assert not ray.is_initialized()
     assert knock(running, 30) is Reply.OPEN

@@ -44,14 +44,14 @@ def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch)
             with WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90) as group:
                 assert [where.node for where in group.whereabouts] == [seat.node for seat in placement.ranks]
                 assert placement.store_host == "127.0.0.1"
-                store = group.call_on(0, "open_store", placement.store_host)
+                store = group.call_on(0, Rank.open_store, placement.store_host)
                 port = store.removeprefix("tcp://127.0.0.1:")
                 listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
                 addresses = [line.split()[3] for line in listening.splitlines()]
                 assert [one for one in addresses if one.endswith(f":{port}")] == [f"127.0.0.1:{port}"]
-                joined = group.call("join", store, timeout=90)
+                joined = group.within(90).call(Rank.join, store)
                 assert [one["interface"] for one in joined] == ["lo", "lo"]
-                assert group.call_each("sum", [(1.0,), (2.0,)], timeout=30) == [3.0, 3.0]
+                assert group.within(30).call_each(Rank.sum, [1.0, 2.0]) == [3.0, 3.0]
 
         # It could grow, so it is given time, but not for ever.
         begin = time.monotonic()
@@ -72,8 +72,8 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
             group = WorkerGroup("training rank", Clerk, members, spmd=True, start_timeout=60)
             others = WorkerGroup("rollout engine", Clerk, members, start_timeout=600)
             index = [seat.node for seat in placement.ranks].index(lost.node_id)
-            pids = group.call("pid")
-            calls = group.submit("sleep", 600)
+            pids = group.call(Clerk.pid)
+            calls = group.submit(Clerk.sleep, 600)
             begin = time.monotonic()
             machines.remove_node(lost, allow_graceful=False)
             with pytest.raises(WorkerDied, match=f"training rank {index} on 127.0.0.1"):
@@ -90,6 +90,6 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
             ):
                 others.restart(index)
             assert time.monotonic() - begin < 30
-            assert others.call_on(1 - index, "add", 1) == 1
+            assert others.call_on(1 - index, Clerk.add, 1) == 1
             others.close()
     assert not ray.is_initialized()

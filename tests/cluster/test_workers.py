@@ -16,7 +16,7 @@ from isotrain.cluster import workers
 from isotrain.cluster.connect import Cluster, join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, engine_environments, place, rank_environments
-from isotrain.cluster.workers import Call, Member, WorkerGroup, next_item, open_stream, wait_any
+from isotrain.cluster.workers import Call, Member, WorkerGroup, next_item, wait_any
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import choose_device
 from isotrain.device.npu import NPU
@@ -33,10 +33,14 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def clerks(cluster: Cluster) -> Iterator[WorkerGroup]:
+def clerks(cluster: Cluster) -> Iterator[WorkerGroup[Clerk]]:
     members = [Member((f"clerk{n}",), {"SHELF": str(n)}) for n in range(2)]
     with WorkerGroup("clerk", Clerk, members, start_timeout=60) as group:
         yield group
+
+
+def fly(clerk: Clerk) -> None:
+    """No method of theirs."""
 
 
 def wait_for_end(pid: int, seconds: float) -> None:
@@ -46,49 +50,50 @@ def wait_for_end(pid: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_calls_reach_all_each_and_one(clerks: WorkerGroup) -> None:
+def test_calls_reach_all_each_and_one(clerks: WorkerGroup[Clerk]) -> None:
     assert len(clerks) == 2
-    assert clerks.call("say", "hello", timeout=30) == ["clerk0: hello", "clerk1: hello"]
-    assert clerks.call("variable", "SHELF") == ["0", "1"]
-    assert clerks.call_each("add", [(1,), (10,)]) == [1, 10]
-    assert clerks.call("add", 1, factor=2) == [3, 12]
-    assert clerks.call_on(1, "add", -12) == 0
-    assert clerks.call_on(0, "add", -3) == 0
-    assert [where.pid for where in clerks.whereabouts] == clerks.call("pid")
+    assert clerks.within(30).call(Clerk.say, "hello") == ["clerk0: hello", "clerk1: hello"]
+    assert clerks.call(Clerk.variable, "SHELF") == ["0", "1"]
+    assert clerks.call_each(Clerk.add, [1, 10]) == [1, 10]
+    assert clerks.call(Clerk.add, 1, factor=2) == [3, 12]
+    assert clerks.call_on(1, Clerk.add, -12) == 0
+    assert clerks.call_on(0, Clerk.add, -3) == 0
+    assert [where.pid for where in clerks.whereabouts] == clerks.call(Clerk.pid)
 
 
-def test_calls_need_not_wait(clerks: WorkerGroup) -> None:
-    calls = clerks.submit("sleep", 3.0)
-    slow = clerks.submit_to(0, "add", ray.put(5))
+def test_calls_need_not_wait(clerks: WorkerGroup[Clerk]) -> None:
+    calls = clerks.submit(Clerk.sleep, 3.0)
+    slow = clerks.submit_to(0, Clerk.add, 5)
     assert ray.wait([call.ref for call in calls], timeout=0)[0] == []
     assert [call.index for call in calls] == [0, 1]
-    assert clerks.results([slow, *calls], timeout=30) == [5, 3.0, 3.0]
-    clerks.call_on(0, "add", -5)
+    assert clerks.results([slow], timeout=30) == [5]
+    assert clerks.results(calls, timeout=30) == [3.0, 3.0]
+    clerks.call_on(0, Clerk.add, -5)
 
 
-def test_our_errors_keep_their_type_and_words(clerks: WorkerGroup) -> None:
+def test_our_errors_keep_their_type_and_words(clerks: WorkerGroup[Clerk]) -> None:
     with pytest.raises(NonFiniteError) as caught:
-        clerks.call("fail", "ours")
+        clerks.call(Clerk.fail, "ours")
     assert type(caught.value) is NonFiniteError
     assert str(caught.value) == "loss is nan at step 3"
     assert caught.value.__cause__ is None
-    assert clerks.call("add", 0) == [0, 0]
+    assert clerks.call(Clerk.add, 0) == [0, 0]
 
 
-def test_other_errors_come_with_the_workers_traceback(clerks: WorkerGroup) -> None:
+def test_other_errors_come_with_the_workers_traceback(clerks: WorkerGroup[Clerk]) -> None:
     with pytest.raises(ClusterError) as caught:
-        clerks.call_on(1, "fail", "other")
+        clerks.call_on(1, Clerk.fail, "other")
     text = str(caught.value)
     assert text.startswith("clerk 1 on 127.0.0.1 (pid ")
     assert "failed in `fail`" in text and 'raise KeyError("missing thing")' in text
     assert "ray" not in text and "host.py" not in text
     with pytest.raises(ClusterError, match="Unpicklable: a"):
-        clerks.call_on(1, "fail", "unpicklable")
+        clerks.call_on(1, Clerk.fail, "unpicklable")
     with pytest.raises(ClusterError, match="SystemExit: 5"):
-        clerks.call_on(1, "fail", "exit")
+        clerks.call_on(1, Clerk.fail, "exit")
     with pytest.raises(ClusterError, match="no attribute 'fly'"):
-        clerks.call_on(1, "fly")
-    assert clerks.call("add", 0) == [0, 0]
+        clerks.call_on(1, fly)
+    assert clerks.call(Clerk.add, 0) == [0, 0]
 
 
 def test_an_error_at_the_start(cluster: Cluster) -> None:
@@ -96,26 +101,28 @@ def test_an_error_at_the_start(cluster: Cluster) -> None:
         WorkerGroup("clerk", Clerk, [Member(("bad",))], start_timeout=60)
 
 
-def test_a_call_over_its_time_names_who_is_late(clerks: WorkerGroup) -> None:
+def test_a_call_over_its_time_names_who_is_late(clerks: WorkerGroup[Clerk]) -> None:
     with pytest.raises(ClusterError, match=r"clerk: no reply to `sleep` within 0.5 s from 1 on 127\.0\.0\.1"):
-        clerks.call_each("sleep", [(0.0,), (1.5,)], timeout=0.5)
-    assert clerks.call("add", 0, timeout=30) == [0, 0]
+        clerks.within(0.5).call_each(Clerk.sleep, [0.0, 1.5])
+    assert clerks.within(30).call(Clerk.add, 0) == [0, 0]
 
 
-def test_streams_give_values_as_they_come(clerks: WorkerGroup) -> None:
-    values = [clerks.value(0, "numbers", ref) for ref in clerks.stream("numbers", 0, 4)]
-    assert values == [0, 1, 2, 3]
-    stream = clerks.stream("numbers", 1, 5, fail_at=2)
-    assert [clerks.value(1, "numbers", next(stream)) for _ in range(2)] == [0, 1]
+def test_streams_give_values_as_they_come(clerks: WorkerGroup[Clerk]) -> None:
+    stream = clerks.stream(0, Clerk.numbers, 4)
+    assert [next_item(clerks, stream) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(StopIteration):
+        next_item(clerks, stream)
+    stream = clerks.stream(1, Clerk.numbers, 5, fail_at=2)
+    assert [next_item(clerks, stream) for _ in range(2)] == [0, 1]
     with pytest.raises(DataError, match=r"^number 2 is broken$"):
-        clerks.value(1, "numbers", next(stream))
+        next_item(clerks, stream)
 
 
-def test_an_independent_member_can_die_and_be_restarted(clerks: WorkerGroup) -> None:
-    clerks.call_on(0, "add", 7)
-    clerks.call_on(1, "say", "these are my last words")
-    first, second = clerks.call("pid")
-    calls = clerks.submit("sleep", 3.0)
+def test_an_independent_member_can_die_and_be_restarted(clerks: WorkerGroup[Clerk]) -> None:
+    clerks.call_on(0, Clerk.add, 7)
+    clerks.call_on(1, Clerk.say, "these are my last words")
+    first, second = clerks.call(Clerk.pid)
+    calls = clerks.submit(Clerk.sleep, 3.0)
     begin = time.monotonic()
     os.kill(second, signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -127,20 +134,20 @@ def test_an_independent_member_can_die_and_be_restarted(clerks: WorkerGroup) -> 
     assert "killed" in text and "  these are my last words" in text
     clerks.restart(1)
     assert clerks.results(calls[:1]) == [3.0]
-    assert clerks.call("add", 0) == [7, 0]
-    assert clerks.call("pid")[0] == first
-    assert clerks.call("variable", "SHELF") == ["0", "1"]
-    clerks.call_on(0, "add", -7)
+    assert clerks.call(Clerk.add, 0) == [7, 0]
+    assert clerks.call(Clerk.pid)[0] == first
+    assert clerks.call(Clerk.variable, "SHELF") == ["0", "1"]
+    clerks.call_on(0, Clerk.add, -7)
 
 
 def test_close_ends_workers_in_the_middle_of_a_call(cluster: Cluster) -> None:
     group = WorkerGroup("clerk", Clerk, [Member()], start_timeout=60)
-    (pid,) = group.call("pid")
-    call = group.submit_to(0, "sleep", 600)
+    (pid,) = group.call(Clerk.pid)
+    call = group.submit_to(0, Clerk.sleep, 600)
     group.close()
     wait_for_end(pid, 10)
     with pytest.raises(ClusterError, match="cannot be called: it is closed"):
-        group.call("pid")
+        group.call(Clerk.pid)
     with pytest.raises(ClusterError):
         group.results([Call(0, "sleep", call.ref)], timeout=10)
 
@@ -149,7 +156,7 @@ def test_the_end_of_the_block_lets_workers_close_but_not_for_long(cluster: Clust
     quick, slow, dead = (tmp_path / name for name in ("quick", "slow", "dead"))
     members = [Member((str(quick), 0.0)), Member((str(slow), 600.0)), Member((str(dead), 0.0))]
     with WorkerGroup("clerk", Tidy, members, start_timeout=60, closing=1.0) as group:
-        pids = group.call("pid")
+        pids = group.call(Tidy.pid)
         os.kill(pids[2], signal.SIGKILL)
         begin = time.monotonic()
     assert time.monotonic() - begin < 10
@@ -161,15 +168,15 @@ def test_the_end_of_the_block_lets_workers_close_but_not_for_long(cluster: Clust
 
 def test_one_error_ends_an_spmd_group(cluster: Cluster) -> None:
     group = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, start_timeout=60)
-    pids, seen = group.call("pid"), []
+    pids, seen = group.call(Clerk.pid), []
     group.before_end = lambda cause: seen.append((str(cause), [Path(f"/proc/{p}").exists() for p in pids]))
     with pytest.raises(DataError, match=r"^row 7 is broken$"):
-        group.call_each("fail_or_wait", [(False,), (True,)], timeout=60)
+        group.within(60).call_each(Clerk.fail_or_wait, [False, True])
     assert seen == [("row 7 is broken", [True, True])], "what they write may be finished first"
     for pid in pids:
         wait_for_end(pid, 10)
     with pytest.raises(ClusterError, match=r"training rank 0 cannot be called.*row 7 is broken"):
-        group.call("pid")
+        group.call(Clerk.pid)
 
 
 def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
@@ -181,13 +188,13 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
         ]
         group = WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90)
         assert placement.store_host is None
-        joined = group.call("join", group.call_on(0, "open_store", None), timeout=90)
+        joined = group.within(90).call(Rank.join, group.call_on(0, Rank.open_store, None))
         assert [(one["rank"], one["local_rank"], one["interface"]) for one in joined] == [
             (0, 0, "lo"),
             (1, 1, "lo"),
         ]
-        assert group.call_each("sum", [(1.0,), (2.0,)], timeout=30) == [3.0, 3.0]
-        calls = group.submit_each("sum_alone", [(True,), (False,)])
+        assert group.within(30).call_each(Rank.sum, [1.0, 2.0]) == [3.0, 3.0]
+        calls = group.submit_each(Rank.sum_alone, [True, False])
         time.sleep(0.5)
         begin = time.monotonic()
         os.kill(joined[1]["pid"], signal.SIGKILL)
@@ -205,9 +212,9 @@ def test_a_rank_that_ends_unasked_is_noticed_by_those_who_wait_for_others(
     watching = workers.Watch()
     ranks = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, watch=watching)
     with ranks, WorkerGroup("clerk", Clerk, [Member()], watch=watching) as others:
-        assert others.call("sleep", 1.2) == [1.2]  # nothing has happened
-        victim = ranks.call("pid")[1]
-        stream = open_stream(others, 0, "slowly", 100, 0.2)
+        assert others.call(Clerk.sleep, 1.2) == [1.2]  # nothing has happened
+        victim = ranks.call(Clerk.pid)[1]
+        stream = others.stream(0, Clerk.slowly, 100, 0.2)
         os.kill(victim, signal.SIGKILL)
         begin = time.monotonic()
         # It goes on getting items, and must look all the same.
@@ -220,7 +227,7 @@ def test_a_rank_that_ends_unasked_is_noticed_by_those_who_wait_for_others(
         assert not isinstance(told.value, WorkerDied)  # a caller would restart the wrong worker
         assert time.monotonic() - begin < 10
         with pytest.raises(ClusterError, match="training rank 1"):
-            others.call("sleep", 60)
+            others.call(Clerk.sleep, 60)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +257,7 @@ def test_separate_places_on_cpus(cluster: Cluster) -> None:
         assert rank.bundle != engine.bundle and rank.host == engine.host == "127.0.0.1"
         members = [Member((), {}, rank), Member((), {}, engine)]
         with WorkerGroup("clerk", Clerk, members, start_timeout=60) as group:
-            assert group.call("add", 1) == [1, 1]
+            assert group.call(Clerk.add, 1) == [1, 1]
     with place(cluster, Cpu(), demand, start_timeout=60):  # it needs what the first gave back
         pass
 
@@ -271,8 +278,8 @@ def test_ranks_and_an_engine_take_turns_on_simulated_devices(cluster: Cluster) -
             WorkerGroup("rollout engine", Clerk, [engine], start_timeout=90) as engines,
         ):
             # As on several machines: the device's own collectives keep to the interface of the store.
-            joined = ranks.call("join", ranks.call_on(0, "open_store", "127.0.0.1"), timeout=90)
+            joined = ranks.within(90).call(Rank.join, ranks.call_on(0, Rank.open_store, "127.0.0.1"))
             assert [one["device"] for one in joined] == ["npu:0", "npu:1"]
             assert [one["own interface"] for one in joined] == ["lo", "lo"]
-            assert ranks.call_each("sum", [(1.0,), (2.0,)], timeout=60) == [3.0, 3.0]
-            assert engines.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1"]
+            assert ranks.within(60).call_each(Rank.sum, [1.0, 2.0]) == [3.0, 3.0]
+            assert engines.call(Clerk.variable, "ASCEND_RT_VISIBLE_DEVICES") == ["0,1"]

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import ray
 
+Value = TypeVar("Value")
 
-class Handle(NamedTuple):
+
+@dataclass(frozen=True)
+class Handle(Generic[Value]):
     """A value in the store. The reference is inside, so that passing a handle on never fetches the value."""
 
     reference: Any
 
 
-def put(value: Any) -> Handle:
+def put(value: Value) -> Handle[Value]:
     """Into the store of this machine, owned by this process."""
     return Handle(ray.put(value))
 
 
-def fetch(handles: Sequence[Handle]) -> list[Any]:
+def fetch(handles: Sequence[Handle[Value]]) -> list[Value | None]:
     """The values, from whichever machine has them; None where the process that owned one is gone."""
     try:
-        found: list[Any] = ray.get([handle.reference for handle in handles])
+        found: list[Value | None] = ray.get([handle.reference for handle in handles])
         return found
     except ray.exceptions.ObjectLostError:
         return [_fetch(handle) for handle in handles]
 
 
-def _fetch(handle: Handle) -> Any:
+def _fetch(handle: Handle[Value]) -> Value | None:
     try:
-        return ray.get(handle.reference)
+        value: Value = ray.get(handle.reference)
+        return value
     except ray.exceptions.ObjectLostError:
         return None

@@ -1,13 +1,17 @@
-"""Groups of workers: plain Python objects, each in a process of its own somewhere in the cluster."""
+"""Groups of workers: plain Python objects, each in a process of its own somewhere in the cluster.
+
+A method is called by itself, `group.call(Worker.method, argument)`: so type checkers compare arguments and
+results with it, and editors find it. W: class of the workers of a group.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
@@ -20,6 +24,12 @@ from isotrain.cluster.placement import Seat
 from isotrain.errors import ClusterError, IsotrainError
 
 LOOK_EVERY = 5.0
+
+W = TypeVar("W")
+P = ParamSpec("P")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+Method = Callable[Concatenate[W, P], Result]
 
 
 class Watch:
@@ -71,12 +81,12 @@ GRACE = 2.0
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Generic[Result]):
     """A method that one worker is running; `ref` is what Ray's own functions take."""
 
     index: int
     method: str
-    ref: ObjectRef[Any]
+    ref: ObjectRef[Result]
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Member:
     """Its place in the cluster; anywhere without."""
 
 
-class WorkerGroup:
+class WorkerGroup(Generic[W]):
     """Workers of one class, numbered from 0.
 
     The members of an SPMD group wait for each other in collectives: when one fails, or does not reply in
@@ -99,7 +109,7 @@ class WorkerGroup:
     def __init__(
         self,
         name: str,
-        worker: type,
+        worker: type[W],
         members: Sequence[Member],
         *,
         spmd: bool = False,
@@ -136,7 +146,7 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self._members)
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> WorkerGroup[W]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,56 +164,55 @@ class WorkerGroup:
     def whereabouts(self) -> list[Whereabouts]:
         return [where for where in self._where if where is not None]
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Call]:
-        """Start a method on every worker with the same arguments; references among them arrive as values."""
+    def submit(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Call[Result]]:
+        """Start a method on every worker with the same arguments."""
         return [self.submit_to(index, method, *args, **kwargs) for index in range(len(self))]
 
-    def submit_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Call]:
-        """Start a method on every worker, each with its own positional arguments."""
-        assert len(args) == len(self), "one tuple of arguments for each worker"
-        return [self.submit_to(index, method, *own) for index, own in enumerate(args)]
+    def submit_each(
+        self, method: Callable[[W, Argument], Result], args: Sequence[Argument]
+    ) -> list[Call[Result]]:
+        """Start a method of one argument on every worker, each with its own."""
+        assert len(args) == len(self), "an argument for each worker"
+        return [self.submit_to(index, method, own) for index, own in enumerate(args)]
 
-    def submit_to(self, index: int, method: str, *args: Any, **kwargs: Any) -> Call:
+    def submit_to(
+        self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Call[Result]:
         """Start a method on one worker."""
-        return Call(index, method, self._host(index).run.remote(method, *args, **kwargs))
+        name = method.__name__
+        return Call(index, name, self._host(index).run.remote(name, *args, **kwargs))
 
-    def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """Run a method on every worker and wait; results by worker."""
-        return self.results(self.submit(method, *args, **kwargs), timeout)
+        return self.results(self.submit(method, *args, **kwargs))
 
-    def call_each(
-        self, method: str, args: Sequence[tuple[Any, ...]], *, timeout: float | None = None
-    ) -> list[Any]:
-        """Run a method on every worker, each with its own positional arguments, and wait."""
-        return self.results(self.submit_each(method, args), timeout)
+    def call_each(self, method: Callable[[W, Argument], Result], args: Sequence[Argument]) -> list[Result]:
+        """Run a method of one argument on every worker, each with its own, and wait."""
+        return self.results(self.submit_each(method, args))
 
-    def call_on(
-        self, index: int, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> Any:
+    def call_on(self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Run a method on one worker and wait."""
-        return self.results([self.submit_to(index, method, *args, **kwargs)], timeout)[0]
+        return self.results([self.submit_to(index, method, *args, **kwargs)])[0]
 
-    def stream(self, method: str, index: int, *args: Any, **kwargs: Any) -> ObjectRefGenerator:
-        """Start a method that yields on one worker: a generator of references, which `ray.wait` also takes.
+    def within(self, timeout: float | None) -> TimedCalls[W]:
+        """For calls that must end in time: `group.within(60).call(Worker.method)`."""
+        return TimedCalls(self, timeout)
 
-        Get their values with `value`, so that errors have their types.
-        """
-        remote = self._host(index).stream.options(num_returns="streaming")
-        generator: ObjectRefGenerator = remote.remote(method, *args, **kwargs)
-        return generator
+    def stream(
+        self, index: int, method: Method[W, P, Iterator[Result]], *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[Result]:
+        """Start a method that yields on one worker; see `next_item`."""
+        name, remote = method.__name__, self._host(index).stream.options(num_returns="streaming")
+        return Stream(index, name, remote.remote(name, *args, **kwargs))
 
-    def value(self, index: int, method: str, ref: ObjectRef[Any], timeout: float | None = None) -> Any:
-        """The value of a reference that a method of one worker gave."""
-        return self.results([Call(index, method, ref)], timeout)[0]
-
-    def results(self, calls: Sequence[Call], timeout: float | None = None) -> list[Any]:
+    def results(self, calls: Sequence[Call[Result]], timeout: float | None = None) -> list[Result]:
         """Wait for calls and give their results in order; the first failure ends the waiting.
 
         An error of isotrain arrives as it was raised, any other as a ClusterError with the worker's
         traceback, the end of a worker's process as WorkerDied.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Any], Any]()
+        pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Result], Result]()
         while pending:
             # A call reports the end of its own worker, and what that worker was doing.
             ready = self.watch.wait(list(pending), deadline, but=self._look_at_ranks)
@@ -216,7 +225,7 @@ class WorkerGroup:
                 self._raise_first(ended, list(pending.values()))
         return [values[call.ref] for call in calls]
 
-    def _raise_first(self, ended: Sequence[Call], pending: Sequence[Call]) -> NoReturn:
+    def _raise_first(self, ended: Sequence[Call[Any]], pending: Sequence[Call[Any]]) -> NoReturn:
         for number, call in enumerate(ended):
             try:
                 ray.get(call.ref)
@@ -258,7 +267,7 @@ class WorkerGroup:
         if self._closed or not hasattr(self._worker, "close") or not ray.is_initialized():
             return
         here = [index for index, host in enumerate(self._hosts) if host is not None]
-        calls = [self.submit_to(index, "close") for index in here]
+        calls = [Call[None](index, "close", self._hosts[index].run.remote("close")) for index in here]
         self._closed = "it is closed"
         if self._spmd:  # if one fails, the others would wait forever
             with suppress(IsotrainError):
@@ -280,7 +289,7 @@ class WorkerGroup:
     def _start_watched(self, indices: Sequence[int]) -> None:
         for index in indices:
             self._hosts[index] = self._create(self._members[index])
-        starts = [
+        starts: list[Call[Whereabouts]] = [
             Call(
                 index,
                 "start",
@@ -334,7 +343,7 @@ class WorkerGroup:
             with suppress(ray.exceptions.RayError, ValueError):  # it has ended by itself
                 ray.kill(host)
 
-    def _failed(self, first: Call, error: Exception, pending: Sequence[Call]) -> IsotrainError:
+    def _failed(self, first: Call[Any], error: Exception, pending: Sequence[Call[Any]]) -> IsotrainError:
         """The failure to report; an SPMD group then ends."""
         failures = [self._explain(first, error)]
         if self._spmd and pending and _may_be_an_effect(failures[0]):
@@ -347,7 +356,7 @@ class WorkerGroup:
             self.close()
         return cause
 
-    def _further_failures(self, pending: Sequence[Call]) -> list[IsotrainError]:
+    def _further_failures(self, pending: Sequence[Call[Any]]) -> list[IsotrainError]:
         left, deadline = {call.ref: call for call in pending}, time.monotonic() + GRACE
         failures: list[IsotrainError] = []
         while left and (ready := Watch().wait(list(left), deadline)):
@@ -359,10 +368,10 @@ class WorkerGroup:
                     failures.append(self._explain(call, error))
         return failures
 
-    def _explain(self, call: Call, error: Exception) -> IsotrainError:
+    def _explain(self, call: Call[Any], error: Exception) -> IsotrainError:
         return explain(error, self._name, call.index, call.method, self._where[call.index])
 
-    def _overdue(self, pending: Sequence[Call], timeout: float | None) -> Overdue:
+    def _overdue(self, pending: Sequence[Call[Any]], timeout: float | None) -> Overdue:
         late = ", ".join(
             f"{call.index}" + (f" on {where.host} (pid {where.pid})" if where else "")
             for call in pending
@@ -385,8 +394,25 @@ def _rank_of_causes(failure: IsotrainError) -> int:
     return 0 if not isinstance(failure, ClusterError) else 1 if isinstance(failure, WorkerDied) else 2
 
 
+@dataclass(frozen=True)
+class TimedCalls(Generic[W]):
+    """Calls to the workers of a group that raise Overdue where a reply takes too long."""
+
+    group: WorkerGroup[W]
+    timeout: float | None
+
+    def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
+        return self.group.results(self.group.submit(method, *args, **kwargs), self.timeout)
+
+    def call_each(self, method: Callable[[W, Argument], Result], args: Sequence[Argument]) -> list[Result]:
+        return self.group.results(self.group.submit_each(method, args), self.timeout)
+
+    def call_on(self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        return self.group.results([self.group.submit_to(index, method, *args, **kwargs)], self.timeout)[0]
+
+
 @dataclass(frozen=True, eq=False)
-class Stream:
+class Stream(Generic[Result]):
     """A method that yields, running on one worker."""
 
     index: int
@@ -394,16 +420,15 @@ class Stream:
     items: ObjectRefGenerator
 
 
-def open_stream(group: WorkerGroup, index: int, method: str, *args: Any) -> Stream:
-    return Stream(index, method, group.stream(method, index, *args))
-
-
-def next_item(group: WorkerGroup, stream: Stream) -> Any:
+def next_item(group: WorkerGroup[Any], stream: Stream[Result]) -> Result:
     """The next item, waiting for it; StopIteration after the last. Errors are those of `group.results`."""
-    return group.value(stream.index, stream.method, next(stream.items))
+    item: Call[Result] = Call(stream.index, stream.method, next(stream.items))
+    return group.results([item])[0]
 
 
-def wait_any(watch: Watch, works: Sequence[Call | Stream], deadline: float | None = None) -> list[int]:
+def wait_any(
+    watch: Watch, works: Sequence[Call[Any] | Stream[Any]], deadline: float | None = None
+) -> list[int]:
     """Indices of streams that have an item, have ended or have failed: at least one unless time runs out."""
     refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
     found = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}

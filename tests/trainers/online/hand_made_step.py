@@ -5,7 +5,7 @@ T: tokens of a trajectory, N: its response tokens, P: those of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,15 +117,18 @@ class Here:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        if method == "forget":
+    def within(self, timeout: float) -> Here:
+        return self
+
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        if method == PolicyRank.forget:
             self.minis = self.rank.minis
-        return [None if method in self.not_done else getattr(self.rank, method)(*args)]
+        return ["not done" if method.__name__ in self.not_done else method(self.rank, *args)]
 
-    def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self.call(method, *args[0])
+    def call_each(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        return self.call(method, args[0])
 
-    def call_on(self, index: int, method: str, *args: Any) -> Any:
+    def call_on(self, index: int, method: Callable[..., Any], *args: Any) -> Any:
         return self.call(method, *args)[0]
 
 

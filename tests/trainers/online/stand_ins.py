@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from isotrain.cluster.failures import Overdue
+from isotrain.cluster.objects import Handle
 from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.collector import Collector, Seconds
@@ -41,12 +42,12 @@ class StandInGroup:
             future, method, args = self._tasks.get()
             future.set_result(getattr(self, method)(*args))
 
-    def submit_to(self, index: int, method: str, *args: Any) -> Call:
+    def submit_to(self, index: int, method: Callable[..., Any], *args: Any) -> Call[Any]:
         future: Future[Any] = Future()
-        self._tasks.put((future, method, args))
-        return Call(index, method, future)  # type: ignore[arg-type]
+        self._tasks.put((future, method.__name__, args))
+        return Call(index, method.__name__, future)  # type: ignore[arg-type]
 
-    def results(self, calls: Sequence[Call], timeout: float | None = None) -> list[Any]:
+    def results(self, calls: Sequence[Call[Any]], timeout: float | None = None) -> list[Any]:
         try:
             return [call.ref.result(timeout) for call in calls]  # type: ignore[attr-defined]
         except TimeoutError:
@@ -112,7 +113,8 @@ class StandInCollector(Collector):
         self.asked.append(
             (store, [request.prompt_index for request in prompt_requests], n, sampling.temperature)
         )
-        version = self.engines.result(self.engines.submit(0, "generate", self.wait))
+        generate: Any = StandInGroup.generate
+        version: Any = self.engines.result(self.engines.submit(0, generate, self.wait))
         engine_is_free()
         return [self._group(request, n, version) for request in prompt_requests], Seconds(0.0, 0.0)
 
@@ -120,4 +122,4 @@ class StandInCollector(Collector):
         lengths, finished = (2,) * n, (True,) * n
         responses = Responses(request.prompt_index, request.row, 3, lengths, lengths, finished, version)
         scores = tuple(Score(self.value(request.prompt_index, sample), {}, None, "") for sample in range(n))
-        return Group(responses, next(self._handles), scores, "data")
+        return Group(responses, Handle(next(self._handles)), scores, "data")

@@ -76,7 +76,8 @@ def test_an_update_may_wait_longer_for_responses_than_it_may_take_itself(stalene
 
 def test_the_time_of_an_update_begins_when_the_engine_is_free() -> None:
     engines = stand_in_engines(StandInGroup(seconds=0.7), timeout=0.5)
-    engines.submit(0, "generate", lambda: None)
+    generate: Any = StandInGroup.generate
+    engines.submit(0, generate, lambda: None)
     engines.send(weights(1))
     assert engines.settle() == 0.0
 

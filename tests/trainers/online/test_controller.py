@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.objects import Handle, fetch
-from isotrain.cluster.workers import Call, Member, WorkerGroup
+from isotrain.cluster.workers import Call, Member, Stream, WorkerGroup
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
@@ -25,7 +25,7 @@ from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.collector import Collector, RolloutProgress
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, plan_step
-from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.replaceable import Replaceable, Startable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.setup import TRAIN, open_prompts
@@ -66,20 +66,20 @@ class LongWindedWorker(RolloutWorker):
         self.engine = LongWinded()  # type: ignore[assignment]
 
 
-class Counting(WorkerGroup):
+class Counting(WorkerGroup[Any]):
     """Adds up the size of all that this process sends to workers and gets from them."""
 
     sent = received = 0
 
-    def submit_to(self, index: int, method: str, *args: Any, **kwargs: Any) -> Call:
+    def submit_to(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
         self.sent += size((args, kwargs))
         return super().submit_to(index, method, *args, **kwargs)
 
-    def stream(self, method: str, index: int, *args: Any, **kwargs: Any) -> Any:
+    def stream(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Stream[Any]:
         self.sent += size((args, kwargs))
-        return super().stream(method, index, *args, **kwargs)
+        return super().stream(index, method, *args, **kwargs)
 
-    def results(self, calls: Sequence[Call], timeout: float | None = None) -> list[Any]:
+    def results(self, calls: Sequence[Call[Any]], timeout: float | None = None) -> list[Any]:
         values = super().results(calls, timeout)
         self.received += sum(size(value) for value in values)
         return values
@@ -89,9 +89,9 @@ def size(value: Any) -> int:
     return len(cloudpickle.dumps(value))
 
 
-def started(worker: type, *args: Any) -> Counting:
+def started(worker: type[Startable], *args: Any) -> Counting:
     group = Counting(worker.__name__, worker, [Member(args)])
-    group.call("start")
+    group.call(worker.start)
     return group
 
 

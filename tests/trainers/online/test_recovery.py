@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import BatchMaker
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import RankPlan
+from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import TRAIN, VALIDATION
 
@@ -32,18 +33,21 @@ class Ranks:
     def __len__(self) -> int:
         return 2
 
-    def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        assert method == "load"
+    def within(self, timeout: float) -> Ranks:
+        return self
+
+    def call_each(self, method: Callable[..., Any], args: Sequence[RankPlan]) -> list[Any]:
+        assert method == PolicyRank.load
         self.loads += 1
-        self.plans: list[RankPlan] = [plan for (plan,) in args]
+        self.plans = args
         return [
-            [number for number, (handle, _) in enumerate(plan.groups) if handle in self.lost]
+            [number for number, (handle, _) in enumerate(plan.groups) if handle.reference in self.lost]
             for plan in self.plans
         ]
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        self.called.append(method)
-        if method == "reward_model_scores":
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        self.called.append(method.__name__)
+        if method == PolicyRank.reward_model_scores:
             own = [[i for mini in plan.mini_batches for micro in mini for i in micro] for plan in self.plans]
             return [{number: float(number) for number in numbers} for numbers in own]
         return [None, None]
@@ -91,9 +95,9 @@ def test_lost_groups_of_a_batch_are_generated_until_all_are_there() -> None:
     assert [g.responses for g in batch.groups] == [g.responses for g in before.groups], (
         "the same draws in order"
     )
-    assert [g.handle for g in batch.groups] == [0, 5, 2, 3]
+    assert [g.handle.reference for g in batch.groups] == [0, 5, 2, 3]
     assert loop.collector.asked[1:] == [(TRAIN, [1], N, 1.0)] * 2
-    fetched = {handle for rank in plan.ranks for handle, _ in rank.groups}
+    fetched = {handle.reference for rank in plan.ranks for handle, _ in rank.groups}
     assert loop.ranks.loads == 3 and fetched == {0, 5, 2, 3}
     assert said.getvalue().count("warning: 1 lost group(s) will be generated again") == 2
     assert batch.taken == before.taken == 4

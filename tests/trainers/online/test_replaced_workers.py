@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,10 @@ class Group:
     def restart(self, index: int) -> None:
         self.restarts += 1
 
-    def call_on(self, index: int, method: str, timeout: float) -> None: ...
+    def within(self, timeout: float) -> Group:
+        return self
+
+    def call_on(self, index: int, method: Callable[..., object]) -> None: ...
 
 
 def test_nobody_takes_the_place_of_one_that_ended_with_the_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from isotrain.errors import ClusterError
+from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.run import _check_shared
 
 
@@ -20,8 +22,8 @@ class Ranks:
     def __init__(self, place: Path) -> None:
         self.prompt_index = place
 
-    def call(self, method: str, file: str) -> list[bool]:
-        assert method == "finds"
+    def call(self, method: Callable[..., bool], file: str) -> list[bool]:
+        assert method == PolicyRank.finds
         return [Path(file).is_file(), (self.prompt_index / Path(file).name).is_file()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +22,18 @@ class Late:
     def __init__(self, method: str) -> None:
         self.method = method
 
-    def call(self, method: str, *_: Any, timeout: float | None = None) -> list[Any]:
-        if method == self.method:
-            assert timeout == 7.0
-            raise Overdue(f"no reply to `{method}` within 7 s from 1 on 10.0.0.2 (pid 5)")
-        assert timeout is not None
-        return [None]
+    def within(self, timeout: float) -> SimpleNamespace:
+        assert timeout == 7.0
+        return SimpleNamespace(call=self._call)
 
-    on_all = call
+    def on_all(self, method: Callable[..., Any], timeout: float) -> None:
+        assert timeout == 7.0
+        self._call(method)
+
+    def _call(self, method: Callable[..., Any], *_: Any) -> list[str]:
+        if method.__name__ == self.method:
+            raise Overdue(f"no reply to `{self.method}` within 7 s from 1 on 10.0.0.2 (pid 5)")
+        return ["done"]
 
     def settle(self) -> float:
         return 0.0

@@ -157,7 +157,7 @@ def engines(
         for index, own in enumerate(["none", fault])
     ]
     with WorkerGroup("rollout engine", FaultyWorker, members, start_timeout=120) as group:
-        group.call("start", timeout=120)
+        group.within(120).call(RolloutWorker.start)
         tolerance = WEIGHT_CHECK_TOLERANCE[dtype]
         yield Engines(group, 120.0, said.append, check_T=CHECK_T, timeout=TIMEOUT, tolerance=tolerance)
 
@@ -169,13 +169,13 @@ def test_a_good_update(tiny: Path, tmp_path: Path, fault: str) -> None:
     said: list[str] = []
     trained = further(tiny, 1)
     with engines(tiny, tmp_path, fault, said) as both:
-        before = both.group.call("weight_check", CHECK_T)
+        before = both.group.call(RolloutWorker.weight_check, CHECK_T)
         assert np.abs(before[0] - trained.logps).mean() > 0.2
         both.send(trained)
         assert both.settle() < 1e-5
         # Also the one that took the place of an engine that died in the middle of it.
         assert len(said) == (fault == "dies")
-        for logps in both.group.call("weight_check", CHECK_T):
+        for logps in both.group.call(RolloutWorker.weight_check, CHECK_T):
             np.testing.assert_allclose(logps, trained.logps, rtol=0, atol=1e-5)
 
 
@@ -229,7 +229,7 @@ def test_an_update_waits_for_an_engine_that_is_being_replaced(tiny: Path, tmp_pa
     with engines(tiny, tmp_path, "none", said) as both, ThreadPoolExecutor(1) as thread:
         both.send(further(tiny, 1))
         both.settle()
-        death = both.submit(1, "die")
+        death = both.submit(1, FaultyWorker.die)
         replacing = thread.submit(both.result, death)
         while not said:
             time.sleep(0.01)
@@ -238,5 +238,5 @@ def test_an_update_waits_for_an_engine_that_is_being_replaced(tiny: Path, tmp_pa
         assert both.settle() < 1e-5
         replacing.result(60)
         assert len(said) == 1
-        for logps in both.group.call("weight_check", CHECK_T):
+        for logps in both.group.call(RolloutWorker.weight_check, CHECK_T):
             np.testing.assert_allclose(logps, second.logps, rtol=0, atol=1e-5)

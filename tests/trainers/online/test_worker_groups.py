@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -17,8 +18,11 @@ class Group:
     def __init__(self, name: str, seen: list[str], error: Exception | None = None) -> None:
         self.name, self.seen, self.error = name, seen, error
 
-    def submit(self, method: str, *_: Any) -> list[str]:
-        self.seen.append(f"{self.name} {method}")
+    def within(self, timeout: float) -> Group:
+        return self
+
+    def submit(self, method: Callable[..., Any], *_: Any) -> list[str]:
+        self.seen.append(f"{self.name} {method.__name__}")
         return [self.name]
 
     def results(self, submitted: list[str], timeout: float) -> list[str]:
@@ -27,10 +31,10 @@ class Group:
             raise self.error
         return submitted
 
-    def call(self, method: str, *_: Any, timeout: float = 0.0) -> list[str]:
+    def call(self, method: Callable[..., Any], *_: Any) -> list[str]:
         return self.submit(method)
 
-    def call_on(self, index: int, method: str, *_: Any) -> str:
+    def call_on(self, index: int, method: Callable[..., Any], *_: Any) -> str:
         return "store"
 
 

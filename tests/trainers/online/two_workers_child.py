@@ -63,23 +63,23 @@ class Checks:
     def responses(self) -> float:
         """The largest mean difference of a response's log-probs from those of a plain forward."""
         prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(4)]
-        task = self.engines.stream(0, "generate", TRAIN, prompt_requests, 2, Sampling(12))
+        task = self.engines.stream(0, RolloutWorker.generate, TRAIN, prompt_requests, 2, Sampling(12))
         handles = []
         while True:
             try:
                 handles.append(next_item(self.engines.group, task.work)[1])
             except StopIteration:
                 break
-        found = [trajectory for group in fetch(handles) for trajectory in group]
+        found = [trajectory for group in fetch(handles) for trajectory in group or ()]
         assert len(found) == 8
         return max(
             float(np.abs(self.forward(t.tokens_T)[t.prompt_length - 1 :] - t.logp_N).mean()) for t in found
         )
 
     def weights(self) -> None:
-        (before,) = self.engines.group.call("weight_check", CHECK_T)
+        (before,) = self.engines.group.call(RolloutWorker.weight_check, CHECK_T)
         first = self.update()
-        (after,) = self.engines.group.call("weight_check", CHECK_T)
+        (after,) = self.engines.group.call(RolloutWorker.weight_check, CHECK_T)
         self.results["weights"] = {
             "moved": float(np.abs(after - before).mean()),
             "weight_check": max(first, self.update()),
@@ -105,7 +105,7 @@ class Checks:
 
     def killed_generating(self) -> None:
         prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(16)]
-        task = self.engines.stream(0, "generate", TRAIN, prompt_requests, 4, Sampling(400))
+        task = self.engines.stream(0, RolloutWorker.generate, TRAIN, prompt_requests, 4, Sampling(400))
         time.sleep(1.0)
         self.kill(0)
         try:
@@ -139,7 +139,7 @@ def main() -> None:
         (environment,) = engine_environments(placement.engines, device)
         member = Member((resolved(recipe), "rollout engine 0"), environment, placement.engines[0])
         with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
-            group.call("start", timeout=300)
+            group.within(300).call(RolloutWorker.start)
             said: list[str] = []
             exact = Tolerance(1e-3, 1e-3, 1e-3)
             engines = Engines(group, 300.0, said.append, check_T=CHECK_T, timeout=60.0, tolerance=exact)

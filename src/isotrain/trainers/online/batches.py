@@ -17,7 +17,7 @@ from isotrain.data.sampler import Sampler
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.background import in_background
 from isotrain.trainers.online.collector import Collector, Seconds
-from isotrain.trainers.online.messages import Group, PromptRequest
+from isotrain.trainers.online.messages import Group, PromptRequest, TrajectoriesHandle
 from isotrain.trainers.online.metrics import Failures, failures_of
 from isotrain.trainers.setup import TRAIN
 
@@ -45,7 +45,7 @@ class Maker(Protocol):
         """Decide what the next batch is; calling the result makes it."""
         ...
 
-    def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
+    def again(self, groups: list[Group], gone: Collection[TrajectoriesHandle]) -> list[Group]:
         """The groups of a batch, with new ones for those whose trajectories are gone."""
         ...
 
@@ -101,7 +101,7 @@ class BatchMaker:
         others = batch.others.plus(failures_of(best))
         return replace(batch, greedy=scores, seconds=batch.seconds.plus(extra), others=others)
 
-    def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
+    def again(self, groups: list[Group], gone: Collection[TrajectoriesHandle]) -> list[Group]:
         return self.collector.again(TRAIN, groups, gone, self.n, self.sampling)
 
     def _draw(self, count: int) -> list[PromptRequest]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.objects import Handle
-from isotrain.cluster.workers import Stream, next_item, wait_any
+from isotrain.cluster.workers import Call, Stream, next_item, wait_any
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.engines import Engines, engine_name
-from isotrain.trainers.online.messages import Group, PromptRequest, Responses
-from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
+from isotrain.trainers.online.messages import Group, PromptRequest, TrajectoriesHandle
+from isotrain.trainers.online.replaceable import Died, Replaceable, Task
+from isotrain.trainers.online.reward_worker import RewardWorker, ScoredGroup
+from isotrain.trainers.online.rollout_worker import RolloutWorker, Written
 from isotrain.trainers.setup import TRAIN
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
@@ -35,7 +36,7 @@ class Seconds(NamedTuple):
 @dataclass
 class Collector:
     engines: Engines
-    rewards: Replaceable
+    rewards: Replaceable[RewardWorker]
     rollout_progress: RolloutProgress
 
     def collect(
@@ -63,7 +64,12 @@ class Collector:
         return [done[request.prompt_index] for request in prompt_requests], seconds
 
     def again(
-        self, store: str, groups: Sequence[Group], gone: Collection[Any], n: int, sampling: Sampling
+        self,
+        store: str,
+        groups: Sequence[Group],
+        gone: Collection[TrajectoriesHandle],
+        n: int,
+        sampling: Sampling,
     ) -> list[Group]:
         """The groups, with new responses to those draws whose trajectories are gone."""
         prompt_requests = [
@@ -90,9 +96,9 @@ class _Round:
         self.rollout_progress, self.request = collector.rollout_progress, request
         self.store, self.n, self.sampling = store, n, sampling
         self.engine_is_free = engine_is_free
-        self.streams: list[Task] = []
-        self.backlog: list[tuple[Responses, Handle]] = []
-        self.scoring: dict[Task, list[tuple[Responses, Handle]]] = {}
+        self.streams: list[Task[Stream[Written]]] = []
+        self.backlog: list[Written] = []
+        self.scoring: dict[Task[Call[list[ScoredGroup | None]]], list[Written]] = {}
         self.calls = [0] * len(self.rewards)
         """How many each reward worker is busy with."""
         self.done: dict[int, Group] = {}
@@ -102,25 +108,28 @@ class _Round:
         for index in range(len(self.engines)):
             if share := list(prompt_requests[index :: len(self.engines)]):
                 self.streams.append(
-                    self.engines.stream(index, "generate", self.store, share, self.n, self.sampling)
+                    self.engines.stream(
+                        index, RolloutWorker.generate, self.store, share, self.n, self.sampling
+                    )
                 )
                 self.rollout_progress.asked(index)
         while self.streams or self.scoring or self.backlog:
             self._send_backlog()
-            tasks = [*self.streams, *self.scoring]
-            self.rollout_progress.look(self.request, [task.index for task in self.streams])
-            works, deadline = [task.work for task in tasks], time.monotonic() + LOOK_SECONDS
+            streams, scoring = list(self.streams), list(self.scoring)
+            self.rollout_progress.look(self.request, [task.index for task in streams])
+            works: list[Call[Any] | Stream[Any]] = [task.work for task in streams]
+            works += [task.work for task in scoring]
+            deadline = time.monotonic() + LOOK_SECONDS
             for number in wait_any(self.engines.group.watch, works, deadline):
-                if isinstance(tasks[number].work, Stream):
-                    self._take_responses(tasks[number])
+                if number < len(streams):
+                    self._take_responses(streams[number])
                     generated = time.perf_counter()
                 else:
-                    self._take_scores(tasks[number])
+                    self._take_scores(scoring[number - len(streams)])
         return self.done, Seconds(generated - started, time.perf_counter() - generated)
 
-    def _take_responses(self, task: Task) -> None:
+    def _take_responses(self, task: Task[Stream[Written]]) -> None:
         """One group that an engine has finished, or the end of its work."""
-        assert isinstance(task.work, Stream)
         try:
             self.backlog.append(next_item(self.engines.group, task.work))
             self.rollout_progress.heard_from(task.index)
@@ -140,13 +149,13 @@ class _Round:
             items = [(responses.row, handle) for responses, handle in work]
             index = self.calls.index(min(self.calls))
             self.calls[index] += 1
-            self.scoring[self.rewards.submit(index, "score", self.store, items)] = work
+            self.scoring[self.rewards.submit(index, RewardWorker.score, self.store, items)] = work
 
-    def _take_scores(self, task: Task) -> None:
+    def _take_scores(self, task: Task[Call[list[ScoredGroup | None]]]) -> None:
         work = self.scoring.pop(task)
         self.calls[task.index] -= 1
         scored = self.rewards.result(task)
-        if scored is DIED:
+        if isinstance(scored, Died):
             self.backlog += work
             return
         for (responses, handle), told in zip(work, scored, strict=True):

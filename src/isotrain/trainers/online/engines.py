@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.cluster.failures import Overdue
-from isotrain.cluster.workers import WorkerGroup
+from isotrain.cluster.workers import Call, WorkerGroup
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
 from isotrain.trainers.online.background import in_background
-from isotrain.trainers.online.replaceable import DIED, Replaceable, Task
+from isotrain.trainers.online.replaceable import Died, Replaceable, Task
+from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 
 class Weights(NamedTuple):
@@ -29,13 +30,14 @@ class Weights(NamedTuple):
     """The trained model's log-probs of a fixed prompt with these weights."""
 
 
-class Delivery(NamedTuple):
+@dataclass(frozen=True)
+class Delivery:
     """Weights on their way to one engine."""
 
-    free: Task
+    free: Task[Call[None]]
     """Done when the engine has finished its earlier calls."""
-    update: Task
-    logps: Task
+    update: Task[Call[int]]
+    logps: Task[Call[npt.NDArray[np.float32]]]
     weights: Weights
 
 
@@ -57,7 +59,7 @@ class Tolerance:
         return self.first if largest is None else min(self.most, max(self.least, self.factor * largest))
 
 
-class Engines(Replaceable):
+class Engines(Replaceable[RolloutWorker]):
     """Updates are queued behind what an engine is doing, and every one is verified.
 
     The engine itself compares what it got with the update's digest. Here its version is compared, and its
@@ -67,7 +69,7 @@ class Engines(Replaceable):
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: WorkerGroup[RolloutWorker],
         start_timeout: float,
         tell: Callable[[str], None],
         *,
@@ -93,9 +95,10 @@ class Engines(Replaceable):
 
     def _send_to(self, index: int, weights: Weights) -> Delivery:
         with self._places[index]:  # no thread may ask for responses in between
-            free = self.submit(index, "report")
-            update = self.submit(index, "update", weights.updates[index])
-            return Delivery(free, update, self.submit(index, "weight_check", self.check_T), weights)
+            free = self.submit(index, RolloutWorker.report)
+            update = self.submit(index, RolloutWorker.update, weights.updates[index])
+            logps = self.submit(index, RolloutWorker.weight_check, self.check_T)
+            return Delivery(free, update, logps, weights)
 
     def settle(self) -> float:
         """Wait until all engines have the newest weights; returns the weight check's largest difference."""
@@ -126,7 +129,7 @@ class Engines(Replaceable):
                 f"{name}: weight update {weights.version} did not end within {self.timeout:g} s "
                 "(rollout.update_timeout)"
             ) from error
-        if version is DIED or logps is DIED:
+        if isinstance(version, Died) or isinstance(logps, Died):
             return None  # its successor has been given the newest weights, and they were verified
         return self._compared(name, version, logps, weights)
 
@@ -145,8 +148,9 @@ class Engines(Replaceable):
     def prepare(self, index: int) -> None:
         super().prepare(index)
         if (weights := self.newest) is not None:
-            version = self.group.call_on(index, "update", weights.updates[index], timeout=self.timeout)
-            logps = self.group.call_on(index, "weight_check", self.check_T, timeout=self.timeout)
+            engine = self.group.within(self.timeout)
+            version = engine.call_on(index, RolloutWorker.update, weights.updates[index])
+            logps = engine.call_on(index, RolloutWorker.weight_check, self.check_T)
             self._compared(engine_name(index), version, logps, weights)
 
 

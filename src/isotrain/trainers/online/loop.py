@@ -28,7 +28,16 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.batches import AsyncBatches, Batch, Maker, SyncBatches
 from isotrain.trainers.online.collector import Collector
 from isotrain.trainers.online.engines import Engines, Weights
-from isotrain.trainers.online.messages import Group, PromptRequest, RunState, StepPlan, plan_step
+from isotrain.trainers.online.messages import (
+    Group,
+    PromptRequest,
+    RankRecord,
+    RankScores,
+    RunState,
+    StepPlan,
+    TrajectoriesHandle,
+    plan_step,
+)
 from isotrain.trainers.online.metrics import (
     Failures,
     Numbers,
@@ -39,7 +48,9 @@ from isotrain.trainers.online.metrics import (
     total_scores,
     validation_metrics,
 )
+from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.relays import Relays
+from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.step import AdvantageSettings
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
@@ -89,7 +100,7 @@ class LoopSettings:
 @dataclass
 class OnlineTrainer:
     settings: LoopSettings
-    ranks: WorkerGroup
+    ranks: WorkerGroup[PolicyRank]
     engines: Engines
     relays: Relays
     collector: Collector
@@ -148,10 +159,10 @@ class OnlineTrainer:
             self.recorder.write(step, values)
             if self.saves.is_due(step):
                 self._save(step, batch.taken)
-            if failure := next(filter(None, self.ranks.call("save_failure")), None):
+            if failure := next(filter(None, self.ranks.call(PolicyRank.save_failure)), None):
                 self.recorder.console.message(f"warning: {failure}; training continues without it")
         self.engines.settle()
-        self.ranks.call("finish")
+        self.ranks.call(PolicyRank.finish)
 
     def _tell_failures(self, step: int, failures: Failures) -> None:
         """A reward that fails costs one sample and not the run, but the user should know."""
@@ -168,18 +179,18 @@ class OnlineTrainer:
         """Trajectories to the ranks that will learn from them."""
         with self._timed("deliver"):
             groups, plan = self._load(batch.groups, self.settings.mini_batch_size, self.maker.again)
-        self.engines.post("release", batch.taken)
+        self.engines.post(RolloutWorker.release, batch.taken)
         if self.settings.colocated:
             with self._in_time("before training"):
-                self.engines.on_all("sleep", timeout=self.engines.timeout)
-                self.ranks.call("onload", timeout=self.engines.timeout)
+                self.engines.on_all(RolloutWorker.sleep, self.engines.timeout)
+                self.ranks.within(self.engines.timeout).call(PolicyRank.onload)
         return replace(batch, groups=groups), plan
 
     def _load(
         self,
         groups: list[Group],
         groups_per_mini_batch: int,
-        again: Callable[[list[Group], Collection[Any]], list[Group]],
+        again: Callable[[list[Group], Collection[TrajectoriesHandle]], list[Group]],
     ) -> tuple[list[Group], StepPlan]:
         """Trajectories to the ranks, straight from where the engines put them; `again` brings lost ones."""
         settings = self.settings
@@ -187,7 +198,7 @@ class OnlineTrainer:
             plan = plan_step(
                 groups, groups_per_mini_batch, settings.budget, len(self.ranks), settings.share_prompts
             )
-            lost = self.ranks.call_each("load", [(part,) for part in plan.ranks])
+            lost = self.ranks.call_each(PolicyRank.load, plan.ranks)
             gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
             if not gone:
                 return groups, plan
@@ -204,37 +215,42 @@ class OnlineTrainer:
         warming = step <= settings.critic_warmup
         if settings.several_updates or settings.kl_in_reward or warming:
             with self._timed("old_log_prob"):
-                ranks.call("old_log_probs")
+                ranks.call(PolicyRank.old_log_probs)
         kl_R = np.zeros_like(scores_R)
         if settings.uses_reference:
             with self._timed("ref"):
-                kl_R, mean_kl = _penalties(ranks.call("reference_log_probs"), len(scores_R))
+                told = ranks.call(PolicyRank.reference_log_probs)
+                kl_R, mean_kl = _penalties(told, len(scores_R))
         if self.critic_schedule is not None:
             with self._timed("values"):
-                ranks.call("values")
+                ranks.call(PolicyRank.values)
         shaped_R = scores_R + self._length_shaping(batch)
         rewards_R = shaped_R - self.kl.coefficient * kl_R
         with self._timed("adv"):
-            advantages = self._advantages(batch, plan, shaped_R, rewards_R)
-            metrics = ranks.call_each("advantages", advantages)
+            given = self._advantages(batch, plan, shaped_R, rewards_R)
+            metrics = ranks.call_each(PolicyRank.advantages, given)
         values = step_metrics(batch.groups, scores_R, rewards_R, step - 1, failures)
         values |= model_scores | advantage_metrics(metrics)
         if self.critic_schedule is not None:
             with self._timed("update_critic"):
-                values |= ranks.call("update_critic", self.critic_schedule(step))[0]
+                values |= ranks.call(PolicyRank.update_critic, self.critic_schedule(step))[0]
         if warming:
-            values |= mismatches.combine(ranks.call("mismatch")).metrics()
+            values |= mismatches.combine(ranks.call(PolicyRank.mismatch)).metrics()
         else:
             with self._timed("update_actor"):
-                told = ranks.call("update_policy", self.schedule(step), self.kl.coefficient)
-            values |= told[0][0] | mismatches.combine([seen for _, seen in told]).metrics()
+                updated = ranks.call(PolicyRank.update_policy, self.schedule(step), self.kl.coefficient)
+            values |= updated[0][0] | mismatches.combine([seen for _, seen in updated]).metrics()
         self._count_skipped(step, values)
         if settings.record is not None:
             with self._timed("record"):
-                own = zip(plan.split(_marks(batch, rewards_R)), advantages, strict=True)
                 where, others = str(settings.record), batch.others.as_counts()
-                ranks.call_each("record", [(where, step, marks, given[1], others) for marks, given in own])
-        ranks.call("forget")
+                marks = plan.split(_marks(batch, rewards_R))
+                records = [
+                    RankRecord(where, step, own, scored.advantages, others)
+                    for own, scored in zip(marks, given, strict=True)
+                ]
+                ranks.call_each(PolicyRank.record, records)
+        ranks.call(PolicyRank.forget)
         if settings.uses_reference:
             values["actor/kl_coef"] = self.kl.coefficient
         if settings.kl_in_reward:
@@ -247,7 +263,7 @@ class OnlineTrainer:
         settings, model_scores = self.settings, {}
         for name in settings.reward_models:
             with self._timed("reward_model"):
-                told = self.ranks.call("reward_model_scores", name)
+                told = self.ranks.call(PolicyRank.reward_model_scores, name)
             model_scores[name] = np.empty(sum(map(len, told)))
             for part in told:
                 model_scores[name][list(part)] = list(part.values())
@@ -262,11 +278,11 @@ class OnlineTrainer:
 
     def _advantages(
         self, batch: Batch, plan: StepPlan, scores_R: Numbers, rewards_R: Numbers
-    ) -> list[tuple[Any, ...]]:
-        """Each rank's arguments: scores, and advantages where a whole group is needed to tell them."""
+    ) -> list[RankScores]:
+        """For each rank: scores, and advantages where a whole group is needed to tell them."""
         estimation = self.settings.estimation
-        advantages: list[Any] = [None] * len(self.ranks)
-        greedy: list[Any] = [None] * len(self.ranks)
+        advantages: Sequence[dict[int, float] | None] = [None] * len(self.ranks)
+        greedy: Sequence[dict[int, float] | None] = [None] * len(self.ranks)
         if estimation.estimator.per == "trajectory":
             group_R = torch.tensor([number for number, g in enumerate(batch.groups) for _ in g.scores])
             advantages_R = estimation.estimator.function(
@@ -279,7 +295,7 @@ class OnlineTrainer:
             )
         scores = plan.split(scores_R.tolist())
         return [
-            (scores[rank], advantages[rank], greedy[rank], self.kl.coefficient)
+            RankScores(scores[rank], advantages[rank], greedy[rank], self.kl.coefficient)
             for rank in range(len(self.ranks))
         ]
 
@@ -288,13 +304,15 @@ class OnlineTrainer:
         if not self.settings.generates:
             return {"rollout/version": float(version)}
         limit = self.engines.timeout
+        ranks = self.ranks.within(limit)
         with self._timed("update_weights"), self._in_time(f"weight update {version}"):
             difference = self.engines.settle()  # the files of the last update but one are about to be reused
-            update = self.ranks.call("publish", version, timeout=limit)[0]
-            expected = self.ranks.call("weight_check", self.engines.check_T, timeout=limit)[0]
+            update = ranks.call(PolicyRank.publish, version)[0]
+            assert update is not None, "rank 0 tells where they are"
+            expected = ranks.call(PolicyRank.weight_check, self.engines.check_T)[0]
             if self.settings.colocated:
-                self.ranks.call("offload", timeout=limit)
-                self.engines.on_all("wake", timeout=limit)
+                ranks.call(PolicyRank.offload)
+                self.engines.on_all(RolloutWorker.wake, limit)
             self.engines.send(Weights(version, self.relays.spread(update), expected))
             if isinstance(self.batches, SyncBatches):
                 difference = self.engines.settle()
@@ -309,15 +327,15 @@ class OnlineTrainer:
         groups, _ = self.collector.collect(VALIDATION, prompt_requests, n, sampling)
         if settings.reward_models:  # a reward model must be given the trajectories first
 
-            def again(groups: list[Group], gone: Collection[Any]) -> list[Group]:
+            def again(groups: list[Group], gone: Collection[TrajectoriesHandle]) -> list[Group]:
                 return self.collector.again(VALIDATION, groups, gone, n, sampling)
 
             groups, _ = self._load(groups, len(groups), again)
         with self._device_for_reward_models(last=step == settings.steps):
             scores_R, failures, _ = self._scores(groups)
         if settings.reward_models:
-            self.ranks.call("forget")
-        self.engines.post("release", 0)
+            self.ranks.call(PolicyRank.forget)
+        self.engines.post(RolloutWorker.release, 0)
         if self.validation_warnings.is_due(step, failures):
             self.recorder.console.message(f"warning: validation after step {step}: {failures}")
         return validation_metrics(groups, scores_R, failures)
@@ -331,13 +349,13 @@ class OnlineTrainer:
             return
         limit = self.engines.timeout
         with self._in_time("validation"):
-            self.engines.on_all("sleep", timeout=limit)
-            self.ranks.call("onload_reward_models", timeout=limit)
+            self.engines.on_all(RolloutWorker.sleep, limit)
+            self.ranks.within(limit).call(PolicyRank.onload_reward_models)
         yield
         with self._in_time("after validation"):
-            self.ranks.call("offload", timeout=limit)
+            self.ranks.within(limit).call(PolicyRank.offload)
             if not last:
-                self.engines.on_all("wake", timeout=limit)
+                self.engines.on_all(RolloutWorker.wake, limit)
                 assert self.engines.newest is not None
                 self.engines.send(self.engines.newest)
                 self.engines.settle()
@@ -352,14 +370,14 @@ class OnlineTrainer:
             "perf/total_num_tokens": float(plan.tokens),
             "perf/time_per_step": seconds,
             "perf/throughput": plan.tokens / (seconds * self.settings.devices),
-            "perf/max_memory_allocated_gb": max(self.ranks.call("peak_memory")),
+            "perf/max_memory_allocated_gb": max(self.ranks.call(PolicyRank.peak_memory)),
         }
 
     def _save(self, step: int, taken: int) -> None:
         started = time.perf_counter()
         self.recorder.sync()
         # Colocated, the ranks' state is in host memory since the weights were sent: it is saved from there.
-        self.ranks.call("save", step, RunState(taken, self.kl.coefficient, self.skipped))
+        self.ranks.call(PolicyRank.save, step, RunState(taken, self.kl.coefficient, self.skipped))
         seconds = time.perf_counter() - started
         self.saving = {"save_checkpoint": seconds}
         self.saves.saved(seconds)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from isotrain.cluster.objects import Handle
+from isotrain.data.record import Marks
 from isotrain.data.split import plan_mini_batches
 from isotrain.data.trajectory import Trajectory
+
+TrajectoriesHandle = Handle[tuple[Trajectory, ...]]
+"""Of all responses to one draw."""
 
 
 class PromptRequest(NamedTuple):
@@ -61,7 +66,7 @@ class Group:
     """Scored responses to one draw; the trajectories themselves are where `handle` points."""
 
     responses: Responses
-    handle: Any
+    handle: TrajectoriesHandle
     scores: tuple[Score, ...]
     source: str
     """The data set that the prompt is from."""
@@ -78,7 +83,7 @@ class Totals(NamedTuple):
 class RankPlan:
     """One rank's part of a step. Trajectories are numbered through the groups of the whole step, in order."""
 
-    groups: list[Any]
+    groups: list[tuple[TrajectoriesHandle, int]]
     """Handles of the groups that have a trajectory of this rank, each with the number of its first one."""
     mini_batches: list[list[list[int]]]
     """`mini_batches[mini][micro]` lists trajectories."""
@@ -86,6 +91,30 @@ class RankPlan:
     """Of each mini-batch."""
     share_prompts: bool
     """Whether a prompt with several responses in one micro-batch is there once."""
+
+
+@dataclass(frozen=True)
+class RankScores:
+    """What one rank's trajectories, by their numbers, were given."""
+
+    scores: Mapping[int, float]
+    advantages: Mapping[int, float] | None
+    """Where a whole group is needed to tell them."""
+    greedy: Mapping[int, float] | None
+    """Scores of the greedy responses to the same prompts, if the algorithm needs them."""
+    kl_coefficient: float
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What is recorded of one rank's trajectories, by their numbers."""
+
+    directory: str
+    step: int
+    marks: Mapping[int, Marks]
+    advantages: Mapping[int, float] | None
+    others: Mapping[str, int]
+    """Failures of responses that are not among the trajectories."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +21,7 @@ from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.policy_batch import pack_trajectories
-from isotrain.data.record import Marks, Record, step_file, write_trajectories
+from isotrain.data.record import Record, step_file, write_trajectories
 from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.reader import newest_valid
@@ -46,7 +46,7 @@ from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
-from isotrain.trainers.online.messages import RankPlan, RunState
+from isotrain.trainers.online.messages import RankPlan, RankRecord, RankScores, RunState
 from isotrain.trainers.online.step import (
     AdvantageMetrics,
     Micro,
@@ -168,7 +168,7 @@ class PolicyRank:
             return lost
         by_number: dict[int, Trajectory] = {}
         for group, (_, first) in zip(fetched, plan.groups, strict=True):
-            by_number.update(enumerate(group, start=first))
+            by_number.update(enumerate(group or (), start=first))
         self.minis = [
             [Micro(pack_trajectories([by_number[i] for i in m], m, plan.share_prompts)) for m in mini]
             for mini in plan.mini_batches
@@ -231,22 +231,16 @@ class PolicyRank:
         own = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
         return self.models.reward_models[name].scores(own)
 
-    def advantages(
-        self,
-        scores: Mapping[int, float],
-        trajectory_advantages: Mapping[int, float] | None,
-        greedy: Mapping[int, float] | None,
-        kl_coefficient: float,
-    ) -> AdvantageMetrics:
+    def advantages(self, given: RankScores) -> AdvantageMetrics:
         micros = self.micros
         estimate(
             micros,
             self.estimation,
-            scores=scores,
-            trajectory_advantages=trajectory_advantages,
-            greedy=greedy,
+            scores=given.scores,
+            trajectory_advantages=given.advantages,
+            greedy=given.greedy,
             kl_estimator=self.settings.kl_estimator,
-            kl_coefficient=kl_coefficient if self.settings.kl_place == "reward" else 0.0,
+            kl_coefficient=given.kl_coefficient if self.settings.kl_place == "reward" else 0.0,
         )
         critic = None if self.models.critic is None else critic_moments(micros)
         if self.estimation.estimator.whiten:
@@ -319,21 +313,15 @@ class PolicyRank:
         logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
         return logps
 
-    def record(
-        self,
-        directory: str,
-        step: int,
-        marks: Mapping[int, Marks],
-        advantages: Mapping[int, float] | None,
-        others: Mapping[str, int],
-    ) -> None:
+    def record(self, given: RankRecord) -> None:
         """Write this rank's trajectories of the step to Parquet."""
+        marks, advantages = given.marks, given.advantages
         own = [i for micro in self.micros for i in micro.batch.index]
         write_trajectories(
-            step_file(Path(directory), step, self.world.rank),
+            step_file(Path(given.directory), given.step, self.world.rank),
             [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in own],
             self.world.size,
-            others,
+            given.others,
         )
 
     def forget(self) -> None:

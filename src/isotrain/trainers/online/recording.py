@@ -29,7 +29,7 @@ from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.batches import Batch, Make
 from isotrain.trainers.online.collector import Seconds
-from isotrain.trainers.online.messages import Group, Score, describe
+from isotrain.trainers.online.messages import Group, Score, TrajectoriesHandle, describe
 from isotrain.trainers.online.metrics import recorded_failures
 from isotrain.trainers.start import digest_field, model_digest
 
@@ -169,7 +169,7 @@ class Replayed:
         self.sampler.taken = self.taken
         return lambda next_may_begin: self._make()
 
-    def again(self, groups: list[Group], gone: Collection[Any]) -> list[Group]:
+    def again(self, groups: list[Group], gone: Collection[TrajectoriesHandle]) -> list[Group]:
         """All groups of the batch, from the files that they came from."""
         return self._groups()[0]
 

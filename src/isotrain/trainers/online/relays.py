@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Placement, Seat
@@ -13,6 +14,7 @@ from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import receive_update
 from isotrain.rollout.transfer import remove_private_directory, write_update
+from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.replaceable import Replaceable
 
 LEEWAY = 10.0
@@ -38,8 +40,8 @@ class Relay:
 class Relays:
     """From the update that rank 0 wrote to the one that each engine finds on its own machine."""
 
-    ranks: WorkerGroup
-    group: Replaceable
+    ranks: WorkerGroup[PolicyRank]
+    group: Replaceable[Relay]
     of_engine: Sequence[int | None]
     """Which relay's file an engine reads; None for that of rank 0."""
     host: str
@@ -51,13 +53,15 @@ class Relays:
         return [update if relay is None else files[relay] for relay in self.of_engine]
 
     def _send(self, update: WeightUpdate) -> list[WeightUpdate]:
-        self.group.on_all("start", timeout=self.timeout)  # one that has died since is replaced here
-        announced = self.ranks.call_on(
-            0, "announce", update.version, self.host, len(self.group), self.timeout, timeout=self.timeout
+        self.group.on_all(Relay.start, self.timeout)  # one that has died since is replaced here
+        announced = self.ranks.within(self.timeout).call_on(
+            0, PolicyRank.announce, update.version, self.host, len(self.group), self.timeout
         )
         relays = self.group.group
-        pending = [(relays, call) for call in relays.submit("take", announced)]
-        pending.append((self.ranks, self.ranks.submit_to(0, "relay", update)))
+        pending: list[tuple[WorkerGroup[Any], Call[Any]]] = [
+            (relays, call) for call in relays.submit(Relay.take, announced)
+        ]
+        pending.append((self.ranks, self.ranks.submit_to(0, PolicyRank.relay, update)))
         files: dict[int, WeightUpdate] = {}
         # They have this limit themselves: only a dead one takes longer.
         deadline = time.monotonic() + self.timeout + LEEWAY
@@ -77,7 +81,7 @@ class Relays:
                     files[call.index] = value
         return [files[index] for index in range(len(self.group))]
 
-    def _late(self, pending: Sequence[tuple[WorkerGroup, Call]]) -> str:
+    def _late(self, pending: Sequence[tuple[WorkerGroup[Any], Call[Any]]]) -> str:
         relays = self.group.group
         places = dict(enumerate(relays.whereabouts))
         late = [f"weight relay {c.index} on {places[c.index].host}" for g, c in pending if g is relays]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.workers import Call, Stream, WorkerGroup, open_stream
+from isotrain.cluster.workers import Call, Method, P, Result, Stream, WorkerGroup
 from isotrain.errors import ClusterError
 
 # In one place: a worker that dies again and again has a cause that a new one does not cure.
@@ -22,17 +22,28 @@ class Died:
 DIED = Died()
 
 
+Work = TypeVar("Work", bound="Call[Any] | Stream[Any]", covariant=True)
+
+
 @dataclass(frozen=True)
-class Task:
+class Task(Generic[Work]):
     """What one worker is doing, and how many have died in its place before."""
 
     index: int
     life: int
-    work: Call | Stream
+    work: Work
 
 
-class Replaceable:
-    def __init__(self, group: WorkerGroup, start_timeout: float, tell: Callable[[str], None]) -> None:
+class Startable(Protocol):
+    def start(self) -> object:
+        """Load what it needs; all other calls come after it."""
+
+
+W = TypeVar("W", bound=Startable)
+
+
+class Replaceable(Generic[W]):
+    def __init__(self, group: WorkerGroup[W], start_timeout: float, tell: Callable[[str], None]) -> None:
         self.group = group
         self.start_timeout = start_timeout
         self.tell = tell
@@ -44,35 +55,38 @@ class Replaceable:
     def __len__(self) -> int:
         return len(self.group)
 
-    def submit(self, index: int, method: str, *args: Any) -> Task:
+    def submit(
+        self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Task[Call[Result]]:
         with self._places[index]:
-            return Task(index, self.lives[index], self.group.submit_to(index, method, *args))
+            return Task(index, self.lives[index], self.group.submit_to(index, method, *args, **kwargs))
 
-    def stream(self, index: int, method: str, *args: Any) -> Task:
+    def stream(
+        self, index: int, method: Method[W, P, Iterator[Result]], *args: P.args, **kwargs: P.kwargs
+    ) -> Task[Stream[Result]]:
         with self._places[index]:
-            return Task(index, self.lives[index], open_stream(self.group, index, method, *args))
+            return Task(index, self.lives[index], self.group.stream(index, method, *args, **kwargs))
 
-    def result(self, task: Task, timeout: float | None = None) -> Any:
+    def result(self, task: Task[Call[Result]], timeout: float | None = None) -> Result | Died:
         """The result of a worker's call, or DIED."""
-        assert isinstance(task.work, Call)
         try:
             return self.group.results([task.work], timeout)[0]
         except WorkerDied as death:
             self.replace(task, death)
             return DIED
 
-    def on_all(self, method: str, *args: Any, timeout: float | None = None) -> None:
+    def on_all(self, method: Callable[[W], object], timeout: float | None = None) -> None:
         """Run a method on every worker, also on those that take the place of one that dies at it."""
-        for task in [self.submit(index, method, *args) for index in range(len(self))]:
+        for task in [self.submit(index, method) for index in range(len(self))]:
             while self.result(task, timeout) is DIED:
-                task = self.submit(task.index, method, *args)
+                task = self.submit(task.index, method)
 
-    def post(self, method: str, *args: Any) -> None:
+    def post(self, method: Method[W, P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Queue a method behind what every worker is doing, without waiting for anything."""
         for index in range(len(self)):
-            self.submit(index, method, *args)
+            self.submit(index, method, *args, **kwargs)
 
-    def replace(self, task: Task, death: WorkerDied) -> None:
+    def replace(self, task: Task[Any], death: WorkerDied) -> None:
         """A new worker in the place of one that died, unless another thread has seen to it already."""
         index = task.index
         with self._places[index]:
@@ -96,4 +110,4 @@ class Replaceable:
 
     def prepare(self, index: int) -> None:
         """Make a new worker ready; raises WorkerDied where that kills it."""
-        self.group.call_on(index, "start", timeout=self.start_timeout)
+        self.group.within(self.start_timeout).call_on(index, Startable.start)

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from isotrain.cluster.objects import Handle, fetch
+from isotrain.cluster.objects import fetch
 from isotrain.data.formats import value_at
 from isotrain.data.trajectory import Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.base import RewardInput, Scorer
 from isotrain.reward.build import build_scorer
-from isotrain.trainers.online.messages import Score
+from isotrain.trainers.online.messages import Score, TrajectoriesHandle
 from isotrain.trainers.setup import open_prompts
+
+ScoredGroup = tuple[str, tuple[Score, ...]]
+"""The data set that a group is from, and its scores."""
 
 
 class RewardWorker:
@@ -31,10 +34,8 @@ class RewardWorker:
         self.scorer.start()
         self.answer_key = self.recipe.reward.answer_key
 
-    def score(
-        self, store: str, items: Sequence[tuple[int, Handle]]
-    ) -> list[tuple[str, tuple[Score, ...]] | None]:
-        """Of each group, given by its row: the data set it is from and its scores; None if it is lost."""
+    def score(self, store: str, items: Sequence[tuple[int, TrajectoriesHandle]]) -> list[ScoredGroup | None]:
+        """Of each group, given by its row; None if it is lost."""
         assert self.scorer is not None
         groups = fetch([handle for _, handle in items])
         rows = [self.stores[store][row].row for row, _ in items]

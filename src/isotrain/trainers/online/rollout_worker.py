@@ -11,22 +11,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.cluster.objects import Handle, put
+from isotrain.cluster.objects import put
 from isotrain.data.trajectory import Trajectory, sample_seed
 from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
-from isotrain.trainers.online.messages import PromptRequest, Responses, describe
+from isotrain.trainers.online.messages import PromptRequest, Responses, TrajectoriesHandle, describe
 from isotrain.trainers.setup import open_prompts
+
+Written = tuple[Responses, TrajectoriesHandle]
+"""All responses to one draw."""
 
 
 class RolloutWorker:
     def __init__(self, recipe: dict[str, Any], name: str) -> None:
         self.recipe = Recipe.model_validate(recipe)
         self.name = name
-        self.held: list[tuple[int, Handle]] = []
+        self.held: list[tuple[int, TrajectoriesHandle]] = []
 
     def start(self) -> dict[str, str]:
         """Load the engine; returns its settings."""
@@ -46,7 +49,7 @@ class RolloutWorker:
 
     def generate(
         self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Responses, Handle]]:
+    ) -> Iterator[Written]:
         """`n` responses to each draw, handed over together as soon as the last of them is there.
 
         Their handles are kept here until `release`: Ray forgets to count references that travel inside the

@@ -18,7 +18,7 @@ from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.build import reward_source
 from isotrain.trainers.online.build import build_trainer, devices_of
-from isotrain.trainers.online.policy_rank import Description
+from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.precheck import changed_plugins, check_online
 from isotrain.trainers.online.recording import (
     check_recording,
@@ -95,7 +95,7 @@ def train_online(recipe: Recipe, source: str) -> None:
             run.add_to_start({"model": described.model})
             if rollout.record:
                 write_description(recipe, digests, steps)
-            goes_on = groups.ranks.call("resume")[0]
+            goes_on = groups.ranks.call(PolicyRank.resume)[0]
             for complaint in goes_on.complaints:
                 console.message(f"warning: {complaint}")
             trainer = build_trainer(recipe, cluster, stores, groups, described, Recorder(console), goes_on)
@@ -113,12 +113,12 @@ def train_online(recipe: Recipe, source: str) -> None:
         console.message(f"next: isotrain export {run.path} --out DIR")
 
 
-def _check_shared(ranks: WorkerGroup, output: Path) -> None:
+def _check_shared(ranks: WorkerGroup[PolicyRank], output: Path) -> None:
     """All ranks write their parts of a checkpoint to one directory, and wait for each other's."""
     descriptor, file = tempfile.mkstemp(prefix=".shared-", dir=output.absolute())
     os.close(descriptor)
     try:
-        found = ranks.call("finds", file)
+        found = ranks.call(PolicyRank.finds, file)
     finally:
         os.unlink(file)
     if lacking := [where.host for where, there in zip(ranks.whereabouts, found, strict=True) if not there]:

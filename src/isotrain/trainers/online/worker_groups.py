@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from isotrain.cluster.placement import (
     place,
     rank_environments,
 )
-from isotrain.cluster.workers import Member, Watch, WorkerGroup
+from isotrain.cluster.workers import Member, W, Watch, WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.detect import find_device
 from isotrain.observe.environment import numerics
@@ -43,12 +42,12 @@ CLOSING_SECONDS = 120.0
 @dataclass(frozen=True)
 class WorkerGroups:
     device: Device
-    ranks: WorkerGroup
+    ranks: WorkerGroup[PolicyRank]
     store: tuple[str | None, str | None]
     """Where the ranks meet: a host to listen on, or none and a directory for a file."""
-    engines: WorkerGroup
+    engines: WorkerGroup[RolloutWorker]
     relays: Relays
-    rewards: WorkerGroup
+    rewards: WorkerGroup[RewardWorker]
     colocated: bool
     """Whether ranks and engines use the same device memory one after the other."""
 
@@ -57,19 +56,19 @@ class WorkerGroups:
 
         At the same time unless they are colocated: an engine measures how much memory is free for it.
         """
-        scoring = self.rewards.submit("start")
-        generating = [] if self.colocated else self.engines.submit("start")
-        store = self.ranks.call_on(0, "open_store", *self.store)
-        learning = self.ranks.submit("start", store)
+        scoring = self.rewards.submit(RewardWorker.start)
+        generating = [] if self.colocated else self.engines.submit(RolloutWorker.start)
+        store = self.ranks.call_on(0, PolicyRank.open_store, *self.store)
+        learning = self.ranks.submit(PolicyRank.start, store)
         # Fast ones first: a mistake in a reward file is reported before any model has loaded.
         self.rewards.results(scoring, timeout)
-        described: list[Description] = self.ranks.results(learning, timeout)
+        described = self.ranks.results(learning, timeout)
         if not self.colocated:
             return described, next(iter(self.engines.results(generating, timeout)), {})
-        self.ranks.call("offload")
-        settings = self.engines.call("start", timeout=timeout)[0]
-        self.engines.call("sleep")
-        self.ranks.call("onload")
+        self.ranks.call(PolicyRank.offload)
+        settings = self.engines.within(timeout).call(RolloutWorker.start)[0]
+        self.engines.call(RolloutWorker.sleep)
+        self.ranks.call(PolicyRank.onload)
         return described, settings
 
 
@@ -103,7 +102,7 @@ def assemble(
     options: dict[str, Any] = {"start_timeout": cluster.start_timeout, "watch": Watch()}
     with ExitStack() as stack:
 
-        def group(name: str, worker: type, members: list[Member], **own: Any) -> WorkerGroup:
+        def group(name: str, worker: type[W], members: list[Member], **own: Any) -> WorkerGroup[W]:
             return stack.enter_context(WorkerGroup(name, worker, members, **options, **own))
 
         here = find_device(recipe.device.type)
@@ -130,15 +129,20 @@ def assemble(
         ]
         scorer = Member((values, reward_source), helper_environment(device))
         away = relay_members(placement, rollout.update_timeout)
-        ranks, engines, rewards, relay_group = _at_once(
-            partial(group, "training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS),
-            partial(group, "rollout engine", RolloutWorker, writers),
-            partial(group, "reward worker", RewardWorker, [scorer] * scorer_count, concurrency=CALLS_AT_ONCE),
-            partial(group, "weight relay", Relay, away),
+        # At the same time: each process takes seconds to import what it needs.
+        ranks = in_background(
+            lambda: group("training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS)
         )
+        engines = in_background(lambda: group("rollout engine", RolloutWorker, writers))
+        scorers = [scorer] * scorer_count
+        rewards = in_background(
+            lambda: group("reward worker", RewardWorker, scorers, concurrency=CALLS_AT_ONCE)
+        )
+        relay_group = in_background(lambda: group("weight relay", Relay, away))
+        _raise_first_error(ranks, engines, rewards, relay_group)
         relays = Relays(
-            ranks,
-            Replaceable(relay_group, cluster.start_timeout, tell),
+            ranks.result(),
+            Replaceable(relay_group.result(), cluster.start_timeout, tell),
             relay_of_engines(placement),
             placement.ranks[0].host,
             rollout.update_timeout,
@@ -147,18 +151,15 @@ def assemble(
         directory = str(joined.logs.parent) if joined.private else None
         colocated = rollout.generates and demand.colocated and cluster.offload and device.type != "cpu"
         meeting = (placement.store_host, directory)
-        yield WorkerGroups(device, ranks, meeting, engines, relays, rewards, colocated)
+        yield WorkerGroups(
+            device, ranks.result(), meeting, engines.result(), relays, rewards.result(), colocated
+        )
 
 
-def _at_once(*starts: Callable[[], WorkerGroup]) -> list[WorkerGroup]:
-    """Groups that are started at the same time: each process takes seconds to import what it needs.
-
-    When one has failed, or the user has had enough, the slowest is not waited for.
-    """
-    futures = [in_background(start) for start in starts]
-    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+def _raise_first_error(*starting: Future[Any]) -> None:
+    """When one has failed, or the user has had enough, the slowest is not waited for."""
+    for future in wait(starting, return_when=FIRST_EXCEPTION).done:
         future.result()
-    return [future.result() for future in futures]
 
 
 def _passed_on(device: Device) -> dict[str, str]:
