@@ -36,19 +36,18 @@ from ray import cloudpickle
 
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.objects import Handle, put
+from isotrain.cluster.replaceable import Replaceable
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.detect import choose_device
 from isotrain.recipe.online import ClusterSection, GrpoSection
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import Batch, _informative
 from isotrain.trainers.online.build_rank import advantage_settings
-from isotrain.trainers.online.collector import Collector, RolloutProgress, Seconds
-from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, StepPlan, plan_step
 from isotrain.trainers.online.metrics import step_metrics
-from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import ScoredGroup
+from isotrain.trainers.online.rollouts import Batch, Collector, RolloutProgress, Seconds, _informative
+from isotrain.trainers.online.weights import Engines, Tolerance
 from isotrain.trainers.setup import TRAIN
 
 ENGINES, SCORERS = 4, 2

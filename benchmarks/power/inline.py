@@ -83,13 +83,13 @@ def assemble(
     recipe: Any, cluster: Any, reward_source: str | None, tell: Callable[[str], None]
 ) -> Iterator[Any]:
     """As `trainers.online.worker_groups.assemble`, in this process."""
+    from isotrain.cluster.replaceable import Replaceable
     from isotrain.device.detect import choose_device
     from isotrain.recipe.load import resolved
     from isotrain.trainers.online.policy_rank import PolicyRank
-    from isotrain.trainers.online.relays import Relays
-    from isotrain.trainers.online.replaceable import Replaceable
     from isotrain.trainers.online.reward_worker import RewardWorker
     from isotrain.trainers.online.rollout_worker import RolloutWorker
+    from isotrain.trainers.online.weights import Relays
     from isotrain.trainers.online.worker_groups import WorkerGroups
 
     device, values = choose_device(recipe.device.type), resolved(recipe)

@@ -10,7 +10,7 @@ from mypy import api
 GOOD = """
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.rollout.base import WeightUpdate
-from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.weights import Engines
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker

@@ -25,11 +25,10 @@ from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import Batch, SyncBatches
 from isotrain.trainers.online.build import build_trainer
-from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Responses, Score
 from isotrain.trainers.online.policy_rank import Description, PolicyRank, ResumeState
+from isotrain.trainers.online.rollouts import Batch, Seconds, SyncBatches
 from isotrain.trainers.online.step import Micro
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import open_prompts

@@ -16,9 +16,9 @@ from isotrain.cluster.failures import Overdue
 from isotrain.cluster.objects import Handle
 from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.collector import Collector, Seconds
-from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
+from isotrain.trainers.online.rollouts import Collector, Seconds
+from isotrain.trainers.online.weights import Engines, Tolerance, Weights
 
 CHECK_T = np.zeros(3, np.int32)
 LOGPS = np.zeros(3, np.float32)

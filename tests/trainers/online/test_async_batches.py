@@ -16,8 +16,8 @@ from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
 from isotrain.data.sampler import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import AsyncBatches, Batch, BatchMaker
-from isotrain.trainers.online.engines import Engines
+from isotrain.trainers.online.rollouts import AsyncBatches, Batch, BatchMaker
+from isotrain.trainers.online.weights import Engines
 from isotrain.trainers.setup import TRAIN
 
 ROWS, BATCH, N = 10, 4, 2

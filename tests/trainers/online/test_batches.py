@@ -13,10 +13,9 @@ import pytest
 from isotrain.data.sampler import Sampler
 from isotrain.errors import ClusterError
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import AsyncBatches, Batch, BatchMaker, Make
-from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 from isotrain.trainers.online.metrics import Failures
+from isotrain.trainers.online.rollouts import AsyncBatches, Batch, BatchMaker, Make, Seconds
 
 
 class Maker:

@@ -16,6 +16,7 @@ from ray import cloudpickle
 
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.objects import Handle, fetch
+from isotrain.cluster.replaceable import Replaceable, Startable
 from isotrain.cluster.workers import Call, Member, Stream, WorkerGroup
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
@@ -23,11 +24,10 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
 from isotrain.rollout.base import Request, Sampling
-from isotrain.trainers.online.collector import Collector, RolloutProgress
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, plan_step
-from isotrain.trainers.online.replaceable import Replaceable, Startable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.rollouts import Collector, RolloutProgress
 from isotrain.trainers.setup import TRAIN, open_prompts
 
 pytestmark = pytest.mark.ray

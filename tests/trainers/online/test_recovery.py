@@ -14,10 +14,10 @@ from isotrain.data.sampler import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.observe.console import LineConsole
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import BatchMaker
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
+from isotrain.trainers.online.rollouts import BatchMaker
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import TRAIN, VALIDATION
 

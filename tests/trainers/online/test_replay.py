@@ -33,9 +33,7 @@ from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import Batch, Make, SyncBatches
 from isotrain.trainers.online.build import build_trainer
-from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Score, describe
 from isotrain.trainers.online.metrics import Failures
 from isotrain.trainers.online.policy_rank import PolicyRank, ResumeState
@@ -46,6 +44,7 @@ from isotrain.trainers.online.recording import (
     model_digests,
     write_description,
 )
+from isotrain.trainers.online.rollouts import Batch, Make, Seconds, SyncBatches
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import TRAIN, open_prompts
 from support import stable_metrics

@@ -16,8 +16,8 @@ from online_runs import OnlineRun, online_recipe
 from isotrain.data.record import read_step
 from isotrain.errors import RewardError
 from isotrain.observe.metrics import read_metrics
-from isotrain.trainers.online.batches import Batch
 from isotrain.trainers.online.metrics import Failures
+from isotrain.trainers.online.rollouts import Batch
 
 pytestmark = pytest.mark.ray
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotrain.trainers.online.collector import PATIENCE_SECONDS, RolloutProgress
+from isotrain.trainers.online.rollouts import PATIENCE_SECONDS, RolloutProgress
 
 
 class Clock:

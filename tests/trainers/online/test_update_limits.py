@@ -10,8 +10,8 @@ import pytest
 
 from isotrain.cluster.failures import Overdue
 from isotrain.errors import WeightUpdateError
-from isotrain.trainers.online.batches import SyncBatches
 from isotrain.trainers.online.loop import OnlineTrainer
+from isotrain.trainers.online.rollouts import SyncBatches
 
 
 class Late:

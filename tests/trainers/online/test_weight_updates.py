@@ -32,8 +32,8 @@ from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.build import WEIGHT_CHECK_TOLERANCE, _check_tokens
-from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.weights import Engines, Tolerance, Weights
 from support import needs_vllm
 
 pytestmark = pytest.mark.ray

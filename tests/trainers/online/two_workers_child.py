@@ -30,9 +30,9 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Sampling
 from isotrain.rollout.transfer import write_update
-from isotrain.trainers.online.engines import Engines, Tolerance, Weights
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.weights import Engines, Tolerance, Weights
 from isotrain.trainers.setup import TRAIN
 
 CHECK_T = np.arange(3, 35, dtype=np.int32)

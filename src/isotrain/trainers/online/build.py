@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
+from isotrain.cluster.replaceable import Replaceable
 from isotrain.data.prompts import Prompt
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
@@ -18,14 +19,19 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import AsyncBatches, BatchMaker, Maker, SyncBatches
 from isotrain.trainers.online.build_rank import advantage_settings
-from isotrain.trainers.online.collector import Collector, RolloutProgress
-from isotrain.trainers.online.engines import Engines, Tolerance
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description, ResumeState
 from isotrain.trainers.online.recording import Replayed, trajectories
-from isotrain.trainers.online.replaceable import Replaceable
+from isotrain.trainers.online.rollouts import (
+    AsyncBatches,
+    BatchMaker,
+    Collector,
+    Maker,
+    RolloutProgress,
+    SyncBatches,
+)
+from isotrain.trainers.online.weights import Engines, Tolerance
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule

@@ -25,9 +25,6 @@ from isotrain.engine.checkpoint.pending import wait_for_pending
 from isotrain.engine.schedule import Schedule
 from isotrain.errors import NonFiniteError, RewardError, WeightUpdateError
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.batches import AsyncBatches, Batch, Maker, SyncBatches
-from isotrain.trainers.online.collector import Collector
-from isotrain.trainers.online.engines import Engines, Weights
 from isotrain.trainers.online.messages import (
     Group,
     PromptRequest,
@@ -49,9 +46,10 @@ from isotrain.trainers.online.metrics import (
     validation_metrics,
 )
 from isotrain.trainers.online.policy_rank import PolicyRank
-from isotrain.trainers.online.relays import Relays
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.rollouts import AsyncBatches, Batch, Collector, Maker, SyncBatches
 from isotrain.trainers.online.step import AdvantageSettings
+from isotrain.trainers.online.weights import Engines, Relays, Weights
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import VALIDATION

@@ -27,10 +27,9 @@ from isotrain.recipe.difference import FIXED_BY_RECORDING
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.batches import Batch, Make
-from isotrain.trainers.online.collector import Seconds
 from isotrain.trainers.online.messages import Group, Score, TrajectoriesHandle, describe
 from isotrain.trainers.online.metrics import recorded_failures
+from isotrain.trainers.online.rollouts import Batch, Make, Seconds
 from isotrain.trainers.start import digest_field, model_digest
 
 DESCRIPTION = "recorded.json"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotrain.cluster.background import in_background
 from isotrain.cluster.connect import join_cluster, resource_counts
 from isotrain.cluster.placement import (
     Demand,
@@ -19,6 +20,7 @@ from isotrain.cluster.placement import (
     place,
     rank_environments,
 )
+from isotrain.cluster.replaceable import Replaceable
 from isotrain.cluster.workers import Member, W, Watch, WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.detect import find_device
@@ -26,14 +28,11 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.background import in_background
-from isotrain.trainers.online.collector import CALLS_AT_ONCE
-from isotrain.trainers.online.engines import engine_name
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
-from isotrain.trainers.online.relays import Relay, Relays, relay_members, relay_of_engines
-from isotrain.trainers.online.replaceable import Replaceable
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
+from isotrain.trainers.online.weights import Relay, Relays, engine_name, relay_members, relay_of_engines
 
 # A checkpoint that is being written when the run ends is finished first.
 CLOSING_SECONDS = 120.0

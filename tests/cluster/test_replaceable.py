@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.trainers.online.replaceable import Replaceable, Task
+from isotrain.cluster.replaceable import Replaceable, Task
 
 
 class Group:
