@@ -107,11 +107,19 @@ class Here:
     """A group of one rank, in this process, which keeps what the rank forgets after the step."""
 
     # There are no engines to send weights to, and no second step to save for; the test closes the rank.
-    not_done = ("publish", "weight_check", "save", "finish", "close")
+    not_done = ("publish", "save", "finish", "close")
 
     def __init__(self, rank: PolicyRank) -> None:
         self.rank = rank
         self.minis: list[list[Micro]] = []
+        self.called: list[str] = []
+        forget = rank.forget
+
+        def keep() -> None:
+            self.minis = rank.minis
+            forget()
+
+        rank.forget = keep  # type: ignore[method-assign]
 
     def __len__(self) -> int:
         return 1
@@ -120,9 +128,10 @@ class Here:
         return self
 
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
-        if method == PolicyRank.forget:
-            self.minis = self.rank.minis
-        return ["not done" if method.__name__ in self.not_done else method(self.rank, *args)]
+        self.called.append(method.__name__)
+        if method.__name__ in self.not_done:
+            return [SimpleNamespace(update=None, logps=None) if method == PolicyRank.publish else None]
+        return [method(self.rank, *args)]
 
     def call_each(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         return self.call(method, args[0])
@@ -144,6 +153,8 @@ class Step:
     """Each update, with the weights before it."""
     critic: list[tuple[Weights, UpdateResult]] = field(default_factory=list)
     next_kl_coefficient: float = 0.0
+    called: list[str] = field(default_factory=list)
+    """Methods of the ranks."""
 
     def found(self, name: str) -> list[torch.Tensor]:
         """A tensor of the micro-batches, cut into the step's trajectories."""
@@ -187,6 +198,7 @@ def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     trainer.batches = SyncBatches(lambda: lambda next_may_begin: make_batch())
     trainer.train(0)
     step.minis, step.next_kl_coefficient = here.minis, trainer.kl.coefficient
+    step.called = here.called
     return step
 
 

@@ -335,6 +335,24 @@ def test_the_mismatch_is_told_while_the_critic_warms_up(tiny: Path, tmp_path: Pa
     assert len(told(1)) == 5 and told(1) == told(0)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "extra"),
+    [
+        ({"name": "grpo"}, []),
+        ({"name": "grpo", "kl": {"place": "loss"}}, []),
+        ({"name": "ppo"}, []),
+        ({"name": "grpo", "kl": {"place": "reward"}}, ["prepare"]),
+    ],
+)
+def test_a_step_is_three_calls_to_the_ranks(
+    tiny: Path, tmp_path: Path, algorithm: dict[str, Any], extra: list[str]
+) -> None:
+    """One more where penalties of all ranks are part of a group's rewards."""
+    step = take_step(step_recipe(tiny, tmp_path, "cpu", algorithm=algorithm))
+    # Before the first step the engines get weights, and after the last one everything is saved.
+    assert step.called == ["publish", "load", *extra, "learn", "publish", "save", "finish"]
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_micro_batches_do_not_matter(tiny: Path, tmp_path: Path, device_type: str, algorithm: str) -> None:
     def taken(budget: int) -> Step:

@@ -6,7 +6,7 @@ R: trajectories of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from isotrain.trainers.online.messages import (
     PromptRequest,
     RankRecord,
     RankScores,
+    RankStep,
     RunState,
     StepPlan,
     TrajectoriesHandle,
@@ -45,7 +46,7 @@ from isotrain.trainers.online.metrics import (
     total_scores,
     validation_metrics,
 )
-from isotrain.trainers.online.policy_rank import PolicyRank
+from isotrain.trainers.online.policy_rank import Penalty, PolicyRank, StepReport
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, Collector, Maker, SyncBatches
 from isotrain.trainers.online.step import AdvantageSettings
@@ -118,6 +119,8 @@ class OnlineTrainer:
     validation_warnings: Warnings = field(default_factory=Warnings)
     timing: dict[str, float] = field(default_factory=dict)
     saving: dict[str, float] = field(default_factory=dict)
+    peak_gb: float = 0.0
+    """The largest of the ranks' device memory, as they told with the last step."""
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last."""
@@ -157,8 +160,6 @@ class OnlineTrainer:
             self.recorder.write(step, values)
             if self.saves.is_due(step):
                 self._save(step, batch.taken)
-            if failure := next(filter(None, self.ranks.call(PolicyRank.save_failure)), None):
-                self.recorder.console.message(f"warning: {failure}; training continues without it")
         self.engines.settle()
         self.ranks.call(PolicyRank.finish)
 
@@ -211,50 +212,59 @@ class OnlineTrainer:
         failures = failures.plus(batch.others)
         self._tell_failures(step, failures)
         warming = step <= settings.critic_warmup
-        if settings.several_updates or settings.kl_in_reward or warming:
-            with self._timed("old_log_prob"):
-                ranks.call(PolicyRank.old_log_probs)
-        kl_R = np.zeros_like(scores_R)
-        if settings.uses_reference:
-            with self._timed("ref"):
-                told = ranks.call(PolicyRank.reference_log_probs)
-                kl_R, mean_kl = _penalties(told, len(scores_R))
-        if self.critic_schedule is not None:
-            with self._timed("values"):
-                ranks.call(PolicyRank.values)
+        old_logps = settings.several_updates or settings.kl_in_reward or warming
+        kl_R, mean_kl = np.zeros_like(scores_R), 0.0
+        if settings.kl_in_reward:
+            kl_R, mean_kl = _penalties(ranks.call(PolicyRank.prepare, old_logps), len(scores_R))
         shaped_R = scores_R + self._length_shaping(batch)
         rewards_R = shaped_R - self.kl.coefficient * kl_R
         with self._timed("adv"):
             given = self._advantages(batch, plan, shaped_R, rewards_R)
-            metrics = ranks.call_each(PolicyRank.advantages, given)
+        records = self._records(step, batch, plan, given, rewards_R)
+        critic_lr = None if self.critic_schedule is None else self.critic_schedule(step)
+        reports = ranks.call_each(
+            PolicyRank.learn,
+            [
+                RankStep(own, self.schedule(step), critic_lr, old_logps, not warming, record)
+                for own, record in zip(given, records, strict=True)
+            ],
+        )
+        self._hear(reports)
         values = step_metrics(batch.groups, scores_R, rewards_R, step - 1, failures)
-        values |= model_scores | advantage_metrics(metrics)
-        if self.critic_schedule is not None:
-            with self._timed("update_critic"):
-                values |= ranks.call(PolicyRank.update_critic, self.critic_schedule(step))[0]
-        if warming:
-            values |= mismatches.combine(ranks.call(PolicyRank.mismatch)).metrics()
-        else:
-            with self._timed("update_actor"):
-                updated = ranks.call(PolicyRank.update_policy, self.schedule(step), self.kl.coefficient)
-            values |= updated[0][0] | mismatches.combine([seen for _, seen in updated]).metrics()
+        values |= model_scores | advantage_metrics([report.advantages for report in reports])
+        values |= reports[0].metrics
+        values |= mismatches.combine([report.mismatch for report in reports]).metrics()
         self._count_skipped(step, values)
-        if settings.record is not None:
-            with self._timed("record"):
-                where, others = str(settings.record), batch.others.as_counts()
-                marks = plan.split(_marks(batch, rewards_R))
-                records = [
-                    RankRecord(where, step, own, scored.advantages, others)
-                    for own, scored in zip(marks, given, strict=True)
-                ]
-                ranks.call_each(PolicyRank.record, records)
-        ranks.call(PolicyRank.forget)
         if settings.uses_reference:
             values["actor/kl_coef"] = self.kl.coefficient
         if settings.kl_in_reward:
             values["actor/reward_kl_penalty"] = mean_kl
             self.kl = self.kl.updated(mean_kl, len(scores_R))
         return values
+
+    def _hear(self, reports: Sequence[StepReport]) -> None:
+        """What the ranks tell besides metrics."""
+        for name, seconds in reports[0].seconds.items():
+            self.timing[name] = self.timing.get(name, 0.0) + seconds
+        self.peak_gb = max(report.peak_gb for report in reports)
+        self._tell_save_failure(report.save_failure for report in reports)
+
+    def _tell_save_failure(self, failures: Iterable[str | None]) -> None:
+        if failure := next(filter(None, failures), None):
+            self.recorder.console.message(f"warning: {failure}; training continues without it")
+
+    def _records(
+        self, step: int, batch: Batch, plan: StepPlan, given: Sequence[RankScores], rewards_R: Numbers
+    ) -> Sequence[RankRecord | None]:
+        """What each rank writes down of its trajectories, if the run is recorded."""
+        if self.settings.record is None:
+            return [None] * len(given)
+        where, others = str(self.settings.record), batch.others.as_counts()
+        marks = plan.split(_marks(batch, rewards_R))
+        return [
+            RankRecord(where, step, own, scored.advantages, others)
+            for own, scored in zip(marks, given, strict=True)
+        ]
 
     def _scores(self, groups: Sequence[Group]) -> Scored:
         """Of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
@@ -305,13 +315,14 @@ class OnlineTrainer:
         ranks = self.ranks.within(limit)
         with self._timed("update_weights"), self._in_time(f"weight update {version}"):
             difference = self.engines.settle()  # the files of the last update but one are about to be reused
-            update = ranks.call(PolicyRank.publish, version)[0]
-            assert update is not None, "rank 0 tells where they are"
-            expected = ranks.call(PolicyRank.weight_check, self.engines.check_T)[0]
+            published = ranks.call(
+                PolicyRank.publish, version, self.engines.check_T, self.settings.colocated
+            )[0]
+            assert published is not None, "rank 0 tells where they are"
             if self.settings.colocated:
-                ranks.call(PolicyRank.offload)
                 self.engines.on_all(RolloutWorker.wake, limit)
-            self.engines.send(Weights(version, self.relays.spread(update), expected))
+            updates = self.relays.spread(published.update)
+            self.engines.send(Weights(version, updates, published.logps))
             if isinstance(self.batches, SyncBatches):
                 difference = self.engines.settle()
         return {"rollout/version": float(version), "rollout/weight_check_diff": difference}
@@ -368,14 +379,15 @@ class OnlineTrainer:
             "perf/total_num_tokens": float(plan.tokens),
             "perf/time_per_step": seconds,
             "perf/throughput": plan.tokens / (seconds * self.settings.devices),
-            "perf/max_memory_allocated_gb": max(self.ranks.call(PolicyRank.peak_memory)),
+            "perf/max_memory_allocated_gb": self.peak_gb,
         }
 
     def _save(self, step: int, taken: int) -> None:
         started = time.perf_counter()
         self.recorder.sync()
         # Colocated, the ranks' state is in host memory since the weights were sent: it is saved from there.
-        self.ranks.call(PolicyRank.save, step, RunState(taken, self.kl.coefficient, self.skipped))
+        state = RunState(taken, self.kl.coefficient, self.skipped)
+        self._tell_save_failure(self.ranks.call(PolicyRank.save, step, state))
         seconds = time.perf_counter() - started
         self.saving = {"save_checkpoint": seconds}
         self.saves.saved(seconds)
@@ -411,7 +423,7 @@ class OnlineTrainer:
         self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
 
 
-def _penalties(told: list[list[tuple[int, float, float]]], count: int) -> tuple[Numbers, float]:
+def _penalties(told: list[list[Penalty]], count: int) -> tuple[Numbers, float]:
     """Summed divergences by trajectory, and the mean over trajectories of their means over tokens."""
     kl_R = np.zeros(count)
     means = []

@@ -118,6 +118,21 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
+class RankStep:
+    """What one rank needs to learn from the trajectories that it has loaded."""
+
+    given: RankScores
+    lr: float
+    critic_lr: float | None
+    """Of the critic, if there is one."""
+    old_logps: bool
+    """Whether the log-probs of the policy before its first update are needed."""
+    updates_policy: bool
+    """Not while the critic warms up."""
+    record: RankRecord | None
+
+
+@dataclass(frozen=True)
 class RunState:
     """What a checkpoint holds of the controller."""
 

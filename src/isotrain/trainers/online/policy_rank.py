@@ -5,8 +5,9 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.broadcast import BroadcastSender
 from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
-from isotrain.trainers.online.messages import RankPlan, RankRecord, RankScores, RunState
+from isotrain.trainers.online.messages import RankPlan, RankRecord, RankScores, RankStep, RunState
 from isotrain.trainers.online.step import (
     AdvantageMetrics,
     Micro,
@@ -87,6 +88,30 @@ class ResumeState(NamedTuple):
     complaints: list[str]
 
 
+Penalty = tuple[int, float, float]
+"""Of a trajectory: its number, its summed divergence from the reference, and the mean of a token."""
+
+
+class StepReport(NamedTuple):
+    """One rank's report of a step."""
+
+    metrics: dict[str, float]
+    """Of the updates, over all ranks."""
+    advantages: AdvantageMetrics
+    mismatch: Mismatch
+    seconds: dict[str, float]
+    """Of the parts of the step."""
+    peak_gb: float
+    """Of device memory, since the start."""
+    save_failure: str | None
+
+
+class Published(NamedTuple):
+    update: WeightUpdate
+    logps: npt.NDArray[np.float32]
+    """Of the tokens of the weight check from the second on, at temperature 1."""
+
+
 class PolicyRank:
     """All ranks get the same calls in the same order: any of them may exchange tensors with the others."""
 
@@ -98,6 +123,8 @@ class PolicyRank:
         self.estimation = advantage_settings(self.algorithm)
         self.open = ExitStack()
         self.minis: list[list[Micro]] = []
+        self.prepared = False
+        self.seconds: dict[str, float] = {}
         self.sender: BroadcastSender | None = None
         self.around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -174,6 +201,7 @@ class PolicyRank:
             for mini in plan.mini_batches
         ]
         self.totals = plan.totals
+        self.prepared, self.seconds = False, {}
         self.trajectories = by_number
         if not self.offloaded:
             self._batches_to_device()
@@ -192,12 +220,54 @@ class PolicyRank:
     def micros(self) -> list[Micro]:
         return [micro for mini in self.minis for micro in mini]
 
-    def old_log_probs(self) -> None:
+    def prepare(self, old_logps: bool) -> list[Penalty]:
+        """What is inferred before any update; returns penalties of this rank's trajectories as rewards."""
+        penalties: list[Penalty] = []
+        if old_logps:
+            with self._timed("old_log_prob"):
+                self._old_log_probs()
+        if self.settings.kl_place != "off":
+            with self._timed("ref"):
+                penalties = self._reference_log_probs()
+        if self.models.critic is not None:
+            with self._timed("values"):
+                self._values()
+        self.prepared = True
+        return penalties
+
+    def learn(self, step: RankStep) -> StepReport:
+        """Everything between scores of the loaded trajectories and new weights."""
+        if not self.prepared:
+            self.prepare(step.old_logps)
+        with self._timed("adv"):
+            advantages = self._advantages(step.given)
+        metrics: dict[str, float] = {}
+        if step.critic_lr is not None:
+            with self._timed("update_critic"):
+                metrics |= self._update_critic(step.critic_lr)
+        if step.updates_policy:
+            with self._timed("update_actor"):
+                metrics |= self._update_policy(step.lr, step.given.kl_coefficient)
+        mismatch = self._mismatch()
+        if step.record is not None:
+            with self._timed("record"):
+                self._record(step.record)
+        self.forget()
+        peak, failure = self.device.memory().peak / 2**30, self.writer.failure()
+        return StepReport(metrics, advantages, mismatch, self.seconds, peak, failure)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def _old_log_probs(self) -> None:
         """Log-probs before the first update, which later ones are compared with."""
         for micro, logp_N in zip(self.micros, self._logps(self.policy), strict=True):
             micro.old_logp_N = logp_N
 
-    def reference_log_probs(self) -> list[tuple[int, float, float]]:
+    def _reference_log_probs(self) -> list[Penalty]:
         """The reference's log-probs; returns penalties of this rank's trajectories where they are rewards."""
         reference = self.models.reference
         with adapters_off(self.policy.model) if reference is None else nullcontext():
@@ -218,7 +288,7 @@ class PolicyRank:
         temperature = self.settings.temperature
         return forward.infer([m.batch.packed for m in self.micros], lambda head: head.logps(temperature))
 
-    def values(self) -> None:
+    def _values(self) -> None:
         assert self.models.critic is not None
         batches = [micro.batch.packed for micro in self.micros]
         for micro, values_N in zip(
@@ -231,7 +301,7 @@ class PolicyRank:
         own = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
         return self.models.reward_models[name].scores(own)
 
-    def advantages(self, given: RankScores) -> AdvantageMetrics:
+    def _advantages(self, given: RankScores) -> AdvantageMetrics:
         micros = self.micros
         estimate(
             micros,
@@ -251,7 +321,7 @@ class PolicyRank:
         }
         return AdvantageMetrics(spans, critic)
 
-    def update_critic(self, lr: float) -> dict[str, float]:
+    def _update_critic(self, lr: float) -> dict[str, float]:
         critic, clip = self.models.critic, self.models.value_clip
         assert critic is not None
         results = [
@@ -261,39 +331,44 @@ class PolicyRank:
         ]
         return _means(results, "critic") | {"critic/lr": lr}
 
-    def update_policy(self, lr: float, kl_coefficient: float) -> tuple[dict[str, float], Mismatch]:
+    def _update_policy(self, lr: float, kl_coefficient: float) -> dict[str, float]:
         settings = self.settings
         results = [
-            self._update_policy(
+            self._updated(
                 [(m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini], lr
             )
             for _ in range(settings.ppo_epochs)
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]
         self.device.synchronize()
-        seen = mismatches.combine([m.mismatch for m in self.micros if m.mismatch is not None])
-        return _means(results, "actor") | {"actor/lr": lr}, seen
+        return _means(results, "actor") | {"actor/lr": lr}
 
-    def mismatch(self) -> Mismatch:
-        """The other metrics of `update_policy`, for a step that does not update the policy."""
-        return mismatches.combine([policy_mismatch(micro, micro.old_logp_N) for micro in self.micros])
+    def _mismatch(self) -> Mismatch:
+        """As the first update has seen it; from the old log-probs in a step without one."""
+        return mismatches.combine(
+            [micro.mismatch or policy_mismatch(micro, micro.old_logp_N) for micro in self.micros]
+        )
 
-    def _update_policy(self, work: list[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
+    def _updated(self, work: list[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
         around, self.around_first_update = self.around_first_update, nullcontext
         with around():
             return self.policy.update(work, lr)
 
-    def peak_memory(self) -> float:
-        return self.device.memory().peak / 2**30
+    def publish(self, version: int, check_T: npt.NDArray[np.int32], offloads: bool) -> Published | None:
+        """Write the policy's weights where engines of this machine find them; rank 0 tells where.
 
-    def publish(self, version: int) -> WeightUpdate | None:
-        """Write the policy's weights where engines of this machine find them; rank 0 tells where."""
-        stream = full_weights(self.policy, self.models.rollout_dtype)
+        With `offloads` the device is the engines' afterwards.
+        """
+        update, stream = None, full_weights(self.policy, self.models.rollout_dtype)
         if self.world.leads:
-            return write_update(stream, version)
-        for _ in stream:
-            pass  # gathering a sharded weight takes every rank
-        return None
+            update = write_update(stream, version)
+        else:
+            for _ in stream:
+                pass  # gathering a sharded weight takes every rank
+        logps = self._check_logps(check_T)
+        if offloads:
+            self.offload()
+        return None if update is None else Published(update, logps)
 
     def announce(self, version: int, host: str, receivers: int, timeout: float) -> WeightUpdate:
         """Open the way to other machines, before `relay`; asked of rank 0."""
@@ -306,14 +381,13 @@ class PolicyRank:
         assert self.sender is not None
         self.sender.send(read_update(update), update.version)
 
-    def weight_check(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """Log-probs of a sequence's tokens from the second on, at temperature 1."""
+    def _check_logps(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         mask_T = np.ones(len(sequence_T), np.bool_)
         (logp_N,) = self.policy.infer([pack([Sample(sequence_T, mask_T)])], lambda head: head.logps())
         logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
         return logps
 
-    def record(self, given: RankRecord) -> None:
+    def _record(self, given: RankRecord) -> None:
         """Write this rank's trajectories of the step to Parquet."""
         marks, advantages = given.marks, given.advantages
         own = [i for micro in self.micros for i in micro.batch.index]
@@ -328,8 +402,8 @@ class PolicyRank:
         """The step is done: its trajectories may go."""
         self.minis, self.trajectories = [], {}
 
-    def save(self, step: int, state: RunState) -> None:
-        """From the device, or from host memory while the models are there."""
+    def save(self, step: int, state: RunState) -> str | None:
+        """From the device, or from host memory while the models are there; tells how earlier saves failed."""
         shards = engine_shards(self.policy) | generator_shards(self.device)
         if self.models.critic is not None:
             shards |= engine_shards(self.models.critic, prefix="critic/")
@@ -337,8 +411,6 @@ class PolicyRank:
         if self.models.critic is not None:
             told["critic/updates"] = optimizer_updates(self.models.critic)
         self.writer.save(step, shards, host_generators(), told, copied=self.offloaded)
-
-    def save_failure(self) -> str | None:
         return self.writer.failure()
 
     def finish(self) -> None:
