@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import npusim
@@ -13,11 +14,12 @@ from typer.testing import CliRunner
 from isotrain.cli.main import app
 from isotrain.parity.certificate import read_certificate
 from isotrain.parity.figures import levels_again
+from isotrain.parity.inputs import recipe_changes
 from isotrain.parity.reference_runs import FOLDER, TINY, find_reference, reference_runs
 from isotrain.parity.sources.read import read_run
 from isotrain.parity.thresholds import FEWEST_MEMBERS
 from isotrain.parity.verify import is_consistent, verify
-from isotrain.recipe.load import load_resolved
+from isotrain.recipe.load import load_resolved, resolved
 from isotrain.trainers.start import model_digest
 from support import run_cli
 
@@ -41,6 +43,17 @@ def test_the_reference_runs_are_whole(name: str) -> None:
     recipe = load_resolved(reference.path / "resolved.json")
     assert recipe.observe.layer_trace and recipe.observe.operators and recipe.algorithm.name == name
     assert (reference.path / "trajectories").is_dir() == (name == "grpo")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_paths_of_this_machine_make_no_other_recipe(name: str) -> None:
+    reference = find_reference(name)
+    run = read_run(reference.path)
+    recipe = resolved(load_resolved(reference.path / "resolved.json", reference.settings()))
+    # A replay does not read the reward function, and so has no digest of it.
+    data = {name: digest for name, digest in run.data.items() if name != "reward.function"}
+    assert recipe["model"]["path"] == str(TINY / "model")
+    assert recipe_changes(run, replace(run, recipe=recipe, data=data)) == []
 
 
 def test_nothing_of_the_machine_is_in_them() -> None:
