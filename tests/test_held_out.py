@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from power.plan import HONEST, KINDS, controls, members, pairs, references, servers
 
 from mutations import MUTATIONS, SITE
 from mutations.held_out import HELD_OUT
+from support import needs_vllm
 
 sys.path.append(str(SITE))
 
@@ -21,6 +25,39 @@ def test_each_has_its_patch_and_none_was_there_before() -> None:
     names = [bug.name for bug in HELD_OUT]
     assert len(names) == len(set(names)) >= 24 and set(names) == set(PATCHES)
     assert not set(names) & {mutation.name for mutation in MUTATIONS}
+
+
+APPLY = """
+import importlib, os, sys, traceback
+import held_out_patches, mutation_patches
+failed = []
+for name, patches in (held_out_patches.PATCHES | mutation_patches.PATCHES).items():
+    modules = [(importlib.import_module(module), patch) for module, patch in patches.items()]
+    if child := os.fork():  # what one changes is gone with its process
+        failed += [name] if os.waitpid(child, 0)[1] else []
+    else:
+        try:
+            for module, patch in modules:
+                patch(module)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+print(failed)
+"""
+
+
+@needs_vllm
+@pytest.mark.heavy
+def test_each_finds_what_it_changes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", APPLY],
+        env={**os.environ, "PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
 
 
 def test_each_is_planned_and_every_run_has_a_name_of_its_own() -> None:

@@ -51,7 +51,7 @@ def _of_neighbour(advantages_R: Any, group_R: Any) -> Any:
 
 def _reference_follows(rank: Any) -> None:
     """The reference is the policy of the moment."""
-    right = rank.PolicyRank.reference_log_probs
+    right = rank.PolicyRank._reference_log_probs
 
     def changed(self: Any) -> Any:
         models = self.models
@@ -61,7 +61,7 @@ def _reference_follows(rank: Any) -> None:
         finally:
             self.models = models
 
-    rank.PolicyRank.reference_log_probs = changed
+    rank.PolicyRank._reference_log_probs = changed
 
 
 _FIRST_MOVED = 300

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,8 @@ class OnlineTrainer:
         rewards_R = shaped_R - self.kl.coefficient * kl_R
         with self._timed("adv"):
             given = self._advantages(batch, plan, shaped_R, rewards_R)
-        records = self._records(step, batch, plan, given, rewards_R)
+        with self._timed("record") if settings.record is not None else nullcontext():
+            records = self._records(step, batch, plan, given, rewards_R)
         critic_lr = None if self.critic_schedule is None else self.critic_schedule(step)
         reports = ranks.call_each(
             PolicyRank.learn,

@@ -21,8 +21,7 @@ from isotrain.cluster.replaceable import Died, Replaceable, Task
 from isotrain.cluster.workers import Call, Member, WorkerGroup, wait_any
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.broadcast import receive_update
-from isotrain.rollout.transfer import remove_private_directory, write_update
+from isotrain.rollout.relay import Relay
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
@@ -164,22 +163,6 @@ def engine_name(index: int) -> str:
 
 
 LEEWAY = 10.0
-
-
-class Relay:
-    """On one machine: from the collective into a file in shared memory, which its engines can read again."""
-
-    def __init__(self, name: str, timeout: float) -> None:
-        self.name, self.timeout = name, timeout
-
-    def start(self) -> None:
-        """It has nothing to make ready, and so can be replaced at any time between two updates."""
-
-    def take(self, announced: WeightUpdate) -> WeightUpdate:
-        return write_update(receive_update(announced, self.name, self.timeout), announced.version)
-
-    def close(self) -> None:
-        remove_private_directory()
 
 
 @dataclass

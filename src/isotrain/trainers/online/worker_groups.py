@@ -28,11 +28,12 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+from isotrain.rollout.relay import Relay
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
-from isotrain.trainers.online.weights import Relay, Relays, engine_name, relay_members, relay_of_engines
+from isotrain.trainers.online.weights import Relays, engine_name, relay_members, relay_of_engines
 
 # A checkpoint that is being written when the run ends is finished first.
 CLOSING_SECONDS = 120.0
