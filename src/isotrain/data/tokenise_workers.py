@@ -20,6 +20,7 @@ from isotrain.data.prompts import PromptEncoder
 from isotrain.data.rows import read_rows
 from isotrain.errors import DataError
 from isotrain.lifetime import die_with_parent
+from isotrain.own_python import module_command
 
 ENCODERS: dict[str, Any] = {kind.name: kind for kind in (Encoder, PreferenceEncoder, PromptEncoder)}
 
@@ -49,7 +50,7 @@ class Workers:
             return
         tokenizer = self._chunks / "tokenizer"
         self._encoder.tokenizer.save_pretrained(tokenizer)
-        command = [sys.executable, "-m", "isotrain.data.tokenise_workers"]
+        command = module_command("isotrain.data.tokenise_workers")
         for share in range(1, self._count + 1):
             task = {
                 **self._task,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from isotrain.errors import LaunchError
 from isotrain.observe.run_directory import write_atomically
+from isotrain.own_python import module_command
 from isotrain.recipe.load import path_override
 
 _LAST_WORDS = 12
@@ -69,7 +69,7 @@ class Children:
         return Finished(output, spent)
 
     def _run(self, name: str, side: Side, settings: Sequence[str], log: Path) -> None:
-        command = [sys.executable, "-m", "isotrain", "train", self.recipe, *settings]
+        command = module_command("isotrain", "train", self.recipe, *settings)
         with log.open("wb") as file:
             try:
                 done = subprocess.run(

@@ -8,12 +8,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Collection
 from typing import Any
 
 from isotrain.device.variables import child_environment
+from isotrain.own_python import module_command
 
 LONGEST_REPLY = 1 << 20
 _CHUNK = 1 << 16
@@ -35,8 +35,6 @@ class Child:
 
         Raises OSError where the system has no process or descriptor to give."""
         self._mark = uuid.uuid4().hex
-        # Never the working directory first: a file json.py there is not meant for this process.
-        safe_path = ["-P"] if sys.version_info >= (3, 11) else []
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             request_end, self.requests = os.pipe()
             theirs.callback(os.close, request_end)
@@ -44,9 +42,8 @@ class Child:
             self.replies, reply_end = os.pipe()
             theirs.callback(os.close, reply_end)
             ours.callback(os.close, self.replies)
-            module = ["-m", "isotrain.reward.child"]
             self._process = subprocess.Popen(
-                [sys.executable, *safe_path, *module, str(request_end), str(reply_end)],
+                module_command("isotrain.reward.child", str(request_end), str(reply_end)),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a function prints goes where errors go
                 pass_fds=(request_end, reply_end),

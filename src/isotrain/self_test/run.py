@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from isotrain.own_python import module_command
 from isotrain.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, Part
 from isotrain.self_test.verdicts import PROGRESS, Setting, Verdict, argument, read_verdicts
 
@@ -82,7 +82,7 @@ class SelfTest:
         told = argument(setting, mode=part.mode, verdicts=str(verdicts), killed=self.killed)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"isotrain.self_test.parts.{part.module}", told],
+                module_command(f"isotrain.self_test.parts.{part.module}", told),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from isotrain.device.detect import choose_device
 from isotrain.engine.world import World, join_world
+from isotrain.own_python import module_arguments
 from isotrain.self_test.verdicts import (
     Reporter,
     Setting,
@@ -57,7 +58,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=setting.work) as job,
     ):
         told = argument(setting, mode=f"rank {job}")
-        command = ("-m", "isotrain.self_test.parts.collectives", told)
+        command = module_arguments("isotrain.self_test.parts.collectives", told)
         run_ranks(command, ranks, Path(job), device.rank_environment(ranks))
         rate = float((Path(job) / RATE_FILE).read_text())
         stage.metrics["all_reduce GB/s"] = rate

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from isotrain.observe.metrics import read_metrics
+from isotrain.own_python import module_command
 from isotrain.self_test.verdicts import Setting, StageFailed, tell_progress
 
 # Of what each worker of a failed run wrote last.
@@ -27,7 +27,7 @@ def train(setting: Setting, recipe: str, output: Path, *changes: str) -> None:
     settings = (f"model.path={tiny / 'model'}", "data.validation=null", f"output={output}", *files, *changes)
     tell_progress(f"isotrain train {recipe} {' '.join(settings)}")
     process = subprocess.Popen(
-        [sys.executable, "-m", "isotrain", "train", recipe, *settings],
+        module_command("isotrain", "train", recipe, *settings),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
