@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isotrain.parity.run import Run
-from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free
+from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, version_changes
 
 _FREE_ENVIRONMENT = ("time", "command")
 ALLOWED = ("recipe", "data")
@@ -28,7 +28,7 @@ def recipe_changes(reference: Run, candidate: Run) -> list[str]:
     """Fields that make it another training: `optimizer.lr: 1e-05 -> 0.0001`."""
     if reference.recipe is None or candidate.recipe is None:
         return []
-    found = changes(reference.recipe, candidate.recipe)
+    found = version_changes(reference.recipe, candidate.recipe)
     return not_free(found, {*MAY_DIFFER_IN_PARITY, *_same_content(reference, candidate)})
 
 

@@ -51,6 +51,17 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return list(_changes(before, after, ""))
 
 
+def version_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """`changes` of resolved recipes: a field that one version did not have yet had its default's meaning."""
+    meaningless = set()
+    for leaf in leaves(Recipe):
+        default = leaf.info.get_default(call_default_factory=True)
+        if default is None or isinstance(default, bool | int | float | str):
+            shown = _shown(default)
+            meaningless |= {f"{leaf.path}: (absent) -> {shown}", f"{leaf.path}: {shown} -> (absent)"}
+    return [line for line in changes(before, after) if line not in meaningless]
+
+
 def _changes(before: dict[str, Any], after: dict[str, Any], prefix: str) -> Iterator[str]:
     """A section that only one side has is one line, as it stands there."""
     for key in dict.fromkeys([*before, *after]):
