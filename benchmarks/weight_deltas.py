@@ -1,0 +1,110 @@
+"""The share of bfloat16 weights that a step of GRPO changes: would sending only those pay? Lower is better.
+
+SmolLM2-135M-Instruct on single calculations from GSM8K (`--prompts` x `--responses`), one update a step,
+AdamW, in float32. After each step a checkpoint is saved; the weights of two checkpoints in a row are rounded
+to bfloat16, as engines get them, and compared. `ratio` is the largest share at the first learning rate. A
+changed weight costs its 2 bytes and a place of 4, so changes alone take 3 x share of the bytes.
+
+    python benchmarks/weight_deltas.py [--steps 5] [--lr 1e-6 1e-5]
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import bench
+import torch
+from safetensors import safe_open
+from smollm2 import smollm2
+
+from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+from isotrain.engine.checkpoint.layout import rank_file, step_directory, steps_in
+from isotrain.recipe.load import write_resolved
+from isotrain.recipe.schema import Recipe
+
+GOAL = 1 / 3
+"""Where the changes alone are as many bytes as everything."""
+PLACE_BYTES, VALUE_BYTES = 4, 2
+
+
+def recipe(directory: Path, lr: float, steps: int, prompts: int, responses: int) -> Recipe:
+    prepare_gsm8k_sums(bench.gsm8k(), directory)
+    reward = Path(__file__).with_name("number_reward.py")
+    return Recipe.model_validate(
+        {
+            "name": "weight-deltas",
+            "output": str(directory / "run"),
+            "model": {"path": str(smollm2()), "dtype": "float32"},
+            "data": {
+                "train": str(directory / "train.jsonl"),
+                "batch_size": prompts,
+                "max_length": 512,
+                "tokens_per_micro_batch": 4096,
+            },
+            "algorithm": {"name": "grpo"},
+            "rollout": {"engine": "vllm", "n": responses, "max_tokens": 64, "kv_cache_gb": 0.5},
+            "reward": {"function": {"path": f"{reward}:score"}},
+            "cluster": {"address": "local"},
+            "optimizer": {"lr": lr, "schedule": "constant", "warmup_ratio": 0.0},
+            "trainer": {"steps": steps, "save_every": 1, "keep_checkpoints": steps},
+            "observe": {"loggers": ["console"]},
+        }
+    )
+
+
+def shares(checkpoints: Path) -> list[float]:
+    """Of each step from the second on."""
+    found = []
+    for earlier, later in pairwise(sorted(steps_in(checkpoints))):
+        changed = total = 0
+        with (
+            safe_open(step_directory(checkpoints, earlier) / rank_file(0), "pt") as before,
+            safe_open(step_directory(checkpoints, later) / rank_file(0), "pt") as after,
+        ):
+            for name in list(before.keys()):
+                if name.startswith("weights/"):
+                    a, b = (file.get_tensor(name).to(torch.bfloat16) for file in (before, after))
+                    changed += int((a.view(torch.int16) != b.view(torch.int16)).sum())
+                    total += a.numel()
+        found.append(changed / total)
+    return found
+
+
+def main() -> None:
+    parser = bench.Options(__doc__, steps=2, lr=[1e-5], prompts=1, responses=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--responses", type=int, default=8)
+    options = parser.read()
+    by_lr = {}
+    for lr in options.lr:
+        with tempfile.TemporaryDirectory() as work:
+            own = recipe(Path(work), lr, options.steps, options.prompts, options.responses)
+            write_resolved(own, Path(work) / "recipe.yaml")
+            subprocess.run(
+                [sys.executable, "-m", "isotrain.cli.main", "train", f"{work}/recipe.yaml"],
+                check=True,
+                stdout=sys.stderr,
+            )
+            by_lr[lr] = shares(Path(own.output) / "checkpoints")
+        largest = max(by_lr[options.lr[0]])
+        bench.report(
+            "weight_deltas",
+            largest,
+            goal=GOAL,
+            met=largest <= GOAL,
+            shares={f"{lr:g}": [round(share, 5) for share in found] for lr, found in by_lr.items()},
+            bytes_over_all={
+                f"{lr:g}": round(max(found) * (PLACE_BYTES + VALUE_BYTES) / VALUE_BYTES, 3)
+                for lr, found in by_lr.items()
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
