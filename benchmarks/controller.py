@@ -7,10 +7,16 @@ trajectory in the large step over that in the small one: 1 means that the contro
 but the number of trajectories. `seconds` is the controller's work in the large step, all of its threads
 together. `ranks_a_group` says how many ranks fetch the responses to one prompt, on average.
 
-`calls` is what a call to all ranks costs besides what the ranks do: measured with 2 and with `--actors`
-workers that do nothing, and from that, by a straight line, what it would be with 1,024.
+`calls` is what a call to all ranks costs besides what the ranks do, with workers that do nothing, in
+milliseconds: through one agent for each 8 of them and, alternating, to each by itself. All of them run here,
+so `wall` contains their work too; `processor` is the controller's own.
 
-    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--responses 16] [--ranks 64] [--actors 8]
+`step_s` is the controller's processor time of a step while ranks and engines wait for it. Its own work is
+measured for each number of ranks. The three calls are measured with `--machines` x 8 workers; beyond that
+they are extrapolated: as many agents as the controller would call, each at the measured price of one.
+`collect` is not in it: groups are collected while others are being generated.
+
+    python benchmarks/controller.py [--turns 5] [--prompts 1024] [--responses 16] [--ranks 64] [--machines 8]
                                     [--profile]
 """
 
@@ -34,6 +40,7 @@ import bench
 import numpy as np
 from ray import cloudpickle
 
+from isotrain.cluster.agent import teams
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.objects import Handle, put
 from isotrain.cluster.replaceable import Replaceable
@@ -54,8 +61,9 @@ ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384
 SMALLER = 8
 GOAL = 1.5
-FEW_ACTORS, MANY_RANKS = 2, 1024
-CALLS = 200
+A_MACHINE, FEW_MACHINES = 8, 2
+MORE_RANKS = (1024, 10240)
+CALLS, CALLS_A_STEP = 50, 3
 
 
 class Engine:
@@ -69,7 +77,7 @@ class Engine:
             lengths = tuple(min(LONGEST, int(draw.lognormvariate(6.5, 0.8)) + 1) for _ in range(n))
             finished = tuple(length < LONGEST for length in lengths)
             yield (
-                Responses(prompt_index, row, draw.randint(50, 300), lengths, lengths, finished, 0),
+                Responses(prompt_index, row, draw.randint(50, 300), lengths, lengths, finished, 0, 0.0),
                 put(prompt_index),
             )
 
@@ -152,7 +160,7 @@ class Controller:
 Times = dict[str, Spent]
 
 
-def measure(collector: Collector, controller: Controller) -> tuple[Times, dict[str, int]]:
+def measure(collector: Collector, controller: Controller) -> tuple[Times, dict[str, int], list[Group]]:
     """Of one turn: time of each part, and bytes of what comes in and goes out."""
     step = controller.step
     prompt_requests = [PromptRequest(prompt_index, prompt_index) for prompt_index in range(step.prompts)]
@@ -163,34 +171,85 @@ def measure(collector: Collector, controller: Controller) -> tuple[Times, dict[s
     times = {"collect": collected, **times}
     total = sum(part.processor for part in times.values())
     print(f"{step.prompts * step.n} trajectories {total:.2f} s", file=sys.stderr, flush=True)
-    return times, sizes
+    return times, sizes, groups
 
 
-def call_cost(actors: int) -> Spent:
-    """Of one call to a group of so many workers that do nothing: medians."""
-    with WorkerGroup("rank", Idle, [Member()] * actors, spmd=True) as group:
-        group.call(Idle.nothing)
-        costs = [spent(lambda: group.call(Idle.nothing))[1] for _ in range(CALLS)]
-    return Spent(
-        statistics.median(cost.wall for cost in costs), statistics.mean(cost.processor for cost in costs)
-    )
+class Machines(WorkerGroup[Idle]):
+    """Ranks as if each 8 had a machine of their own."""
+
+    def _machines(self) -> list[list[int]]:
+        return [list(range(first, first + A_MACHINE)) for first in range(0, len(self._members), A_MACHINE)]
 
 
-def calls_to_ranks(actors: int) -> dict[str, Any]:
-    """What a call takes by itself and for each rank, in milliseconds; the last entry is not measured."""
-    few, many = call_cost(FEW_ACTORS), call_cost(actors)
-    a_rank = Spent(*((b - a) / (actors - FEW_ACTORS) for a, b in zip(few, many, strict=True)))
-
-    def told(cost: Spent) -> dict[str, float]:
-        return {name: round(1e3 * value, 3) for name, value in cost._asdict().items()}
-
-    far = Spent(*(b + (MANY_RANKS - actors) * slope for b, slope in zip(many, a_rank, strict=True)))
+def call_costs(machines: int) -> dict[str, Spent]:
+    """Of one call to that many machines: alternating; medians, and means of processor time."""
+    costs: dict[str, list[Spent]] = {"agents": [], "direct": []}
+    with Machines("rank", Idle, [Member()] * (A_MACHINE * machines), spmd=True) as group:
+        agents = group.agents
+        for turn in range(2 * CALLS + 2):
+            way = "direct" if turn % 2 else "agents"
+            group.agents = None if turn % 2 else agents
+            cost = spent(lambda: group.call(Idle.nothing))[1]
+            if turn > 1:
+                costs[way].append(cost)
+        group.agents = agents
     return {
-        f"{FEW_ACTORS}_actors_ms": told(few),
-        f"{actors}_actors_ms": told(many),
-        "a_rank_ms": told(a_rank),
-        f"extrapolated_{MANY_RANKS}_ranks_ms": told(far),
+        way: Spent(statistics.median(c.wall for c in all_of), statistics.mean(c.processor for c in all_of))
+        for way, all_of in costs.items()
     }
+
+
+def calls_to_ranks(machines: int) -> dict[str, Any]:
+    """Milliseconds of a call, by ranks and way."""
+    return {
+        f"{count * A_MACHINE}_ranks": {
+            way: {name: round(1e3 * value, 3) for name, value in cost._asdict().items()}
+            for way, cost in call_costs(count).items()
+        }
+        for count in (FEW_MACHINES, machines)
+    }
+
+
+def agents_called(ranks: int) -> tuple[int, int]:
+    """How many agents the controller calls, and how many ranks are the largest one's."""
+    called = teams(ranks // A_MACHINE)
+    return len(called), A_MACHINE * len(called[0])
+
+
+def agent_ms(calls: Mapping[str, Any], machines: int) -> float:
+    """Of the controller's processor for one call to one agent of 8 ranks."""
+    few, many = (
+        calls[f"{count * A_MACHINE}_ranks"]["agents"]["processor"] for count in (FEW_MACHINES, machines)
+    )
+    return float(many - few) / (machines - FEW_MACHINES)
+
+
+def team_ms(ranks: int) -> float:
+    """Measured: what arguments and replies of so many ranks add to a call to one agent."""
+    args, replies = dict.fromkeys(range(ranks), ()), dict.fromkeys(range(ranks))
+    times = [spent(lambda: (size(args), size(replies)))[1].processor for _ in range(20)]
+    return 2e3 * statistics.median(times)  # taken apart as well as put together
+
+
+def step_seconds(groups: list[Group], step: Step, calls: Mapping[str, Any], machines: int) -> dict[str, Any]:
+    """What ranks and engines wait for in a step."""
+    told = {}
+    for ranks in sorted({machines * A_MACHINE, *MORE_RANKS}):
+        times, _ = Controller(step._replace(ranks=ranks)).work(groups)
+        own = sum(part.processor for name, part in times.items() if name != "informative groups")
+        if ranks == machines * A_MACHINE:
+            call = calls[f"{ranks}_ranks"]["agents"]["processor"]
+        else:
+            agents, of_one = agents_called(ranks)
+            call = agents * (agent_ms(calls, machines) + team_ms(of_one))
+        told[str(ranks)] = {
+            "own_work": round(own, 3),
+            "agents_called": agents_called(ranks)[0],
+            "three_calls": round(CALLS_A_STEP * call / 1e3, 3),
+            "total": round(own + CALLS_A_STEP * call / 1e3, 3),
+            "calls": "measured" if ranks == machines * A_MACHINE else "extrapolated",
+        }
+    return told
 
 
 def totals(all_times: Sequence[Times], step: Step) -> list[float]:
@@ -211,6 +270,7 @@ def tell(
     many: Sequence[Times],
     sizes: Mapping[str, int],
     calls: Mapping[str, Any],
+    steps: Mapping[str, Any],
 ) -> None:
     small, large = (controller.step for controller in controllers)
     ratio = bench.spread([a / b for a, b in zip(totals(many, large), totals(few, small), strict=True)])
@@ -231,16 +291,17 @@ def tell(
         bytes_a_trajectory={name: round(value / trajectories, 1) for name, value in sizes.items()},
         bytes=sum(sizes.values()),
         calls=calls,
+        step_s=steps,
     )
 
 
 def main() -> None:
-    parser = bench.Options(__doc__, turns=1, prompts=256, actors=4)
+    parser = bench.Options(__doc__, turns=1, prompts=256, machines=3)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--actors", type=int, default=8, help="workers in place of ranks, more than 2")
+    parser.add_argument("--machines", type=int, default=8, help="of 8 workers each, more than 2")
     parser.add_argument("--profile", action="store_true", help="show the functions that take most time")
     options = parser.read()
     large = Step(options.prompts, options.responses, options.ranks)
@@ -260,18 +321,19 @@ def main() -> None:
         )
         controllers = Controller(small), Controller(large)
         few, many = list[Times](), list[Times]()
-        calls = calls_to_ranks(options.actors)
+        calls = calls_to_ranks(options.machines)
         profile = cProfile.Profile()
         for turn in range(options.turns + 1):  # the first is left out
-            less, _ = measure(collector, controllers[0])
+            less, _, _ = measure(collector, controllers[0])
             if options.profile:
                 profile.enable()
-            more, sizes = measure(collector, controllers[1])
+            more, sizes, groups = measure(collector, controllers[1])
             profile.disable()
             if turn:
                 few.append(less)
                 many.append(more)
-                tell(controllers, few, many, sizes, calls)
+                steps = step_seconds(groups, large, calls, options.machines)
+                tell(controllers, few, many, sizes, calls, steps)
     if options.profile:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
 

@@ -14,8 +14,8 @@ from isotrain.cluster.private import loopback_addresses, read_authentication_aga
 
 
 @contextmanager
-def two_machines(**node: Any) -> Iterator[Machines]:
-    """Two nodes with one CPU each on the loopback address, with token authentication."""
+def two_machines(cpus: int = 1, count: int = 2, **node: Any) -> Iterator[Machines]:
+    """Nodes with `cpus` each, two by default, on the loopback address, with token authentication."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home,
@@ -29,8 +29,8 @@ def two_machines(**node: Any) -> Iterator[Machines]:
         with loopback_addresses():
             cluster = Machines()
             try:
-                for _ in range(2):
-                    cluster.add_node(num_cpus=1, include_dashboard=False, **node)
+                for _ in range(count):
+                    cluster.add_node(num_cpus=cpus, include_dashboard=False, **node)
                 yield cluster
             finally:
                 cluster.shutdown()

@@ -24,7 +24,7 @@ LAYERS = (
 # They stand beside the layers and read run directories and machines.
 BESIDE = {"parity", "doctor"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
-OPEN_TO_ALL = {"errors", "hidden_modules", "lifetime", "plugins", "terminal"}
+OPEN_TO_ALL = {"abandoned", "errors", "hidden_modules", "lifetime", "own_python", "plugins", "terminal"}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)

@@ -89,7 +89,7 @@ def assemble(
     from isotrain.trainers.online.policy_rank import PolicyRank
     from isotrain.trainers.online.reward_worker import RewardWorker
     from isotrain.trainers.online.rollout_worker import RolloutWorker
-    from isotrain.trainers.online.weights import Relays
+    from isotrain.trainers.online.weights import Relays, Source
     from isotrain.trainers.online.worker_groups import WorkerGroups
 
     device, values = choose_device(recipe.device.type), resolved(recipe)
@@ -99,9 +99,9 @@ def assemble(
     engines: Any = Group([RolloutWorker(values, "rollout engine 0")] if generates else [])
     rewards: Any = Group([RewardWorker(values, reward_source)] if generates else [])
     nobody: Any = Group([])
-    relays = Relays(ranks, Replaceable(nobody, 1.0, tell), [None] * len(engines), "", 1.0)
+    relays = Relays(ranks, Replaceable(nobody, 1.0, tell), [Source(0)] * len(engines), "")
     try:
-        yield WorkerGroups(device, ranks, (None, None), engines, relays, rewards, False)
+        yield WorkerGroups(device, ranks, (None, None), engines, relays, rewards, nobody, False)
     finally:
         for group in (rewards, engines, ranks):
             group.close()

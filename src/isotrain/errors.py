@@ -1,8 +1,16 @@
 """Every error a user can meet: one root, each also a standard type, all picklable."""
 
+from typing import ClassVar
+
+MAY_PASS = 75
+"""Exit code of an error that may not come again: EX_TEMPFAIL in sysexits.h."""
+
 
 class IsotrainError(Exception):
-    """The root: the command line prints it without a traceback and exits with 1."""
+    """The root: the command line prints it without a traceback and exits with 1, or with `MAY_PASS`."""
+
+    may_pass: ClassVar[bool] = False
+    """Whether the same command may succeed if it is run again: something died, nothing is to be changed."""
 
 
 class RecipeError(IsotrainError, ValueError):
@@ -33,6 +41,18 @@ class LaunchError(IsotrainError, RuntimeError):
     """A rank that ended with an error."""
 
 
+class RankLost(LaunchError):
+    """A rank that was killed or crashed."""
+
+    may_pass = True
+
+
+class PreemptedError(LaunchError):
+    """A run that SIGTERM ended: started again, it resumes."""
+
+    may_pass = True
+
+
 class RolloutError(IsotrainError, RuntimeError):
     """A generation engine that failed, with its name."""
 
@@ -40,9 +60,13 @@ class RolloutError(IsotrainError, RuntimeError):
 class EngineLost(RolloutError):
     """A generation engine whose processes have ended or stopped replying: only a new one helps."""
 
+    may_pass = True
+
 
 class WeightUpdateError(RolloutError):
     """A weight update that an engine did not take whole, or not in time."""
+
+    may_pass = True
 
 
 class RewardError(IsotrainError, RuntimeError):
@@ -51,6 +75,12 @@ class RewardError(IsotrainError, RuntimeError):
 
 class ClusterError(IsotrainError, RuntimeError):
     """A Ray cluster that cannot be joined, lacks devices, or lost a worker."""
+
+
+class WorkerLost(ClusterError):
+    """A worker that died, crashed or did not reply, or whose machine was lost."""
+
+    may_pass = True
 
 
 class CertificateError(IsotrainError, ValueError):

@@ -153,7 +153,7 @@ def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
 
 def test_the_recipe_and_its_text_are_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[object] = []
-    fake = SimpleNamespace(launch=lambda recipe, source: started.extend([recipe, source]))
+    fake = SimpleNamespace(launch=lambda recipe, source, preemption: started.extend([recipe, source]))
     monkeypatch.setitem(sys.modules, "isotrain.trainers.launch", fake)
     path = tmp_path / "mine.yaml"
     path.write_text(library.read("tiny-sft"))

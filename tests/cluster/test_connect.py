@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import ray
 from plain_workers import Clerk
 
 import isotrain
-from isotrain.cluster import connect
+from isotrain.abandoned import make_held, remove_abandoned
+from isotrain.cluster import connect, private
 from isotrain.cluster.connect import (
     Node,
     Reply,
@@ -30,11 +32,11 @@ from isotrain.cluster.connect import (
     own_cluster,
     several_machines,
 )
-from isotrain.cluster.private import TIMED_OUT, private_cluster
+from isotrain.cluster.private import PREFIX, TIMED_OUT, copy_worker_output, private_cluster
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES
-from isotrain.errors import ClusterError, DeviceError
+from isotrain.errors import MAY_PASS, ClusterError, DeviceError, WorkerLost
 from isotrain.recipe.online import ClusterSection
 
 pytestmark = pytest.mark.ray
@@ -82,6 +84,16 @@ def wait_until_gone(token: str, seconds: float, but: tuple[str, ...] = ()) -> No
         time.sleep(0.1)
 
 
+# They wait for about a minute for a head that does not come back.
+AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
+
+
+def end(token: str) -> None:
+    for pid in processes_with(token):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_private_cluster_is_alone_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +109,8 @@ def test_a_private_cluster_is_alone_and_leaves_nothing(
             group.call(Clerk.say, "a word from a worker")
             ours = {*processes_with(token), os.getpid()}
             assert len(ours) > 4
+            # A signal to the group of the controller is the controller's.
+            assert [pid for pid in processes_with(token) if os.getpgid(pid) == os.getpgrp()] == []
             listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
             lines = [line for line in listening.splitlines() if any(f"pid={pid}," in line for pid in ours)]
             own = [line.split()[3] for line in lines]
@@ -158,12 +172,37 @@ def test_workers_do_not_outlive_a_killed_driver() -> None:
     token, _ = driver.stdout.readline().split()
     driver.kill()
     driver.wait()
-    # Ray's two agents wait for about a minute for a head that does not come back.
-    agents = ("ray::DashboardA", "ray::RuntimeEnv")
-    wait_until_gone(token, 15, but=agents)
-    for pid, name in processes_with(token).items():
-        assert name in agents
-        os.kill(pid, signal.SIGKILL)
+    wait_until_gone(token, 15, but=AGENTS)
+    end(token)
+
+
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
+def test_a_driver_does_not_wait_for_a_dead_ray(head: str) -> None:
+    """Ray alone ends it after a minute, with the exit code of an error that needs a change."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None and driver.stderr is not None
+    try:
+        token, home = driver.stdout.readline().split()
+        (victim,) = [pid for pid, name in processes_with(token).items() if name == head]
+        os.kill(victim, signal.SIGKILL)
+        assert driver.wait(timeout=50) == MAY_PASS
+        assert f"error: {head}, a process of the private Ray cluster, died" in driver.stderr.read()
+        assert not Path(home).exists()
+        wait_until_gone(token, 15, but=AGENTS)
+    finally:
+        driver.kill()
+        end(token)
+
+
+def test_what_a_killed_driver_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left, held = tmp_path / f"{PREFIX}left", make_held(tmp_path, PREFIX)
+    left.mkdir()
+    for path in (left, held):
+        os.utime(path, (0, 0))
+    remove_abandoned(tmp_path, PREFIX)
+    assert not left.exists() and held.exists()
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +287,7 @@ def test_a_cluster_without_authentication_is_joined_with_a_warning() -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as home:
         done = subprocess.run(
             ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", sys.executable, child, home],
-            env={**clean, **source},
+            env={**clean, **source, "HOME": home},  # a token of the user would make it another cluster
             capture_output=True,
             text=True,
             timeout=200,
@@ -320,3 +359,24 @@ def test_machines_are_counted_by_their_addresses() -> None:
     assert not several_machines([Node("a", "10.0.0.1")])
     assert not several_machines([Node("a", "10.0.0.1"), Node("b", "10.0.0.1")])
     assert several_machines([Node("a", "10.0.0.1"), Node("b", "10.0.0.2")])
+
+
+def test_logs_that_cannot_be_kept_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = tmp_path / "r" / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.err").write_text("words")
+    (tmp_path / "full").write_text("a file where a directory should be made")
+    copy_worker_output(tmp_path, tmp_path / "full" / "logs")
+    assert "warning: the output of workers could not be kept" in capsys.readouterr().err
+
+
+def test_a_machine_that_is_too_busy_to_start_ray_may_be_less_busy_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*_: object) -> Path:
+        raise RuntimeError(f"{private.TIMED_OUT}. This could happen because the GCS has become overloaded.")
+
+    monkeypatch.setattr(private, "_init", too_late)
+    with pytest.raises(WorkerLost, match="cannot start a private Ray cluster, at the second try") as raised:
+        private._start(tmp_path, {}, 1)
+    assert raised.value.may_pass

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from isotrain.trainers.online.weights import Engines
 from isotrain.trainers.online.messages import RankPlan
-from isotrain.trainers.online.policy_rank import PolicyRank, Published
+from isotrain.trainers.online.messages import Published
+from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 

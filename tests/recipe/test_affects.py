@@ -25,7 +25,7 @@ ON_RESUME_ONLY = {
 IN_PARITY_ONLY = {"rollout.replay"}
 BOTH = {
     *("name", "output"),
-    *(f"trainer.{name}" for name in ("save_every", "keep_checkpoints", "resume")),
+    *(f"trainer.{name}" for name in ("save_every", "keep_checkpoints", "resume", "preemption_seconds")),
     *(
         f"model.{name}"
         for name in ("attention", "experts", "fused", "gradient_checkpointing", "logits_chunk")
@@ -34,7 +34,8 @@ BOTH = {
     *(
         f"rollout.{name}"
         for name in (
-            *("eager", "load_format", "server_python", "update_timeout", "weight_check_tolerance"),
+            *("eager", "load_format", "server_python", "weight_transfer", "update_timeout"),
+            "weight_check_tolerance",
             "record",
         )
     ),

@@ -205,6 +205,23 @@ NO_PART = "no reward is set; add one of gsm8k, math, function, plugin, model, pr
             ],
         ),
         (
+            GRPO + "rollout:\n  n: 2\n  in_flight: true\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:9: rollout.in_flight (true) updates weights during generation, but with "
+                "rollout.staleness (0) generation ends before training begins: set staleness to 1 or more, "
+                "or remove in_flight"
+            ],
+        ),
+        (
+            GRPO
+            + "rollout:\n  n: 2\n  in_flight: true\n  engine: sglang\n  staleness: 1\n"
+            + "cluster: {placement: separate}\nreward: {gsm8k: {}}\n",
+            [
+                "r.yaml:9: rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes "
+                "weights between responses: set engine: vllm, or remove in_flight"
+            ],
+        ),
+        (
             GRPO + "rollout:\n  max_tokens: 20000\n  n: 2\nreward: {gsm8k: {}}\n",
             [
                 "r.yaml:8: data.tokens_per_micro_batch (16384) is below data.max_length + rollout.max_tokens "

@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from receivers import TIMEOUT, Receiver, ready
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout import broadcast
 from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.broadcast import REHEARSAL, BroadcastSender
+from isotrain.rollout.carriers import HostCarrier
 
 pytestmark = pytest.mark.heavy
-
-TIMEOUT = 5.0
-
-
-class Receiver:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("broadcast_child.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def read(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return line.strip() if line == "ready\n" else json.loads(line)
-
-    def order(self, update: WeightUpdate, damage: bool = False, timeout: float = TIMEOUT) -> None:
-        assert self.process.stdin is not None
-        order = {"name": self.name, "update": asdict(update), "damage": damage, "timeout": timeout}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
 
 
 @pytest.fixture(scope="module")
 def receivers() -> Iterator[list[Receiver]]:
-    made = [Receiver(f"engine {index}") for index in range(2)]
-    assert [receiver.read() for receiver in made] == ["ready", "ready"]
-    yield made
-    for receiver in made:
-        receiver.process.kill()
-        receiver.process.wait()
+    with ready(*(Receiver(f"engine {index}") for index in range(2))) as made:
+        yield made
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
@@ -73,7 +41,7 @@ def weights() -> list[tuple[str, torch.Tensor]]:
 def test_all_receivers_have_the_same(
     receivers: list[Receiver], device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "BUCKET", 10_000)  # several buckets, and a tensor larger than one
+    monkeypatch.setattr(HostCarrier, "bucket_bytes", 10_000)  # several buckets, and a tensor larger than one
     sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
     for version in (4, 5):
         announced = sender.announce(version)
@@ -141,6 +109,36 @@ def test_another_version_than_announced(receivers: list[Receiver]) -> None:
     sender.announce(3)
     receivers[0].order(WeightUpdate(4, sender.address, 0, 0, ""))
     assert "weight update 4 was announced" in receivers[0].read()["error"]
+
+
+def test_a_rehearsal_that_nobody_comes_to(receivers: list[Receiver]) -> None:
+    sender = BroadcastSender("127.0.0.1", 2, 0.5)
+    announced = sender.announce(REHEARSAL)
+    receivers[0].order(announced, timeout=1.0)
+    assert sender.rehearse() in (
+        "WeightUpdateError: weight update -1: 1 of 2 receivers came within 0.5 s",
+        "no end within 0.5 s",
+    )
+    assert "error" in receivers[0].read()
+    sender.timeout = TIMEOUT  # the next attempt knows nothing of it
+    announced = sender.announce(REHEARSAL)
+    for receiver in receivers:
+        receiver.order(announced)
+    assert sender.rehearse() == ""
+    assert all(receiver.read()["shapes"] == {"rehearsal": [1024]} for receiver in receivers)
+
+
+def test_one_side_that_connects_on_demand_elsewhere(
+    receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks of large jobs do: both sides must say the same here, or the group crashes."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    announced = sender.announce(1)
+    for receiver in receivers:
+        receiver.order(announced)
+    sender.send(weights(), 1)
+    assert all("sums" in receiver.read() for receiver in receivers)
 
 
 def test_nothing_listens_beyond_the_address_given(receivers: list[Receiver]) -> None:

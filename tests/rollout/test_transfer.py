@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout import transfer
-from isotrain.rollout.transfer import open_update, read_update, remove_abandoned, write_update
+from isotrain.rollout.transfer import checksum, open_update, read_update, remove_abandoned, write_update
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -220,3 +221,27 @@ def test_the_private_directory_goes_with_its_process(tmp_path: Path) -> None:
     assert directory.exists() and not abandoned.exists()
     process.communicate("\n", timeout=60)
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 8191, 8192, 8200, 20_001])
+def test_the_check_sum_sees_every_bit_and_every_row(size: int) -> None:
+    data = bytearray(np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes())
+    total = checksum(memoryview(data))
+    assert checksum(memoryview(bytes(data))) == total and 0 <= total < 2**64
+    assert checksum(memoryview(data + b"\0")) != total
+    for place in {0, size // 2, size - 1} if size else ():
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            assert checksum(memoryview(changed)) != total
+    row = 8 * 1024
+    if size > 2 * row:
+        assert checksum(memoryview(data[row : 2 * row] + data[:row] + data[2 * row :])) != total
+
+
+def test_a_run_removes_what_its_own_processes_left(tmp_path: Path) -> None:
+    own, other = (tmp_path / f"{transfer.PREFIX}{run}-x" for run in ("1a", "2b"))
+    for path in (own, other):
+        path.mkdir()
+    remove_abandoned(tmp_path, 0.0, "1a-")
+    assert not own.exists() and other.exists()

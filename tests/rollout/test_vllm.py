@@ -32,6 +32,20 @@ def test_what_a_worker_reports_is_compared(vllm_found: dict[str, Any]) -> None:
     assert reports["tensors"].startswith("WeightUpdateError: engine 7: worker 0 reports tensors 3 after")
 
 
+def test_weights_that_are_sent(vllm_found: dict[str, Any]) -> None:
+    check_sent(vllm_found)
+
+
+def check_sent(found: dict[str, Any]) -> None:
+    sent, (error, sender, refused) = found["sent"], found["half"]
+    assert sent["tensors"][0] == sent["tensors"][1] and sent["versions"][0] == sent["versions"][1]
+    assert sent["difference"] < 1e-4
+    assert "the sender aborted weight update" in error and "ValueError('no more')" in error
+    assert sender == "ValueError('no more')"
+    assert "does not generate" in refused
+    assert found["after_half"] < 1e-4  # the next update makes it usable again
+
+
 def test_an_abandoned_iterator_leaves_nothing_running(vllm_found: dict[str, Any]) -> None:
     assert vllm_found["left"] == [0, 0]
 
@@ -49,6 +63,7 @@ def test_two_workers(tmp_path: Path) -> None:
     for name in BAD:
         check_bad_update(found, name)
     assert found["responses"]["same_alone"] and found["responses"]["greedy_is_best"]
+    check_sent(found)
     assert found["processes"] >= 3
     assert found["left"] == [0, 0]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.save_schedule import LARGEST_SHARE, MINUTES, SaveSchedule
 from isotrain.trainers.supervised import SupervisedTrainer
 
@@ -66,11 +67,12 @@ def test_one_rank_decides_for_all(leads: bool, leader_says: bool) -> None:
 
         def sum(self, numbers: list[float]) -> list[float]:
             others = 0.0 if self.leads else float(leader_says)
-            return [float(numbers[0]) + others]
+            return [float(numbers[0]) + others, float(numbers[1])]
 
     clock = Clock()
     trainer: Any = object.__new__(SupervisedTrainer)
     trainer.saves = SaveSchedule(None, 100, clock)
     trainer.engine = SimpleNamespace(world=World())
     clock.now = 1e6 if leader_says == leads else 0.0
-    assert trainer._is_save_due(5) is leader_says
+    trainer.preemption = Preemption()
+    assert trainer._agreed(5) == (leader_says, False)

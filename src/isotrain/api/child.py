@@ -18,11 +18,22 @@ import tempfile
 from pathlib import Path
 
 from isotrain import errors
-from isotrain.errors import IsotrainError, LaunchError
+from isotrain.engine.checkpoint.pending import how_to_go_on
+from isotrain.errors import IsotrainError, LaunchError, PreemptedError
 from isotrain.lifetime import die_with_parent
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.own_python import module_command
 from isotrain.recipe.load import load_resolved, write_resolved
+from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.terminal import guard, visible
+from isotrain.trainers.preemption import (
+    CLOSING_SECONDS,
+    CLOSING_SECONDS_ONLINE,
+    PREEMPTED,
+    Preempted,
+    preemptible,
+)
 
 _RECIPE, _SOURCE, _ERROR = "recipe.json", "recipe.yaml", "error.json"
 _LAUNCHER = "ISOTRAIN_LAUNCHER"
@@ -46,15 +57,30 @@ def train_here(recipe: Recipe, source: str) -> None:
 
     for warning in preflight(recipe):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
-    from isotrain.engine.checkpoint.pending import how_to_go_on
-    from isotrain.observe.run_directory import RunDirectory
-    from isotrain.trainers.launch import launch
+    closing = CLOSING_SECONDS_ONLINE if isinstance(recipe.algorithm, OnlineSection) else CLOSING_SECONDS
+    checkpoints = RunDirectory(recipe.output).checkpoints
 
-    try:
-        launch(recipe, source)
-    except KeyboardInterrupt:
-        print(how_to_go_on(RunDirectory(recipe.output).checkpoints), file=sys.stderr, flush=True)
-        raise
+    def last_words() -> str:
+        return f"preempted: {how_to_go_on(checkpoints)}"
+
+    seconds = recipe.trainer.preemption_seconds
+    with preemptible(seconds, closing=closing, last_words=last_words) as preemption:
+        from isotrain.trainers.launch import launch
+
+        try:
+            launch(recipe, source, preemption)
+        except KeyboardInterrupt:
+            print(how_to_go_on(checkpoints), file=sys.stderr, flush=True)
+            raise
+        except BaseException as error:
+            if not (preemption.requested or isinstance(error, Preempted)):
+                raise
+            # Asked to end, the run ended: what it met on the way out, such as lost workers, does not matter.
+            if isinstance(error, Exception):
+                print(f"warning: while the run was ending: {error}", file=sys.stderr)
+            preemption.announce()
+            preemption.say_last_words()
+            raise Preempted from error
 
 
 def train_in_child(recipe: Recipe, source: str) -> None:
@@ -64,7 +90,7 @@ def train_in_child(recipe: Recipe, source: str) -> None:
         write_resolved(recipe, job / _RECIPE)
         (job / _SOURCE).write_text(source, encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", "isotrain.api.child", directory],
+            module_command("isotrain.api.child", directory),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -82,6 +108,8 @@ def train_in_child(recipe: Recipe, source: str) -> None:
             process.wait()
         if process.returncode == -signal.SIGINT or process.returncode == _INTERRUPTED:
             raise KeyboardInterrupt
+        if process.returncode == PREEMPTED:
+            raise PreemptedError("SIGTERM ended training; call train again to resume")
         if process.returncode:
             raise _error(job / _ERROR, process.returncode)
 
@@ -138,7 +166,9 @@ def _main(job: Path) -> int:
         recipe = load_resolved(job / _RECIPE)
         train_here(recipe, (job / _SOURCE).read_text(encoding="utf-8"))
     except IsotrainError as error:
-        told = {"kind": type(error).__name__, "message": str(error)}
+        # One that users can catch, and that says whether the same call may succeed.
+        kind = next(base for base in type(error).__mro__ if base.__module__ == errors.__name__)
+        told = {"kind": kind.__name__, "message": str(error)}
     except ModuleNotFoundError as error:
         if (words := missing_package(error)) is None:
             raise

@@ -24,7 +24,7 @@ from isotrain.cli.recipes import recipes
 from isotrain.cli.several_values import command_with
 from isotrain.cli.train import train
 from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
-from isotrain.errors import IsotrainError
+from isotrain.errors import MAY_PASS, IsotrainError
 from isotrain.terminal import guard, guarded
 
 
@@ -43,7 +43,8 @@ class CleanErrors(TyperGroup):
         except IsotrainError as error:
             _say(f"error: {error}")
             # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
-            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
+            code = MAY_PASS if error.may_pass else 1
+            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else code) from None
         except ModuleNotFoundError as error:
             if (words := missing_package(error)) is None:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -11,6 +12,10 @@ from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.cli.restarts import check_restarts, supervise
+from isotrain.errors import MAY_PASS, IsotrainError
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.own_python import module_command
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection, OnlineSection
@@ -24,6 +29,15 @@ def train(
     dry_run: Annotated[
         bool, Option("--dry-run", help="Check the recipe, print it with all defaults, and stop.")
     ] = False,
+    restarts: Annotated[
+        int,
+        Option(
+            min=0,
+            metavar="N",
+            help="If training is killed or fails in a way that may pass, run it again, which resumes; "
+            "at most N times without a new checkpoint.",
+        ),
+    ] = 0,
 ) -> None:
     """Train a model from a recipe.
 
@@ -36,6 +50,8 @@ def train(
         isotrain train my.yaml optimizer.lr=1e-4 trainer.steps=100
 
         isotrain train my.yaml --dry-run
+
+        isotrain train my.yaml --restarts 3
     """
     if dry_run:
         checked = api.load_recipe(recipe, *(overrides or []))
@@ -44,7 +60,18 @@ def train(
         for warning in warnings:
             typer.echo(f"warning: {warning}", err=True)
         return
-    api.train(recipe, *(overrides or []), in_process=True)
+    if restarts:
+        checked = api.load_recipe(recipe, *(overrides or []))
+        check_restarts(checked)
+        command = module_command("isotrain.cli.main", "train", recipe, *(overrides or []))
+        raise typer.Exit(supervise(command, RunDirectory(checked.output).checkpoints, restarts))
+    try:
+        api.train(recipe, *(overrides or []), in_process=True)
+    except (IsotrainError, ModuleNotFoundError):
+        raise
+    except Exception:  # unknown, such as a device that failed: it may pass
+        traceback.print_exc()
+        raise typer.Exit(MAY_PASS) from None
 
 
 def show(recipe: Recipe) -> None:
@@ -99,6 +126,7 @@ def _online_rows(recipe: Recipe) -> dict[str, str]:
     if rollout.tensor_parallel > 1:
         engines += f" of {rollout.tensor_parallel} devices each"
     when = f", up to {rollout.staleness} version(s) behind" if rollout.staleness else ""
+    when += ", weight updates in flight" if rollout.in_flight else ""
     return {
         "rollout": f"{rollout.engine}, {rollout.n} response(s) per prompt, up to {rollout.max_tokens} tokens",
         "reward": " + ".join(text for text in parts.values() if text),

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -77,17 +77,19 @@ def join_cluster(
     cpus: int | None = None,
     keep_logs: Path | None = None,
     answer_timeout: float = 30.0,
+    is_ending: Callable[[], bool] = lambda: False,
 ) -> Iterator[Cluster]:
     """Connect this process to the recipe's cluster until the end of the block, however that comes.
 
     A private cluster has this machine's devices and as many CPUs as Ray finds, or `cpus`; `keep_logs` is a
-    directory for its workers' output. An existing one must answer within `answer_timeout` seconds.
+    directory for its workers' output; if Ray dies, it ends this process unless that `is_ending` already. An
+    existing one must answer within `answer_timeout` seconds.
     """
     if ray.is_initialized():
         raise ClusterError("this process is connected to a Ray cluster already; call ray.shutdown() first")
     logging.getLogger("ray").setLevel(logging.ERROR)
     with ExitStack() as stack:
-        stack.enter_context(_end_on_sigterm())
+        ends = stack.enter_context(_end_on_sigterm())
         # Calls that fail because we end their workers are not worth a message.
         stack.enter_context(variables(RAY_IGNORE_UNHANDLED_ERRORS="1"))
         address = find_cluster(cluster.address, answer_timeout)
@@ -100,11 +102,11 @@ def join_cluster(
             choose_device(device.type)  # it must be here: there is no other machine
             resource = device.ray_resource
             counted: dict[str, float] = {} if resource == "CPU" else {resource: device.count()}
-            logs = stack.enter_context(private_cluster(counted, cpus, keep_logs))
+            logs = stack.enter_context(private_cluster(counted, cpus, keep_logs, is_ending))
             joined = Cluster(ray.get_runtime_context().gcs_address, private=True, logs=logs)
         else:
             joined = stack.enter_context(_join(address, cluster, answer_timeout))
-        _set_sigterm()
+        ends()
         yield joined
 
 
@@ -203,21 +205,20 @@ def _exit(number: int, _: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _set_sigterm() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _exit)
-
-
 @contextmanager
-def _end_on_sigterm() -> Iterator[None]:
-    """SIGTERM leaves blocks in order, as Ctrl-C does. `ray.init` changes the handler for good."""
+def _end_on_sigterm() -> Iterator[Callable[[], object]]:
+    """SIGTERM does what it did before, or leaves blocks in order, as Ctrl-C does.
+
+    `ray.init` changes the handler for good: yields what is to be called after it.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     before = signal.getsignal(signal.SIGTERM)
-    _set_sigterm()
+    handler = before if callable(before) else _exit
+    signal.signal(signal.SIGTERM, handler)
     try:
-        yield
+        yield lambda: signal.signal(signal.SIGTERM, handler)
     finally:
         signal.signal(signal.SIGTERM, before)
 

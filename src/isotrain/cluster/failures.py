@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import ray
@@ -17,14 +18,14 @@ from ray.exceptions import (
 from ray.exceptions import OutOfMemoryError as RayOutOfMemory
 
 from isotrain.cluster.host import Crash, Whereabouts
-from isotrain.errors import ClusterError, IsotrainError
+from isotrain.errors import ClusterError, IsotrainError, WorkerLost
 
 DEATHS = (RayActorError, NodeDiedError, ObjectLostError, RayOutOfMemory, WorkerCrashedError)
 LAST_LINES = 15
 LAST_BYTES = 1 << 16
 
 
-class WorkerDied(ClusterError):
+class WorkerDied(WorkerLost):
     """A worker whose process has ended; `index` is its number in its group."""
 
     def __init__(self, message: str, index: int = -1) -> None:
@@ -35,7 +36,7 @@ class WorkerDied(ClusterError):
         return self.message
 
 
-class Overdue(ClusterError):
+class Overdue(WorkerLost):
     """A worker that did not reply within its timeout."""
 
 
@@ -45,15 +46,27 @@ def explain(error: Exception, who: str, index: int, method: str, where: Whereabo
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, IsotrainError):
         return cause
-    place = f"{who} {index}" + (f" on {where.host} (pid {where.pid})" if where else "")
+    place = f"{who} {_placed(index, where)}"
     if isinstance(cause, Crash):
-        return ClusterError(f"{place} failed in `{method}`:\n{cause}")
+        return WorkerLost(f"{place} failed in `{method}`:\n{cause}")
     if isinstance(cause, ActorUnschedulableError):
         return ClusterError(f"{place} cannot be started: {cause}")
     if isinstance(cause, DEATHS):
         during = f" during `{method}`" if method else ""
         return WorkerDied(f"{place} died{during}: {_reason(cause)}{_last_words(where)}", index)
-    return ClusterError(f"{place} failed in `{method}`: {cause}")
+    return WorkerLost(f"{place} failed in `{method}`: {cause}")
+
+
+def overdue(
+    who: str, method: str, timeout: float | None, places: Mapping[int, Whereabouts | None]
+) -> Overdue:
+    """`places`: of those who are late, by their numbers."""
+    names = ", ".join(_placed(index, where) for index, where in places.items())
+    return Overdue(f"{who}: no reply to `{method}` within {timeout:g} s from {names}")
+
+
+def _placed(index: int, where: Whereabouts | None) -> str:
+    return f"{index}" + (f" on {where.host} (pid {where.pid})" if where else "")
 
 
 def _reason(error: Exception) -> str:

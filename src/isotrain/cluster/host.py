@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +32,10 @@ class Crash(Exception):
 
 
 class Host:
+    def __init__(self) -> None:
+        # Here: it takes the main thread, which runs no method of a worker that runs several at a time.
+        _leave_sigterm_to_the_controller()
+
     def start(self, directory: str, worker: type, *args: Any, **kwargs: Any) -> Whereabouts:
         # Ray asks a worker whose node has ended to end itself, which one deep in a computation hears late.
         die_with_parent()
@@ -66,6 +72,13 @@ class Host:
             frames = error.__traceback__.tb_next if error.__traceback__ else None
             lines = traceback.format_exception(type(error), error, frames)
             raise Crash("".join(lines).rstrip()) from None
+
+
+def _leave_sigterm_to_the_controller() -> None:
+    """One that every process of a job gets must not end the workers before a checkpoint is saved."""
+    if threading.current_thread() is threading.main_thread():
+        # A function, because processes that a worker starts would ignore SIGTERM as well.
+        signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def _errors_file() -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.workers import Call, Method, P, Result, Stream, WorkerGroup
-from isotrain.errors import ClusterError
+from isotrain.cluster.workers import Call, Method, P, Peer, Result, Stream, WorkerGroup
+from isotrain.errors import WorkerLost
 
 # In one place: a worker that dies again and again has a cause that a new one does not cure.
 MOST_DEATHS = 10
@@ -67,6 +67,11 @@ class Replaceable(Generic[W]):
         with self._places[index]:
             return Task(index, self.lives[index], self.group.stream(index, method, *args, **kwargs))
 
+    def peer(self, index: int) -> Peer[W]:
+        """One worker, for others to call; not one that is being replaced."""
+        with self._places[index]:
+            return self.group.peer(index)
+
     def result(self, task: Task[Call[Result]], timeout: float | None = None) -> Result | Died:
         """The result of a worker's call, or DIED."""
         try:
@@ -97,7 +102,7 @@ class Replaceable(Generic[W]):
             while True:
                 self.lives[index] += 1
                 if self.lives[index] > MOST_DEATHS:
-                    raise ClusterError(
+                    raise WorkerLost(
                         f"{death}\n{self.lives[index]} workers died in this place: giving up"
                     ) from death
                 self.tell(f"warning: {death}\na new worker replaces it")

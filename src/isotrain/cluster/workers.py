@@ -7,77 +7,28 @@ results with it, and editors find it. W: class of the workers of a group.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from isotrain.cluster.agent import LEEWAY, Agent, Led, agent_name, machines_of, teams
 from isotrain.cluster.connect import ended_actors, living_nodes
-from isotrain.cluster.failures import Overdue, WorkerDied, explain
+from isotrain.cluster.failures import DEATHS, Overdue, WorkerDied, explain, overdue
 from isotrain.cluster.host import Host, Whereabouts
 from isotrain.cluster.placement import Seat
-from isotrain.errors import ClusterError, IsotrainError
-
-LOOK_EVERY = 5.0
+from isotrain.cluster.waiting import GRACE, Watch, cause_of, gather
+from isotrain.errors import ClusterError, IsotrainError, WorkerLost
 
 W = TypeVar("W")
 P = ParamSpec("P")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 Method = Callable[Concatenate[W, P], Result]
-
-
-class Watch:
-    """Looks that are taken every few seconds while somebody waits, however often that one gets something.
-
-    A look raises where it makes no sense to wait any longer. It is one question to the cluster's head, so
-    it takes no more of the controller with a thousand ranks than with one.
-    """
-
-    def __init__(self) -> None:
-        self._looks: list[Callable[[], None]] = []
-        self._last = time.monotonic()
-
-    def add(self, look: Callable[[], None]) -> None:
-        self._looks.append(look)
-
-    def wait(
-        self,
-        refs: Sequence[Any],
-        deadline: float | None = None,
-        *,
-        fetch_local: bool = True,
-        but: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Those that are there, at least one unless the time is over; `but` is a look that is left out."""
-        while True:
-            self._look(but)
-            left = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))
-            first, _ = ray.wait(list(refs), num_returns=1, timeout=left, fetch_local=fetch_local)
-            if first:
-                break
-            if deadline is not None and time.monotonic() >= deadline:
-                return []
-        # All that are there by now, in one go: a thousand workers answer in far fewer than a thousand turns.
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=fetch_local)
-        return list(ready or first)
-
-    def _look(self, but: Callable[[], None] | None) -> None:
-        if time.monotonic() - self._last < LOOK_EVERY:
-            return
-        for look in self._looks:
-            if look != but:
-                look()
-        self._last = time.monotonic()
-
-
-# The first failure seen need not be the cause: a rank whose peer is killed loses its connections.
-GRACE = 2.0
 
 
 @dataclass(frozen=True)
@@ -134,11 +85,15 @@ class WorkerGroup(Generic[W]):
         self.before_end: Callable[[IsotrainError], None] | None = None
         """Called before the members of an SPMD group are ended because one has failed."""
         self._starting: set[int] = set()
+        self.agents: WorkerGroup[Agent] | None = None
+        """Of the machines of an SPMD group that has several."""
         self.watch = watch or Watch()
         self.watch.add(self._look_at_ranks)
         self.watch.add(self._look_at_machines)
         try:
             self._start(range(len(members)))
+            if spmd:
+                self._start_agents()
         except BaseException:
             self.close()
             raise
@@ -184,19 +139,23 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """Run a method on every worker and wait; results by worker."""
-        return self.results(self.submit(method, *args, **kwargs))
+        return self.within(None).call(method, *args, **kwargs)
 
     def call_each(self, method: Callable[[W, Argument], Result], args: Sequence[Argument]) -> list[Result]:
         """Run a method of one argument on every worker, each with its own, and wait."""
-        return self.results(self.submit_each(method, args))
+        return self.within(None).call_each(method, args)
 
     def call_on(self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Run a method on one worker and wait."""
-        return self.results([self.submit_to(index, method, *args, **kwargs)])[0]
+        return self.within(None).call_on(index, method, *args, **kwargs)
 
     def within(self, timeout: float | None) -> TimedCalls[W]:
         """For calls that must end in time: `group.within(60).call(Worker.method)`."""
         return TimedCalls(self, timeout)
+
+    def peer(self, index: int) -> Peer[W]:
+        """One worker, for others to call; a restart makes another one of it."""
+        return Peer(self._host(index))
 
     def stream(
         self, index: int, method: Method[W, P, Iterator[Result]], *args: P.args, **kwargs: P.kwargs
@@ -211,27 +170,55 @@ class WorkerGroup(Generic[W]):
         An error of isotrain arrives as it was raised, any other as a ClusterError with the worker's
         traceback, the end of a worker's process as WorkerDied.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pending, values = {call.ref: call for call in calls}, dict[ObjectRef[Result], Result]()
-        while pending:
-            # A call reports the end of its own worker, and what that worker was doing.
-            ready = self.watch.wait(list(pending), deadline, but=self._look_at_ranks)
-            if not ready:
-                raise self._overdue(list(pending.values()), timeout)
-            ended = [pending.pop(ref) for ref in ready]
-            try:
-                values.update(zip(ready, ray.get(ready), strict=True))
-            except Exception:
-                self._raise_first(ended, list(pending.values()))
-        return [values[call.ref] for call in calls]
+        found = self._gather(self, calls, timeout, grace=GRACE if self._spmd else 0.0)
+        return [found[call] for call in calls]
 
-    def _raise_first(self, ended: Sequence[Call[Any]], pending: Sequence[Call[Any]]) -> NoReturn:
-        for number, call in enumerate(ended):
-            try:
-                ray.get(call.ref)
-            except Exception as error:
-                raise self._failed(call, error, [*ended[number + 1 :], *pending]) from None
-        raise AssertionError("one of them has failed")
+    def through_agents(
+        self, method: str, args: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any], timeout: float | None
+    ) -> list[Any]:
+        """Run a method on every worker, each with its arguments, by one call to each machine."""
+        assert self.agents is not None and len(args) == len(self), "arguments for each worker"
+        self._host(0)  # says why where the group has ended
+        machines = self._machines()
+        calls = [
+            self.agents.submit_to(
+                team[0],
+                Agent.run,
+                method,
+                {index: args[index] for number in team for index in machines[number]},
+                kwargs,
+                timeout,
+            )
+            for team in teams(len(machines))
+        ]
+        # They tell who is late, and wait for the cause of a failure, before they reply.
+        limit = None if timeout is None else timeout + 2 * LEEWAY
+        found = self._gather(self.agents, calls, limit, grace=2 * LEEWAY)
+        values = {index: value for call in calls for index, value in found[call].items()}
+        return [values[index] for index in range(len(self))]
+
+    def _gather(
+        self, called: WorkerGroup[Any], calls: Sequence[Call[Result]], timeout: float | None, grace: float
+    ) -> dict[Call[Result], Result]:
+        """Results of calls to this group or its agents; an SPMD group ends with the first failure."""
+        # A call reports the end of its own worker, and what that worker was doing.
+        found = gather(
+            {call.ref: call for call in calls},
+            called._explain,
+            self.watch,
+            timeout,
+            grace=grace,
+            but=self._look_at_ranks,
+        )
+        if not found.failures and not found.late:
+            return found.values
+        cause = cause_of(found.failures) if found.failures else called._overdue(found.late, timeout)
+        if self._spmd:
+            self._closed = f"the group ended after an error: {str(cause).splitlines()[0]}"
+            if found.failures and self.before_end is not None:
+                self.before_end(cause)
+            self.close()
+        raise cause from None
 
     def _look_at_ranks(self) -> None:
         """Raise where a member of an SPMD group has ended, although nobody waits for it.
@@ -246,7 +233,7 @@ class WorkerGroup(Generic[W]):
                     ray.get(host.__ray_ready__.remote(), timeout=GRACE)
                 except Exception as error:
                     where = self._where[index]
-                    raise ClusterError(str(explain(error, self._name, index, "", where))) from None
+                    raise WorkerLost(str(explain(error, self._name, index, "", where))) from None
 
     def restart(self, index: int) -> None:
         """End one worker, whatever it is doing, and start it anew with the same arguments."""
@@ -259,6 +246,8 @@ class WorkerGroup(Generic[W]):
     def close(self) -> None:
         """End all workers at once."""
         self._closed = self._closed or "it is closed"
+        if self.agents is not None:
+            self.agents.close()
         for index in range(len(self)):
             self._kill(index)
 
@@ -304,6 +293,32 @@ class WorkerGroup(Generic[W]):
             if seat is not None and where.node != seat.node:
                 raise self._lost_machine(call.index, seat)
 
+    def _machines(self) -> list[list[int]]:
+        """Which workers run on each machine."""
+        return machines_of([where.node for where in self.whereabouts])
+
+    def _start_agents(self) -> None:
+        machines = self._machines()
+        if len(machines) < 2:  # its own ranks the controller calls itself
+            return
+        members = [
+            Member(
+                (self._name, {i: self._hosts[i] for i in own}, {i: self._where[i] for i in own}),
+                seat=self._members[own[0]].seat,
+            )
+            for own in machines
+        ]
+        agents = self.agents = WorkerGroup(
+            agent_name(self._name), Agent, members, start_timeout=self._start_timeout, watch=self.watch
+        )
+        for first, *others in teams(len(machines)):
+            if others:
+                led = [
+                    Led(number, agents._hosts[number], agents._where[number], tuple(machines[number]))
+                    for number in others
+                ]
+                agents.call_on(first, Agent.lead, led)
+
     def _look_at_machines(self) -> None:
         """Raise where a worker is being started that has no machine to run on any more."""
         seats = [(index, self._members[index].seat) for index in self._starting]
@@ -313,7 +328,7 @@ class WorkerGroup(Generic[W]):
                 raise self._lost_machine(index, seat)
 
     def _lost_machine(self, index: int, seat: Seat) -> ClusterError:
-        return ClusterError(
+        return WorkerLost(
             f"{self._name} {index} cannot be started: its machine {seat.host} has left the cluster; "
             "run the same command again, with or without that machine, to resume from the newest checkpoint"
         )
@@ -343,55 +358,41 @@ class WorkerGroup(Generic[W]):
             with suppress(ray.exceptions.RayError, ValueError):  # it has ended by itself
                 ray.kill(host)
 
-    def _failed(self, first: Call[Any], error: Exception, pending: Sequence[Call[Any]]) -> IsotrainError:
-        """The failure to report; an SPMD group then ends."""
-        failures = [self._explain(first, error)]
-        if self._spmd and pending and _may_be_an_effect(failures[0]):
-            failures += self._further_failures(pending)
-        cause = min(failures, key=_rank_of_causes)
-        if self._spmd:
-            self._closed = f"the group ended after an error: {str(cause).splitlines()[0]}"
-            if self.before_end is not None:
-                self.before_end(cause)
-            self.close()
-        return cause
-
-    def _further_failures(self, pending: Sequence[Call[Any]]) -> list[IsotrainError]:
-        left, deadline = {call.ref: call for call in pending}, time.monotonic() + GRACE
-        failures: list[IsotrainError] = []
-        while left and (ready := Watch().wait(list(left), deadline)):
-            for ref in ready:
-                call = left.pop(ref)
-                try:
-                    ray.get(ref)
-                except Exception as error:
-                    failures.append(self._explain(call, error))
-        return failures
-
     def _explain(self, call: Call[Any], error: Exception) -> IsotrainError:
         return explain(error, self._name, call.index, call.method, self._where[call.index])
 
-    def _overdue(self, pending: Sequence[Call[Any]], timeout: float | None) -> Overdue:
-        late = ", ".join(
-            f"{call.index}" + (f" on {where.host} (pid {where.pid})" if where else "")
-            for call in pending
-            for where in [self._where[call.index]]
-        )
-        error = Overdue(f"{self._name}: no reply to `{pending[0].method}` within {timeout:g} s from {late}")
-        if self._spmd:
-            self._closed = f"the group ended after an error: {error}"
-            self.close()
-        return error
+    def _overdue(self, late: Sequence[Call[Any]], timeout: float | None) -> Overdue:
+        places = {call.index: self._where[call.index] for call in late}
+        return overdue(self._name, late[0].method, timeout, places)
 
 
-def _may_be_an_effect(failure: IsotrainError) -> bool:
-    """Whether another member's end may have caused this: not if a worker says what is wrong."""
-    return isinstance(failure, ClusterError)
+@dataclass(frozen=True)
+class Peer(Generic[W]):
+    """A worker of a group as other workers see it."""
+
+    host: Any
+
+    def submit(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Reply[Result]:
+        """Start a method."""
+        return Reply(self.host.run.remote(method.__name__, *args, **kwargs))
 
 
-def _rank_of_causes(failure: IsotrainError) -> int:
-    """Errors of ours explain most, then the end of a process; lost connections follow from either."""
-    return 0 if not isinstance(failure, ClusterError) else 1 if isinstance(failure, WorkerDied) else 2
+@dataclass(frozen=True)
+class Reply(Generic[Result]):
+    """Of a peer."""
+
+    ref: ObjectRef[Result]
+
+    def is_there(self) -> bool:
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
+    def wait(self) -> Result | None:
+        """None where the peer is gone."""
+        try:
+            result: Result = ray.get(self.ref)
+            return result
+        except DEATHS:
+            return None
 
 
 @dataclass(frozen=True)
@@ -402,9 +403,13 @@ class TimedCalls(Generic[W]):
     timeout: float | None
 
     def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
+        if self.group.agents is not None:
+            return self.group.through_agents(method.__name__, [args] * len(self.group), kwargs, self.timeout)
         return self.group.results(self.group.submit(method, *args, **kwargs), self.timeout)
 
     def call_each(self, method: Callable[[W, Argument], Result], args: Sequence[Argument]) -> list[Result]:
+        if self.group.agents is not None:
+            return self.group.through_agents(method.__name__, [(own,) for own in args], {}, self.timeout)
         return self.group.results(self.group.submit_each(method, args), self.timeout)
 
     def call_on(self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

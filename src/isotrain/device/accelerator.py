@@ -25,6 +25,8 @@ class Accelerator:
     numerics_variables: tuple[str, ...]
     flash_packages: tuple[str, ...]
     """Any of these packages gives transformers flash attention on this device."""
+    rebuild_shared: str
+    """torch's function for device memory of another process, as `module:name`."""
     peak_bf16_tflops: dict[str, float] = field(default_factory=dict)
     """By whole words of the device's name; the longest match counts."""
     deterministic_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
@@ -41,6 +43,12 @@ class Accelerator:
     def module(self) -> ModuleType:
         module: ModuleType = getattr(torch, self.type)
         return module
+
+    @property
+    def backend(self) -> str:
+        """The device's own collectives."""
+        backends = dict(part.split(":") for part in self.collectives.split(","))
+        return backends[self.type]
 
     @property
     def ray_environment(self) -> dict[str, str]:
@@ -84,6 +92,12 @@ class Accelerator:
 
     def synchronize(self) -> None:
         self.module.synchronize()
+
+    def free_shared(self) -> None:
+        """Free memory of this process that others had opened, and have closed."""
+        collect = getattr(self.module, "ipc_collect", None)  # CUDA's allocator keeps it until it is asked
+        if collect is not None:
+            collect()
 
     def memory(self) -> Memory:
         free, total = self.module.mem_get_info()

@@ -7,6 +7,7 @@ from isotrain.device.accelerator import Accelerator
 CUDA = Accelerator(
     type="cuda",
     collectives="cpu:gloo,cuda:nccl",
+    rebuild_shared="torch.multiprocessing.reductions:rebuild_cuda_tensor",
     interface_variable="NCCL_SOCKET_IFNAME",
     visible_devices_variable="CUDA_VISIBLE_DEVICES",
     ray_resource="GPU",

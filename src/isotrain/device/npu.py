@@ -36,6 +36,7 @@ def _port_variables(environment: Mapping[str, str]) -> dict[str, str]:
 NPU = Accelerator(
     type="npu",
     collectives="cpu:gloo,npu:hccl",
+    rebuild_shared="torch_npu.multiprocessing.reductions:rebuild_npu_tensor",
     interface_variable="HCCL_SOCKET_IFNAME",
     visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
     ray_resource="NPU",

@@ -10,19 +10,24 @@ from isotrain.models.weights import Shard, shard_of
 
 
 @torch.no_grad()
-def offload(engine: InferenceModel) -> None:
+def offload(engine: InferenceModel, *, keep_weights: bool = False) -> None:
     """Move weights and optimizer state to host memory; the model cannot run until `onload`.
 
+    With `keep_weights` they alone stay on the device, to be sent from there, until the next `offload`.
+
     Storages are emptied and the tensors stay: the optimizer and sharding go on holding the same ones.
-    Without effect where the device is the host, or where this was done already.
+    Without effect where the device is the host, and on what was moved already.
     """
-    if engine.world.device.type == "cpu" or engine.on_host is not None:
+    if engine.world.device.type == "cpu":
         return
     engine.reshard()
-    storages = _storages(engine)
-    engine.on_host = {}
+    moved = engine.on_host = engine.on_host or {}
+    weights = {id(parameter) for parameter in engine.parameters.values()} if keep_weights else set()
+    storages = {
+        key: storage for key, storage in _storages(engine).items() if key not in moved and key not in weights
+    }
     for key, storage in storages.items():
-        engine.on_host[key] = storage.cpu()
+        moved[key] = storage.cpu()
     for storage in storages.values():
         storage.resize_(0)
     # Another process cannot use memory that the allocator caches.
@@ -30,15 +35,27 @@ def offload(engine: InferenceModel) -> None:
 
 
 @torch.no_grad()
-def onload(engine: InferenceModel) -> None:
-    """Bring everything back, bit for bit; no effect if nothing is offloaded."""
+def onload(engine: InferenceModel, *, weights_only: bool = False) -> None:
+    """Bring everything back, bit for bit; no effect if nothing is offloaded.
+
+    With `weights_only` the model still cannot run: its weights can be sent from the device.
+    """
     if engine.on_host is None:
         return
+    weights = {id(parameter) for parameter in engine.parameters.values()}
     for key, storage in _storages(engine).items():
-        copy = engine.on_host[key]
-        storage.resize_(copy.nbytes())
-        storage.copy_(copy)
-    engine.on_host = None
+        if key in engine.on_host and (key in weights or not weights_only):
+            copy = engine.on_host.pop(key)
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+    if not weights_only:
+        engine.on_host = None
+
+
+def has_weights(engine: InferenceModel) -> bool:
+    """Whether the device holds the weights, if nothing else."""
+    moved = engine.on_host or {}
+    return not any(id(parameter) in moved for parameter in engine.parameters.values())
 
 
 def held_shard(engine: InferenceModel, tensor: torch.Tensor) -> Shard:

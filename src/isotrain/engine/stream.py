@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from isotrain.engine.engine import TrainingEngine
+from isotrain.engine.offload import has_weights
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.lora import ADAPTER, base_name, is_adapter
 
@@ -22,7 +23,7 @@ def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[s
 
     Adapters are merged into their weights. A tensor may be the parameter itself: use it before the next step.
     """
-    assert engine.on_host is None, "the model is offloaded"
+    assert has_weights(engine), "the model is offloaded"
     publish = Publisher(engine.model.pretrained)
     for name, parameter in engine.parameters.items():
         if is_adapter(name):

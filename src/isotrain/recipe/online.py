@@ -248,6 +248,9 @@ class RolloutSection(Section):
     """Sample from this many most likely tokens; -1 for all."""
     staleness: int = Field(default=0, ge=0)
     """How many weight versions behind the trained model responses may be; 0 is on-policy."""
+    in_flight: bool = False
+    """Update weights while responses are generated, which go on with the new weights; needs `staleness` above
+    0, and `vllm` or `hf`."""
     engines: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
     """Generation engines; by default `device.ranks` / `tensor_parallel`. With `cluster.placement: separate`
     as many as fit on the devices that the ranks leave free, or one on CPUs."""
@@ -264,8 +267,12 @@ class RolloutSection(Section):
     files. Pickled files are never read."""
     server_python: Annotated[str | None, Affects.EXECUTION] = None
     """With `sglang`: the Python of the environment it is installed in; by default the trainer's."""
+    weight_transfer: Annotated[Literal["auto", "file"], Affects.EXECUTION] = "auto"
+    """How weights reach the engines: `auto` sends them from device to device where that works, `file` always
+    goes through files in shared memory."""
     update_timeout: Annotated[float, Affects.EXECUTION] = Field(default=300.0, gt=0)
-    """Timeout of a weight update in seconds; the run stops if an update takes longer."""
+    """Timeout of a weight update in seconds, plus 10 s for each GB of weights; the run stops if an update
+    takes longer."""
     weight_check_tolerance: Annotated[float | None, Affects.EXECUTION] = Field(default=None, gt=0)
     """Largest mean difference between the engine's and the trained model's log-probs after a weight update;
     the default depends on `model.dtype` and on earlier updates."""

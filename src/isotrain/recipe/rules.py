@@ -67,6 +67,16 @@ def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> It
             f"rollout.staleness ({rollout.staleness}) lets engines run during training, which needs "
             "separate devices: set cluster.placement: separate"
         )
+    if rollout.in_flight and not rollout.staleness:
+        yield (
+            "rollout.in_flight (true) updates weights during generation, but with rollout.staleness (0) "
+            "generation ends before training begins: set staleness to 1 or more, or remove in_flight"
+        )
+    if rollout.in_flight and rollout.engine == "sglang":
+        yield (
+            "rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes weights between "
+            "responses: set engine: vllm, or remove in_flight"
+        )
     if rollout.engine == "hf" and rollout.tensor_parallel > 1:
         yield (
             f"rollout.tensor_parallel ({rollout.tensor_parallel}) cannot be used with rollout.engine hf, "

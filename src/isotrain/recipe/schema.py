@@ -144,6 +144,9 @@ class TrainerSection(Section):
     """How many of the newest checkpoints to keep."""
     resume: Annotated[Literal["auto", "never"], Affects.EXECUTION] = "auto"
     """`auto` resumes from the newest valid checkpoint in `output`; `never` refuses a used directory."""
+    preemption_seconds: Annotated[float, Affects.EXECUTION] = Field(default=25.0, ge=1)
+    """Time limit after SIGTERM: the run saves a checkpoint after the current step and ends, or ends without
+    one if the step takes too long. Set it below the scheduler's own limit."""
     non_finite: Literal["raise", "skip"] = "raise"
     """What to do if a loss or gradient is not finite: stop, or skip the update of that step."""
     max_skipped_steps: int = Field(default=10, ge=1)

@@ -6,7 +6,7 @@ P: prompt tokens, N: response tokens, T: tokens of a sequence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,11 +25,27 @@ class WeightUpdate:
     version: int
     """The step of the run after which these weights were taken; a step may have several updates."""
     address: str
-    """The file in shared memory; between machines, `host:port` of the collective's store."""
+    """The file in shared memory; of weights that are sent, `host:port` of their sender's store. With a sender
+    for each worker of an engine, their addresses in the order of the workers, separated by commas."""
     tensors: int
     bytes: int
     digest: str
-    """Over names, types, shapes and bytes of all tensors in order."""
+    """Over names, types, shapes and bytes of all tensors in order; of weights that are sent, it comes with
+    them."""
+
+    @property
+    def in_file(self) -> bool:
+        """Whether it can be read at any time, and again."""
+        return self.address.startswith("/")
+
+
+# Bytes per second: no update is slower on hardware that is used for training.
+SLOWEST = 1e8
+
+
+def update_limit(timeout: float, size: int) -> float:
+    """Seconds until an update of so many bytes counts as failed; `timeout` is `rollout.update_timeout`."""
+    return timeout + size / SLOWEST
 
 
 @dataclass(frozen=True)
@@ -56,10 +72,13 @@ def trajectory_of(
     request: Request,
     response_N: npt.NDArray[np.int32],
     logp_N: npt.NDArray[np.float32],
-    version: int,
+    version: int | npt.NDArray[np.int32],
     finished: bool,
 ) -> Trajectory:
-    """The trajectory of a response in one piece: all of its tokens are the model's, by one version."""
+    """The trajectory of a response in one piece: all of its tokens are the model's.
+
+    `version` is that of all tokens or, where new weights came in between, of each.
+    """
     return Trajectory(
         row=request.row,
         prompt_index=request.prompt_index,
@@ -75,7 +94,7 @@ def trajectory_of(
 
 
 def check_idle(engine: str, generating: bool, kind: type[RolloutError] = RolloutError) -> None:
-    """One `generate` at a time, and no update within one: its rows would go on with other weights."""
+    """One `generate` at a time; an update within one comes between two tokens, from `more`."""
     if generating:
         raise kind(f"{engine} is generating; finish or close that iterator first")
 
@@ -100,6 +119,14 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
     return ()
 
 
+More = Callable[[], Sequence[Request]]
+"""Requests that have come since it was asked last; `RolloutEngine.updates_in_flight` says what it may do."""
+
+
+def no_more() -> Sequence[Request]:
+    return ()
+
+
 class RolloutEngine(Protocol):
     @property
     def name(self) -> str:
@@ -113,8 +140,24 @@ class RolloutEngine(Protocol):
     def settings(self) -> dict[str, str]:
         """Settings beyond the recipe, to be recorded with the run."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
-        """Trajectories in the order in which they are finished, not in that of the requests."""
+    @property
+    def at_once(self) -> int:
+        """Responses that it generates at the same time; further ones wait."""
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether `more` is asked between tokens and may call `update_weights` and `logps`.
+
+        Responses that are under way go on with the new weights, and with their KV cache of the old ones.
+        """
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
+        """Trajectories in the order in which they are finished, not in that of the requests.
+
+        `more` is asked again and again, and for the last time when nothing is left to do.
+        """
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs of each sequence's tokens from the second on, at temperature 1, with its weights."""
@@ -122,11 +165,14 @@ class RolloutEngine(Protocol):
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights; raises `WeightUpdateError` where they are not those that `update` describes."""
 
+    def rehearse(self, update: WeightUpdate, timeout: float) -> None:
+        """Receive what is sent, as for an update, and drop it; raises in time what an update would raise."""
+
     def sleep(self) -> None:
         """Free device memory, where the device can; the next update brings the weights back."""
 
-    def wake(self) -> None:
-        """Be ready to take weights and generate."""
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Be ready to take weights and generate; with `weights_only` there is no memory to generate yet."""
 
     def close(self) -> None:
         """End every process and free everything."""

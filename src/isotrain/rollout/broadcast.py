@@ -1,7 +1,8 @@
-"""Weights from one process to workers on other hosts: host tensors over a collective made for this alone.
+"""Weights from one process to many that want all of them, bucket by bucket, over connections for this alone.
 
 The store listens on an address that the caller names, never on all of them, and each update has a group of
-its own: one that failed leaves nothing behind for the next.
+its own: one that failed leaves nothing behind for the next. Metadata goes through host memory; the bytes go
+the way that their carrier has.
 """
 
 from __future__ import annotations
@@ -10,30 +11,48 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 
 from isotrain.errors import WeightUpdateError
+from isotrain.rollout.attempts import error_within
 from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.transfer import TYPE_NAMES, TYPES, Digest, checksum, host_bytes, tensor_over
+from isotrain.rollout.carriers import Carrier, Control, Deadline, Way, open_carrier
+from isotrain.rollout.transfer import TYPE_NAMES, TYPES, Contents, Digest, checksums
 
 c10d: Any = torch.distributed  # its types leave out what is used here
 
-BUCKET = 64 << 20
 # In a bucket each tensor begins at a multiple of this, so that any type can be read in place.
 ALIGNMENT = 64
+HOST = torch.device("cpu")
+# In place of a version: what is sent are no weights.
+REHEARSAL = -1
+
+
+class Entry(NamedTuple):
+    """One tensor in a bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
 
 
 class BroadcastSender:
     """The end that has the weights; `receivers` counts the workers of all engines."""
 
-    def __init__(self, host: str, receivers: int, timeout: float) -> None:
+    def __init__(
+        self, host: str, receivers: int, timeout: float, way: Way = "host", device: torch.device = HOST
+    ) -> None:
         self.host, self.receivers, self.timeout = host, receivers, timeout
-        self._attempts = 0
+        self.way, self.device = way, device
+        self._attempts = self._size = 0
         listener = socket.create_server((host, 0), backlog=max(128, receivers))
         port = listener.getsockname()[1]
         self.address = f"{host}:{port}"
@@ -46,40 +65,58 @@ class BroadcastSender:
             master_listen_fd=listener.detach(),
         )
 
-    def announce(self, version: int) -> WeightUpdate:
-        """What to tell the engines before `send`; counts and digest come with the weights themselves."""
+    def announce(self, version: int, size: int = 0) -> WeightUpdate:
+        """What to tell the engines before `send`; counts and digest come with the weights themselves.
+
+        `size` is about how many bytes there are: limits of time grow with them.
+        """
         self._attempts += 1
-        plan = {"version": version, "attempt": self._attempts, "receivers": self.receivers}
+        self._size = size
+        plan = {
+            "version": version,
+            "attempt": self._attempts,
+            "receivers": self.receivers,
+            "way": self.way,
+        }
         self._store.set("plan", json.dumps(plan))
-        return WeightUpdate(version, self.address, 0, 0, "")
+        return WeightUpdate(version, self.address, 0, size, "")
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Send to all receivers, which are told of the announcement meanwhile, and hear that they have it."""
-        attempt = self._attempts
-        deadline = _Deadline(self.timeout)
-        store = c10d.PrefixStore(f"attempt/{attempt}", self._store)
+        deadline = Deadline(self.timeout)
+        store = c10d.PrefixStore(f"attempt/{self._attempts}", self._store)
         _wait_for_joins(store, self.receivers, deadline, version)
         store.set("go", "1")
         digest = Digest()
         try:
-            group = _group(store, self.host, 0, self.receivers + 1, deadline)
-            try:
-                for metadata, payload in _buckets(tensors, digest):
-                    _send(group, metadata, payload, deadline)
-            except Exception as error:
-                with contextlib.suppress(RuntimeError):  # the others may be gone as well
-                    _send(group, {"abort": repr(error)}, None, deadline)
-                raise
-            end = {"tensors": digest.tensors, "bytes": digest.bytes, "digest": digest.hex()}
-            _send(group, {"end": end}, None, deadline)
-            self._hear(store, version, deadline)
+            control = Control(store, self.host, 0, self.receivers + 1, deadline)
+            with closing(open_carrier(self.way, self.device, control, self._size)) as carrier:
+                try:
+                    for entries, parts in _buckets(tensors, carrier.bucket_bytes):
+                        _send(control, carrier, entries, parts, digest)
+                except Exception as error:
+                    with contextlib.suppress(RuntimeError):  # the others may be gone as well
+                        _tell(control, {"abort": repr(error)}, 0)
+                    raise
+                end = {"tensors": digest.tensors, "bytes": digest.bytes, "digest": digest.hex()}
+                _tell(control, {"end": end}, 0)
+                self._hear(store, version, deadline)
         except RuntimeError as error:  # gloo's own, for timeouts and closed connections
             if isinstance(error, WeightUpdateError):
                 raise
             raise WeightUpdateError(f"weight update {version} was not sent: {error}") from error
         return WeightUpdate(version, self.address, digest.tensors, digest.bytes, digest.hex())
 
-    def _hear(self, store: Any, version: int, deadline: _Deadline) -> None:
+    def rehearse(self) -> str:
+        """Send a little that was announced as a rehearsal; returns the error where that does not work."""
+
+        def attempt() -> None:
+            probe = torch.arange(1024, dtype=torch.float32, device=self.device)
+            self.send([("rehearsal", probe)], REHEARSAL)
+
+        return error_within(self.timeout, attempt)
+
+    def _hear(self, store: Any, version: int, deadline: Deadline) -> None:
         for rank in range(1, self.receivers + 1):
             store.wait([f"reply/{rank}"], deadline.left())
             reply = store.get(f"reply/{rank}").decode()
@@ -87,24 +124,24 @@ class BroadcastSender:
                 raise WeightUpdateError(f"weight update {version}: {reply}")
 
 
-class _Deadline:
-    """One end for all the waiting of an update."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> timedelta:
-        return timedelta(seconds=max(0.05, self._end - time.monotonic()))
-
-    def over(self) -> bool:
-        return time.monotonic() > self._end
-
-
-def receive_update(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tuple[str, torch.Tensor]]:
+@contextlib.contextmanager
+def receive_update(
+    update: WeightUpdate, engine: str, timeout: float, device: torch.device = HOST
+) -> Iterator[Contents]:
     """Tensors as they arrive; whether they were whole is known, and raised, only at the end."""
+    contents = Contents(iter(()), update.version, "")
+    contents.tensors = tensors = _arriving(update, engine, timeout, device, contents)
     try:
-        yield from _receive(update, engine, timeout)
+        yield contents
+    finally:
+        tensors.close()  # and with it all connections: the sender learns that this receiver has given up
+
+
+def _arriving(
+    update: WeightUpdate, engine: str, timeout: float, device: torch.device, contents: Contents
+) -> Generator[tuple[str, torch.Tensor]]:
+    try:
+        yield from _receive(update, engine, timeout, device, contents)
     except WeightUpdateError:
         raise
     except RuntimeError as error:
@@ -114,9 +151,11 @@ def receive_update(update: WeightUpdate, engine: str, timeout: float) -> Iterato
         ) from error
 
 
-def _receive(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tuple[str, torch.Tensor]]:
+def _receive(
+    update: WeightUpdate, engine: str, timeout: float, device: torch.device, contents: Contents
+) -> Iterator[tuple[str, torch.Tensor]]:
     host, _, port = update.address.rpartition(":")
-    deadline = _Deadline(timeout)
+    deadline = Deadline(timeout)
     root = c10d.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=deadline.left())
     plan = json.loads(root.get("plan"))
     if plan["version"] != update.version:
@@ -128,32 +167,52 @@ def _receive(update: WeightUpdate, engine: str, timeout: float) -> Iterator[tupl
     if rank > plan["receivers"]:
         raise WeightUpdateError(f"{engine}: {update.address} sends only to {plan['receivers']} receivers")
     store.wait(["go"], deadline.left())
-    group = _group(store, _address_towards(host, int(port)), rank, plan["receivers"] + 1, deadline)
+    own_host = _address_towards(host, int(port))
+    control = Control(store, own_host, rank, plan["receivers"] + 1, deadline)
     digest = Digest()
-    while True:
-        metadata, payload = _receive_bucket(group, deadline)
-        if "abort" in metadata:
-            raise WeightUpdateError(
-                f"{engine}: the sender aborted weight update {update.version}: {metadata['abort']}"
-            )
-        if "end" in metadata:
-            break
-        view = payload.numpy().data
-        for name, dtype, shape, start, size in metadata["entries"]:
-            digest.add(name, dtype, tuple(shape), size, checksum(view[start : start + size]))
-            yield name, tensor_over(view, dtype, tuple(shape), start)
+    # Closed before the sender hears that all is well: it frees what it has shared.
+    with closing(open_carrier(plan["way"], device, control)) as carrier:
+        while True:
+            metadata, size = _hear_metadata(control)
+            if "abort" in metadata:
+                raise WeightUpdateError(
+                    f"{engine}: the sender aborted weight update {update.version}: {metadata['abort']}"
+                )
+            if "end" in metadata:
+                break
+            yield from _taken(carrier.receive(size, metadata["carrier"]), metadata["entries"], digest)
     end = WeightUpdate(update.version, update.address, **metadata["end"])
+    contents.digest = digest.hex()
     try:
         digest.check(end, engine)
-        if update.digest:
-            digest.check(update, engine)
     except WeightUpdateError as error:
         store.set(f"reply/{rank}", str(error))
         raise
     store.set(f"reply/{rank}", "whole")
 
 
-def _wait_for_joins(store: Any, receivers: int, deadline: _Deadline, version: int) -> None:
+def _taken(bucket: torch.Tensor, described: list[Any], digest: Digest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, which they keep alive."""
+    entries = [_entry(*entry, room=len(bucket)) for entry in described]
+    totals = checksums(bucket, [(entry.start, entry.size) for entry in entries])
+    for entry, total in zip(entries, totals, strict=True):
+        digest.add(entry.name, entry.dtype, entry.shape, entry.size, total)
+        part = bucket[entry.start : entry.start + entry.size]
+        yield entry.name, part.view(TYPES[entry.dtype]).view(entry.shape)
+
+
+def _entry(name: str, dtype: str, shape: list[int], start: int, size: int, *, room: int) -> Entry:
+    if dtype not in TYPES:
+        raise WeightUpdateError(f"a weight update has a tensor of unknown type: {name!r}, {dtype!r}")
+    entry = Entry(str(name), dtype, tuple(map(int, shape)), int(start), int(size))
+    count = entry.size // TYPES[dtype].itemsize
+    fits = 0 <= entry.start <= entry.start + entry.size <= room and entry.start % ALIGNMENT == 0
+    if not fits or torch.Size(entry.shape).numel() != count:
+        raise WeightUpdateError(f"a weight update has a tensor that is not in its bucket: {entry}")
+    return entry
+
+
+def _wait_for_joins(store: Any, receivers: int, deadline: Deadline, version: int) -> None:
     while (joined := store.add("joined", 0)) < receivers:
         if deadline.over():
             raise WeightUpdateError(
@@ -161,13 +220,6 @@ def _wait_for_joins(store: Any, receivers: int, deadline: _Deadline, version: in
                 f"within {deadline.seconds:g} s"
             )
         time.sleep(0.005)
-
-
-def _group(store: Any, host: str, rank: int, size: int, deadline: _Deadline) -> Any:
-    options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = deadline.left()
-    return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
 def _address_towards(host: str, port: int) -> str:
@@ -178,24 +230,22 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], digest: Digest
-) -> Iterator[tuple[dict[str, Any], list[memoryview]]]:
+    tensors: Iterable[tuple[str, torch.Tensor]], room: int
+) -> Iterator[tuple[list[Entry], list[torch.Tensor]]]:
     """Tensors gathered until they fill a bucket; a larger one has a bucket of its own."""
-    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
-    payload: list[memoryview] = []
+    entries: list[Entry] = []
+    parts: list[torch.Tensor] = []
     filled = 0
     for name, tensor in tensors:
         size = tensor.nbytes
-        if payload and filled + size > BUCKET:
-            yield {"entries": entries}, payload
-            entries, payload, filled = [], [], 0
-        data, dtype, shape = host_bytes(tensor), TYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        digest.add(name, dtype, shape, size, checksum(data))
-        entries.append((name, dtype, shape, filled, size))
-        payload.append(data)
+        if parts and filled + size > room:
+            yield entries, parts
+            entries, parts, filled = [], [], 0
+        entries.append(Entry(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape), filled, size))
+        parts.append(tensor)
         filled += _aligned(size)
     if entries:
-        yield {"entries": entries}, payload
+        yield entries, parts
 
 
 def _aligned(size: int) -> int:
@@ -203,40 +253,33 @@ def _aligned(size: int) -> int:
 
 
 def _send(
-    group: Any, metadata: dict[str, Any], payload: list[memoryview] | None, deadline: _Deadline
+    control: Control, carrier: Carrier, entries: list[Entry], parts: list[torch.Tensor], digest: Digest
 ) -> None:
+    """One bucket: filled, added to the digest, described, sent."""
+    total = entries[-1].start + _aligned(entries[-1].size)
+    bucket = carrier.buffer(total)
+    for entry, tensor in zip(entries, parts, strict=True):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if entry.size else bucket[:0]
+        bucket[entry.start : entry.start + entry.size].copy_(flat)
+    parts.clear()
+    totals = checksums(bucket, [(entry.start, entry.size) for entry in entries])
+    for entry, checked in zip(entries, totals, strict=True):
+        digest.add(entry.name, entry.dtype, entry.shape, entry.size, checked)
+    _tell(control, {"entries": entries, "carrier": carrier.describe()}, total)
+    carrier.send(bucket)
+
+
+def _tell(control: Control, metadata: dict[str, Any], size: int) -> None:
+    """`size`: of the bucket that the metadata describe."""
     text = json.dumps(metadata).encode()
-    parts = payload or []
-    total = sum(_aligned(len(part)) for part in parts)
-    _broadcast(group, torch.tensor([len(text), total], dtype=torch.int64), deadline)
-    _broadcast(group, torch.frombuffer(bytearray(text), dtype=torch.uint8), deadline)
-    if total:
-        bucket = torch.zeros(total, dtype=torch.uint8)
-        start = 0
-        view = bucket.numpy().data
-        for part in parts:
-            view[start : start + len(part)] = part
-            start += _aligned(len(part))
-        _broadcast(group, bucket, deadline)
+    control.broadcast(torch.tensor([len(text), size], dtype=torch.int64))
+    control.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
 
-def _receive_bucket(group: Any, deadline: _Deadline) -> tuple[dict[str, Any], torch.Tensor]:
+def _hear_metadata(control: Control) -> tuple[dict[str, Any], int]:
     sizes = torch.zeros(2, dtype=torch.int64)
-    _broadcast(group, sizes, deadline)
+    control.broadcast(sizes)
     text = torch.empty(int(sizes[0]), dtype=torch.uint8)
-    _broadcast(group, text, deadline)
-    payload = torch.empty(int(sizes[1]), dtype=torch.uint8)
-    if payload.numel():
-        _broadcast(group, payload, deadline)
+    control.broadcast(text)
     metadata: dict[str, Any] = json.loads(text.numpy().tobytes())
-    unknown = [entry for entry in metadata.get("entries", []) if entry[1] not in TYPES]
-    if unknown:
-        raise WeightUpdateError(f"a weight update has tensors of unknown types: {unknown[:3]}")
-    return metadata, payload
-
-
-def _broadcast(group: Any, tensor: torch.Tensor, deadline: _Deadline) -> None:
-    options = c10d.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = deadline.left()
-    group.broadcast([tensor], options).wait(deadline.left())
+    return metadata, int(sizes[1])

@@ -101,7 +101,13 @@ def _sglang(plan: Plan) -> RolloutEngine:
 def _hf(plan: Plan) -> RolloutEngine:
     from isotrain.rollout.hf import HfEngine
 
-    return HfEngine(plan.directory, name=plan.name, dtype=plan.dtype, device=plan.device.activate(0))
+    return HfEngine(
+        plan.directory,
+        name=plan.name,
+        dtype=plan.dtype,
+        device=plan.device.activate(0),
+        update_timeout=plan.rollout.update_timeout,
+    )
 
 
 ENGINES: dict[str, Callable[[Plan], RolloutEngine]] = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}

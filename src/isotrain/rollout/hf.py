@@ -5,8 +5,9 @@ B: rows, P: prompt tokens, N: response tokens, T: both, S: tokens of a padded ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,17 +19,19 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
-from isotrain.models.conversion import conversions, stored_buffers
+from isotrain.models.conversion import Conversion, conversions, published_shapes, stored_buffers
 from isotrain.rollout.base import (
+    More,
     Request,
     Sampling,
     WeightUpdate,
     check_idle,
     check_tokens,
     end_tokens,
+    no_more,
     trajectory_of,
 )
-from isotrain.rollout.transfer import open_update
+from isotrain.rollout.incoming import open_incoming, rehearse_incoming
 
 
 @dataclass
@@ -36,17 +39,54 @@ class _Row:
     request: Request
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     finished: bool = False
+
+
+_Whole = tuple[Conversion, dict[str, torch.Tensor]]
+"""How parameters are made, and all that they are made of."""
+
+
+class _Parts:
+    """Published tensors that wait for others: those of one parameter may come in any order."""
+
+    def __init__(self, plan: Sequence[Conversion]) -> None:
+        self._waiting: dict[str, dict[str, torch.Tensor]] = {}
+        self._conversions = {
+            name: conversion for conversion in plan for names in conversion.sources.values() for name in names
+        }
+
+    def __contains__(self, published: str) -> bool:
+        return published in self._conversions
+
+    def add(self, published: str, tensor: torch.Tensor) -> _Whole | None:
+        """What is whole with this tensor."""
+        conversion = self._conversions[published]
+        found = self._waiting.setdefault(conversion.target, {})
+        found[published] = tensor
+        if any(name not in found for names in conversion.sources.values() for name in names):
+            return None
+        return conversion, self._waiting.pop(conversion.target)
 
 
 class HfEngine:
     """Refuses to generate from a failed update, or a sleep, until a good update, as every engine does."""
 
+    updates_in_flight = True
+
     def __init__(
-        self, directory: Path, *, name: str, dtype: str, device: torch.device, batch: int = 64
+        self,
+        directory: Path,
+        *,
+        name: str,
+        dtype: str,
+        device: torch.device,
+        batch: int = 64,
+        update_timeout: float = 300.0,
     ) -> None:
-        self.name, self.version, self._unusable, self._running = name, 0, "", False
-        self._device, self._batch = device, batch
+        self.name, self.version, self._unusable = name, 0, ""
+        self._running = self._between_tokens = False
+        self._device, self.at_once, self._timeout = device, batch, update_timeout
         self._ends = set(end_tokens(directory))
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
@@ -59,14 +99,30 @@ class HfEngine:
     def settings(self) -> dict[str, str]:
         return {"transformers": transformers.__version__}
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
         self._check_usable()
         check_idle(self.name, self._running)
-        check_tokens([request.prompt_P for request in requests], self._vocabulary, self.name)
+        waiting = self._checked(requests)
+
+        def ask() -> None:
+            """What comes while a batch is written waits for the next one."""
+            self._between_tokens = True
+            try:
+                waiting.extend(self._checked(more()))
+            finally:
+                self._between_tokens = False
+            self._check_usable()  # an update may have failed
+
         self._running = True
         try:
-            for start in range(0, len(requests), self._batch):
-                yield from self._generate(requests[start : start + self._batch], sampling)
+            ask()
+            while waiting:
+                batch = waiting[: self.at_once]
+                del waiting[: self.at_once]
+                yield from self._generate(batch, sampling, ask)
+                ask()
         finally:
             self._running = False
 
@@ -76,7 +132,7 @@ class HfEngine:
         check_tokens(sequences, self._vocabulary, self.name)
         found = []
         for tokens_T in sequences:
-            ids_T = torch.from_numpy(tokens_T).long().to(self._device)
+            ids_T = torch.from_numpy(tokens_T.astype(np.int64)).to(self._device)
             logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
             logp_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
             found.append(logp_T.cpu().numpy())
@@ -84,29 +140,20 @@ class HfEngine:
 
     @torch.no_grad()
     def update_weights(self, update: WeightUpdate) -> None:
-        check_idle(self.name, self._running, WeightUpdateError)
+        check_idle(self.name, self._running and not self._between_tokens, WeightUpdateError)
         self._unusable = f"weight update {update.version} was not finished"
-        buffers = stored_buffers(self._model)
-        own = dict(self._model.named_parameters(remove_duplicate=False)) | buffers
+        own, buffers = self._own(), stored_buffers(self._model)
         missing = {name for name, _ in self._model.named_parameters()} | buffers.keys()
-        with open_update(update, self.name) as contents:
-            published = dict(contents.tensors)
-            plan = conversions(self._model, own, published)
-            used = {name for conversion in plan for names in conversion.sources.values() for name in names}
-            for name in published.keys() - used:
-                raise self._unfit(update, name, published[name], "no such parameter")
-            for conversion in plan:
-                try:
-                    made = conversion.convert(self._model, published.__getitem__)
-                except ModelError as error:
-                    raise WeightUpdateError(
-                        f"{self.name}: weight update {update.version}: {error}"
-                    ) from error
-                for name, tensor in made.items():
-                    if name not in own or own[name].shape != tensor.shape:
+        parts = _Parts(self._plan)
+        with open_incoming(update, self.name, self._timeout, self._device) as contents:
+            for published, tensor in contents.tensors:
+                if published not in parts:
+                    raise self._unfit(update, published, tensor, "no such parameter")
+                for name, converted in self._converted(parts.add(published, tensor), update).items():
+                    if name not in own or own[name].shape != converted.shape:
                         shape = f"{tuple(own[name].shape)}" if name in own else "no such parameter"
-                        raise self._unfit(update, name, tensor, shape)
-                    own[name].copy_(tensor)
+                        raise self._unfit(update, name, converted, shape)
+                    own[name].copy_(converted)
                     missing.discard(name)
         if missing:
             raise WeightUpdateError(
@@ -114,6 +161,29 @@ class HfEngine:
                 f"{', '.join(sorted(missing)[:5])}"
             )
         self.version, self._unusable = update.version, ""
+
+    @cached_property
+    def _plan(self) -> list[Conversion]:
+        """How its tensors come from published ones, which does not change with their values."""
+        own = self._own()
+        return conversions(self._model, own, published_shapes(self._model, own))
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return parameters | stored_buffers(self._model)
+
+    def rehearse(self, update: WeightUpdate, timeout: float) -> None:
+        if error := rehearse_incoming(update, self.name, timeout, self._device):
+            raise WeightUpdateError(error)
+
+    def _converted(self, whole: _Whole | None, update: WeightUpdate) -> dict[str, torch.Tensor]:
+        if whole is None:
+            return {}
+        conversion, tensors = whole
+        try:
+            return conversion.convert(self._model, tensors.__getitem__)
+        except ModelError as error:
+            raise WeightUpdateError(f"{self.name}: weight update {update.version}: {error}") from error
 
     def _unfit(self, update: WeightUpdate, name: str, tensor: torch.Tensor, shape: str) -> WeightUpdateError:
         return WeightUpdateError(
@@ -129,7 +199,7 @@ class HfEngine:
         # Another process cannot use memory that the allocator caches.
         torch.get_device_module(self._device).empty_cache()
 
-    def wake(self) -> None:
+    def wake(self, *, weights_only: bool = False) -> None:
         self._move(self._device)
 
     def close(self) -> None:
@@ -140,11 +210,17 @@ class HfEngine:
         self._model.to(device)
         self._model.tie_weights()  # a move between types of devices can make two parameters of one
 
+    def _checked(self, requests: Sequence[Request]) -> list[Request]:
+        check_tokens([request.prompt_P for request in requests], self._vocabulary, self.name)
+        return list(requests)
+
     def _check_usable(self) -> None:
         if self._unusable:
             raise RolloutError(f"{self.name} does not generate: {self._unusable}")
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+    def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, between_tokens: Callable[[], None]
+    ) -> Iterator[Trajectory]:
         rows = [_Row(request) for request in requests]
         ids_BS, mask_BS = _left_padded([request.prompt_P for request in requests])
         ids_BS, mask_BS = ids_BS.to(self._device), mask_BS.to(self._device)
@@ -157,6 +233,7 @@ class HfEngine:
             yield from (self._trajectory(rows[index]) for index in done)
             if len(done) == len(active):
                 return
+            between_tokens()
             # Ended rows are carried along until they are half of all: dropping them copies the cache.
             if 2 * (len(active) - len(done)) <= len(rows):
                 keep = [index for index in active if index not in done]
@@ -188,11 +265,13 @@ class HfEngine:
         for row, token, logp in zip(rows, token_B.tolist(), logp_B.tolist(), strict=True):
             row.tokens.append(token)
             row.logps.append(logp)
+            row.versions.append(self.version)
             row.finished = token in self._ends or len(row.tokens) >= sampling.max_tokens
 
     def _trajectory(self, row: _Row) -> Trajectory:
         response_N, logp_N = np.array(row.tokens, dtype=np.int32), np.array(row.logps, dtype=np.float32)
-        return trajectory_of(row.request, response_N, logp_N, self.version, row.tokens[-1] in self._ends)
+        version_N = np.array(row.versions, dtype=np.int32)
+        return trajectory_of(row.request, response_N, logp_N, version_N, row.tokens[-1] in self._ends)
 
 
 def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,14 +10,15 @@ from isotrain.rollout.transfer import remove_private_directory, write_update
 class Relay:
     """On one machine: from the collective into a file in shared memory, which its engines can read again."""
 
-    def __init__(self, name: str, timeout: float) -> None:
-        self.name, self.timeout = name, timeout
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def start(self) -> None:
         """It has nothing to make ready, and so can be replaced at any time between two updates."""
 
-    def take(self, announced: WeightUpdate) -> WeightUpdate:
-        return write_update(receive_update(announced, self.name, self.timeout), announced.version)
+    def take(self, announced: WeightUpdate, timeout: float) -> WeightUpdate:
+        with receive_update(announced, self.name, timeout) as contents:
+            return write_update(contents.tensors, announced.version)
 
     def close(self) -> None:
         remove_private_directory()

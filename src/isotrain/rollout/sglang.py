@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,17 @@ from isotrain.device.variables import child_environment
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.models.conversion import published_shapes, stored_buffers
 from isotrain.models.load import build_causal_lm
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, check_idle, check_tokens, end_tokens
+from isotrain.rollout.base import (
+    More,
+    Request,
+    Sampling,
+    WeightUpdate,
+    check_idle,
+    check_tokens,
+    end_tokens,
+    no_more,
+    update_limit,
+)
 from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
 from isotrain.rollout.sglang_messages import ask_logps, ask_response, read_logps, read_response
 from isotrain.rollout.transfer import open_update, private_directory
@@ -59,6 +69,9 @@ START = 3600.0
 
 class SglangEngine:
     """Refuses to generate from a failed update, or a sleep, until a good update."""
+
+    # Its server can, but a reply names one version for all of its tokens.
+    updates_in_flight = False
 
     def __init__(
         self,
@@ -126,11 +139,22 @@ class SglangEngine:
             self.close()
             raise
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
-        check_tokens([request.prompt_P for request in requests], self._vocabulary, self.name)
-        asked = [ask_response(request, sampling, self._ends) for request in requests]
-        for index, reply in self._run(asked):
-            yield read_response(reply, requests[index], sampling, self.version, self.name)
+    @property
+    def at_once(self) -> int:
+        return IN_FLIGHT
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
+        asked: list[Request] = []
+
+        def ask(requests: Sequence[Request]) -> list[dict[str, Any]]:
+            check_tokens([request.prompt_P for request in requests], self._vocabulary, self.name)
+            asked.extend(requests)
+            return [ask_response(request, sampling, self._ends) for request in requests]
+
+        for index, reply in self._run(ask(requests), lambda: ask(more())):
+            yield read_response(reply, asked[index], sampling, self.version, self.name)
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         check_tokens(sequences, self._vocabulary, self.name)
@@ -147,9 +171,12 @@ class SglangEngine:
         # Until the server has read the file, its lock keeps the next version out of it.
         with open_update(update, self.name) as contents:
             self._check_complete(update, contents.tensors)
-            contents.tensors.clear()
+            contents.tensors = ()
             self._send(update)
         self.version, self._unusable = update.version, ""
+
+    def rehearse(self, update: WeightUpdate, timeout: float) -> None:
+        raise WeightUpdateError(f"{self.name}: SGLang takes weights from files only")
 
     def sleep(self) -> None:
         self._check_idle()
@@ -160,7 +187,7 @@ class SglangEngine:
         self._control("/release_memory_occupation", {})
         self._asleep = True
 
-    def wake(self) -> None:
+    def wake(self, *, weights_only: bool = False) -> None:
         """Nothing for a server that is awake, which would not survive it; a new one starts awake."""
         self._check_idle()
         if self._asleep:
@@ -210,20 +237,25 @@ class SglangEngine:
             raise RolloutError(f"{self.name}: the reply to /model_info is not an object: {info!r}")
         return info
 
-    def _run(self, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
+    def _run(
+        self, bodies: Sequence[dict[str, Any]], more: Callable[[], Sequence[dict[str, Any]]] = lambda: ()
+    ) -> Iterator[tuple[int, Any]]:
         """Responses as they come; closing the iterator aborts the remaining requests."""
         if self._unusable and not self._lost:
             raise RolloutError(f"{self.name} does not generate: {self._unusable}")
         self._check_idle()
-        if not bodies:
-            return
         self._running = True
-        pool = ThreadPoolExecutor(min(IN_FLIGHT, len(bodies)))
+        pool = ThreadPoolExecutor(IN_FLIGHT)  # which starts as many threads as it needs
         waiting: dict[Future[Any], int] = {}
+        count = 0
         try:
-            for index, body in enumerate(bodies):
-                waiting[pool.submit(self._exchange.post, "/generate", body, None)] = index
-            while waiting:
+            while True:
+                for body in [*bodies, *more()]:
+                    waiting[pool.submit(self._exchange.post, "/generate", body, None)] = count
+                    count += 1
+                if not waiting:
+                    return
+                bodies = ()
                 done, _ = wait(waiting, SILENCE, FIRST_COMPLETED)
                 if not done:
                     self._check_health()
@@ -276,13 +308,14 @@ class SglangEngine:
             raise EngineLost(f"{self.name} {self._lost}; it must be restarted")
         check_idle(self.name, self._running, kind)
 
-    def _control(self, path: str, body: dict[str, Any]) -> Any:
+    def _control(self, path: str, body: dict[str, Any], size: int = 0) -> Any:
+        """`size`: bytes that the server reads for it."""
         try:
-            return self._exchange.post(path, body, self._timeout)
+            return self._exchange.post(path, body, update_limit(self._timeout, size))
         except NoReply as error:
             raise EngineLost(self._lose(error)) from error
 
-    def _check_complete(self, update: WeightUpdate, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _check_complete(self, update: WeightUpdate, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """SGLang takes what it knows and says nothing of what is missing or left over."""
         found = {key: tuple(tensor.shape) for key, tensor in tensors}
         wrong = {key for key, shape in found.items() if self._shapes.get(key) != shape}
@@ -310,7 +343,7 @@ class SglangEngine:
             "flush_cache": True,
         }
         try:
-            reply = self._control("/update_weights_from_disk", body)
+            reply = self._control("/update_weights_from_disk", body, update.bytes)
             if not isinstance(reply, dict) or reply.get("success") is not True:
                 raise RolloutError(f"{self.name}: its server replied {reply!r}")
             version = self._model_info().get("weight_version")

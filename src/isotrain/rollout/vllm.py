@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,17 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.rollout.base import Request, Sampling, WeightUpdate, check_idle, end_tokens, trajectory_of
+from isotrain.rollout.base import (
+    More,
+    Request,
+    Sampling,
+    WeightUpdate,
+    check_idle,
+    end_tokens,
+    no_more,
+    trajectory_of,
+    update_limit,
+)
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {
@@ -29,6 +39,8 @@ FIXED = {
 }
 # Prompt tokens that are read in one step: more are hardly faster, and a device keeps memory for so many.
 PREFILL_TOKENS = 8192
+# What vLLM calls the parts of device memory that it frees when it sleeps.
+PARTS = ("weights", "kv_cache")
 # The end of a worker's process is seen a moment after what it was doing has failed.
 NOTICE = 2.0
 # What a user who sets them means to have.
@@ -54,6 +66,8 @@ def cannot_import(error: ImportError, device_type: str) -> RolloutError:
 
 class VllmEngine:
     """Refuses to generate from a failed update, or a sleep, until a good update."""
+
+    updates_in_flight = True
 
     def __init__(
         self,
@@ -87,9 +101,11 @@ class VllmEngine:
             )
         self.name, self.version, self._timeout = name, 0, update_timeout
         self._unusable = "its weights are random until the first update" if load_format == "dummy" else ""
-        self._lost = False
-        self._serial, self._workers = 0, tensor_parallel
-        self._running: dict[str, int] = {}
+        self._lost, self._asleep = False, list[str]()
+        self._serial, self._updates, self._workers, self._between_tokens = 0, 0, tensor_parallel, False
+        self._starts: dict[str, list[tuple[int, int]]] = {}
+        """Of each request that runs, the first token of each version that writes it."""
+        self._kept: list[Any] = []  # outputs that came while others were waited for
         self._ends = end_tokens(directory)
         self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
         self.settings = {
@@ -97,7 +113,7 @@ class VllmEngine:
             "platform": current_platform.device_type,
             "eager": str(eager),
             "sleep": "level 2" if self._sleeps else "not available",
-            "weights": "layer-wise reload from host memory",
+            "weights": "layer-wise reload",
             **special,
         }
         llm: Any = vllm.LLM  # it names the types it takes one by one
@@ -131,8 +147,11 @@ class VllmEngine:
         except Exception as error:  # of many kinds, from any depth of vLLM
             raise RolloutError(f"{name}: vLLM did not start: {error}") from error
         self._engine = self._llm.llm_engine
+        self.at_once = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
         from vllm import SamplingParams
 
         def parameters(request: Request) -> Any:
@@ -147,16 +166,21 @@ class VllmEngine:
                 **self._plain(),
             )
 
-        waiting = [(request.prompt_P, parameters(request)) for request in requests]
-        for index, output in self._run(waiting):
-            yield self._trajectory(requests[index], output.outputs[0])
+        asked: list[Request] = []
+
+        def ask(requests: Sequence[Request]) -> list[tuple[npt.NDArray[np.int32], Any]]:
+            asked.extend(requests)
+            return [(request.prompt_P, parameters(request)) for request in requests]
+
+        for index, output, version_N in self._run(ask(requests), lambda: ask(more())):
+            yield _trajectory(asked[index], output.outputs[0], version_N)
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **self._plain())
         found: dict[int, npt.NDArray[np.float32]] = {}
-        for index, output in self._run([(tokens_T, wanted) for tokens_T in sequences]):
+        for index, output, _ in self._run([(tokens_T, wanted) for tokens_T in sequences]):
             table = output.prompt_logprobs  # the most likely token may stand beside the one asked for
             found[index] = np.array(
                 [table.logprobs[table.start_indices[place]] for place in range(1, len(sequences[index]))],
@@ -165,14 +189,16 @@ class VllmEngine:
         return [found[index] for index in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> None:
-        check_idle(self.name, bool(self._running), WeightUpdateError)
+        check_idle(self.name, bool(self._starts) and not self._between_tokens, WeightUpdateError)
         if self._lost:
             raise EngineLost(f"{self.name}: its workers stopped replying; it must be restarted")
         self._unusable = f"weight update {update.version} was not finished"
         try:
             with self._workers_watched():
                 outcomes = self._llm.collective_rpc(
-                    "isotrain_update", timeout=self._timeout, args=(self.name, asdict(update))
+                    "isotrain_update",
+                    timeout=update_limit(self._timeout, update.bytes),
+                    args=(self.name, asdict(update), self._timeout),
                 )
         except EngineLost:
             raise
@@ -180,13 +206,11 @@ class VllmEngine:
             self._lost = isinstance(error, TimeoutError)
             kind = EngineLost if self._lost else WeightUpdateError
             raise kind(f"{self.name}: weight update {update.version} failed: {error!r}") from error
+        # What was sent to a worker was compared there with what its sender told at the end.
+        announced = {"tensors": update.tensors, "digest": update.digest} if update.in_file else {}
         for worker, outcome in enumerate(outcomes):
             problem = outcome["error"]
-            for what, wanted in (
-                ("version", update.version),
-                ("tensors", update.tensors),
-                ("digest", update.digest),
-            ):
+            for what, wanted in {"version": update.version, **announced}.items():
                 if not problem and outcome[what] != wanted:
                     problem = (
                         f"{self.name}: worker {worker} reports {what} {outcome[what]} after weight update "
@@ -195,20 +219,50 @@ class VllmEngine:
             if problem:
                 self._unusable = problem
                 raise WeightUpdateError(problem)
-        if not self._llm.reset_prefix_cache():
+        # While requests run, it cannot be emptied; salts keep new requests from what it holds.
+        if not self._starts and not self._llm.reset_prefix_cache():
             raise WeightUpdateError(f"{self.name}: its prefix cache of the old weights is still in use")
         self.version, self._unusable = update.version, ""
+        self._updates += 1
+        for request_id, tokens in self._scheduled_tokens().items():
+            self._starts[request_id].append((tokens, self.version))
+
+    def _scheduled_tokens(self) -> dict[str, int]:
+        """Of each running request: tokens that are there, and those of a step that was begun ahead."""
+        requests: dict[str, Any] = self._engine.engine_core.engine_core.scheduler.requests
+        counts = {
+            name.split("-")[0]: int(request.num_output_tokens + request.num_output_placeholders)
+            for name, request in requests.items()  # vLLM adds a dash and random digits to our names
+        }
+        return {name: counts[name] for name in self._starts if name in counts}
+
+    def rehearse(self, update: WeightUpdate, timeout: float) -> None:
+        arguments = (self.name, asdict(update), timeout)
+        try:
+            with self._workers_watched():
+                errors = self._llm.collective_rpc(
+                    "isotrain_rehearse", timeout=timeout + NOTICE, args=arguments
+                )
+        except TimeoutError as error:  # replies that come later would answer the next call
+            self._lost = True
+            raise EngineLost(f"{self.name}: its workers did not reply in time") from error
+        if failed := [error for error in errors if error]:
+            raise WeightUpdateError(failed[0])
 
     def sleep(self) -> None:
         if self._sleeps:
             self._unusable = "it slept, and has no weights until the next update"
             with self._workers_watched():
                 self._llm.sleep(level=2)
+            self._asleep = list(PARTS)
 
-    def wake(self) -> None:
-        if self._sleeps:
+    def wake(self, *, weights_only: bool = False) -> None:
+        # A part that is awake must not be woken again: its memory would be mapped twice.
+        wanted = [part for part in self._asleep if part == PARTS[0] or not weights_only]
+        if wanted:
             with self._workers_watched():
-                self._llm.wake_up()
+                self._llm.wake_up(tags=wanted)
+            self._asleep = [part for part in self._asleep if part not in wanted]
 
     def close(self) -> None:
         self._unusable = "it was closed"
@@ -241,38 +295,77 @@ class VllmEngine:
 
         return {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
 
-    def _run(self, waiting: Sequence[tuple[npt.NDArray[np.int32], Any]]) -> Iterator[tuple[int, Any]]:
-        """Outputs as they finish; closing the iterator aborts the remaining requests."""
+    def _run(
+        self,
+        waiting: Sequence[tuple[npt.NDArray[np.int32], Any]],
+        more: Callable[[], Sequence[tuple[npt.NDArray[np.int32], Any]]] = lambda: (),
+    ) -> Iterator[tuple[int, Any, npt.NDArray[np.int32]]]:
+        """Outputs as they finish, with each token's version; closing the iterator aborts the rest.
+
+        `more` may begin another run, of the weight check: the requests of this one go on meanwhile.
+        """
         from vllm.inputs.engine import tokens_input
 
-        if self._unusable:
-            raise RolloutError(f"{self.name} does not generate: {self._unusable}")
-        check_idle(self.name, bool(self._running))
-        running = self._running
+        self._check_usable()
+        check_idle(self.name, bool(self._starts) and not self._between_tokens)
+        running, count = dict[str, int](), 0
         try:
-            for index, (tokens, parameters) in enumerate(waiting):
-                self._serial += 1
-                request_id = str(self._serial)
-                running[request_id] = index
-                self._engine.add_request(request_id, tokens_input(tokens.tolist()), parameters)
-            while running:
-                with self._workers_watched():
-                    outputs = self._engine.step()
-                for output in outputs:
-                    yield running.pop(output.request_id), output
-        except EngineLost:
+            while True:
+                for tokens, parameters in [*waiting, *self._asked(more)]:
+                    self._serial += 1
+                    request_id = str(self._serial)
+                    running[request_id], count = count, count + 1
+                    self._starts[request_id] = [(0, self.version)]
+                    prompt = tokens_input(tokens.tolist(), cache_salt=str(self._updates))
+                    self._engine.add_request(request_id, prompt, parameters)
+                if not running:
+                    return
+                waiting = ()
+                for output in self._step(running):
+                    yield running.pop(output.request_id), output, self._versions(output)
+        except RolloutError:
             raise
         except (ValueError, RuntimeError) as error:
             raise RolloutError(f"{self.name}: {error}") from error
         finally:
             self._engine.abort_request(list(running))
-            running.clear()
+            self._kept = [output for output in self._kept if output.request_id not in running]
+            for request_id in running:
+                self._starts.pop(request_id, None)
 
-    def _trajectory(self, request: Request, output: Any) -> Trajectory:
-        response_N = np.asarray(output.token_ids, dtype=np.int32)
-        starts = output.logprobs.start_indices
-        logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
-        return trajectory_of(request, response_N, logp_N, self.version, output.finish_reason == "stop")
+    def _asked(self, more: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """What `more` gives; weights may be updated meanwhile."""
+        outer, self._between_tokens = self._between_tokens, True
+        try:
+            requests = more()
+        finally:
+            self._between_tokens = outer
+        self._check_usable()  # an update may have failed
+        return requests
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise RolloutError(f"{self.name} does not generate: {self._unusable}")
+
+    def _step(self, running: Mapping[str, int]) -> list[Any]:
+        """Requests of this run that a step has finished; those of the run around it are kept for that."""
+        with self._workers_watched():
+            outputs = self._kept + self._engine.step()
+        self._kept = [output for output in outputs if output.request_id not in running]
+        return [output for output in outputs if output.request_id in running]
+
+    def _versions(self, output: Any) -> npt.NDArray[np.int32]:
+        version_N = np.zeros(len(output.outputs[0].token_ids), dtype=np.int32)
+        for first, version in self._starts.pop(output.request_id):
+            version_N[first:] = version
+        return version_N
+
+
+def _trajectory(request: Request, output: Any, version_N: npt.NDArray[np.int32]) -> Trajectory:
+    response_N = np.asarray(output.token_ids, dtype=np.int32)
+    starts = output.logprobs.start_indices
+    logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
+    return trajectory_of(request, response_N, logp_N, version_N, output.finish_reason == "stop")
 
 
 def prefill(max_length: int, *, in_parts: bool) -> dict[str, Any]:

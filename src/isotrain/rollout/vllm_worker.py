@@ -23,7 +23,8 @@ from vllm.platforms import current_platform
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.transfer import open_update
+from isotrain.rollout.incoming import open_incoming, rehearse_incoming
+from isotrain.rollout.transfer import Contents
 
 
 @dataclass
@@ -37,53 +38,59 @@ class Outcome:
 
 
 class WeightReceiver:
-    """Adds one method to vLLM's workers, which calls can reach by name."""
+    """Adds methods to vLLM's workers, which calls can reach by name."""
 
     vllm_config: Any
     model_runner: Any
     device: torch.device
+    rank: int
 
-    def isotrain_update(self, engine: str, update: dict[str, Any]) -> dict[str, Any]:
+    def isotrain_update(self, engine: str, update: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Errors are returned, not raised: one worker's would leave the replies of the others unread."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:
-                outcome = _receive(model, config, WeightUpdate(**update), engine)
+                announced = WeightUpdate(**update)
+                with open_incoming(announced, engine, timeout, self.device, self.rank) as contents:
+                    outcome = _take(model, config, announced, contents, engine)
             except Exception as error:
                 outcome = Outcome(error=_text(error, engine))
         return asdict(outcome)
 
+    def isotrain_rehearse(self, engine: str, update: dict[str, Any], timeout: float) -> str:
+        """Returns an error, or nothing."""
+        return rehearse_incoming(WeightUpdate(**update), engine, timeout, self.device, self.rank)
 
-def _receive(model: nn.Module, config: Any, update: WeightUpdate, engine: str) -> Outcome:
-    # The model is opened for reloading only when the file has been found whole.
-    with open_update(update, engine) as contents:
-        # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
-        parameters = {name for name, _ in model.named_parameters()}
-        initialize_layerwise_reload(model)
-        # What vLLM computed from weights, as for latent attention, is gone now and will be computed again.
-        parameters &= {name for name, _ in model.named_parameters()}
-        _pack_experts_again(model)
-        try:
-            count = _load(model, parameters, contents.tensors, update, engine)
-        finally:
-            # Also after a failure: the layers are then unusable, but in a state that takes the next update.
-            finalize_layerwise_processing(model, config)
-        _pack_tied_layers(model)
-        return Outcome(contents.version, count, contents.digest)
+
+def _take(model: nn.Module, config: Any, update: WeightUpdate, contents: Contents, engine: str) -> Outcome:
+    """The model is opened for reloading only now: a file has been found whole before."""
+    # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
+    parameters = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    # What vLLM computed from weights, as for latent attention, is gone now and will be computed again.
+    parameters &= {name for name, _ in model.named_parameters()}
+    _pack_experts_again(model)
+    try:
+        count = _load(model, parameters, contents, update, engine)
+    finally:
+        # Also after a failure: the layers are then unusable, but in a state that takes the next update.
+        finalize_layerwise_processing(model, config)
+    _pack_tied_layers(model)
+    return Outcome(contents.version, count, contents.digest)
 
 
 def _load(
     model: Any,
     parameters: set[str],
-    tensors: list[tuple[str, torch.Tensor]],
+    contents: Contents,
     update: WeightUpdate,
     engine: str,
 ) -> int:
     """Returns how many tensors the model took."""
-    counted = _Counted(iter(tensors))
+    counted = _Counted(iter(contents.tensors))
     loaded: set[str] | None = model.load_weights(counted)
-    if counted.count < update.tensors:
-        raise WeightUpdateError(f"{engine}: the model took {counted.count} tensors of {update.tensors}")
+    if not counted.exhausted and counted.count != update.tensors:
+        raise WeightUpdateError(f"{engine}: the model took {counted.count} tensors and left the others")
     incomplete = parameters - loaded if loaded is not None else set()
     incomplete |= set(_incomplete(model)) & parameters
     if incomplete:
@@ -95,17 +102,21 @@ def _load(
 
 
 class _Counted:
-    """An iterator that knows how many tensors were taken."""
+    """An iterator that knows how many tensors were taken, and whether those were all."""
 
     def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.count = 0
+        self.count, self.exhausted = 0, False
         self._tensors = tensors
 
     def __iter__(self) -> _Counted:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        pair = next(self._tensors)
+        try:
+            pair = next(self._tensors)
+        except StopIteration:
+            self.exhausted = True
+            raise
         self.count += 1
         return pair
 

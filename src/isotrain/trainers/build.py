@@ -26,6 +26,7 @@ from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import total_steps
@@ -43,6 +44,7 @@ def build_trainer(
     loader: BatchLoader,
     validation: BatchLoader | None,
     recorder: Recorder,
+    preemption: Preemption,
 ) -> SupervisedTrainer:
     model, optimizer, trainer = recipe.model, recipe.optimizer, recipe.trainer
     steps = total_steps(recipe, len(loader.store))
@@ -66,6 +68,7 @@ def build_trainer(
         validate_first=trainer.validate_first,
         saves=SaveSchedule(trainer.save_every, steps),
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
+        preemption=preemption,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
         around_first_update=(
             partial(operators_compared, run.path, world, model.dtype)

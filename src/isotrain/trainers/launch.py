@@ -14,21 +14,30 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import profile
 from isotrain.engine.world import STORE_VARIABLE
-from isotrain.errors import DeviceError, LaunchError
+from isotrain.errors import DeviceError, LaunchError, RankLost
+from isotrain.own_python import module_arguments
 from isotrain.recipe.load import write_resolved
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.rank import CRASH_FILE, ERROR_FILE, LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
+from isotrain.trainers.preemption import Preempted, Preemption
+from isotrain.trainers.rank import (
+    CRASH_FILE,
+    ERROR_FILE,
+    LAUNCHER_VARIABLE,
+    PREEMPTED_FILE,
+    RECIPE_FILE,
+    SOURCE_FILE,
+)
 from isotrain.trainers.run import train_supervised
 
 
-def launch(recipe: Recipe, source: str) -> None:
+def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
     """Train a recipe; `source` is its text as the user wrote it."""
     if isinstance(recipe.algorithm, OnlineSection):
         # Ray comes in only here: supervised recipes run where it is not installed.
         from isotrain.trainers.online.run import train_online
 
-        train_online(recipe, source)
+        train_online(recipe, source, preemption)
         return
     device = choose_device(recipe.device.type)
     joins = "RANK" in os.environ
@@ -41,7 +50,7 @@ def launch(recipe: Recipe, source: str) -> None:
     if joins or ranks == 1:
         os.environ.update(device.rank_environment(ranks))
         os.environ.update(profile(device, recipe.device.determinism, os.environ).variables)
-        train_supervised(recipe, source)
+        train_supervised(recipe, source, preemption)
         return
     with tempfile.TemporaryDirectory(prefix="isotrain-") as directory:
         job = Path(directory)
@@ -52,10 +61,16 @@ def launch(recipe: Recipe, source: str) -> None:
             **profile(device, recipe.device.determinism, os.environ, starts=True).variables,
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
-        run_ranks(("-m", "isotrain.trainers.rank", directory), ranks, job, variables)
+        run_ranks(module_arguments("isotrain.trainers.rank", directory), ranks, job, variables, preemption)
 
 
-def run_ranks(arguments: tuple[str, ...], ranks: int, job: Path, variables: dict[str, str]) -> None:
+def run_ranks(
+    arguments: tuple[str, ...],
+    ranks: int,
+    job: Path,
+    variables: dict[str, str],
+    preemption: Preemption | None = None,
+) -> None:
     """Python with these arguments once for each rank; raises what the ranks wrote to `job` when one fails."""
     shared = {
         **variables,
@@ -74,17 +89,22 @@ def run_ranks(arguments: tuple[str, ...], ranks: int, job: Path, variables: dict
         envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
         logs_specs=DefaultLogsSpecs(log_dir=str(job)),
     )
+    if preemption is not None:
+        preemption.pass_on(list(processes.pids().values()))
     try:
         result = processes.wait()
+    except Preempted:
+        processes.close(signal.SIGKILL)
+        raise
     finally:
         processes.close()
     if result is not None and result.is_failed():
-        raise LaunchError(
-            _explain(job, {rank: failure.exitcode for rank, failure in result.failures.items()})
-        )
+        if (job / PREEMPTED_FILE).exists():
+            raise Preempted
+        raise _error(job, {rank: failure.exitcode for rank, failure in result.failures.items()})
 
 
-def _explain(job: Path, exit_codes: dict[int, int]) -> str:
+def _error(job: Path, exit_codes: dict[int, int]) -> LaunchError:
     """The errors of the ranks, each once; for a rank without one, how it ended.
 
     When one rank stops with an error, the others' collectives break: their errors explain nothing.
@@ -100,5 +120,6 @@ def _explain(job: Path, exit_codes: dict[int, int]) -> str:
         if code < 0 and code != -signal.SIGTERM
     ]
     ended = [f"rank {rank} ended with exit code {code}" for rank, code in sorted(exit_codes.items())]
-    reasons = words(ERROR_FILE) or killed or words(CRASH_FILE) or ended
-    return "\n".join(dict.fromkeys(reasons))
+    if told := words(ERROR_FILE):
+        return LaunchError("\n".join(dict.fromkeys(told)))
+    return RankLost("\n".join(dict.fromkeys(killed or words(CRASH_FILE) or ended)))

@@ -11,12 +11,14 @@ from isotrain.errors import IsotrainError
 from isotrain.lifetime import die_with_parent
 from isotrain.recipe.load import load_resolved
 from isotrain.terminal import guard
+from isotrain.trainers.preemption import CLOSING_SECONDS, PREEMPTED, Preempted, preemptible
 from isotrain.trainers.run import train_supervised
 
 RECIPE_FILE = "recipe.json"
 SOURCE_FILE = "recipe.yaml"
 ERROR_FILE = "error-{rank}.txt"
 CRASH_FILE = "crash-{rank}.txt"
+PREEMPTED_FILE = "preempted"
 LAUNCHER_VARIABLE = "ISOTRAIN_LAUNCHER"
 
 
@@ -24,8 +26,14 @@ def main(job: Path) -> int:
     # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
     die_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
     rank = os.environ["RANK"]
+    recipe, source = load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text()
     try:
-        train_supervised(load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text())
+        # The launcher outlives its ranks: it tells the user how the run has ended.
+        with preemptible(recipe.trainer.preemption_seconds, closing=CLOSING_SECONDS, spares=2) as preemption:
+            train_supervised(recipe, source, preemption)
+    except Preempted:
+        (job / PREEMPTED_FILE).touch()
+        return PREEMPTED
     except IsotrainError as error:
         (job / ERROR_FILE.format(rank=rank)).write_text(str(error))
         return 1

@@ -17,6 +17,7 @@ from isotrain.observe.console import Console, open_console
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
+from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import cache, open_loaders
 from isotrain.trainers.start import (
@@ -32,8 +33,9 @@ from isotrain.trainers.supervised import SupervisedTrainer
 from isotrain.trainers.tasks.reference import precompute_reference
 
 
-def train_supervised(recipe: Recipe, source: str) -> None:
+def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
     """This rank's part of a supervised run."""
+    preemption = preemption or Preemption()
     device = choose_device(recipe.device.type)
     with join_world(device) as world:
         make_deterministic(recipe.device.determinism)
@@ -59,7 +61,8 @@ def train_supervised(recipe: Recipe, source: str) -> None:
             for complaint in determinism.complaints:
                 console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
-            trainer = build_trainer(recipe, device, world, run, loader, validation, Recorder(console))
+            recorder = Recorder(console)
+            trainer = build_trainer(recipe, device, world, run, loader, validation, recorder, preemption)
             check_probe_in_run(recipe, trainer.steps)
             console.message(_introduction(recipe, device, trainer))
             if world.leads:

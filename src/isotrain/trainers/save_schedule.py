@@ -23,10 +23,6 @@ class SaveSchedule:
         self.every, self.steps, self._clock = every, steps, clock
         self._last, self._pause = clock(), 60 * MINUTES
 
-    @property
-    def by_clock(self) -> bool:
-        return self.every is None
-
     def is_due(self, step: int) -> bool:
         if step == self.steps:
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from isotrain.engine.state import engine_shards, generator_shards, host_generato
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
 from isotrain.observe.console import Console
+from isotrain.trainers.preemption import Preempted, Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.tasks.base import Task
@@ -45,6 +46,7 @@ class SupervisedTrainer:
     max_skipped: int
     """Updates that may be skipped because a number was not finite."""
     peak_flops: float | None
+    preemption: Preemption = field(default_factory=Preemption)
     around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
     skipped: int = 0
 
@@ -52,7 +54,7 @@ class SupervisedTrainer:
         """From the step after `done` to the last of this run."""
         try:
             self._train(done)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Preempted):
             if self.engine.world.size == 1:  # otherwise the launcher, which got the signal, ends all ranks
                 self.recorder.interrupted()
                 self.writer.wait()
@@ -62,6 +64,7 @@ class SupervisedTrainer:
         if done == 0 and self.validate_first and self.validation is not None:
             self.recorder.write(0, self._validate(self.validation))
         for step in range(done + 1, self.last_step + 1):
+            self.preemption.begin(step)
             started = time.perf_counter()
             data = self.loader.next_step()
             with self.around_first_update() if step == self.probed_after + 1 else nullcontext():
@@ -72,13 +75,23 @@ class SupervisedTrainer:
             if self.validation is not None and self._is_due(step, self.validate_every):
                 values |= self._validate(self.validation)
             self.recorder.write(step, values)
-            if self._is_save_due(step):
+            due, preempted = self._agreed(step)
+            if due or preempted:
                 self._save(step)
+            if preempted and step < self.last_step:
+                self._finish()
+                raise Preempted
             if failure := self.writer.failure():
                 self.recorder.console.message(f"warning: {failure}; training continues without it")
+        self._finish()
+
+    def _finish(self) -> None:
+        """Until the last checkpoint is on disk."""
         self.writer.wait()
+        self.engine.world.barrier()  # the end of a preempted rank ends those that are still writing
         if failure := self.writer.failure():
             raise CheckpointError(failure)
+        self.preemption.saved()
 
     def _validate(self, loader: BatchLoader) -> dict[str, float]:
         return {f"val/{name}": value for name, value in self.task.evaluate(loader.one_pass()).items()}
@@ -86,11 +99,14 @@ class SupervisedTrainer:
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def _is_save_due(self, step: int) -> bool:
-        due = self.saves.is_due(step)
-        if self.saves.by_clock and self.engine.world.size > 1:  # every rank has a clock of its own
-            due = bool(self.engine.world.sum([due and self.engine.world.leads])[0])
-        return due
+    def _agreed(self, step: int) -> tuple[bool, bool]:
+        """Whether a checkpoint is due, and whether the run was asked to end: the same on all ranks."""
+        world, due, preempted = self.engine.world, self.saves.is_due(step), self.preemption.requested
+        if world.size > 1:  # every rank has a clock and gets signals of its own
+            due, preempted = map(bool, world.sum([due and world.leads, preempted]))
+        if preempted:
+            self.preemption.announce()
+        return due, preempted
 
     def _values(self, step: int, result: UpdateResult, data: StepData, seconds: float) -> dict[str, float]:
         ranks = self.engine.world.size

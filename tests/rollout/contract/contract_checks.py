@@ -6,12 +6,14 @@ makes a tiny model in WORK, and its last line of output is what was found, as JS
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from isotrain.rollout.transfer import write_update
 
 VOCABULARY, MAX_PROMPT, MAX_TOKENS = 500, 36, 60
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
+# The last one fills a block of a prefix cache.
+IN_FLIGHT = [*PROMPTS, np.arange(5, 5 + MAX_PROMPT, dtype=np.int32)]
 UPDATES = 10
 
 
@@ -142,6 +146,8 @@ class Checks:
         alone: dict[str, list[int]] = {}
         for request in reversed(requests(4)):
             alone |= key(self.engine.generate([request], sampling))
+        later = iter([requests(4)[:1], requests(4)[1:3]])
+        one_by_one = key(self.engine.generate(requests(4)[3:], sampling, lambda: next(later, [])))
         greedy = list(self.engine.generate(requests(2), replace(sampling, temperature=0.0)))
         narrow = list(self.engine.generate(requests(1), replace(sampling, top_k=1)))
         with torch.no_grad():
@@ -153,6 +159,7 @@ class Checks:
             "count": len(together),
             "distinct": len({tuple(tokens) for tokens in together.values()}),
             "same_alone": together == alone,
+            "same_one_by_one": together == one_by_one,
             "greedy_is_best": best == [int(t.tokens_T[-1]) for t in greedy],
             "greedy_pairs_equal": len({tuple(t.tokens_T.tolist()) for t in greedy}) == len(PROMPTS),
             "greedy_difference": max(self.difference(t, 1.0) for t in greedy),
@@ -226,6 +233,101 @@ class Checks:
         self.update()
         found = list(self.engine.generate(requests(1), Sampling(max_tokens=4)))
         self.results["abandoned"]["difference"] = max(self.difference(t, 1.0) for t in found)
+
+    def in_flight(self) -> None:
+        """Updates between tokens: early, and so late that responses end while the weight check runs."""
+        self.results["in_flight"] = {"can": self.engine.updates_in_flight}
+        if self.engine.updates_in_flight:
+            self.results["in_flight"] |= {
+                "same": self.updated_to_the_same(),
+                "other": [self.updated_to_others(calls) for calls in (1, 5, 21, 22, 23)],
+                "failed": self.failed_in_flight(),
+            }
+
+    def generate_with(self, act: Callable[[], Sequence[Request]], calls: int) -> dict[str, Trajectory]:
+        """Responses, with something done at one of the calls of `more`."""
+        numbers = count(1)
+
+        def more() -> Sequence[Request]:
+            return act() if next(numbers) == calls else ()
+
+        sampling = Sampling(max_tokens=24, temperature=0.8)
+        return {
+            f"{t.row}/{t.sample}": t for t in self.engine.generate(requests(2, IN_FLIGHT), sampling, more)
+        }
+
+    def updated_to_the_same(self) -> dict[str, bool]:
+        def update() -> Sequence[Request]:
+            self.version += 1
+            self.engine.update_weights(write_update(self.tensors(), self.version))
+            return ()
+
+        self.update()
+        plain, updated = self.generate_with(lambda: (), 9), self.generate_with(update, 9)
+        pairs = [(trajectory, updated[key]) for key, trajectory in plain.items()]
+        return {
+            "tokens": all(np.array_equal(a.tokens_T, b.tokens_T) for a, b in pairs),
+            "logps": all(np.array_equal(a.logp_N, b.logp_N) for a, b in pairs),
+            "two_versions": any(len(np.unique(b.version_N)) == 2 for _, b in pairs),
+        }
+
+    def updated_to_others(self, calls: int) -> dict[str, Any]:
+        """The first token of the new version, by response, and how far log-probs are from what they say."""
+        scored, before = [], copy.deepcopy(self.model)
+        late = replace(requests(1, IN_FLIGHT)[-1], sample=9)
+
+        def update() -> Sequence[Request]:
+            self.update()
+            (logps,) = self.engine.logps([PROMPTS[-1]])
+            scored.append(self.scored_difference([PROMPTS[-1]], [logps]))
+            return [late]
+
+        found = self.generate_with(update, calls)
+        begun_later = found.pop(f"{late.row}/9")
+        firsts = {key: int((t.version_N < self.version).sum()) for key, t in found.items()}
+        changed = {key: t for key, t in found.items() if firsts[key] < len(t.response_N)}
+        return {
+            "calls": calls,
+            "firsts": firsts,
+            "lengths": {key: len(t.response_N) for key, t in found.items()},
+            "versions": sorted({int(v) - self.version for t in found.values() for v in t.version_N}),
+            "difference": max(self.across(before, t, firsts[key]) for key, t in found.items()),
+            "difference_one_earlier": max(
+                (self.across(before, t, firsts[key] - 1) for key, t in changed.items() if firsts[key]),
+                default=None,
+            ),
+            "scored": max(scored),
+            "begun_later": self.difference(begun_later, 0.8),
+            "version_of_later": sorted({int(v) - self.version for v in begun_later.version_N}),
+        }
+
+    def across(self, before: Any, trajectory: Trajectory, first: int) -> float:
+        """The largest difference to a model that gets new weights before a token, and keeps its cache."""
+        ids, begin = torch.from_numpy(trajectory.tokens_T).long()[None], trajectory.prompt_length - 1
+        # The prompt is read by the weights that write the first token.
+        cut, cache, parts = begin + first if first else 0, None, []
+        with torch.no_grad():
+            for model, part in ((before, ids[:, :cut]), (self.model, ids[:, cut:-1])):
+                if part.shape[1]:
+                    output = model(part, past_key_values=cache, use_cache=True)
+                    cache = output.past_key_values
+                    parts.append(output.logits[0])
+        logits = torch.cat(parts)[begin:] / 0.8
+        logps = logits.log_softmax(-1).gather(1, ids[0, begin + 1 :, None])[:, 0].numpy()
+        return float(np.abs(logps - trajectory.logp_N).max())
+
+    def failed_in_flight(self) -> dict[str, str]:
+        """An update that fails leaves nothing to go on with."""
+        errors = []
+
+        def update() -> Sequence[Request]:
+            announced = replace(write_update(self.tensors(), self.version + 1), digest="another")
+            errors.append(self.error(lambda: self.engine.update_weights(announced)))
+            return ()
+
+        generation = self.error(lambda: self.generate_with(update, 4))
+        self.update()
+        return {"update": errors[0], "generation": generation}
 
     def error(self, act: Callable[[], Any]) -> str:
         try:
@@ -309,6 +411,7 @@ class Checks:
             self.turns,
             self.sleeps,
             self.abandoned,
+            self.in_flight,
             self.bad_updates,
             *more,
         ):

@@ -51,6 +51,7 @@ def test_responses(found: dict[str, Any]) -> None:
     responses = found["responses"]
     assert responses["count"] == responses["distinct"] == 16
     assert responses["same_alone"]  # by seed, whatever shares the batch
+    assert responses["same_one_by_one"]  # and whenever it was asked for
     assert responses["prompts_kept"]
 
 
@@ -101,6 +102,45 @@ def test_an_abandoned_iterator(found: dict[str, Any]) -> None:
     assert "is generating" in abandoned["second"]
     assert abandoned["update"].startswith("WeightUpdateError: engine 7 is generating")
     assert abandoned["difference"] <= TOLERANCE
+
+
+def in_flight(found: dict[str, Any], engine: str) -> dict[str, Any]:
+    result: dict[str, Any] = found["in_flight"]
+    assert result["can"] == (engine != "sglang")
+    if engine == "sglang":
+        pytest.skip("it takes weights between responses")
+    return result
+
+
+def test_an_update_in_flight_to_the_same_weights_changes_nothing(found: dict[str, Any], engine: str) -> None:
+    assert in_flight(found, engine)["same"] == {"tokens": True, "logps": True, "two_versions": True}
+
+
+def test_each_token_has_the_version_that_wrote_it(found: dict[str, Any], engine: str) -> None:
+    early, some, *late = in_flight(found, engine)["other"]
+    assert set(early["firsts"].values()) == {0} and early["versions"] == [0]
+    assert early["difference"] <= 10 * TOLERANCE
+    for updated in (some, *late):
+        assert updated["versions"] == [-1, 0]
+        begun = [n for key, n in updated["firsts"].items() if n < updated["lengths"][key]]
+        assert len(set(begun)) == 1, "all were at the same token"
+        if engine == "hf":  # asked before the first token, and after each
+            assert set(begun) == {updated["calls"] - 1}
+        # As of a model that keeps its cache; were a token's version wrong, its log-prob would be too.
+        assert updated["difference"] <= 10 * TOLERANCE
+        assert updated["difference_one_earlier"] >= 100 * TOLERANCE
+        assert updated["scored"] <= TOLERANCE
+
+
+def test_what_begins_after_an_update_sees_nothing_of_old_weights(found: dict[str, Any], engine: str) -> None:
+    for updated in in_flight(found, engine)["other"]:
+        assert updated["version_of_later"] == [0] and updated["begun_later"] <= TOLERANCE
+
+
+def test_an_update_that_fails_in_flight_ends_the_generation(found: dict[str, Any], engine: str) -> None:
+    failed = in_flight(found, engine)["failed"]
+    assert failed["update"].startswith("WeightUpdateError: engine 7: ")
+    assert failed["generation"].startswith("RolloutError: engine 7 does not generate: ")
 
 
 def test_it_listens_on_the_loopback_only(found: dict[str, Any], engine: str) -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from contract_checks import Checks, requests
+from vllm import LLM
 
-from isotrain.rollout.base import Sampling, WeightUpdate
-from isotrain.rollout.transfer import Contents, open_update, write_update
+from isotrain.cluster.background import in_background
+from isotrain.rollout.base import Sampling
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.incoming import open_incoming
+from isotrain.rollout.transfer import Contents, write_update
 from isotrain.rollout.vllm import VllmEngine
 
 
@@ -20,8 +26,10 @@ class VllmChecks(Checks):
     engine: VllmEngine
 
     def __init__(self, work: Path, tensor_parallel: int) -> None:
-        # A head of its own where there are several workers.
-        super().__init__(work, "vllm", tied=tensor_parallel == 1, tensor_parallel=tensor_parallel)
+        # The smallest blocks that there are on the host: prompts of the contract share some.
+        with mock.patch("vllm.LLM", partial(LLM, block_size=32)):
+            # A head of its own where there are several workers.
+            super().__init__(work, "vllm", tied=tensor_parallel == 1, tensor_parallel=tensor_parallel)
         self.workers = tensor_parallel
 
     def nothing_left(self) -> None:
@@ -38,9 +46,9 @@ class VllmChecks(Checks):
         """A worker that has read or taken something else than was announced."""
 
         @contextmanager
-        def other_file(update: WeightUpdate, engine: str) -> Iterator[Contents]:
-            with open_update(update, engine) as contents:
-                yield contents._replace(digest="of another file")
+        def other_file(*given: Any) -> Iterator[Contents]:
+            with open_incoming(*given) as contents:
+                yield replace(contents, digest="of another file")
 
         def other_count(*_: Any, **__: Any) -> list[dict[str, Any]]:
             return [{"version": update.version, "tensors": 3, "digest": update.digest, "error": ""}]
@@ -48,11 +56,41 @@ class VllmChecks(Checks):
         update = write_update(self.tensors(), self.version + 1)
         found = self.results["reports"] = {}
         if self.workers == 1:  # in this process
-            with mock.patch("isotrain.rollout.vllm_worker.open_update", other_file):
+            with mock.patch("isotrain.rollout.vllm_worker.open_incoming", other_file):
                 found["digest"] = self.error(lambda: self.engine.update_weights(update))
         with mock.patch.object(self.engine._llm, "collective_rpc", other_count):
             found["tensors"] = self.error(lambda: self.engine.update_weights(update))
         self.update()
+
+    def sent(self) -> None:
+        """Weights that arrive one by one, at all workers; and a sender that gives up in the middle."""
+        self.version += 1
+        self.perturb()
+        sender = BroadcastSender("127.0.0.1", self.workers, 60.0)
+        announced = sender.announce(self.version)
+        sending = in_background(lambda: sender.send(self.tensors(), self.version))
+        self.engine.update_weights(announced)
+        tokens_T = requests(1)[0].prompt_P
+        self.results["sent"] = {
+            "tensors": [sending.result().tensors, sum(1 for _ in self.tensors())],
+            "versions": [self.engine.version, self.version],
+            "difference": self.scored_difference([tokens_T], self.engine.logps([tokens_T])),
+        }
+
+        def half() -> Iterator[Any]:
+            yield from list(self.tensors())[:5]
+            raise ValueError("no more")
+
+        failed = sender.announce(self.version + 1)
+        sending = in_background(lambda: sender.send(half(), self.version + 1))
+        self.results["half"] = [
+            self.error(lambda: self.engine.update_weights(failed)),
+            repr(sending.exception()),
+            self.error(lambda: self.engine.logps([tokens_T])),
+        ]
+        self.update()
+        again = self.scored_difference([tokens_T], self.engine.logps([tokens_T]))
+        self.results["after_half"] = again
 
     def other_device(self) -> None:
         self.results["other_device"] = self.error(
@@ -62,4 +100,4 @@ class VllmChecks(Checks):
 
 if __name__ == "__main__":
     checks = VllmChecks(Path(sys.argv[1]), int(sys.argv[2]))
-    checks.run(checks.nothing_left, checks.reports, checks.other_device)
+    checks.run(checks.nothing_left, checks.reports, checks.sent, checks.other_device)

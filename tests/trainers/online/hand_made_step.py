@@ -26,8 +26,8 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.build import build_trainer
-from isotrain.trainers.online.messages import Group, Responses, Score
-from isotrain.trainers.online.policy_rank import Description, PolicyRank, ResumeState
+from isotrain.trainers.online.messages import Group, Responses, ResumeState, Score
+from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.rollouts import Batch, Seconds, SyncBatches
 from isotrain.trainers.online.step import Micro
 from isotrain.trainers.recorder import Recorder
@@ -79,7 +79,7 @@ def make_batch() -> Batch:
     for number, group in enumerate(GROUPS):
         counts = tuple(int(t.mask_N.sum()) for t in group)
         ended = (True,) * N_SAMPLES
-        responses = Responses(number, number, PROMPTS[number], RESPONSES[number], counts, ended, 0)
+        responses = Responses(number, number, PROMPTS[number], RESPONSES[number], counts, ended, 0, 0.0)
         own = SCORES[number * N_SAMPLES :][:N_SAMPLES]
         groups.append(Group(responses, number, tuple(Score(score, {}, None, "") for score in own), "test"))
     return Batch(groups, dict(enumerate(GREEDY)), len(GROUPS), Seconds(0.0, 0.0), 0)
@@ -189,8 +189,10 @@ def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     _watch(rank.policy, step.policy)
     if rank.models.critic is not None:
         _watch(rank.models.critic, step.critic)
-    relays = SimpleNamespace(spread=lambda update: [])
-    groups: Any = SimpleNamespace(ranks=here, engines=[], relays=relays, rewards=[], colocated=False)
+    relays = SimpleNamespace(spread=lambda published, timeout: [])
+    groups: Any = SimpleNamespace(
+        ranks=here, engines=[], relays=relays, rewards=[], queue=[], colocated=False, routes=None
+    )
     recorder.loggers = [SimpleNamespace(write=lambda number, values: step.metrics.update(values))]
     trainer = build_trainer(
         recipe, ClusterSection(), open_prompts(recipe), groups, described, recorder, ResumeState(0, {}, [])

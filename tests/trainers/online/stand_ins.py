@@ -75,13 +75,14 @@ class StandInGroup:
         self.version = version
         return version
 
-    def weight_check(self, sequence_T: Any) -> Any:
-        return LOGPS
+    def update_and_check(self, version: int, sequence_T: Any) -> tuple[int, Any]:
+        return self.update(version), LOGPS
 
 
-def stand_in_engines(group: StandInGroup, timeout: float = 10.0) -> Engines:
+def stand_in_engines(group: StandInGroup, timeout: float = 10.0, in_flight: bool = False) -> Engines:
     wide = Tolerance(1.0, 1.0, 1.0)
-    return Engines(group, 10.0, print, check_T=CHECK_T, timeout=timeout, tolerance=wide)  # type: ignore[arg-type]
+    options: Any = {"check_T": CHECK_T, "timeout": timeout, "tolerance": wide, "in_flight": in_flight}
+    return Engines(group, 10.0, print, **options)  # type: ignore[arg-type]
 
 
 def weights(version: int) -> Weights:
@@ -120,6 +121,8 @@ class StandInCollector(Collector):
 
     def _group(self, request: PromptRequest, n: int, version: int) -> Group:
         lengths, finished = (2,) * n, (True,) * n
-        responses = Responses(request.prompt_index, request.row, 3, lengths, lengths, finished, version)
+        responses = Responses(
+            request.prompt_index, request.row, 3, lengths, lengths, finished, version, version
+        )
         scores = tuple(Score(self.value(request.prompt_index, sample), {}, None, "") for sample in range(n))
         return Group(responses, Handle(next(self._handles)), scores, "data")

@@ -82,6 +82,26 @@ def test_the_time_of_an_update_begins_when_the_engine_is_free() -> None:
     assert engines.settle() == 0.0
 
 
+def test_in_flight_the_time_of_an_update_begins_at_once() -> None:
+    """No real engine lets it wait for responses."""
+    engines = stand_in_engines(StandInGroup(seconds=0.7), timeout=0.2, in_flight=True)
+    generate: Any = StandInGroup.generate
+    engines.submit(0, generate, lambda: None)
+    engines.send(weights(1))
+    with pytest.raises(WeightUpdateError, match=r"weight update 1 did not end within 0\.2 s"):
+        engines.settle()
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_responses_begin_with_the_newest_weights_that_were_sent(in_flight: bool) -> None:
+    """In flight, calls of one engine have no order: they say what they wait for."""
+    engines = stand_in_engines(StandInGroup(), in_flight=in_flight)
+    assert engines.first_version == 0
+    engines.send(weights(3))
+    assert engines.first_version == (3 if in_flight else 0)
+    engines.settle()
+
+
 def test_an_update_that_hangs_is_told_in_time() -> None:
     engines = stand_in_engines(StandInGroup(seconds=0.3, hangs_at=2), timeout=0.5)
     ahead = AsyncBatches(maker(StandInCollector(engines)).begin, 2, 9, engines.verifying)

@@ -126,7 +126,7 @@ class Scripted:
                 tuple(self.sampled[prompt_index]) if sampling.temperature else (self.greedy[prompt_index],)
             )
             assert len(scores) == n
-            responses = Responses(prompt_index, row, 3, (1,) * n, (1,) * n, (True,) * n, 0)
+            responses = Responses(prompt_index, row, 3, (1,) * n, (1,) * n, (True,) * n, 0, 0.0)
             groups.append(Group(responses, prompt_index, scores, "data"))
         return groups, Seconds(0.0, 0.0)
 

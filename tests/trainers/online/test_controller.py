@@ -23,7 +23,8 @@ from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
-from isotrain.rollout.base import Request, Sampling
+from isotrain.rollout.base import More, Request, Sampling
+from isotrain.trainers.online.engine_loop import EngineLoop
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, plan_step
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
@@ -41,7 +42,9 @@ SHOWN: list[str] = []
 class LongWinded:
     """In the place of an engine: as many tokens as it is asked for at most, of one kind."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Trajectory]:
+    at_once = 64
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, more: More) -> Iterator[Trajectory]:
         length = sampling.max_tokens
         for request in requests:
             yield Trajectory(
@@ -63,7 +66,7 @@ class LongWindedWorker(RolloutWorker):
 
     def start(self) -> None:
         self.stores = open_prompts(self.recipe)
-        self.engine = LongWinded()  # type: ignore[assignment]
+        self.loop = EngineLoop(LongWinded)  # type: ignore[arg-type]
 
 
 class Counting(WorkerGroup[Any]):
@@ -175,7 +178,7 @@ def test_the_benchmark_does_what_the_loop_does() -> None:
     right, wrong = Score(1.0, {}, None, ""), Score(0.0, {}, None, "")
     groups = [
         Group(
-            Responses(prompt_index, prompt_index, 20, (5, 7), (5, 7), (True, True), 0),
+            Responses(prompt_index, prompt_index, 20, (5, 7), (5, 7), (True, True), 0, 0.0),
             Handle(prompt_index),
             (right, wrong),
             "data",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isotrain.trainers.online.messages import Group, Responses, Score
 from isotrain.trainers.online.metrics import Failures, Warnings, failures_of, recorded_failures
 
-ANSWERS = Responses(0, 0, 3, (1, 1, 1), (1, 1, 1), (True,) * 3, 0)
+ANSWERS = Responses(0, 0, 3, (1, 1, 1), (1, 1, 1), (True,) * 3, 0, 0.0)
 
 
 def failing(share: float) -> Failures:

@@ -34,9 +34,9 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.build import build_trainer
-from isotrain.trainers.online.messages import Group, Score, describe
+from isotrain.trainers.online.messages import Group, ResumeState, Score, describe
 from isotrain.trainers.online.metrics import Failures
-from isotrain.trainers.online.policy_rank import PolicyRank, ResumeState
+from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.recording import (
     Replayed,
     check_recording,
@@ -170,9 +170,15 @@ def train(recipe: Recipe) -> Rows:
         patch.setattr("isotrain.trainers.online.recording.put", put)
         try:
             described = rank.start(open_store(None))
-            relays = SimpleNamespace(spread=lambda update: [])
+            relays = SimpleNamespace(spread=lambda published, timeout: [])
             groups: Any = SimpleNamespace(
-                ranks=Here(rank), engines=[], relays=relays, rewards=[], colocated=False
+                ranks=Here(rank),
+                engines=[],
+                relays=relays,
+                rewards=[],
+                queue=[],
+                colocated=False,
+                routes=None,
             )
             recorder, stores = Recorder(Console()), open_prompts(recipe)
             recorder.loggers = [SimpleNamespace(write=lambda step, values: rows.append(dict(values)))]

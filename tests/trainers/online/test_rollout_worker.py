@@ -11,7 +11,9 @@ from online_runs import online_recipe
 
 from isotrain.errors import EngineLost, RolloutError
 from isotrain.recipe.load import resolved
+from isotrain.rollout.base import Sampling
 from isotrain.rollout.transfer import write_update
+from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 CHECK_T = np.arange(3, 12, dtype=np.int32)
@@ -53,7 +55,7 @@ def test_its_process_ends_with_a_lost_engine(
     update = write_update([], 1)
     for act in (
         lambda: worker.update(update),
-        lambda: list(worker.generate("train", [], 1, None)),  # type: ignore[arg-type]
+        lambda: list(worker.generate("train", [PromptRequest(0, 0)], 1, Sampling(4))),
         lambda: worker.weight_check(CHECK_T),
         worker.sleep,
         worker.wake,

@@ -13,7 +13,7 @@ from isotrain.trainers.online.metrics import total_scores
 
 GROUPS = [
     Group(
-        Responses(0, 0, 3, (1,) * 4, (1,) * 4, (True,) * 4, 0),
+        Responses(0, 0, 3, (1,) * 4, (1,) * 4, (True,) * 4, 0, 0.0),
         0,
         (*(Score(v, {}, None, "") for v in (1.0, 2.0, 3.0)), Score(-1.0, {}, "timeout", "slow")),
         "data",

@@ -40,7 +40,7 @@ class Late:
 
     def send(self, weights: Any) -> None: ...
 
-    def spread(self, update: Any) -> list[Any]:
+    def spread(self, published: Any, timeout: float) -> list[Any]:
         return []
 
 

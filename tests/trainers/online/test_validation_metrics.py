@@ -11,7 +11,7 @@ from isotrain.trainers.online.metrics import Failures, validation_metrics
 
 def group(place: int, source: str, scores: tuple[float, ...]) -> Group:
     n = len(scores)
-    responses = Responses(place, place, 4, (2,) * n, (2,) * n, (True,) * n, 0)
+    responses = Responses(place, place, 4, (2,) * n, (2,) * n, (True,) * n, 0, 0.0)
     return Group(responses, place, tuple(Score(score, {}, None, "") for score in scores), source)
 
 

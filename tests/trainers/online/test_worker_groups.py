@@ -46,6 +46,7 @@ def groups(seen: list[str], colocated: bool, reward_error: Exception | None = No
         store=("127.0.0.1", None),
         relays=cast(Any, None),
         rewards=rewards,
+        queue=cast(Any, None),
         colocated=colocated,
         **groups,
     )

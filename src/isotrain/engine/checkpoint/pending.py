@@ -43,11 +43,16 @@ def is_writing(checkpoints: Path) -> bool:
     return any(checkpoints.glob(f"{WRITING}*"))
 
 
-def how_to_go_on(checkpoints: Path) -> str:
+def newest_complete(checkpoints: Path) -> int | None:
+    """The step of the newest checkpoint that was written to its end."""
     complete = (
         step for step in steps_in(checkpoints) if (step_directory(checkpoints, step) / MARKER).exists()
     )
-    newest = next(complete, None)
+    return next(complete, None)
+
+
+def how_to_go_on(checkpoints: Path) -> str:
+    newest = newest_complete(checkpoints)
     if newest is None:
         return "no checkpoint yet: the same command starts from the first step"
     return f"the same command resumes after step {newest}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.cluster.replaceable import Replaceable
@@ -18,10 +19,11 @@ from isotrain.models.load import model_directory, read_config
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.base import Sampling
+from isotrain.rollout.base import Sampling, update_limit
 from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
-from isotrain.trainers.online.policy_rank import Description, ResumeState
+from isotrain.trainers.online.messages import ResumeState
+from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.recording import Replayed, trajectories
 from isotrain.trainers.online.rollouts import (
     AsyncBatches,
@@ -31,8 +33,10 @@ from isotrain.trainers.online.rollouts import (
     RolloutProgress,
     SyncBatches,
 )
+from isotrain.trainers.online.weight_streams import Streams
 from isotrain.trainers.online.weights import Engines, Tolerance
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
+from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import TRAIN, VALIDATION, total_steps
@@ -52,6 +56,7 @@ def build_trainer(
     described: Description,
     recorder: Recorder,
     goes_on: ResumeState,
+    preemption: Preemption | None = None,
 ) -> OnlineTrainer:
     """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
@@ -59,16 +64,20 @@ def build_trainer(
     devices = devices_of(recipe, cluster, len(groups.engines))
     settings = _settings(recipe, devices, stores, described, groups.colocated)
     state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
+    dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+    limit = update_limit(rollout.update_timeout, described.parameters * dtype.itemsize)
     common: dict[str, Any] = {"start_timeout": cluster.start_timeout, "tell": recorder.console.message}
     engines = Engines(
         groups.engines,
         **common,
         check_T=_check_tokens(stores[TRAIN]),
-        timeout=rollout.update_timeout,
+        timeout=limit,
         tolerance=_tolerance(recipe.model.dtype, rollout.weight_check_tolerance),
+        in_flight=rollout.in_flight,
     )
     rollout_progress = RolloutProgress(recorder.console.waiting, recorder.console.message)
-    collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress)
+    queue = Replaceable(groups.queue, **common) if len(groups.queue) else None
+    collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress, queue)
     sampler = _sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
     trainer = OnlineTrainer(
@@ -76,6 +85,7 @@ def build_trainer(
         ranks=groups.ranks,
         engines=engines,
         relays=groups.relays,
+        streams=_streams(groups, engines, recorder.console.message),
         collector=collector,
         maker=maker,
         batches=SyncBatches(maker.begin),
@@ -88,6 +98,7 @@ def build_trainer(
         kl=_controller(algorithm.kl, float(state["kl_coefficient"])),
         saves=SaveSchedule(recipe.trainer.save_every, settings.steps),
         recorder=recorder,
+        preemption=preemption or Preemption(),
         skipped=int(state["skipped"]),
     )
     trainer.send_weights(goes_on.step)
@@ -96,6 +107,21 @@ def build_trainer(
             maker.begin, rollout.staleness, settings.last_step - goes_on.step, engines.verifying
         )
     return trainer
+
+
+def _streams(groups: WorkerGroups, engines: Engines, tell: Callable[[str], None]) -> Streams | None:
+    """Weights from device to device where both sides can, which is tried before they are needed."""
+    if groups.routes is None:
+        return None
+    streams = Streams(groups.ranks, engines, groups.relays, groups.routes, groups.colocated)
+    if error := streams.rehearse():
+        tell(
+            "warning: weights go through host memory, which takes longer: they cannot be sent from device "
+            f"to device ({error}); rollout.weight_transfer: file does not try it"
+        )
+        return None
+    engines.write_again = streams.write
+    return streams
 
 
 def _maker(

@@ -50,13 +50,16 @@ from isotrain.trainers.online.policy_rank import Penalty, PolicyRank, StepReport
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, Collector, Maker, SyncBatches
 from isotrain.trainers.online.step import AdvantageSettings
+from isotrain.trainers.online.timing import timed
+from isotrain.trainers.online.weight_streams import Streams
 from isotrain.trainers.online.weights import Engines, Relays, Weights
+from isotrain.trainers.preemption import Preempted, Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import VALIDATION
 
 # Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
-WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH = 300.0, 5.0
+WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH, WRITING_SECONDS_WHEN_OVERDUE = 300.0, 5.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ class OnlineTrainer:
     kl: FixedKl | AdaptiveKl
     saves: SaveSchedule
     recorder: Recorder
+    streams: Streams | None = None
+    """Where weights go from device to device; without, they go through files of the host."""
+    preemption: Preemption = field(default_factory=Preemption)
     skipped: int = 0
     first: bool = True
     """Whether no batch of this start was trained on yet."""
@@ -139,29 +145,40 @@ class OnlineTrainer:
             return
         self.waited, died = True, isinstance(error, WorkerDied)
         seconds = WRITING_SECONDS_AFTER_A_DEATH if died else WRITING_SECONDS
+        seconds = WRITING_SECONDS_WHEN_OVERDUE if self.preemption.overdue else seconds
         wait_for_pending(self.settings.checkpoints, seconds, self.recorder.console.message)
 
     def _train(self, done: int) -> None:
         if done == 0 and self.settings.validate_first and self.settings.validation_rows:
             self.recorder.write(0, self.validate(0))
         for step in range(done + 1, self.settings.last_step + 1):
+            self.preemption.begin(step)
             self.timing, self.saving = self.saving, {}  # of the checkpoint after the step before
-            with self._timed("step"):
-                with self._timed("wait_for_batch"):
+            with timed(self.timing, "step"):
+                with timed(self.timing, "wait_for_batch"):
                     batch = self.batches.next()
                 batch, plan = self._deliver(batch)
                 values = self._learn(step, batch, plan)
                 values |= self.send_weights(step)
                 self.batches.weights_are_out()
             if self.settings.validation_rows and self._is_due(step, self.settings.validate_every):
-                with self._timed("validate"):
+                with timed(self.timing, "validate"):
                     values |= self.validate(step)
             values |= self._performance(batch, plan)
             self.recorder.write(step, values)
-            if self.saves.is_due(step):
+            preempted = self.preemption.requested
+            if preempted or self.saves.is_due(step):
                 self._save(step, batch.taken)
+            if preempted and step < self.settings.last_step:
+                self._finish()
+                raise Preempted
         self.engines.settle()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Until the last checkpoint is on disk."""
         self.ranks.call(PolicyRank.finish)
+        self.preemption.saved()
 
     def _tell_failures(self, step: int, failures: Failures) -> None:
         """A reward that fails costs one sample and not the run, but the user should know."""
@@ -176,7 +193,7 @@ class OnlineTrainer:
 
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
         """Trajectories to the ranks that will learn from them."""
-        with self._timed("deliver"):
+        with timed(self.timing, "deliver"):
             groups, plan = self._load(batch.groups, self.settings.mini_batch_size, self.maker.again)
         self.engines.post(RolloutWorker.release, batch.taken)
         if self.settings.colocated:
@@ -218,9 +235,9 @@ class OnlineTrainer:
             kl_R, mean_kl = _penalties(ranks.call(PolicyRank.prepare, old_logps), len(scores_R))
         shaped_R = scores_R + self._length_shaping(batch)
         rewards_R = shaped_R - self.kl.coefficient * kl_R
-        with self._timed("adv"):
+        with timed(self.timing, "adv"):
             given = self._advantages(batch, plan, shaped_R, rewards_R)
-        with self._timed("record") if settings.record is not None else nullcontext():
+        with timed(self.timing, "record") if settings.record is not None else nullcontext():
             records = self._records(step, batch, plan, given, rewards_R)
         critic_lr = None if self.critic_schedule is None else self.critic_schedule(step)
         reports = ranks.call_each(
@@ -271,7 +288,7 @@ class OnlineTrainer:
         """Of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
         settings, model_scores = self.settings, {}
         for name in settings.reward_models:
-            with self._timed("reward_model"):
+            with timed(self.timing, "reward_model"):
                 told = self.ranks.call(PolicyRank.reward_model_scores, name)
             model_scores[name] = np.empty(sum(map(len, told)))
             for part in told:
@@ -312,21 +329,23 @@ class OnlineTrainer:
         """The policy's weights to all engines. On-policy, nothing goes on before they have them."""
         if not self.settings.generates:
             return {"rollout/version": float(version)}
+        with timed(self.timing, "update_weights"), self._in_time(f"weight update {version}"):
+            difference = self.streams.send(version) if self.streams else self._send_files(version)
+        return {"rollout/version": float(version), "rollout/weight_check_diff": difference}
+
+    def _send_files(self, version: int) -> float:
+        """Through files of the host; returns the weight check's difference, of the update before if engines
+        take this one when they get to it."""
         limit = self.engines.timeout
         ranks = self.ranks.within(limit)
-        with self._timed("update_weights"), self._in_time(f"weight update {version}"):
-            difference = self.engines.settle()  # the files of the last update but one are about to be reused
-            published = ranks.call(
-                PolicyRank.publish, version, self.engines.check_T, self.settings.colocated
-            )[0]
-            assert published is not None, "rank 0 tells where they are"
-            if self.settings.colocated:
-                self.engines.on_all(RolloutWorker.wake, limit)
-            updates = self.relays.spread(published.update)
-            self.engines.send(Weights(version, updates, published.logps))
-            if isinstance(self.batches, SyncBatches):
-                difference = self.engines.settle()
-        return {"rollout/version": float(version), "rollout/weight_check_diff": difference}
+        difference = self.engines.settle()  # the files of the last update but one are about to be reused
+        published = ranks.call(PolicyRank.publish, version, self.engines.check_T, self.settings.colocated)
+        logps = next(found.logps for found in published if found is not None)
+        if self.settings.colocated:
+            self.engines.on_all(RolloutWorker.wake, limit)
+        written = [found and found.update for found in published]
+        self.engines.send(Weights(version, self.relays.spread(written, limit), logps))
+        return self.engines.settle() if isinstance(self.batches, SyncBatches) else difference
 
     def validate(self, step: int) -> dict[str, float]:
         settings = self.settings
@@ -365,10 +384,17 @@ class OnlineTrainer:
         with self._in_time("after validation"):
             self.ranks.within(limit).call(PolicyRank.offload)
             if not last:
-                self.engines.on_all(RolloutWorker.wake, limit)
-                assert self.engines.newest is not None
-                self.engines.send(self.engines.newest)
-                self.engines.settle()
+                self._send_again()
+
+    def _send_again(self) -> None:
+        newest = self.engines.newest
+        assert newest is not None
+        if self.streams is not None:
+            self.streams.send(newest.version)
+            return
+        self.engines.on_all(RolloutWorker.wake, self.engines.timeout)
+        self.engines.send(newest)
+        self.engines.settle()
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]
@@ -416,12 +442,6 @@ class OnlineTrainer:
             yield
         except Overdue as error:
             raise WeightUpdateError(f"{what}: {error} (rollout.update_timeout)") from error
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.timing[name] = self.timing.get(name, 0.0) + time.perf_counter() - started
 
 
 def _penalties(told: list[list[Penalty]], count: int) -> tuple[Numbers, float]:

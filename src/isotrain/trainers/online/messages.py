@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from isotrain.cluster.objects import Handle
 from isotrain.data.record import Marks
 from isotrain.data.split import plan_mini_batches
 from isotrain.data.trajectory import Trajectory
+from isotrain.rollout.base import WeightUpdate
+from isotrain.rollout.carriers import Way
 
 TrajectoriesHandle = Handle[tuple[Trajectory, ...]]
 """Of all responses to one draw."""
@@ -37,11 +42,14 @@ class Responses(NamedTuple):
     finished: tuple[bool, ...]
     version: int
     """Oldest weights that wrote any of them."""
+    mean_version: float
+    """Over the tokens that the policy wrote."""
 
 
 def describe(group: Sequence[Trajectory]) -> Responses:
     """Metadata of the responses to one draw."""
     first = group[0]
+    version_N = np.concatenate([t.version_N[t.mask_N] for t in group])
     return Responses(
         prompt_index=first.prompt_index,
         row=first.row,
@@ -50,7 +58,38 @@ def describe(group: Sequence[Trajectory]) -> Responses:
         written=tuple(int(t.mask_N.sum()) for t in group),
         finished=tuple(t.finished for t in group),
         version=min(int(t.version_N.min(initial=2**31 - 1)) for t in group),
+        mean_version=float(version_N.mean()) if len(version_N) else 0.0,
     )
+
+
+class ResumeState(NamedTuple):
+    """Where a resumed run goes on."""
+
+    step: int
+    state: dict[str, Any]
+    complaints: list[str]
+
+
+class Published(NamedTuple):
+    update: WeightUpdate
+    logps: npt.NDArray[np.float32]
+    """Of the tokens of the weight check from the second on, at temperature 1."""
+
+
+class StreamEnd(NamedTuple):
+    """What a rank must know before it sends weights from its device."""
+
+    version: int
+    check_T: npt.NDArray[np.int32]
+    """Tokens of the weight check."""
+    way: Way
+    host: str
+    """The address on which the rank listens for its receivers."""
+    receivers: int
+    """Workers of engines that take the weights from this rank."""
+    timeout: float
+    offloads: bool
+    """Whether the device is the engines' afterwards."""
 
 
 class Score(NamedTuple):

@@ -36,6 +36,8 @@ def step_metrics(
     responses_R = np.array([n for g in groups for n in g.responses.response_lengths], float)
     cut_R = ~np.array([done for g in groups for done in g.responses.finished], bool)
     ages = np.array([version - g.responses.version for g in groups], float)
+    token_ages = np.array([version - g.responses.mean_version for g in groups])
+    written = np.array([sum(g.responses.written) for g in groups], float)
     return {
         **extent("critic/score", scores_R),
         **extent("critic/rewards", rewards_R),
@@ -44,6 +46,7 @@ def step_metrics(
         "response_length/clip_ratio": float(cut_R.mean()),
         "rollout/staleness/mean": float(ages.mean()),
         "rollout/staleness/max": float(ages.max()),
+        "rollout/staleness/token_mean": float(token_ages @ written / max(1.0, written.sum())),
         **part_metrics(groups),
         **failures.metrics(),
     }

@@ -5,9 +5,8 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -44,10 +43,19 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.broadcast import REHEARSAL, BroadcastSender
 from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
-from isotrain.trainers.online.messages import RankPlan, RankRecord, RankScores, RankStep, RunState
+from isotrain.trainers.online.messages import (
+    Published,
+    RankPlan,
+    RankRecord,
+    RankScores,
+    RankStep,
+    ResumeState,
+    RunState,
+    StreamEnd,
+)
 from isotrain.trainers.online.step import (
     AdvantageMetrics,
     Micro,
@@ -59,8 +67,10 @@ from isotrain.trainers.online.step import (
     policy_mismatch,
     policy_objective,
     span,
+    update_means,
     whiten_all,
 )
+from isotrain.trainers.online.timing import timed
 from isotrain.trainers.start import check_probed, describe_model
 
 
@@ -80,14 +90,7 @@ class Description(NamedTuple):
     """Whether all models can compute a prompt once for several responses."""
 
 
-class ResumeState(NamedTuple):
-    """Where a resumed run goes on."""
-
-    step: int
-    state: dict[str, Any]
-    complaints: list[str]
-
-
+Weight = tuple[str, torch.Tensor]
 Penalty = tuple[int, float, float]
 """Of a trajectory: its number, its summed divergence from the reference, and the mean of a token."""
 
@@ -106,17 +109,13 @@ class StepReport(NamedTuple):
     save_failure: str | None
 
 
-class Published(NamedTuple):
-    update: WeightUpdate
-    logps: npt.NDArray[np.float32]
-    """Of the tokens of the weight check from the second on, at temperature 1."""
-
-
 class PolicyRank:
     """All ranks get the same calls in the same order: any of them may exchange tensors with the others."""
 
-    def __init__(self, recipe: dict[str, Any]) -> None:
+    def __init__(self, recipe: dict[str, Any], publishes: bool = True) -> None:
+        """`publishes`: whether engines or relays take the weights that this rank writes."""
         self.recipe = Recipe.model_validate(recipe)
+        self.publishes = publishes
         assert isinstance(self.recipe.algorithm, OnlineSection)
         self.algorithm = self.recipe.algorithm
         self.settings = update_settings(self.recipe, self.algorithm)
@@ -126,6 +125,9 @@ class PolicyRank:
         self.prepared = False
         self.seconds: dict[str, float] = {}
         self.sender: BroadcastSender | None = None
+        """To machines without a rank."""
+        self.streamer: BroadcastSender | None = None
+        """From this device to the engines'."""
         self.around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def open_store(self, host: str | None, directory: str | None) -> str:
@@ -224,13 +226,13 @@ class PolicyRank:
         """What is inferred before any update; returns penalties of this rank's trajectories as rewards."""
         penalties: list[Penalty] = []
         if old_logps:
-            with self._timed("old_log_prob"):
+            with timed(self.seconds, "old_log_prob"):
                 self._old_log_probs()
         if self.settings.kl_place != "off":
-            with self._timed("ref"):
+            with timed(self.seconds, "ref"):
                 penalties = self._reference_log_probs()
         if self.models.critic is not None:
-            with self._timed("values"):
+            with timed(self.seconds, "values"):
                 self._values()
         self.prepared = True
         return penalties
@@ -239,28 +241,22 @@ class PolicyRank:
         """Everything between scores of the loaded trajectories and new weights."""
         if not self.prepared:
             self.prepare(step.old_logps)
-        with self._timed("adv"):
+        with timed(self.seconds, "adv"):
             advantages = self._advantages(step.given)
         metrics: dict[str, float] = {}
         if step.critic_lr is not None:
-            with self._timed("update_critic"):
+            with timed(self.seconds, "update_critic"):
                 metrics |= self._update_critic(step.critic_lr)
         if step.updates_policy:
-            with self._timed("update_actor"):
+            with timed(self.seconds, "update_actor"):
                 metrics |= self._update_policy(step.lr, step.given.kl_coefficient)
         mismatch = self._mismatch()
         if step.record is not None:
-            with self._timed("record"):
+            with timed(self.seconds, "record"):
                 self._record(step.record)
         self.forget()
         peak, failure = self.device.memory().peak / 2**30, self.writer.failure()
         return StepReport(metrics, advantages, mismatch, self.seconds, peak, failure)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _old_log_probs(self) -> None:
         """Log-probs before the first update, which later ones are compared with."""
@@ -329,7 +325,7 @@ class PolicyRank:
             for _ in range(self.settings.ppo_epochs)
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]
-        return _means(results, "critic") | {"critic/lr": lr}
+        return update_means(results, "critic") | {"critic/lr": lr}
 
     def _update_policy(self, lr: float, kl_coefficient: float) -> dict[str, float]:
         settings = self.settings
@@ -341,7 +337,7 @@ class PolicyRank:
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]
         self.device.synchronize()
-        return _means(results, "actor") | {"actor/lr": lr}
+        return update_means(results, "actor") | {"actor/lr": lr}
 
     def _mismatch(self) -> Mismatch:
         """As the first update has seen it; from the old log-probs in a step without one."""
@@ -355,23 +351,80 @@ class PolicyRank:
             return self.policy.update(work, lr)
 
     def publish(self, version: int, check_T: npt.NDArray[np.int32], offloads: bool) -> Published | None:
-        """Write the policy's weights where engines of this machine find them; rank 0 tells where.
+        """Write the policy's weights where engines of this machine find them; one rank of each does.
 
         With `offloads` the device is the engines' afterwards.
         """
-        update, stream = None, full_weights(self.policy, self.models.rollout_dtype)
-        if self.world.leads:
-            update = write_update(stream, version)
-        else:
-            for _ in stream:
-                pass  # gathering a sharded weight takes every rank
+        update = self._written(version)
         logps = self._check_logps(check_T)
         if offloads:
             self.offload()
         return None if update is None else Published(update, logps)
 
+    def write_again(self, version: int) -> WeightUpdate | None:
+        """Weights that were sent, for an engine that came too late; nothing else returns to the device."""
+        away = self.offloaded
+        onload(self.policy, weights_only=True)
+        update = self._written(version)
+        if away:
+            self.offload()
+        return update
+
+    def _written(self, version: int) -> WeightUpdate | None:
+        return self._given_to(partial(write_update, version=version) if self.publishes else None)
+
+    def _given_to(self, take: Callable[[Iterator[Weight]], WeightUpdate] | None) -> WeightUpdate | None:
+        """All weights, if anybody takes this rank's; gathering a sharded one takes every rank in any case."""
+        stream = full_weights(self.policy, self.models.rollout_dtype)
+        if take is not None:
+            return take(stream)
+        for _ in stream:
+            pass
+        return None
+
+    def open_rehearsal(self, end: StreamEnd) -> WeightUpdate | str | None:
+        """Make a sender of this rank, if engines take weights from it; returns an error if it cannot be."""
+        if not end.receivers:
+            return None
+        try:
+            device = self.world.device
+            self.streamer = BroadcastSender(end.host, end.receivers, end.timeout, end.way, device)
+        except (OSError, RuntimeError) as error:
+            return f"rank {self.world.rank} cannot listen on {end.host}: {error}"
+        return self.streamer.announce(REHEARSAL)
+
+    def rehearse(self) -> str:
+        return "" if self.streamer is None else self.streamer.rehearse()
+
+    def close_stream(self) -> None:
+        """It does not work here."""
+        self.streamer = None
+
+    def open_stream(self, end: StreamEnd) -> Published | None:
+        """Make ready to send weights from the device; returns where, if engines take them from this rank.
+
+        What is not sent makes room for the engines' weights.
+        """
+        onload(self.policy)
+        logps = self._check_logps(end.check_T)
+        if end.offloads:
+            self.offload(but_weights=True)
+        if self.streamer is None:
+            return None
+        self.streamer.timeout = end.timeout
+        size = sum(p.numel() for p in self.policy.parameters.values()) * self.models.rollout_dtype.itemsize
+        return Published(self.streamer.announce(end.version, size), logps)
+
+    def stream(self, version: int, offloads: bool) -> WeightUpdate | None:
+        """Send what `open_stream` has announced, while the engines take it."""
+        send = None if self.streamer is None else partial(self.streamer.send, version=version)
+        sent = self._given_to(send)
+        if offloads:
+            self.offload()
+        return sent
+
     def announce(self, version: int, host: str, receivers: int, timeout: float) -> WeightUpdate:
-        """Open the way to other machines, before `relay`; asked of rank 0."""
+        """Open the way to machines without a rank, before `relay`; asked of rank 0."""
         if self.sender is None:
             self.sender = BroadcastSender(host, receivers, timeout)
         return self.sender.announce(version)
@@ -419,10 +472,10 @@ class PolicyRank:
         if failure := self.writer.failure():
             raise CheckpointError(failure)
 
-    def offload(self) -> None:
-        """Everything to host memory: the device is another's for a while."""
+    def offload(self, but_weights: bool = False) -> None:
+        """Everything to host memory: the device is another's for a while. `but_weights` are the policy's."""
         for engine in self.models.all():
-            offload(engine)
+            offload(engine, keep_weights=but_weights and engine is self.policy)
 
     def onload(self) -> None:
         """Everything back to the device, with the trajectories of the step."""
@@ -440,16 +493,3 @@ class PolicyRank:
         self.writer.wait()
         remove_private_directory()
         self.open.close()
-
-
-def _means(results: list[Any], name: str) -> dict[str, float]:
-    """Metrics averaged over the updates of a step."""
-    total: dict[str, float] = {}
-    for result in results:
-        own = {f"{name}/grad_norm": result.grad_norm}
-        if result.router_aux_loss is not None:
-            own[f"{name}/router_aux_loss"] = result.router_aux_loss
-        for key, value in {**result.metrics, **own}.items():
-            total[key] = total.get(key, 0.0) + value / len(results)
-    total[f"{name}/skipped"] = float(sum(not result.applied for result in results))
-    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.cluster.objects import put
-from isotrain.data.trajectory import Trajectory, sample_seed
+from isotrain.data.trajectory import sample_seed
 from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
+from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
 from isotrain.trainers.online.messages import PromptRequest, Responses, TrajectoriesHandle, describe
-from isotrain.trainers.setup import open_prompts
+from isotrain.trainers.online.prompt_queue import Draws, Supply
+from isotrain.trainers.setup import TRAIN, open_prompts
 
 Written = tuple[Responses, TrajectoriesHandle]
 """All responses to one draw."""
@@ -29,14 +32,24 @@ class RolloutWorker:
     def __init__(self, recipe: dict[str, Any], name: str) -> None:
         self.recipe = Recipe.model_validate(recipe)
         self.name = name
-        self.held: list[tuple[int, TrajectoriesHandle]] = []
+        self._held: list[tuple[int, TrajectoriesHandle]] = []
+        self._lock = threading.Lock()  # in flight, several calls run at a time
 
     def start(self) -> dict[str, str]:
         """Load the engine; returns its settings."""
+        self.stores = open_prompts(self.recipe)
+        assert self.recipe.rollout is not None
+        self.loop = EngineLoop(self._build, self.recipe.rollout.in_flight)
+        return self.engine.settings
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self.loop.engine
+
+    def _build(self) -> RolloutEngine:
         recipe = self.recipe
         assert recipe.rollout is not None
-        self.stores = open_prompts(recipe)
-        self.engine: RolloutEngine = build_rollout(
+        return build_rollout(
             recipe.rollout,
             recipe.model.path,
             recipe.model.dtype,
@@ -45,31 +58,43 @@ class RolloutWorker:
             seed=recipe.seed,
             name=self.name,
         )
-        return self.engine.settings
 
     def generate(
-        self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling
+        self,
+        store: str,
+        prompts: Sequence[PromptRequest] | Draws,
+        n: int,
+        sampling: Sampling,
+        version: int = 0,
     ) -> Iterator[Written]:
-        """`n` responses to each draw, handed over together as soon as the last of them is there.
+        """`n` responses to each prompt, handed over together as soon as the last of them is there.
 
-        Their handles are kept here until `release`: Ray forgets to count references that travel inside the
-        items of a stream, and would free what the controller still means to use.
+        None is begun before the update to `version`. Their handles are kept here until `release`: Ray forgets
+        to count references that travel inside the items of a stream, and would free what the controller still
+        means to use.
         """
-        open_groups: dict[int, list[Trajectory]] = {request.prompt_index: [] for request in prompt_requests}
+        # In flight, one place stays free for weight checks: they come while responses are generated.
+        room = self.engine.at_once - self.loop.in_flight
+        supply = Supply(prompts, max(1, room // n), gradual=self.loop.in_flight)
+        wanted = Prompts(
+            supply,
+            lambda taken: self._requests(store, taken, n),
+            n,
+            sampling,
+            version,
+            urgent=store != TRAIN,  # training waits for validation, and not for the batches ahead of it
+        )
         with _dying_with_its_engine():
-            for trajectory in self.engine.generate(self._requests(store, prompt_requests, n), sampling):
-                group = open_groups[trajectory.prompt_index]
-                group.append(trajectory)
-                if len(group) == n:
-                    del open_groups[trajectory.prompt_index]
-                    group.sort(key=lambda t: t.sample)
-                    handle = put(tuple(group))
-                    self.held.append((trajectory.prompt_index, handle))
-                    yield describe(group), handle
+            for group in self.loop.generate(wanted):
+                handle = put(tuple(group))
+                with self._lock:
+                    self._held.append((group[0].prompt_index, handle))
+                yield describe(group), handle
 
     def release(self, done: int) -> None:
         """Forget the responses to draws before `done`; those of validation are before all of them."""
-        self.held = [(prompt_index, handle) for prompt_index, handle in self.held if prompt_index >= done]
+        with self._lock:
+            self._held = [(index, handle) for index, handle in self._held if index >= done]
 
     def _requests(self, store: str, prompt_requests: Sequence[PromptRequest], n: int) -> list[Request]:
         prompts = self.stores[store]
@@ -91,26 +116,49 @@ class RolloutWorker:
     def update(self, update: WeightUpdate) -> int:
         """Take new weights; returns the version that the engine now has."""
         with _dying_with_its_engine():
-            self.engine.update_weights(update)
+            self.loop.update(update)
         return self.engine.version
+
+    def rehearse(self, update: WeightUpdate, timeout: float) -> str:
+        """Whether weights can be sent to this engine's devices; returns the error if they cannot."""
+        try:
+            with _dying_with_its_engine():
+                self.loop.run(lambda: self.engine.rehearse(update, timeout))
+        except Exception as error:  # of any kind, from drivers as well
+            return f"{self.name}: {error}"
+        return ""
 
     def weight_check(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         with _dying_with_its_engine():
-            (logps,) = self.engine.logps([sequence_T])
+            (logps,) = self.loop.run(lambda: self.engine.logps([sequence_T]))
         return logps
+
+    def version_and_check(self, sequence_T: npt.NDArray[np.int32]) -> tuple[int, npt.NDArray[np.float32]]:
+        return self.engine.version, self.weight_check(sequence_T)
+
+    def update_and_check(
+        self, update: WeightUpdate, sequence_T: npt.NDArray[np.int32]
+    ) -> tuple[int, npt.NDArray[np.float32]]:
+        """In one call, because calls that run at the same time have no order."""
+        return self.update(update), self.weight_check(sequence_T)
 
     def sleep(self) -> None:
         with _dying_with_its_engine():
-            self.engine.sleep()
+            self.loop.run(self.engine.sleep)
+
+    def wake_for_weights(self) -> None:
+        """There is no memory to generate yet: the ranks still hold what they send."""
+        with _dying_with_its_engine():
+            self.loop.run(lambda: self.engine.wake(weights_only=True))
 
     def wake(self) -> None:
         with _dying_with_its_engine():
-            self.engine.wake()
+            self.loop.run(self.engine.wake)
 
     def close(self) -> None:
         """At any time, also before `start` and again."""
-        if hasattr(self, "engine"):
-            self.engine.close()
+        if hasattr(self, "loop"):
+            self.loop.close()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -17,12 +18,14 @@ import torch
 from isotrain.algorithms.dapo import informative
 from isotrain.cluster.background import in_background
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.replaceable import Died, Replaceable, Task
+from isotrain.cluster.replaceable import DIED, Died, Replaceable, Task
 from isotrain.cluster.workers import Call, Stream, next_item, wait_any
 from isotrain.data.sampler import Sampler
+from isotrain.errors import WorkerLost
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.messages import Group, PromptRequest, TrajectoriesHandle
 from isotrain.trainers.online.metrics import Failures, failures_of
+from isotrain.trainers.online.prompt_queue import Draws, PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker, ScoredGroup
 from isotrain.trainers.online.rollout_worker import RolloutWorker, Written
 from isotrain.trainers.online.weights import Engines, engine_name
@@ -32,6 +35,8 @@ from isotrain.trainers.setup import TRAIN
 CALLS_AT_ONCE = 4
 # Seconds between progress reports while no response comes.
 LOOK_SECONDS = 1.0
+# In a row, in which nobody died and yet no response came.
+BARREN_ROUNDS = 3
 
 
 class Seconds(NamedTuple):
@@ -48,6 +53,20 @@ class Collector:
     engines: Engines
     rewards: Replaceable[RewardWorker]
     rollout_progress: RolloutProgress
+    queue: Replaceable[PromptQueue] | None = None
+    """That engines draw prompts from; without, each gets an equal part at the beginning."""
+    rounds: Iterator[int] = field(default_factory=itertools.count)
+
+    def shares(self, prompt_requests: Sequence[PromptRequest]) -> list[Sequence[PromptRequest] | Draws]:
+        """What each engine is given; nothing to those that are not needed."""
+        engines = len(self.engines)
+        if self.queue is None:
+            return [share for i in range(engines) if (share := prompt_requests[i::engines])]
+        number = next(self.rounds)
+        while self.queue.result(self.queue.submit(0, PromptQueue.fill, number, prompt_requests)) is DIED:
+            pass
+        draws = Draws(self.queue.peer(0), number, -(-len(prompt_requests) // engines))
+        return [draws] * min(engines, len(prompt_requests))
 
     def collect(
         self,
@@ -59,19 +78,27 @@ class Collector:
     ) -> tuple[list[Group], Seconds]:
         """`n` scored responses to each draw, in the order of the draws.
 
-        `engine_is_free` is called whenever an engine has written all it was asked for.
+        `engine_is_free` is called whenever an engine may be asked for more: when it has written all that it
+        was asked for or, in flight, when it was asked.
         """
         done: dict[int, Group] = {}
-        seconds = Seconds(0.0, 0.0)
+        seconds, barren = Seconds(0.0, 0.0), 0
         what = "responses" if store == TRAIN else f"{store} responses"
         with self.rollout_progress.request(what, len(prompt_requests) * n) as request:
             while missing := [request for request in prompt_requests if request.prompt_index not in done]:
                 request.generated = request.scored = len(done) * n
-                attempt = _Round(self, request, store, n, sampling, engine_is_free)
+                attempt, deaths = _Round(self, request, store, n, sampling, engine_is_free), self._deaths()
                 found, spent = attempt.run(missing)
+                barren = 0 if found or self._deaths() > deaths else barren + 1
+                if barren == BARREN_ROUNDS:
+                    raise WorkerLost("engines end without a response; can they reach the prompt queue?")
                 done |= found
                 seconds = seconds.plus(spent)
         return [done[request.prompt_index] for request in prompt_requests], seconds
+
+    def _deaths(self) -> int:
+        groups: list[Replaceable[Any]] = [self.engines, self.rewards]
+        return sum(sum(group.lives) for group in groups + ([self.queue] if self.queue else []))
 
     def again(
         self,
@@ -102,6 +129,7 @@ class _Round:
         sampling: Sampling,
         engine_is_free: Callable[[], None],
     ) -> None:
+        self.collector = collector
         self.engines, self.rewards = collector.engines, collector.rewards
         self.rollout_progress, self.request = collector.rollout_progress, request
         self.store, self.n, self.sampling = store, n, sampling
@@ -115,14 +143,14 @@ class _Round:
 
     def run(self, prompt_requests: Sequence[PromptRequest]) -> tuple[dict[int, Group], Seconds]:
         started = generated = time.perf_counter()
-        for index in range(len(self.engines)):
-            if share := list(prompt_requests[index :: len(self.engines)]):
-                self.streams.append(
-                    self.engines.stream(
-                        index, RolloutWorker.generate, self.store, share, self.n, self.sampling
-                    )
-                )
-                self.rollout_progress.asked(index)
+        wanted = (self.n, self.sampling, self.engines.first_version)
+        for index, share in enumerate(self.collector.shares(prompt_requests)):
+            self.streams.append(
+                self.engines.stream(index, RolloutWorker.generate, self.store, share, *wanted)
+            )
+            self.rollout_progress.asked(index)
+        if self.engines.in_flight:
+            self.engine_is_free()
         while self.streams or self.scoring or self.backlog:
             self._send_backlog()
             streams, scoring = list(self.streams), list(self.scoring)
@@ -377,6 +405,7 @@ class AsyncBatches:
     way at most. It waits for its turn here and not at the engines, because new weights would queue there
     behind batches that could have been written with them. Its turn comes with the first engine that has
     written all of the batch before, whose last responses are then still being written elsewhere or scored.
+    In flight no weights wait for responses: the turn comes as soon as the batch before has been asked for.
 
     An engine that hangs in a weight update never gets to a batch behind it. `verifying` gives the outcome of
     the newest update, which has a time limit: its error ends the wait for a batch.

@@ -28,6 +28,7 @@ from isotrain.trainers.online.recording import (
     write_description,
 )
 from isotrain.trainers.online.worker_groups import assemble
+from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import TRAIN, open_prompts, total_steps
 from isotrain.trainers.start import (
@@ -40,7 +41,7 @@ from isotrain.trainers.start import (
 )
 
 
-def train_online(recipe: Recipe, source: str) -> None:
+def train_online(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
     """Train a recipe; `source` is its text as the user wrote it."""
     assert recipe.rollout is not None and recipe.reward is not None
     rollout = recipe.rollout
@@ -73,7 +74,13 @@ def train_online(recipe: Recipe, source: str) -> None:
         if rollout.replay:
             check_recording(rollout.replay, recipe, digests, recipe.observe.last_step(steps))
         console.message(f"{recipe.name}: starting {_workers(recipe, cluster)}")
-        with assemble(recipe, cluster, function, console.message) as groups:
+        with assemble(
+            recipe,
+            cluster,
+            function,
+            console.message,
+            lambda: preemption is not None and preemption.requested,
+        ) as groups:
             determinism = profile(groups.device, recipe.device.determinism, os.environ, starts=True)
             for complaint in determinism.complaints:
                 console.message(f"warning: device.determinism: {complaint}")
@@ -98,7 +105,8 @@ def train_online(recipe: Recipe, source: str) -> None:
             goes_on = groups.ranks.call(PolicyRank.resume)[0]
             for complaint in goes_on.complaints:
                 console.message(f"warning: {complaint}")
-            trainer = build_trainer(recipe, cluster, stores, groups, described, Recorder(console), goes_on)
+            recorder = Recorder(console)
+            trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, goes_on, preemption)
             console.message(_introduction(recipe, rollout, described, steps))
             console.message(f"  {_responses(rollout, settings)}")
             if recipe.trainer.save_every is not None and not 0 < recipe.trainer.save_every < steps:

@@ -23,6 +23,7 @@ from isotrain.algorithms.segments import spread, sums
 from isotrain.algorithms.value import value_loss
 from isotrain.algorithms.whitening import Moments, combine, moments, whitened
 from isotrain.data.policy_batch import PolicyBatch
+from isotrain.engine.engine import UpdateResult
 from isotrain.models.packed import TokenHead
 from isotrain.models.scalar import ScalarHead
 from isotrain.trainers.online.messages import Totals
@@ -271,3 +272,16 @@ def critic_objective(micro: Micro, totals: Totals, clip: float | None) -> Callab
         return value_loss(head.values(), micro.values_N, micro.returns_N, micro.share(totals), clip=clip)
 
     return objective
+
+
+def update_means(results: Sequence[UpdateResult], name: str) -> dict[str, float]:
+    """Metrics averaged over the updates of a step."""
+    total: dict[str, float] = {}
+    for result in results:
+        own = {f"{name}/grad_norm": result.grad_norm}
+        if result.router_aux_loss is not None:
+            own[f"{name}/router_aux_loss"] = result.router_aux_loss
+        for key, value in {**result.metrics, **own}.items():
+            total[key] = total.get(key, 0.0) + value / len(results)
+    total[f"{name}/skipped"] = float(sum(not result.applied for result in results))
+    return total

@@ -6,7 +6,7 @@ T: tokens of the weight check.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 class Weights(NamedTuple):
     version: int
-    updates: list[WeightUpdate]
-    """Where each engine finds them."""
+    updates: list[WeightUpdate] | None
+    """Where each engine finds them; None where they were sent and are nowhere to be found again."""
     logps: npt.NDArray[np.float32]
     """The trained model's log-probs of a fixed prompt with these weights."""
 
@@ -38,10 +38,9 @@ class Weights(NamedTuple):
 class Delivery:
     """Weights on their way to one engine."""
 
-    free: Task[Call[None]]
-    """Done when the engine has finished its earlier calls."""
-    update: Task[Call[int]]
-    logps: Task[Call[npt.NDArray[np.float32]]]
+    free: Task[Call[None]] | None
+    """Done when the engine has finished its earlier calls; in flight, they are not waited for."""
+    update: Task[Call[tuple[int, npt.NDArray[np.float32]]]]
     weights: Weights
 
 
@@ -64,11 +63,12 @@ class Tolerance:
 
 
 class Engines(Replaceable[RolloutWorker]):
-    """Updates are queued behind what an engine is doing, and every one is verified.
+    """Updates are queued behind what an engine is doing, or come between its tokens; every one is verified.
 
     The engine itself compares what it got with the update's digest. Here its version is compared, and its
     log-probs of a fixed prompt with those of the trained model, which shows that the weights also mean the
-    same. Earlier calls of an engine may take any time: the timeout of an update begins after them.
+    same. Earlier calls of an engine may take any time: the timeout of an update begins after them, or at once
+    where updates are `in_flight`.
     """
 
     def __init__(
@@ -80,8 +80,10 @@ class Engines(Replaceable[RolloutWorker]):
         check_T: npt.NDArray[np.int32],
         timeout: float,
         tolerance: Tolerance,
+        in_flight: bool = False,
     ) -> None:
         super().__init__(group, start_timeout, tell)
+        self.in_flight = in_flight
         self.check_T, self.timeout, self.tolerance = check_T, timeout, tolerance
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
@@ -91,18 +93,38 @@ class Engines(Replaceable[RolloutWorker]):
         """In the weight check, of the update that was verified last."""
         self.largest: float | None = None
         """In the weight check, of all updates."""
+        self.write_again: Callable[[Weights], Weights] | None = None
+        """Writes weights that were sent to where they can be found."""
+
+    def verify(self) -> float:
+        """Check that all engines have the newest weights; returns the largest difference."""
+        weights, found = self.newest, []
+        assert weights is not None
+        method = RolloutWorker.version_and_check
+        for task in [self.submit(index, method, self.check_T) for index in range(len(self))]:
+            told = self.result(task, self.timeout)
+            if not isinstance(told, Died):  # a successor was verified when it was given them
+                found.append(self._compared(engine_name(task.index), *told, weights))
+        return self._noted(found)
+
+    @property
+    def first_version(self) -> int:
+        """What responses that are asked for now must begin with; 0 where calls keep their order anyway."""
+        return self.newest.version if self.in_flight and self.newest else 0
 
     def send(self, weights: Weights) -> None:
         """Announce new weights; `settle` waits until they are taken."""
+        assert weights.updates is not None
         self.newest, self._verification = weights, None
-        self.under_way = [self._send_to(index, weights) for index in range(len(self))]
+        self.under_way = [
+            self._send_to(index, update, weights) for index, update in enumerate(weights.updates)
+        ]
 
-    def _send_to(self, index: int, weights: Weights) -> Delivery:
+    def _send_to(self, index: int, announced: WeightUpdate, weights: Weights) -> Delivery:
         with self._places[index]:  # no thread may ask for responses in between
-            free = self.submit(index, RolloutWorker.report)
-            update = self.submit(index, RolloutWorker.update, weights.updates[index])
-            logps = self.submit(index, RolloutWorker.weight_check, self.check_T)
-            return Delivery(free, update, logps, weights)
+            free = None if self.in_flight else self.submit(index, RolloutWorker.report)
+            update = self.submit(index, RolloutWorker.update_and_check, announced, self.check_T)
+            return Delivery(free, update, weights)
 
     def settle(self) -> float:
         """Wait until all engines have the newest weights; returns the weight check's largest difference."""
@@ -117,25 +139,29 @@ class Engines(Replaceable[RolloutWorker]):
     def _settle(self) -> float:
         deliveries, self.under_way = self.under_way, []
         verified = [self._verified(delivery) for delivery in deliveries]
-        if found := [difference for difference in verified if difference is not None]:
-            self.difference = max(found)
+        return self._noted([difference for difference in verified if difference is not None])
+
+    def _noted(self, differences: Sequence[float]) -> float:
+        """The largest of them; that of the update before, where all engines have died since."""
+        if differences:
+            self.difference = max(differences)
             self.largest = max(self.difference, self.largest or 0.0)
         return self.difference
 
     def _verified(self, delivery: Delivery) -> float | None:
         name, weights = engine_name(delivery.update.index), delivery.weights
-        self.result(delivery.free)
+        if delivery.free is not None:
+            self.result(delivery.free)
         try:
-            version = self.result(delivery.update, self.timeout)
-            logps = self.result(delivery.logps, self.timeout)
+            found = self.result(delivery.update, self.timeout)
         except Overdue as error:
             raise WeightUpdateError(
                 f"{name}: weight update {weights.version} did not end within {self.timeout:g} s "
                 "(rollout.update_timeout)"
             ) from error
-        if isinstance(version, Died) or isinstance(logps, Died):
+        if isinstance(found, Died):
             return None  # its successor has been given the newest weights, and they were verified
-        return self._compared(name, version, logps, weights)
+        return self._compared(name, *found, weights)
 
     def _compared(self, name: str, version: int, logps: npt.NDArray[np.float32], weights: Weights) -> float:
         if version != weights.version:
@@ -152,48 +178,66 @@ class Engines(Replaceable[RolloutWorker]):
     def prepare(self, index: int) -> None:
         super().prepare(index)
         if (weights := self.newest) is not None:
+            if weights.updates is None:
+                assert self.write_again is not None
+                weights = self.newest = self.write_again(weights)
+            assert weights.updates is not None
             engine = self.group.within(self.timeout)
-            version = engine.call_on(index, RolloutWorker.update, weights.updates[index])
-            logps = engine.call_on(index, RolloutWorker.weight_check, self.check_T)
-            self._compared(engine_name(index), version, logps, weights)
+            found = engine.call_on(
+                index, RolloutWorker.update_and_check, weights.updates[index], self.check_T
+            )
+            self._compared(engine_name(index), *found, weights)
 
 
 def engine_name(index: int) -> str:
     return f"rollout engine {index}"
 
 
+# Workers keep the limit of an update themselves, and know why it failed: they are heard first.
 LEEWAY = 10.0
+
+
+class Source(NamedTuple):
+    """Whose file an engine reads: that of a rank on its machine or, where there is none, of a relay."""
+
+    rank: int
+    relay: int | None = None
 
 
 @dataclass
 class Relays:
-    """From the update that rank 0 wrote to the one that each engine finds on its own machine."""
+    """From the updates that ranks wrote to the one that each engine finds on its own machine."""
 
     ranks: WorkerGroup[PolicyRank]
     group: Replaceable[Relay]
-    of_engine: Sequence[int | None]
-    """Which relay's file an engine reads; None for that of rank 0."""
+    sources: Sequence[Source]
+    """Whose file each engine reads."""
     host: str
-    timeout: float
 
-    def spread(self, update: WeightUpdate) -> list[WeightUpdate]:
-        """The update for each engine."""
-        files = self._send(update) if len(self.group) else []
-        return [update if relay is None else files[relay] for relay in self.of_engine]
+    def spread(self, updates: Sequence[WeightUpdate | None], timeout: float) -> list[WeightUpdate]:
+        """The update for each engine, from what each rank has written."""
+        written = {rank: update for rank, update in enumerate(updates) if update is not None}
+        if len(digests := {update.digest for update in written.values()}) > 1:
+            ranks = ", ".join(map(str, written))
+            raise WeightUpdateError(f"ranks {ranks} gathered {len(digests)} different copies of the weights")
+        files = self._send(written[0], timeout) if len(self.group) else []
+        return [
+            written[source.rank] if source.relay is None else files[source.relay] for source in self.sources
+        ]
 
-    def _send(self, update: WeightUpdate) -> list[WeightUpdate]:
-        self.group.on_all(Relay.start, self.timeout)  # one that has died since is replaced here
-        announced = self.ranks.within(self.timeout).call_on(
-            0, PolicyRank.announce, update.version, self.host, len(self.group), self.timeout
+    def _send(self, update: WeightUpdate, timeout: float) -> list[WeightUpdate]:
+        self.group.on_all(Relay.start, timeout)  # one that has died since is replaced here
+        announced = self.ranks.within(timeout).call_on(
+            0, PolicyRank.announce, update.version, self.host, len(self.group), timeout
         )
         relays = self.group.group
         pending: list[tuple[WorkerGroup[Any], Call[Any]]] = [
-            (relays, call) for call in relays.submit(Relay.take, announced)
+            (relays, call) for call in relays.submit(Relay.take, announced, timeout)
         ]
         pending.append((self.ranks, self.ranks.submit_to(0, PolicyRank.relay, update)))
         files: dict[int, WeightUpdate] = {}
         # They have this limit themselves: only a dead one takes longer.
-        deadline = time.monotonic() + self.timeout + LEEWAY
+        deadline = time.monotonic() + timeout + LEEWAY
         # Together: both sides wait for each other, and the first that fails knows why.
         while pending:
             ready = wait_any(relays.watch, [call for _, call in pending], deadline)
@@ -217,19 +261,29 @@ class Relays:
         return f"; waiting for {', '.join(late)}" if late else ""
 
 
-def relay_members(placement: Placement, timeout: float) -> list[Member]:
-    """One relay for each machine that has an engine but not the rank that writes the weights."""
+def relay_members(placement: Placement, environment: Mapping[str, str]) -> list[Member]:
+    """One relay for each machine that has an engine but no rank."""
     return [
-        Member((f"weight relay {number}", timeout), None, seat)
+        Member((f"weight relay {number}",), environment, seat)
         for number, seat in enumerate(_away(placement).values())
     ]
 
 
-def relay_of_engines(placement: Placement) -> list[int | None]:
+def weight_sources(placement: Placement) -> list[Source]:
+    """Of each engine. What relays have comes from rank 0."""
+    first = _first_ranks(placement)
     away = list(_away(placement))
-    return [away.index(seat.node) if seat.node in away else None for seat in placement.engines]
+    return [
+        Source(first[seat.node]) if seat.node in first else Source(0, away.index(seat.node))
+        for seat in placement.engines
+    ]
 
 
 def _away(placement: Placement) -> dict[str, Seat]:
-    home = placement.ranks[0].node
-    return {seat.node: seat for seat in reversed(placement.engines) if seat.node != home}
+    """Machines without a rank, each with the first of its engines."""
+    home = _first_ranks(placement)
+    return {seat.node: seat for seat in reversed(placement.engines) if seat.node not in home}
+
+
+def _first_ranks(placement: Placement) -> dict[str, int]:
+    return {seat.node: rank for rank, seat in reversed(list(enumerate(placement.ranks)))}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,17 @@ from isotrain.cluster.background import in_background
 from isotrain.cluster.connect import join_cluster, resource_counts
 from isotrain.cluster.placement import (
     Demand,
+    Placement,
     device_of,
     engine_environments,
     helper_environment,
     place,
     rank_environments,
 )
+from isotrain.cluster.private import SHARED_MEMORY
 from isotrain.cluster.replaceable import Replaceable
-from isotrain.cluster.workers import Member, W, Watch, WorkerGroup
+from isotrain.cluster.waiting import Watch
+from isotrain.cluster.workers import Member, W, WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.detect import find_device
 from isotrain.observe.environment import numerics
@@ -29,14 +35,20 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.relay import Relay
+from isotrain.rollout.transfer import RUN_VARIABLE, remove_abandoned
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
+from isotrain.trainers.online.prompt_queue import PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
-from isotrain.trainers.online.weights import Relays, engine_name, relay_members, relay_of_engines
+from isotrain.trainers.online.weight_streams import Routes, routes
+from isotrain.trainers.online.weights import Relays, Source, engine_name, relay_members, weight_sources
+from isotrain.trainers.preemption import Preempted
 
 # A checkpoint that is being written when the run ends is finished first.
 CLOSING_SECONDS = 120.0
+# Calls to an engine in flight besides batches: validation, lost groups again, an update, and short ones.
+OTHER_CALLS = 5
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,12 @@ class WorkerGroups:
     engines: WorkerGroup[RolloutWorker]
     relays: Relays
     rewards: WorkerGroup[RewardWorker]
+    queue: WorkerGroup[PromptQueue]
+    """One, or none where each engine gets an equal part of the prompts."""
     colocated: bool
     """Whether ranks and engines use the same device memory one after the other."""
+    routes: Routes | None = None
+    """Of weights from device to device, where they go that way."""
 
     def start(self, timeout: float) -> tuple[Sequence[Description], dict[str, str]]:
         """Load all models; returns the ranks' descriptions and the engines' settings.
@@ -93,7 +109,11 @@ def _engine_count(recipe: Recipe, cluster: ClusterSection, device: Device) -> in
 
 @contextmanager
 def assemble(
-    recipe: Recipe, cluster: ClusterSection, reward_source: str | None, tell: Callable[[str], None]
+    recipe: Recipe,
+    cluster: ClusterSection,
+    reward_source: str | None,
+    tell: Callable[[str], None],
+    is_ending: Callable[[], bool] = lambda: False,
 ) -> Iterator[WorkerGroups]:
     """All workers as processes with nothing loaded yet, ended with the block."""
     assert recipe.rollout is not None and recipe.reward is not None
@@ -101,65 +121,134 @@ def assemble(
     scorer_count = recipe.reward.workers if rollout.generates else 0
     options: dict[str, Any] = {"start_timeout": cluster.start_timeout, "watch": Watch()}
     with ExitStack() as stack:
+        run = f"{secrets.token_hex(4)}-"
+        stack.push(partial(_remove_shared_memory, run))
 
         def group(name: str, worker: type[W], members: list[Member], **own: Any) -> WorkerGroup[W]:
             return stack.enter_context(WorkerGroup(name, worker, members, **options, **own))
 
         here = find_device(recipe.device.type)
-        joined = stack.enter_context(
-            join_cluster(cluster, here, keep_logs=Path(recipe.output).absolute() / "logs")
-        )
+        keep_logs = Path(recipe.output).absolute() / "logs"
+        joined = stack.enter_context(join_cluster(cluster, here, keep_logs=keep_logs, is_ending=is_ending))
         tell(joined.introduction)
         device = device_of(joined, recipe.device.type)
         # Decided once: workers elsewhere may see other devices than this process.
         values["device"]["type"] = device.type
         demand = demand_of(recipe, cluster, _engine_count(recipe, cluster, device))
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
-        at_once = rollout.staleness > 0  # otherwise ranks and engines wait for each other
-        beside = (placement.engines, placement.ranks) if at_once else ((), ())
-        determinism, common = recipe.device.determinism, _passed_on(device)
-        of_ranks = rank_environments(placement.ranks, device, determinism, beside[0])
-        of_engines = engine_environments(placement.engines, device, determinism, beside[1])
-        learners = [
-            Member((values,), common | own, seat) for own, seat in zip(of_ranks, placement.ranks, strict=True)
-        ]
-        writers = [
-            Member((values, engine_name(index)), common | own, seat)
-            for index, (own, seat) in enumerate(zip(of_engines, placement.engines, strict=True))
-        ]
+        common, sources = {**_passed_on(device), RUN_VARIABLE: run}, weight_sources(placement)
+        learners, writers = _members(values, rollout.staleness, device, placement, common, sources)
         scorer = Member((values, reward_source), helper_environment(device))
-        away = relay_members(placement, rollout.update_timeout)
+        away = relay_members(placement, {RUN_VARIABLE: run})
         # At the same time: each process takes seconds to import what it needs.
         ranks = in_background(
             lambda: group("training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS)
         )
-        engines = in_background(lambda: group("rollout engine", RolloutWorker, writers))
+        batches = rollout.staleness + 1 if rollout.in_flight else 1  # that workers have at a time
+        calls = batches + OTHER_CALLS if rollout.in_flight else 1
+        engines = in_background(lambda: group("rollout engine", RolloutWorker, writers, concurrency=calls))
         scorers = [scorer] * scorer_count
         rewards = in_background(
-            lambda: group("reward worker", RewardWorker, scorers, concurrency=CALLS_AT_ONCE)
+            lambda: group("reward worker", RewardWorker, scorers, concurrency=batches * CALLS_AT_ONCE)
         )
         relay_group = in_background(lambda: group("weight relay", Relay, away))
-        _raise_first_error(ranks, engines, rewards, relay_group)
+        # Who writes which response would depend on the moment, and with it, in some kernels, the last digit.
+        shared = len(writers) > 1 and recipe.device.determinism == "off"
+        queues = [Member((), helper_environment(device))] * shared
+        queue = in_background(lambda: group("prompt queue", PromptQueue, queues))
+        _raise_first_error(ranks, engines, rewards, relay_group, queue)
         relays = Relays(
             ranks.result(),
             Replaceable(relay_group.result(), cluster.start_timeout, tell),
-            relay_of_engines(placement),
+            sources,
             placement.ranks[0].host,
-            rollout.update_timeout,
         )
         # The directory of a private cluster is removed with it.
         directory = str(joined.logs.parent) if joined.private else None
         colocated = rollout.generates and demand.colocated and cluster.offload and device.type != "cpu"
         meeting = (placement.store_host, directory)
+        others = (rewards.result(), relay_group.result(), queue.result(), ranks.result())
+        stack.push(_ending_at_once(engines.result(), *others))
         yield WorkerGroups(
-            device, ranks.result(), meeting, engines.result(), relays, rewards.result(), colocated
+            device,
+            ranks.result(),
+            meeting,
+            engines.result(),
+            relays,
+            rewards.result(),
+            queue.result(),
+            colocated,
+            routes(placement, rollout.tensor_parallel) if _goes_by_device(recipe, device) else None,
         )
+
+
+def _members(
+    values: dict[str, Any],
+    staleness: int,
+    device: Device,
+    placement: Placement,
+    common: dict[str, str],
+    sources: Sequence[Source],
+) -> tuple[list[Member], list[Member]]:
+    """Training ranks and engines; `common` are variables of all, and `sources` say whose weights are read."""
+    # On-policy, ranks and engines wait for each other.
+    beside = (placement.engines, placement.ranks) if staleness else ((), ())
+    determinism = values["device"]["determinism"]
+    of_ranks = rank_environments(placement.ranks, device, determinism, beside[0])
+    of_engines = engine_environments(placement.engines, device, determinism, beside[1])
+    publishers = {source.rank for source in sources}
+    learners = [
+        Member((values, rank in publishers), common | own, seat)
+        for rank, (own, seat) in enumerate(zip(of_ranks, placement.ranks, strict=True))
+    ]
+    writers = [
+        Member((values, engine_name(index)), common | own, seat)
+        for index, (own, seat) in enumerate(zip(of_engines, placement.engines, strict=True))
+    ]
+    return learners, writers
+
+
+def _goes_by_device(recipe: Recipe, device: Device) -> bool:
+    """Whether weights go from device to device: both sides must be ready for them at the same time."""
+    rollout = recipe.rollout
+    assert rollout is not None
+    # SGLang's server takes files; with staleness, engines take weights when they have finished a batch.
+    takes = rollout.generates and rollout.engine != "sglang" and not rollout.staleness
+    return takes and device.type != "cpu" and rollout.weight_transfer == "auto"
 
 
 def _raise_first_error(*starting: Future[Any]) -> None:
     """When one has failed, or the user has had enough, the slowest is not waited for."""
     for future in wait(starting, return_when=FIRST_EXCEPTION).done:
         future.result()
+
+
+def _ending_at_once(engines: WorkerGroup[Any], *others: WorkerGroup[Any]) -> Callable[..., None]:
+    """The first exit of a block: in a run that is preempted, closing must not wait for busy workers.
+
+    With time left, that is for engines: relays and reward workers have to remove what only they can.
+    """
+
+    def leave(_: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, SystemExit):
+            for group in (engines, *others) if _is_overdue(error) else (engines,):
+                group.close()
+
+    return leave
+
+
+def _is_overdue(error: BaseException | None) -> bool:
+    """Ray raises a plain SystemExit in place of the one that interrupts its waiting."""
+    return isinstance(error, SystemExit) and (not isinstance(error, Preempted) or error.overdue)
+
+
+def _remove_shared_memory(run: str, _: object, error: BaseException | None, __: object) -> None:
+    """The last exit of a block: workers that were killed did not remove theirs, and may still be ending."""
+    deadline = time.monotonic() + (1.0 if _is_overdue(error) else 0.0)
+    remove_abandoned(SHARED_MEMORY, 0.0, run)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        remove_abandoned(SHARED_MEMORY, 0.0, run)
 
 
 def _passed_on(device: Device) -> dict[str, str]:

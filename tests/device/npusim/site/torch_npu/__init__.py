@@ -43,12 +43,14 @@ _C = library()
 torch.utils.rename_privateuse1_backend("npu")
 
 from torch_npu import distributed, npu, operators  # noqa: E402
+from torch_npu.multiprocessing import reductions  # noqa: E402
 
 __version__ = "2.13.0+sim"
 
 npu.register()
 distributed.register()
 operators.register()
+reductions.register()
 
 npu_fusion_attention = torch.ops.npu.npu_fusion_attention
 npu_rms_norm = torch.ops.npu.npu_rms_norm

@@ -262,6 +262,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("in_bad_fork", &in_bad_fork);
   m.def("default_generator", [](int index) { return default_generator(c10::DeviceIndex(index)); });
 
+  m.def("host_tensor", &host_tensor);
+  m.def("refresh", [](const at::Tensor& tensor) { refresh(tensor.storage()); });
+  m.def("borrowed_tensor", &borrowed_tensor);
+  m.def("copied_bytes", &copied_bytes);
+
   py::module_::import("torch.distributed");  // registers the base class
   // torch calls perform_nocolor_split on the ranks that are not in a new group; gloo needs nothing of them.
   py::class_<Hccl, c10::intrusive_ptr<Hccl>, c10d::Backend> hccl(m, "ProcessGroupHCCL");

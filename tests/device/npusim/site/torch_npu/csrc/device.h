@@ -23,14 +23,22 @@ bool hold(c10::DeviceIndex index, int64_t bytes, int64_t capacity);
 int64_t held_by_others(c10::DeviceIndex index);
 
 // Every npu storage is a handle on a host storage that owns the bytes. `host_storage` gives that owner,
-// `adopt` wraps a host storage as npu memory, and `refresh` follows an owner whose bytes have moved.
+// `adopt` wraps a host storage as npu memory, `borrow` one that another process accounts for, and `refresh`
+// follows an owner whose bytes have moved.
 c10::Storage host_storage(const c10::Storage& storage);
 c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex index);
+c10::Storage borrow(const c10::Storage& host, c10::DeviceIndex index);
 void refresh(const c10::Storage& storage);
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
 // A host tensor on the same bytes; tensors of other devices pass through.
 at::Tensor host_tensor(const at::Tensor& tensor);
+
+// Bytes that this process has copied between npu and host memory.
+int64_t copied_bytes();
+
+// A flat npu tensor of bytes that another process shares through a host storage.
+at::Tensor borrowed_tensor(const at::Tensor& host, int index);
 
 c10::Allocator* allocator();
 const at::Generator& default_generator(c10::DeviceIndex index);

@@ -19,6 +19,7 @@
 #include <sstream>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace npusim {
@@ -114,6 +115,21 @@ class Allocator final : public c10::DeviceAllocator {
   c10::DataPtr own(c10::Storage host, c10::DeviceIndex device) {
     add(device, static_cast<int64_t>(host.nbytes()));
     return wrap(std::move(host), device);
+  }
+
+  // In place of a block whose bytes have moved: they are never there twice.
+  c10::DataPtr own_instead(Block* before, c10::Storage host, c10::DeviceIndex device) {
+    remove(device, std::exchange(before->bytes, 0));
+    add(device, 0);  // what stays of the block before is released later
+    return own(std::move(host), device);
+  }
+
+  // Memory of another process: nothing of this process's.
+  c10::DataPtr borrow(c10::Storage host, c10::DeviceIndex device) {
+    add(device, 0);
+    auto data = wrap(std::move(host), device);
+    data.cast_context<Block>(&release)->bytes = 0;
+    return data;
   }
 
   static Block* block(const c10::Storage& storage) {
@@ -421,11 +437,20 @@ c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex index) {
                                                             &allocator, /*resizable=*/true));
 }
 
+c10::Storage borrow(const c10::Storage& host, c10::DeviceIndex index) {
+  require_device(index);
+  auto& allocator = Allocator::instance();
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                            host.nbytes(), allocator.borrow(host, index),
+                                                            &allocator, /*resizable=*/false));
+}
+
 void refresh(const c10::Storage& storage) {
   auto host = host_storage(storage);
   if (host.data() == storage.data() && host.nbytes() == storage.nbytes()) return;
   auto* impl = storage.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(Allocator::instance().own(host, storage.device().index()));
+  auto index = storage.device().index();
+  impl->set_data_ptr_noswap(Allocator::instance().own_instead(Allocator::block(storage), host, index));
   impl->set_nbytes(host.nbytes());
 }
 

@@ -15,6 +15,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <string>
 #include <unordered_set>
 
@@ -259,8 +260,11 @@ at::Tensor efficient_zero_tensor(c10::SymIntArrayRef size, std::optional<at::Sca
   return empty(size, dtype, layout, device, pinned, std::nullopt).zero_();
 }
 
+std::atomic<int64_t> copied{0};
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   at::AutoDispatchBelowADInplaceOrView below;
+  if (on_npu(from) != on_npu(to)) copied += static_cast<int64_t>(to.nbytes());
   host_tensor(to).copy_(host_tensor(from));
   return to;
 }
@@ -432,6 +436,13 @@ struct RegisterOperators {
 at::Tensor host_tensor(const at::Tensor& tensor) {
   if (!on_npu(tensor)) return tensor;
   return on_storage(host_storage(tensor.storage()), c10::DispatchKey::CPU, tensor);
+}
+
+int64_t copied_bytes() { return copied; }
+
+at::Tensor borrowed_tensor(const at::Tensor& host, int index) {
+  return on_storage(borrow(host.storage(), static_cast<c10::DeviceIndex>(index)),
+                    c10::DispatchKey::PrivateUse1, host);
 }
 
 }  // namespace npusim

@@ -11,6 +11,7 @@ from torch_npu import _C, npu
 from torch_npu.npu import random
 from torch_npu.npu.memory import (
     empty_cache,
+    ipc_collect,
     max_memory_allocated,
     max_memory_reserved,
     mem_get_info,
@@ -188,6 +189,7 @@ __all__ = [
     "get_rng_state_all",
     "init",
     "initial_seed",
+    "ipc_collect",
     "is_available",
     "is_bf16_supported",
     "is_initialized",

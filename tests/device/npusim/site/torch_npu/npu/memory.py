@@ -50,6 +50,10 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     return torch.accelerator.get_memory_info(device)
 
 
+def ipc_collect() -> None:
+    """Frees memory that other processes have opened and closed; nothing is kept for them here."""
+
+
 def empty_cache() -> None:
     """Lets go of what is reserved but not allocated."""
     torch.accelerator.empty_cache()

@@ -1,0 +1,72 @@
+"""Device memory from one process to others, without the group that training has made for its ranks."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.multiprocessing import reductions
+
+c10d: Any = torch.distributed  # its types leave out what is used here
+
+
+def private_group(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A backend's group of processes that meet on a store; no other group knows of it."""
+    if backend == "nccl":
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return c10d.ProcessGroupNCCL(store, rank, size, options)
+    # What `init_process_group` does with backends that packages have registered.
+    plugin = c10d.Backend._plugins[backend.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    wanted = c10d.distributed_c10d._DistributedBackendOptions()
+    wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
+    wanted.timeout, wanted.group_id = timeout, "isotrain-weights"
+    wanted.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(wanted, None)
+
+
+# Of the arguments from which torch rebuilds a tensor in another process: those that a flat tensor of bytes
+# does not settle. Places 0 to 5 are its type, shape, strides, offset, storage type and dtype, 6 the device.
+_TOLD = (7, 8, 9, 11, 12, 13, 14)
+_DEVICE, _REQUIRES_GRAD, _COUNT = 6, 10, 15
+
+
+def share(buffer: torch.Tensor) -> list[Any]:
+    """How another process of this machine reaches a flat tensor of bytes; plain values, for JSON."""
+    # Looked up now: packages for other devices replace it when they are imported.
+    _, arguments = reductions.reduce_tensor(buffer)
+    if len(arguments) != _COUNT:
+        raise RuntimeError(f"torch shares device memory with {len(arguments)} arguments; known are {_COUNT}")
+    return [_plain(arguments[place]) for place in _TOLD]
+
+
+def open_shared(described: list[Any], size: int, device: torch.device, rebuild: str) -> torch.Tensor:
+    """The same memory here; `rebuild` is torch's function for this kind of device, as `module:name`."""
+    module, _, name = rebuild.partition(":")
+    function: Callable[..., torch.Tensor] = getattr(importlib.import_module(module), name)
+    arguments: list[Any] = [torch.Tensor, torch.Size([size]), (1,), 0, torch.TypedStorage, torch.uint8]
+    arguments += [None] * (_COUNT - len(arguments))
+    # The same device may have another number there, where other devices are visible.
+    number = torch.accelerator.current_device_index() if device.index is None else device.index
+    arguments[_DEVICE] = number
+    arguments[_REQUIRES_GRAD] = False
+    for place, value in zip(_TOLD, described, strict=True):
+        arguments[place] = _from_plain(value)
+    return function(*arguments)
+
+
+def _plain(value: Any) -> Any:
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return base64.b64decode(str(value["bytes"]), validate=True)
+    return value if value is None or isinstance(value, bool) else int(value)

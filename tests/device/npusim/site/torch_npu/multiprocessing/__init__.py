@@ -1,0 +1,1 @@
+"""Device memory that several processes share."""

@@ -1,0 +1,138 @@
+"""Weights from device memory to device memory of other processes, on the simulated npu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import npusim
+import pytest
+import torch
+import torch_npu
+from receivers import Receiver, ready
+
+from isotrain.errors import WeightUpdateError
+from isotrain.rollout.broadcast import BroadcastSender
+from isotrain.rollout.carriers import HostCarrier, Way, _DeviceCarrier
+from isotrain.rollout.transfer import checksum, checksums
+
+pytestmark = pytest.mark.heavy
+
+BUCKET = 1 << 20
+# Starting a simulated device takes a while.
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def receivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Receiver]]:
+    """On another device than the sender's, and on the same one."""
+    environment = npusim.environment(host=tmp_path_factory.mktemp("machine"))
+    # The sender is a process of this machine, too: HCCL's ports are not in the way.
+    environment |= {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
+    with ready(*(Receiver(f"engine {index}", f"npu:{index}", environment) for index in (1, 0))) as made:
+        yield made
+
+
+def weights() -> Iterator[tuple[str, torch.Tensor]]:
+    """12 MiB, in three types, one of them larger than a bucket."""
+    draw = torch.Generator().manual_seed(0)
+    for layer in range(16):
+        yield f"layers.{layer}.w", torch.randn(256, 256, generator=draw).to("npu:0")
+        yield f"layers.{layer}.t", torch.randn(255, 255, generator=draw).to("npu:0").t()
+        yield f"layers.{layer}.b", torch.randn(33, generator=draw).bfloat16().to("npu:0")
+    yield "embedding", torch.randn(1000, 500, generator=draw).to("npu:0")
+    yield "scalar", torch.tensor(4.0, device="npu:0")
+    yield "empty", torch.empty(0, 3, device="npu:0")
+    yield "steps", torch.arange(5, device="npu:0")
+
+
+@pytest.mark.parametrize("way", ["host", "collective", "shared"])
+def test_every_way_brings_the_same(
+    receivers: list[Receiver], way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCarrier, "bucket_bytes", BUCKET)
+    monkeypatch.setattr(_DeviceCarrier, "bucket_bytes", BUCKET)
+    taking = receivers[1:] if way == "shared" else receivers
+    sender = BroadcastSender("127.0.0.1", len(taking), TIMEOUT, way, torch.device("npu:0"))
+    digests = set()
+    for version in (4, 5):
+        announced = sender.announce(version)
+        for receiver in taking:
+            receiver.order(announced, timeout=TIMEOUT)
+        sent = sender.send(weights(), version)
+        expected = {name: float(tensor.cpu().double().sum()) for name, tensor in weights()}
+        assert (sent.version, sent.tensors) == (version, len(expected))
+        digests.add(sent.digest)
+        for receiver in taking:
+            arrived = receiver.read()
+            assert arrived["sums"] == expected
+            assert arrived["shapes"] == {name: list(tensor.shape) for name, tensor in weights()}
+            assert arrived["devices"] == ["cpu" if way == "host" else "npu"]
+            digests.add(arrived["digest"])
+    # The same number whether host or device has added the bytes up.
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("way", ["collective", "shared"])
+def test_no_weight_passes_through_host_memory(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And neither side needs more than two buckets beside the weights themselves."""
+    monkeypatch.setattr(_DeviceCarrier, "bucket_bytes", BUCKET)
+    held = [(name, tensor) for name, tensor in weights() if tensor.nbytes <= BUCKET]
+    size = sum(tensor.nbytes for _, tensor in held)
+    with ready(Receiver("engine", "npu:0" if way == "shared" else "npu:1", npusim.environment())) as (
+        receiver,
+    ):
+        sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, way, torch.device("npu:0"))
+        receiver.order(sender.announce(1), timeout=TIMEOUT, sums=False)
+        torch.npu.reset_peak_memory_stats(0)
+        before, copied = torch.npu.memory_allocated(0), torch_npu._C.copied_bytes()
+        sender.send(held, 1)
+        arrived = receiver.read()
+    assert arrived["types"].keys() == {name for name, _ in held}
+    assert torch.npu.max_memory_allocated(0) - before <= 2 * BUCKET
+    assert arrived["peak"] <= 2 * BUCKET
+    # Check sums: eight bytes for each tensor, and the places of their last bytes.
+    for bytes_copied in (torch_npu._C.copied_bytes() - copied, arrived["copied"]):
+        assert bytes_copied <= 80 * len(held) < size / 1000
+
+
+def test_damage_on_the_device(receivers: list[Receiver]) -> None:
+    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, "shared", torch.device("npu:0"))
+    receivers[1].order(sender.announce(1), damage=True, timeout=TIMEOUT)
+    with pytest.raises(WeightUpdateError, match=r"weight update 1: engine 0: .*damaged: digest"):
+        sender.send(weights(), 1)
+    assert receivers[1].read()["error"].startswith("engine 0: weight update 1 is damaged: digest")
+
+
+@pytest.mark.parametrize("way", ["collective", "shared"])
+def test_a_sender_that_fails_says_so(receivers: list[Receiver], way: Way) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(weights())
+        raise ValueError("out of memory")
+
+    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, way, torch.device("npu:0"))
+    receivers[1].order(sender.announce(1), timeout=TIMEOUT)
+    with pytest.raises(ValueError, match="out of memory"):
+        sender.send(stream(), 1)
+    assert "the sender aborted weight update 1: ValueError" in receivers[1].read()["error"]
+
+
+def test_sums_of_host_and_device_are_the_same() -> None:
+    draw = torch.Generator().manual_seed(1)
+    for size in (0, 1, 7, 8, 9, 8191, 8192, 8193, 3 * 8192 + 5, 100_000):
+        data = torch.randint(0, 256, (size + 64,), generator=draw, dtype=torch.uint8)
+        expected = checksum(data[64:].numpy().data)
+        assert checksums(data, [(64, size)]) == [expected]
+        assert checksums(data.to("npu"), [(64, size)]) == [expected]
+        if size:
+            data[64 + size // 2] ^= 1
+            assert checksums(data.to("npu"), [(64, size)]) != [expected]
+
+
+def test_a_way_that_the_device_does_not_have() -> None:
+    sender = BroadcastSender("127.0.0.1", 0, TIMEOUT, "shared", torch.device("cpu"))
+    sender.announce(1)
+    with pytest.raises(WeightUpdateError, match="cannot be sent to cpu by way of 'shared'"):
+        sender.send([], 1)
