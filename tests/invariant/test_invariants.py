@@ -209,13 +209,24 @@ def test_the_suite_over_fused_operators(tests: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "lora_rank"),
+    ("on", "lora_rank", "mesh"),
     [
-        ("npu", 8),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", 0), ("cpu", 8), ("npu", 0))),
+        ("npu", 8, {}),
+        ("cpu", 0, {"context": 2}),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("cpu", 0, {}),
+                ("cpu", 8, {}),
+                ("npu", 0, {}),
+                ("npu", 8, {"context": 2}),
+                ("npu", 0, {"context": 2, "context_attention": "ring"}),
+                ("npu", 0, {"replicas": 2}),
+            )
+        ),
     ],
 )
-def test_ranks(tiny: Path, tmp_path: Path, on: str, lora_rank: int) -> None:
+def test_ranks(tiny: Path, tmp_path: Path, on: str, lora_rank: int, mesh: dict[str, Any]) -> None:
     """1 rank == 2 ranks, as a user starts them."""
     runs = []
     for ranks in (1, 2):
@@ -223,7 +234,7 @@ def test_ranks(tiny: Path, tmp_path: Path, on: str, lora_rank: int) -> None:
             tiny,
             tmp_path / str(ranks),
             on,
-            device={"ranks": ranks},
+            device={"ranks": ranks, "mesh": mesh if ranks > 1 else {}},
             model={"lora": {"rank": lora_rank}},
             trainer={"steps": STEPS},
             data={"tokens_per_micro_batch": 128},

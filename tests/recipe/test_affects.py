@@ -63,8 +63,9 @@ def test_sections_are_free_only_as_a_whole() -> None:
     def sections(names: frozenset[str]) -> set[str]:
         return names - {leaf.path for leaf in leaves(Recipe)}
 
-    assert sections(MAY_CHANGE_ON_RESUME) == {"cluster", "device", "observe", "rollout.validation", "trainer"}
-    assert sections(MAY_DIFFER_IN_PARITY) == {"cluster", "device", "observe"}
+    everywhere = {"cluster", "device", "device.mesh", "observe"}
+    assert sections(MAY_CHANGE_ON_RESUME) == {*everywhere, "rollout.validation", "trainer"}
+    assert sections(MAY_DIFFER_IN_PARITY) == everywhere
 
 
 def test_what_is_not_declared_is_bound() -> None:

@@ -116,18 +116,22 @@ def test_micro_batches_do_not_matter(
 
 
 @pytest.mark.parametrize(
-    ("name", "on"),
+    ("name", "on", "context"),
     [
-        pytest.param(name, on, marks=() if (name, on) == ("kto", "npu") else pytest.mark.slow)
+        pytest.param(name, on, context, marks=() if (name, on) == ("kto", "npu") else pytest.mark.slow)
         for name in ALGORITHMS
         for on in ("cpu", "npu")
+        for context in (1, 2)
     ],
 )
-def test_ranks_do_not_matter(tiny: Path, rows: Path, tmp_path: Path, on: str, name: str) -> None:
+def test_ranks_do_not_matter(
+    tiny: Path, rows: Path, tmp_path: Path, on: str, name: str, context: int
+) -> None:
     """KTO's reference point is a mean over all ranks, before anything is cut off at 0."""
     one = preference_recipe(name, tiny, rows, tmp_path / "one", on)
     expected = train(one)
-    two = preference_recipe(name, tiny, rows, tmp_path / "two", on, device={"ranks": 2})
+    over_two = {"ranks": 2, "mesh": {"context": context}}
+    two = preference_recipe(name, tiny, rows, tmp_path / "two", on, device=over_two)
     run_cli("train", str(write_recipe(two, tmp_path / "two.yaml")))
     found = stable_metrics(tmp_path / "two")
     for a, b in zip(expected, found, strict=True):

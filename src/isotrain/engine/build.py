@@ -20,6 +20,7 @@ from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import FUSED, provide
 from isotrain.models.backbone import Backbone
+from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.load import (
@@ -52,7 +53,7 @@ def build_engine(
 ) -> TrainingEngine:
     """The policy: a causal model sharded over the world, its weights loaded, ready to train."""
     directory = model_directory(model.path)
-    packed = _causal_model(directory, model, device)
+    packed = _causal_model(directory, model, device, world)
     if model.lora.rank:
         add_adapters(packed.pretrained, adapter_config(model.lora), frozen_dtype=_dtype(model))
     if model.gradient_checkpointing:
@@ -76,7 +77,7 @@ def build_critic(
 ) -> TrainingEngine:
     """A scalar model of which all weights train; without a head in the files, its first values are 0."""
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
-    critic = _scalar_model(directory, model, device)
+    critic = _scalar_model(directory, model, device, world)
     _load_classifier(critic, model, world, WeightFiles(directory))
     return _engine(critic, optimizer, device, world)
 
@@ -86,7 +87,7 @@ def build_step_classifier(
 ) -> TrainingEngine:
     """A token classifier of bad and good steps that trains all weights; a new head starts undecided."""
     directory = model_directory(model.path)
-    classifier = _step_model(directory, model, device)
+    classifier = _step_model(directory, model, device, world)
     _load_classifier(classifier, model, world, WeightFiles(directory))
     return _engine(classifier, optimizer, device, world)
 
@@ -106,13 +107,13 @@ def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World,
 def build_reference(model: ModelSection, *, device: Device, world: World) -> InferenceModel:
     """The policy as it was before training, frozen."""
     directory = model_directory(model.path)
-    return _frozen(_causal_model(directory, model, device), model, world, WeightFiles(directory))
+    return _frozen(_causal_model(directory, model, device, world), model, world, WeightFiles(directory))
 
 
 def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> InferenceModel:
     """A trained scalar model, frozen; `model` says how it is computed."""
     directory = model_directory(path, "reward.model.path")
-    scalar, files = _scalar_model(directory, model, device), WeightFiles(directory)
+    scalar, files = _scalar_model(directory, model, device, world), WeightFiles(directory)
     if SCORE not in files.file_of:
         raise ModelError(
             f"reward.model.path: '{path}' has no '{SCORE}'; set a sequence classifier with one label"
@@ -133,9 +134,9 @@ def build_process_reward_model(
     files = WeightFiles(directory)
     scorer: Backbone
     if SCORE not in files.file_of:
-        scorer = _causal_model(directory, model, device)
+        scorer = _causal_model(directory, model, device, world)
     elif files.shape(SCORE)[0] == 2:
-        scorer = _step_model(directory, model, device)
+        scorer = _step_model(directory, model, device, world)
     else:
         raise ModelError(
             f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; set a token classifier "
@@ -144,26 +145,30 @@ def build_process_reward_model(
     return _frozen(scorer, model, world, files)
 
 
-def _causal_model(directory: Path, model: ModelSection, device: Device) -> PackedModel:
-    causal_lm, attention, fused = _pretrained(build_causal_lm, directory, model, device)
+def _causal_model(directory: Path, model: ModelSection, device: Device, world: World) -> PackedModel:
+    causal_lm, attention, fused = _pretrained(build_causal_lm, directory, model, device, world)
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
     chunk = model.logits_chunk or max(1, LOGIT_BYTES // (4 * vocabulary))
     return PackedModel(causal_lm, attention, chunk, fused)
 
 
-def _scalar_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
-    return ScalarModel(*_pretrained(build_scalar, directory, model, device))
+def _scalar_model(directory: Path, model: ModelSection, device: Device, world: World) -> ScalarModel:
+    return ScalarModel(*_pretrained(build_scalar, directory, model, device, world))
 
 
-def _step_model(directory: Path, model: ModelSection, device: Device) -> ScalarModel:
-    return ScalarModel(*_pretrained(build_token_classifier, directory, model, device))
+def _step_model(directory: Path, model: ModelSection, device: Device, world: World) -> ScalarModel:
+    return ScalarModel(*_pretrained(build_token_classifier, directory, model, device, world))
 
 
 def _pretrained(
-    build: Callable[[Path, str, str], PreTrainedModel], directory: Path, model: ModelSection, device: Device
+    build: Callable[[Path, str, str], PreTrainedModel],
+    directory: Path,
+    model: ModelSection,
+    device: Device,
+    world: World,
 ) -> tuple[PreTrainedModel, str, Fused]:
     """A model, its attention, and its fused operators."""
-    attention = choose_attention(directory, model, device)
+    attention = choose_attention(directory, model, device, world.context)
     experts = device.experts if model.experts == "auto" else model.experts
     table = fused_operators(model, device)
     if table is None:
@@ -189,8 +194,13 @@ def fused_operators(model: ModelSection, device: Device) -> FusedOperators | Non
     return None if model.fused == "off" else device.fused_operators
 
 
-def choose_attention(directory: Path, model: ModelSection, device: Device) -> str:
+def choose_attention(directory: Path, model: ModelSection, device: Device, context: int = 1) -> str:
     """How a model's attention is computed: as the recipe says, or the best that device and model allow."""
+    if context > 1 and model.attention in ("flash", "padded"):
+        raise ModelError(
+            f"model.attention: '{model.attention}' cannot be split over ranks (device.mesh.context is "
+            f"{context}); use auto or sdpa"
+        )
     has_windows = has_window(read_config(directory))
     if fused_operators(model, device) is not None and not has_windows:
         if model.attention == "auto":
@@ -201,7 +211,7 @@ def choose_attention(directory: Path, model: ModelSection, device: Device) -> st
     # The flash kernels have no float32, and on some devices transformers' do not pass a window on.
     windowed = has_windows and not device.flash_window
     if model.attention == "auto":
-        flash = device.flash_attention and model.dtype != "float32" and not windowed
+        flash = device.flash_attention and model.dtype != "float32" and not windowed and context == 1
         return "flash" if flash else "sdpa"
     if model.attention == "flash" and not device.flash_attention:
         raise ModelError(f"model.attention: '{device.type}' has no flash attention here; use auto or sdpa")
@@ -238,10 +248,23 @@ def _load(
 def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
     """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
     move_buffers(packed, world.device)
+    if world.context > 1:
+        split_context(packed, world)
     shard_model(packed, world, _dtype(model))
     materialise(packed, world.device)
     packed.pretrained.tie_weights()  # giving memory to meta parameters makes two of a shared one
     return {name.removeprefix(packed.prefix): p for name, p in packed.named_parameters()}
+
+
+def split_context(packed: Backbone, world: World) -> None:
+    """Have the ranks of a context group compute each micro-batch together."""
+    config = packed.pretrained.config.get_text_config()
+    query_heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    mesh = world.shape
+    heads = head_ranks(mesh.context, query_heads, key_heads, mesh.context_attention)
+    packed.context = world.context_group(heads)
+    packed.pretrained.set_attn_implementation(CONTEXT)
 
 
 def _engine(packed: Backbone, optimizer: OptimizerSection, device: Device, world: World) -> TrainingEngine:

@@ -87,7 +87,7 @@ class TrainingEngine(InferenceModel):
             for name, value in metrics.items():
                 sums.setdefault(name, self._zero()).add_(value.detach())
         grad_norm = self._clip()
-        loss, uneven, *values = self.world.sum(torch.stack([total, imbalance, *sums.values()]).tolist())
+        loss, uneven, *values = self.world.total(torch.stack([total, imbalance, *sums.values()]).tolist())
         # Both numbers are the same on every rank, and so is the decision.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
@@ -114,7 +114,7 @@ class TrainingEngine(InferenceModel):
         for batches in steps:
             loss_tokens = self._loss_tokens(batches)
             shares = self.infer(batches, lambda head, n=loss_tokens: loss(head, n))  # type: ignore[misc]
-            (step_loss,) = self.world.sum([torch.stack(shares).sum().item()])
+            (step_loss,) = self.world.total([torch.stack(shares).sum().item()])
             weighted += step_loss * loss_tokens
             tokens += loss_tokens
         return weighted / tokens
@@ -123,10 +123,10 @@ class TrainingEngine(InferenceModel):
         return torch.zeros((), dtype=torch.float32, device=self.world.device)
 
     def _real_tokens(self, batches: Sequence[PackedBatch]) -> int:
-        return int(self.world.sum([sum(map(_real_tokens, batches))])[0])
+        return int(self.world.total([sum(map(_real_tokens, batches))])[0])
 
     def _loss_tokens(self, batches: Sequence[PackedBatch]) -> int:
-        return int(self.world.sum([sum(batch.loss_tokens for batch in batches)])[0])
+        return int(self.world.total([sum(batch.loss_tokens for batch in batches)])[0])
 
     def _clip(self) -> float:
         """Scales the gradients down to `max_grad_norm`; returns the global norm they had.
@@ -137,7 +137,7 @@ class TrainingEngine(InferenceModel):
         norm = get_total_norm(grads)
         if self.world.size > 1:
             squares = norm.square()
-            dist.all_reduce(squares)
+            dist.all_reduce(squares, group=self.world.shard_group)
             norm = squares.sqrt()
         if self.max_grad_norm > 0:
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)

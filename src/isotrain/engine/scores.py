@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from isotrain.algorithms.preference.process_reward import two_classes
 from isotrain.data.packing import PackedBatch
@@ -46,7 +45,7 @@ def of_tokens(bad: int, good: int) -> StepScores:
     """A language model's, of two tokens that are compared with each other alone."""
 
     def step_scores(head: TokenHead) -> tuple[torch.Tensor, torch.Tensor]:
-        return two_classes(F.linear(head.hidden_ND, head.weight_VD[[bad, good]]))
+        return two_classes(head.logits_of([bad, good]))
 
     return step_scores
 

@@ -42,6 +42,12 @@ def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
     return shards
 
 
+def saved_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
+    """What this rank puts into a checkpoint: of several copies of the weights, the first is saved."""
+    world = engine.world
+    return engine_shards(engine, prefix) if world.rank == world.first_copy_rank else {}
+
+
 def start_optimizer_state(engine: TrainingEngine) -> None:
     """Create AdamW's state as its first step would, so that there is something to save or fill."""
     for group in engine.optimizer.param_groups:
@@ -81,7 +87,7 @@ def restore(engine: TrainingEngine, device: Device, reader: CheckpointReader, pr
     `prefix` is the one it was saved with; the checkpoint counts its updates as `<prefix>updates`.
     """
     assert engine.on_host is None, "the model is offloaded"
-    reader.fill(engine_shards(engine, prefix), engine.world.rank)
+    reader.fill(engine_shards(engine, prefix), engine.world.first_copy_rank)
     for state in engine.optimizer.state.values():
         state["step"].fill_(float(reader.state[f"{prefix}updates"]))
     _restore_generators(device, engine.world, reader)

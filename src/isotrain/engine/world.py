@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,6 +27,9 @@ from isotrain.engine.interfaces import (
     use_interface,
 )
 from isotrain.errors import LaunchError
+from isotrain.models.context import ContextGroup
+from isotrain.models.context_layout import ContextRank
+from isotrain.recipe.schema import MeshSection
 
 # Set by our own launcher: ranks of one machine meet in a file, so that nothing listens on a network.
 STORE_VARIABLE = "ISOTRAIN_STORE"
@@ -40,6 +43,9 @@ CONNECT_ON_DEMAND = 128
 # Seconds between polls of other ranks where no collective may wait for them.
 WAIT_SECONDS = 0.2
 
+# Each rank has its own micro-batches and a shard of the weights.
+SHARDED = MeshSection()
+
 T = TypeVar("T")
 
 
@@ -50,7 +56,46 @@ class World:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
-    """Its dimension `shard` splits weights and data; sequence and tensor parallelism become further ones."""
+    """Its dimension `shard` splits the weights; `replicate`, where there is one, counts copies of them."""
+    shape: MeshSection = field(default=SHARDED, kw_only=True)
+    _context_groups: dict[int, ContextGroup] = field(default_factory=dict, repr=False, kw_only=True)
+
+    @property
+    def context(self) -> int:
+        """Neighbouring ranks that compute each micro-batch together, each a part of its tokens."""
+        return self.shape.context
+
+    @property
+    def data_rank(self) -> int:
+        """Which micro-batches are this rank's; the ranks of a context group have the same."""
+        return self.rank // self.context
+
+    @property
+    def data_ranks(self) -> int:
+        return self.size // self.context
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold one copy of the weights; None stands for all."""
+        return self.mesh["shard"].get_group() if self.mesh.ndim > 1 else None
+
+    @property
+    def first_copy_rank(self) -> int:
+        """The rank with the same shards in the first copy of the weights, which is the one that is saved."""
+        return self.rank % (self.size // self.shape.replicas)
+
+    def context_group(self, heads: int) -> ContextGroup:
+        """This rank's, of which `heads` neighbours split heads; all ranks must call it in the same order."""
+        if heads not in self._context_groups:
+            shape = (self.data_ranks, self.context // heads, heads)
+            names = ("data", "ring", "heads")
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            own = ContextRank(heads, shape[1], self.rank % self.context)
+            together = mesh["ring", "heads"]._flatten("context")
+            self._context_groups[heads] = ContextGroup(
+                own, together.get_group(), mesh["heads"].get_group(), mesh["ring"].get_group()
+            )
+        return self._context_groups[heads]
 
     @property
     def leads(self) -> bool:
@@ -65,6 +110,11 @@ class World:
         dist.all_reduce(total)
         result: list[float] = total.tolist()
         return result
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums of host numbers over all micro-batches: what a context group has in common counts once."""
+        first = self.rank % self.context == 0
+        return self.sum(values if first else [0.0] * len(values))
 
     def barrier(self) -> None:
         self.sum([0.0])
@@ -102,6 +152,16 @@ class World:
         if self.sum([float(own not in (None, found))]) != [0.0]:
             raise LaunchError(complaint)
         return found
+
+
+def _mesh(device: Device, size: int, shape: MeshSection) -> DeviceMesh:
+    """Ranks of one copy of the weights are neighbours: what they exchange most stays within machines."""
+    if problem := shape.problem(size):
+        raise LaunchError(problem)
+    if shape.replicas == 1:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    copies = (shape.replicas, size // shape.replicas)
+    return init_device_mesh(device.type, copies, mesh_dim_names=("replicate", "shard"))
 
 
 # What this process opened for the others; a listening store lives as long as its object.
@@ -158,7 +218,7 @@ def _make_room_for_sockets(size: int) -> None:
 
 
 @contextmanager
-def join_world(device: Device, store: str | None = None) -> Iterator[World]:
+def join_world(device: Device, store: str | None = None, shape: MeshSection = SHARDED) -> Iterator[World]:
     """Join the job that the environment describes (as torchrun does), or form one of a single rank.
 
     `store` is what `open_store` returned on rank 0; without it, the environment's is used.
@@ -179,8 +239,7 @@ def join_world(device: Device, store: str | None = None) -> Iterator[World]:
     torch_device = device.activate(local_rank)
     dist.init_process_group(device.collectives, timeout=COLLECTIVE_TIMEOUT, **place)
     try:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-        yield World(rank, size, local_rank, torch_device, mesh)
+        yield World(rank, size, local_rank, torch_device, _mesh(device, size, shape), shape=shape)
     finally:
         dist.destroy_process_group()
         if store in _opened:

@@ -6,7 +6,7 @@ see K tokens: their own and, where they continue another segment, that one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
@@ -49,12 +49,7 @@ def segment_attention(
 
     A segment that continues another one sees that one's tokens as well.
     """
-    for unsupported in UNSUPPORTED:
-        if extras.get(unsupported) is not None:
-            raise ModelError(
-                f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
-                "set model.attention=padded"
-            )
+    refuse_unsupported(extras)
     if varlen.takes(query_1HTD, dropout):
         query_THD, key_KGD, value_KGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
         key_KGD, value_KGD, key_lengths = _after_trunks(
@@ -83,6 +78,16 @@ def segment_attention(
             output_SHLD = _attend_after(seen[trunk], run, scaling, dropout, sliding_window)
         outputs.append(output_SHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
+
+
+def refuse_unsupported(extras: Mapping[str, Any]) -> None:
+    """An error for what some models add, instead of attention without it."""
+    for unsupported in UNSUPPORTED:
+        if extras.get(unsupported) is not None:
+            raise ModelError(
+                f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
+                "set model.attention=padded"
+            )
 
 
 def _runs(

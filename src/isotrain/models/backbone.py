@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from isotrain.models.attention import FUSED, SEGMENTS
+from isotrain.models.context import ContextGroup, Split
 from isotrain.models.fused import NONE_FUSED, Fused
 from isotrain.models.routing import RouterBalance
 
@@ -47,8 +49,10 @@ class Backbone(nn.Module):
         """Set where the routers of a mixture are to spread tokens evenly."""
         self.imbalance: torch.Tensor | None = None
         """What `balance` found in the last forward pass, while training."""
+        self.context: ContextGroup | None = None
+        """Set where other ranks compute some of a micro-batch's tokens."""
 
-    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> Any:
+    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, split: Split | None = None) -> Any:
         """What objectives see, over the wanted states; some models have nothing to predict."""
         raise NotImplementedError
 
@@ -62,8 +66,31 @@ class Backbone(nn.Module):
         objective: Callable[[Any], Result],
         continues: tuple[int, ...] = (),
     ) -> Result:
+        if self.context is not None:
+            return self._split(tokens_T, positions_T, lengths, predict_N, targets_N, objective, continues)
         hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
         return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
+
+    def _split(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        lengths: tuple[int, ...],
+        predict_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        objective: Callable[[Any], Result],
+        continues: tuple[int, ...],
+    ) -> Result:
+        """As `forward`, with this rank's part of the tokens; all ranks of the group get the same result."""
+        assert self.context is not None and shares_prompts(self.attention)
+        inner = FUSED if self.attention == "fused" else SEGMENTS
+        split = Split.of(self.context, lengths, continues, predict_N, inner)
+        output = self._run(
+            input_ids=split.own(tokens_T)[None], position_ids=split.own(positions_T)[None], split=split
+        )
+        at_M, own_M = (x.to(tokens_T.device) for x in (split.wanted.at_M, split.wanted.own_M))
+        hidden_MD = output.last_hidden_state[0].index_select(0, at_M)
+        return objective(self.head(hidden_MD, targets_N[own_M], split))
 
     def hidden_states(
         self,
@@ -102,5 +129,8 @@ class Backbone(nn.Module):
         if self.balance is None or not (self.training and torch.is_grad_enabled()):
             return self.pretrained.base_model(use_cache=False, **inputs)
         output = self.pretrained.base_model(use_cache=False, output_router_logits=True, **inputs)
-        self.imbalance = self.balance(output.router_logits, inputs.get("attention_mask"))
+        logits, split = output.router_logits, inputs.get("split")
+        if split is not None:
+            logits = tuple(split.of_tokens(layer_LE) for layer_LE in logits)
+        self.imbalance = self.balance(logits, inputs.get("attention_mask"))
         return output

@@ -5,13 +5,16 @@ N: loss-bearing tokens, D: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from isotrain.models.backbone import Backbone
 from isotrain.models.chunks import LogpsAndEntropies, NllShare
+from isotrain.models.context import Split
 from isotrain.models.fused import NONE_FUSED, Fused
 
 
@@ -23,6 +26,8 @@ class TokenHead:
     weight_VD: torch.Tensor
     targets_N: torch.Tensor
     chunk: int
+    split: Split | None = None
+    """Where other ranks have some of the positions: what these are for all is then gathered."""
 
     def nll_share(self, loss_tokens: int) -> torch.Tensor:
         """These tokens' share of the mean negative log-likelihood over `loss_tokens` tokens.
@@ -34,7 +39,7 @@ class TokenHead:
         share: torch.Tensor = NllShare.apply(  # type: ignore[no-untyped-call]
             self.hidden_ND, self.weight_VD, self.targets_N, loss_tokens, self.chunk
         )
-        return share
+        return share if self.split is None else self.split.summed(share)
 
     def logps(self, temperature: float = 1.0) -> torch.Tensor:
         """The targets' log-probs, float32; the logits are computed again in the backward pass."""
@@ -51,7 +56,14 @@ class TokenHead:
         logp_N, entropy_N = LogpsAndEntropies.apply(  # type: ignore[no-untyped-call]
             self.hidden_ND, self.weight_VD, self.targets_N, self.chunk, temperature, entropies
         )
-        return logp_N, entropy_N
+        return self._whole(logp_N), self._whole(entropy_N) if entropies else entropy_N
+
+    def logits_of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Of some tokens of the vocabulary alone, one column each."""
+        return self._whole(F.linear(self.hidden_ND, self.weight_VD[list(tokens)]))
+
+    def _whole(self, values_N: torch.Tensor) -> torch.Tensor:
+        return values_N if self.split is None else self.split.of_wanted(values_N)
 
 
 class PackedModel(Backbone):
@@ -61,6 +73,6 @@ class PackedModel(Backbone):
         super().__init__(causal_lm, attention, fused)
         self.logits_chunk = logits_chunk
 
-    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> TokenHead:
+    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, split: Split | None = None) -> TokenHead:
         weight_VD = self.pretrained.get_output_embeddings().weight
-        return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk)
+        return TokenHead(hidden_ND, weight_VD, targets_N, self.logits_chunk, split)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isotrain.models.backbone import Backbone
+from isotrain.models.context import Split
 
 # The head in Hugging Face's layout of sequence and token classifiers; the latter's has a bias.
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
@@ -24,6 +25,8 @@ class ScalarHead:
     hidden_ND: torch.Tensor
     weight_KD: torch.Tensor
     bias_K: torch.Tensor | None = None
+    split: Split | None = None
+    """Where other ranks have some of the positions: the numbers of all are then gathered."""
 
     def values(self) -> torch.Tensor:
         """The one number of each position."""
@@ -33,13 +36,15 @@ class ScalarHead:
         """In float32, also the product: a narrower type has too few digits for returns and scores."""
         bias_K = None if self.bias_K is None else self.bias_K.float()
         logits_NK: torch.Tensor = F.linear(self.hidden_ND.float(), self.weight_KD.float(), bias_K)
-        return logits_NK
+        return logits_NK if self.split is None else self.split.of_wanted(logits_NK)
 
 
 class ScalarModel(Backbone):
     """A classifier; there is nothing to predict, and the targets are not read."""
 
-    def head(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> ScalarHead:
+    def head(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, split: Split | None = None
+    ) -> ScalarHead:
         score = self.pretrained.get_submodule("score")
         assert isinstance(score, nn.Linear)
-        return ScalarHead(hidden_ND, score.weight, score.bias)
+        return ScalarHead(hidden_ND, score.weight, score.bias, split)

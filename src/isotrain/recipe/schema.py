@@ -15,6 +15,29 @@ ONLINE = "online algorithms"
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+class MeshSection(Section):
+    affects: ClassVar[Affects] = Affects.EXECUTION
+
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the weights. Each is sharded over `ranks / replicas` neighbouring ranks; gradients are summed
+    over the copies. More copies need more memory per device, and less traffic between machines."""
+    context: int = Field(default=1, ge=1)
+    """Neighbouring ranks that compute each micro-batch together, each a part of its tokens. A micro-batch
+    then needs that much less memory per device."""
+    context_attention: Literal["auto", "ulysses", "ring"] = "auto"
+    """How those ranks compute attention: `ulysses` splits heads, `ring` passes keys and values around,
+    `auto` splits the heads as far as their number allows and forms rings of the rest."""
+
+    def problem(self, ranks: int) -> str | None:
+        """Why so many ranks do not form this mesh."""
+        if ranks % (self.replicas * self.context):
+            return (
+                f"device.mesh: {ranks} ranks cannot be divided by replicas ({self.replicas}) times context "
+                f"({self.context}): change one of the three"
+            )
+        return None
+
+
 class DeviceSection(Section):
     affects: ClassVar[Affects] = Affects.EXECUTION
 
@@ -23,11 +46,20 @@ class DeviceSection(Section):
     ranks: int = Field(default=1, ge=1)
     """Training processes, one device each. Online algorithms count them over all machines of the Ray cluster.
     Under `torchrun`, its world size is used instead."""
+    mesh: MeshSection = MeshSection()
+    """How the ranks divide the work; by default each has its own micro-batches and a shard of the weights."""
     determinism: Literal["off", "on", "strict"] = "off"
     """Make results identical from run to run, at some cost in speed: `on` uses deterministic kernels,
     `strict` also stops the run at an operator that has none."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak dense TFLOPS of one device in `model.dtype`, for `perf/mfu`; by default from a built-in table."""
+
+    @model_validator(mode="after")
+    def _ranks_form_the_mesh(self) -> DeviceSection:
+        problem = self.mesh.problem(self.ranks)
+        if problem and self.ranks > 1:  # one may be torchrun's, which sets another number
+            raise ValueError(problem)
+        return self
 
 
 class LoraSection(Section):
@@ -85,7 +117,8 @@ class DataSection(Section):
     batch_size: Annotated[int, Affects.RESPONSES] = Field(default=256, ge=1)
     """Samples per step, over all ranks; for online algorithms, prompts."""
     tokens_per_micro_batch: Annotated[int, Affects.PACKING] = Field(default=16384, ge=2)
-    """Token budget of one packed micro-batch on one device; must hold the longest sample."""
+    """Token budget of one packed micro-batch; must hold the longest sample. A micro-batch is on one device,
+    or on `device.mesh.context` devices together."""
     shuffle: bool = True
     """Visit the rows in a new random order in each epoch."""
 
@@ -231,6 +264,18 @@ class Recipe(Section):
             problems = "\n".join(broken_rules(self, algorithm, rollout, reward))
             if problems:
                 raise ValueError(problems)
+        return self
+
+    @model_validator(mode="after")
+    def _layers_see_whole_samples(self) -> Recipe:
+        traced = (
+            "layer_trace" if self.observe.layer_trace else "operators" if self.observe.operators else None
+        )
+        if traced and self.device.mesh.context > 1:
+            raise ValueError(
+                f"observe.{traced} records whole micro-batches, which device.mesh.context "
+                f"({self.device.mesh.context}) splits: remove one of the two"
+            )
         return self
 
     @model_validator(mode="after")

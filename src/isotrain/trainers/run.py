@@ -37,7 +37,7 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
     """This rank's part of a supervised run."""
     preemption = preemption or Preemption()
     device = choose_device(recipe.device.type)
-    with join_world(device) as world:
+    with join_world(device, shape=recipe.device.mesh) as world:
         make_deterministic(recipe.device.determinism)
         # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
         device.seed(recipe.seed + world.rank)

@@ -55,8 +55,8 @@ def _loader(
         store,
         sampler,
         data.tokens_per_micro_batch,
-        world.rank,
-        world.size,
+        world.data_rank,
+        world.data_ranks,
         share_prompts=_pairs_share_prompts(recipe, device),
         longest=data.max_length if isinstance(recipe.algorithm, KtoSection) else None,
     )
@@ -66,7 +66,9 @@ def _pairs_share_prompts(recipe: Recipe, device: Device) -> bool:
     """Whether both samples of a pair can store their prompt once."""
     if not isinstance(recipe.algorithm, DpoSection | RmSection):
         return False
-    return shares_prompts(choose_attention(model_directory(recipe.model.path), recipe.model, device))
+    return shares_prompts(
+        choose_attention(model_directory(recipe.model.path), recipe.model, device, recipe.device.mesh.context)
+    )
 
 
 def preference_encoder(

@@ -15,7 +15,7 @@ from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule
-from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
+from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
 from isotrain.observe.console import Console
@@ -149,7 +149,7 @@ class SupervisedTrainer:
             "skipped": self.skipped,
             "updates": optimizer_updates(self.engine),
         }
-        shards = engine_shards(self.engine) | generator_shards(self.device)
+        shards = saved_shards(self.engine) | generator_shards(self.device)
         self.writer.save(step, shards, host_generators(), state)
         self.saves.saved(time.perf_counter() - started)
 

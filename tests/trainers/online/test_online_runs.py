@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isotrain.data.prepare.tiny_reward import score
 from isotrain.data.record import read_trajectories
 from isotrain.observe.metrics import read_metrics
-from isotrain.recipe.schema import Recipe
+from isotrain.recipe.schema import MeshSection, Recipe
 from support import stable_metrics
 
 pytestmark = pytest.mark.ray
@@ -136,12 +136,15 @@ def test_every_draw_is_learnt_from_once(whole: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("on", ["cpu", "npu"])
-def test_two_ranks_do_what_one_does(tiny: Path, work: Path, whole: Path, on: str) -> None:
+def test_two_ranks_do_what_one_does(tiny: Path, work: Path, whole: Path, on: str, context: int) -> None:
     """On the simulated device, the cluster has NPUs, ranks exchange over hccl, and masks are Ascend's."""
-    recipe = saving(tiny, work / f"two-{on}", on)
+    name = f"two-{on}-{context}"
+    recipe = saving(tiny, work / name, on)
+    over_two = {"ranks": 2, "mesh": MeshSection(context=context)}
     two = run_online(
-        recipe.model_copy(update={"device": recipe.device.model_copy(update={"ranks": 2})}), work, f"two-{on}"
+        recipe.model_copy(update={"device": recipe.device.model_copy(update=over_two)}), work, name
     )
     names = [
         "critic/rewards/mean",

@@ -201,6 +201,7 @@ def _settings(
         mini_batch_size=mini_batch_size,
         budget=data.tokens_per_micro_batch,
         share_prompts=described.shares_prompts,
+        context=recipe.device.mesh.context,
         devices=devices,
         estimation=advantage_settings(algorithm),
         several_updates=updates > 1,

@@ -59,7 +59,7 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
     """Join the other ranks (left again when `stack` closes) and load all models that the recipe needs."""
     assert recipe.reward is not None
     device = choose_device(recipe.device.type)
-    world = stack.enter_context(join_world(device, store))
+    world = stack.enter_context(join_world(device, store, recipe.device.mesh))
     make_deterministic(recipe.device.determinism)
     device.seed(recipe.seed + world.rank)
     common: dict[str, Any] = {"device": device, "world": world}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +61,8 @@ from isotrain.trainers.setup import VALIDATION
 # Timeout of the current checkpoint when the run ends with an error: if a rank died, its part may never come.
 WRITING_SECONDS, WRITING_SECONDS_AFTER_A_DEATH, WRITING_SECONDS_WHEN_OVERDUE = 300.0, 5.0, 1.0
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class LoopSettings:
@@ -76,6 +78,8 @@ class LoopSettings:
     budget: int
     share_prompts: bool
     """Whether the ranks compute a prompt once for all responses to it that they have."""
+    context: int
+    """Ranks that compute the same trajectories together."""
     devices: int
     estimation: AdvantageSettings
     several_updates: bool
@@ -212,15 +216,32 @@ class OnlineTrainer:
         settings = self.settings
         while True:
             plan = plan_step(
-                groups, groups_per_mini_batch, settings.budget, len(self.ranks), settings.share_prompts
+                groups, groups_per_mini_batch, settings.budget, self._data_ranks, settings.share_prompts
             )
-            lost = self.ranks.call_each(PolicyRank.load, plan.ranks)
-            gone = {plan.ranks[r].groups[i][0] for r, numbers in enumerate(lost) for i in numbers}
+            lost = self.ranks.call_each(PolicyRank.load, self._to_all(plan.ranks))
+            gone = {
+                own.groups[i][0]
+                for own, numbers in zip(self._to_all(plan.ranks), lost, strict=True)
+                for i in numbers
+            }
             if not gone:
                 return groups, plan
             # Trajectories die with the process that put them: their draws are generated once more.
             self.recorder.console.message(f"warning: {len(gone)} lost group(s) will be generated again")
             groups = again(groups, gone)
+
+    @property
+    def _data_ranks(self) -> int:
+        """Over how many ranks, or groups of ranks that have the same ones, trajectories are divided."""
+        return len(self.ranks) // self.settings.context
+
+    def _to_all(self, of_groups: Sequence[T]) -> list[T]:
+        """What each group of ranks gets, for each of its ranks."""
+        return [own for own in of_groups for _ in range(self.settings.context)]
+
+    def _once(self, of_ranks: Sequence[T]) -> list[T]:
+        """Results that the ranks of a group have in common, once for each group."""
+        return list(of_ranks[:: self.settings.context])
 
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
@@ -232,7 +253,7 @@ class OnlineTrainer:
         old_logps = settings.several_updates or settings.kl_in_reward or warming
         kl_R, mean_kl = np.zeros_like(scores_R), 0.0
         if settings.kl_in_reward:
-            kl_R, mean_kl = _penalties(ranks.call(PolicyRank.prepare, old_logps), len(scores_R))
+            kl_R, mean_kl = _penalties(self._once(ranks.call(PolicyRank.prepare, old_logps)), len(scores_R))
         shaped_R = scores_R + self._length_shaping(batch)
         rewards_R = shaped_R - self.kl.coefficient * kl_R
         with timed(self.timing, "adv"):
@@ -244,10 +265,11 @@ class OnlineTrainer:
             PolicyRank.learn,
             [
                 RankStep(own, self.schedule(step), critic_lr, old_logps, not warming, record)
-                for own, record in zip(given, records, strict=True)
+                for own, record in zip(self._to_all(given), records, strict=True)
             ],
         )
         self._hear(reports)
+        reports = self._once(reports)
         values = step_metrics(batch.groups, scores_R, rewards_R, step - 1, failures)
         values |= model_scores | advantage_metrics([report.advantages for report in reports])
         values |= reports[0].metrics
@@ -276,12 +298,14 @@ class OnlineTrainer:
     ) -> Sequence[RankRecord | None]:
         """What each rank writes down of its trajectories, if the run is recorded."""
         if self.settings.record is None:
-            return [None] * len(given)
+            return [None] * len(self.ranks)
         where, others = str(self.settings.record), batch.others.as_counts()
         marks = plan.split(_marks(batch, rewards_R))
+        nothing = [None] * (self.settings.context - 1)
         return [
-            RankRecord(where, step, own, scored.advantages, others)
+            record
             for own, scored in zip(marks, given, strict=True)
+            for record in (RankRecord(where, step, own, scored.advantages, others), *nothing)
         ]
 
     def _scores(self, groups: Sequence[Group]) -> Scored:
@@ -289,7 +313,7 @@ class OnlineTrainer:
         settings, model_scores = self.settings, {}
         for name in settings.reward_models:
             with timed(self.timing, "reward_model"):
-                told = self.ranks.call(PolicyRank.reward_model_scores, name)
+                told = self._once(self.ranks.call(PolicyRank.reward_model_scores, name))
             model_scores[name] = np.empty(sum(map(len, told)))
             for part in told:
                 model_scores[name][list(part)] = list(part.values())
@@ -307,8 +331,8 @@ class OnlineTrainer:
     ) -> list[RankScores]:
         """For each rank: scores, and advantages where a whole group is needed to tell them."""
         estimation = self.settings.estimation
-        advantages: Sequence[dict[int, float] | None] = [None] * len(self.ranks)
-        greedy: Sequence[dict[int, float] | None] = [None] * len(self.ranks)
+        advantages: Sequence[dict[int, float] | None] = [None] * self._data_ranks
+        greedy: Sequence[dict[int, float] | None] = [None] * self._data_ranks
         if estimation.estimator.per == "trajectory":
             group_R = torch.tensor([number for number, g in enumerate(batch.groups) for _ in g.scores])
             advantages_R = estimation.estimator.function(
@@ -322,7 +346,7 @@ class OnlineTrainer:
         scores = plan.split(scores_R.tolist())
         return [
             RankScores(scores[rank], advantages[rank], greedy[rank], self.kl.coefficient)
-            for rank in range(len(self.ranks))
+            for rank in range(self._data_ranks)
         ]
 
     def send_weights(self, version: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.operator_errors import operators_compared
 from isotrain.engine.score_tests.recorder import ScoreTests
-from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates, restore
+from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
 from isotrain.errors import CheckpointError
@@ -310,7 +310,7 @@ class PolicyRank:
         )
         critic = None if self.models.critic is None else critic_moments(micros)
         if self.estimation.estimator.whiten:
-            whiten_all(micros, self.estimation, self.world.sum)
+            whiten_all(micros, self.estimation, self.world.total)
         names = ["advantages", "returns"] + (["values"] if self.models.critic is not None else [])
         spans = {
             name: join_spans(span(getattr(m, f"{name}_N"), m.batch.mask_N) for m in micros) for name in names
@@ -445,9 +445,9 @@ class PolicyRank:
         marks, advantages = given.marks, given.advantages
         own = [i for micro in self.micros for i in micro.batch.index]
         write_trajectories(
-            step_file(Path(given.directory), given.step, self.world.rank),
+            step_file(Path(given.directory), given.step, self.world.data_rank),
             [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in own],
-            self.world.size,
+            self.world.data_ranks,
             given.others,
         )
 
@@ -457,9 +457,9 @@ class PolicyRank:
 
     def save(self, step: int, state: RunState) -> str | None:
         """From the device, or from host memory while the models are there; tells how earlier saves failed."""
-        shards = engine_shards(self.policy) | generator_shards(self.device)
+        shards = saved_shards(self.policy) | generator_shards(self.device)
         if self.models.critic is not None:
-            shards |= engine_shards(self.models.critic, prefix="critic/")
+            shards |= saved_shards(self.models.critic, prefix="critic/")
         told = {**asdict(state), "updates": optimizer_updates(self.policy)}
         if self.models.critic is not None:
             told["critic/updates"] = optimizer_updates(self.models.critic)

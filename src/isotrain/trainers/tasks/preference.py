@@ -55,7 +55,7 @@ class PreferenceTask:
                 shares.update(
                     {"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}}
                 )
-            for name, total in zip(shares, self.engine.world.sum(list(shares.values())), strict=True):
+            for name, total in zip(shares, self.engine.world.total(list(shares.values())), strict=True):
                 totals[name] = totals.get(name, 0.0) + total * self.size(data)
             weight += self.size(data)
         return self.metrics({name: total / weight for name, total in totals.items()})
@@ -79,7 +79,7 @@ class KtoWork:
         policy = response_logps(self.engine, data.mismatched)
         reference = self.reference(data.mismatched)
         own = sum((p - r).sum().item() for p, r in zip(policy, reference, strict=True))
-        return reference_point(self.engine.world.sum([own])[0], data.items)
+        return reference_point(self.engine.world.total([own])[0], data.items)
 
     def _objective(self, batch: MicroBatch, ref_logp_S: torch.Tensor, kl: float, responses: int) -> Objective:
         def objective(head: TokenHead) -> Loss:

@@ -133,5 +133,5 @@ def _compute(engine: TrainingEngine, loader: BatchLoader, numbers: Sequence[int]
     fill(data.batches, loader.own_columns)
     if data.mismatched:
         fill(data.mismatched, MISMATCHED)
-    total = engine.world.sum(own_IC.reshape(-1).tolist())
+    total = engine.world.total(own_IC.reshape(-1).tolist())
     return np.array(total, np.float32).reshape(own_IC.shape)

@@ -1,0 +1,113 @@
+"""Micro-batches whose tokens are split over ranks give what one rank gives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import context_ranks
+import npusim
+import pytest
+import torch
+from context_ranks import CASES
+from jobs import Tensors, results
+from transformers import MistralConfig, MistralForCausalLM
+
+from isotrain.data.prepare.tiny import make_tiny
+
+Run = Callable[..., list[Tensors]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    make_tiny(path / "tiny")
+    make_tiny(path / "mixture", architecture="qwen3_moe")
+    config = MistralConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=5,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(path / "windowed" / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    def run(device: str, ranks: int, context: int, replicas: int = 1, *only: str) -> list[Tensors]:
+        out = tmp_path_factory.mktemp("context")
+        shape = [str(context), str(replicas)]
+        command = [sys.executable, context_ranks.__file__, device, str(models), str(out), *shape, *only]
+        npusim.run_ranks(command, ranks, timeout=600)
+        return results(out, ranks)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(run: Run) -> Tensors:
+    (found,) = run("cpu", 1, 1)
+    return found
+
+
+def check(found: Tensors, alone: Tensors, kind: str, cases: list[str]) -> None:
+    for case in cases:
+        numbers, expected = found[f"{kind}/{case}/numbers"], alone[f"auto/{case}/numbers"]
+        assert expected[0, 0] - expected[-1, 0] > 0.1, "nothing is learnt, so nothing would be compared"
+        difference = numbers[:, 0] - expected[:, 0]
+        assert difference.abs().max() <= 1e-5, (kind, case)
+        assert difference.mean().abs() <= 1e-6, (kind, case)
+        torch.testing.assert_close(numbers, expected, rtol=1e-3, atol=1e-4)
+        prefix = f"{kind}/{case}/"
+        names = [name for name in found if name.startswith(prefix) and not name.endswith("/numbers")]
+        assert names
+        for name in names:
+            torch.testing.assert_close(
+                found[name], alone[f"auto/{name.removeprefix(f'{kind}/')}"], rtol=1e-3, atol=2e-4
+            )
+
+
+SOME = ["shared prompts", "critic", "window over shared prompts"]
+OTHERS = [case for case in CASES if case not in SOME]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("device", "cases"),
+    [
+        ("cpu", ["sft", "mixture", *SOME]),
+        ("npu", ["adapters", *SOME]),
+        *(pytest.param(device, OTHERS, marks=pytest.mark.slow) for device in ("cpu", "npu")),
+    ],
+)
+def test_two_ranks(run: Run, alone: Tensors, device: str, cases: list[str]) -> None:
+    first, second = run(device, 2, 2, 1, *cases)
+    for kind in ("ulysses", "ring"):
+        check(first, alone, kind, cases)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_four_ranks(run: Run, alone: Tensors, device: str) -> None:
+    """Heads over two ranks and rings of two where heads are few, rings of four, two groups of two."""
+    for found in run(device, 4, 4):
+        for kind in ("auto", "ring"):
+            check(found, alone, kind, list(CASES))
+    for found in run(device, 4, 2):
+        for kind in ("ulysses", "ring"):
+            check(found, alone, kind, list(CASES))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_copies_of_the_weights(run: Run, alone: Tensors, device: str) -> None:
+    for found in run(device, 2, 1, 2, "policy", "adapters"):
+        check(found, alone, "auto", ["policy", "adapters"])
