@@ -67,6 +67,7 @@ def trainer(
         mini_batch_size=2,
         budget=64,
         share_prompts=False,
+        context=1,
         colocated=False,
         reward_models=reward_models or {},
         failed_score=0.0,

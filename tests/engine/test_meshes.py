@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import context_ranks
+import mesh_ranks
 import npusim
 import pytest
 import torch
-from context_ranks import CASES
 from jobs import Tensors, results
+from mesh_ranks import CASES
+from safetensors.torch import load_file
 from transformers import MistralConfig, MistralForCausalLM
 
 from isotrain.data.prepare.tiny import make_tiny
+from isotrain.engine.checkpoint.reader import CheckpointReader
 
 Run = Callable[..., list[Tensors]]
 
@@ -41,10 +43,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def run(device: str, ranks: int, context: int, replicas: int = 1, *only: str) -> list[Tensors]:
-        out = tmp_path_factory.mktemp("context")
+    def run(
+        device: str, ranks: int, context: int, replicas: int = 1, *only: str, out: Path | None = None
+    ) -> list[Tensors]:
+        out = out or tmp_path_factory.mktemp("context")
         shape = [str(context), str(replicas)]
-        command = [sys.executable, context_ranks.__file__, device, str(models), str(out), *shape, *only]
+        command = [sys.executable, mesh_ranks.__file__, device, str(models), str(out), *shape, *only]
         npusim.run_ranks(command, ranks, timeout=600)
         return results(out, ranks)
 
@@ -108,6 +112,15 @@ def test_four_ranks(run: Run, alone: Tensors, device: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("device", ["cpu", "npu"])
-def test_copies_of_the_weights(run: Run, alone: Tensors, device: str) -> None:
-    for found in run(device, 2, 1, 2, "policy", "adapters"):
+def test_copies_of_the_weights(run: Run, alone: Tensors, device: str, tmp_path: Path) -> None:
+    """One is saved, as if there were no others; the ranks check that all of them resume from it."""
+    for found in run(device, 2, 1, 2, "policy", "adapters", out=tmp_path):
         check(found, alone, "auto", ["policy", "adapters"])
+    (saved,) = (tmp_path / "checkpoints" / "all").glob("step-*")
+    first, second = (load_file(file) for file in sorted(saved.glob("*.safetensors")))
+    assert all(name.startswith("generator/") for name in second) and len(first) > len(second)
+    reader = CheckpointReader(saved)
+    weights = {name.removeprefix("auto/policy/"): t for name, t in found.items() if "/policy/model." in name}
+    assert weights
+    for name, expected in weights.items():
+        assert torch.equal(reader.whole(f"weights/pretrained.{name}"), expected)

@@ -1,4 +1,4 @@
-"""Training over a mesh: `python context_ranks.py DEVICE MODELS OUT CONTEXT REPLICAS [CASE ...]`.
+"""Training over a mesh: `python mesh_ranks.py DEVICE MODELS OUT CONTEXT REPLICAS [CASE ...]`.
 
 CONTEXT 1 and REPLICAS 1 on one rank is what the others must equal.
 """
@@ -30,7 +30,17 @@ from isotrain.data.shared_prompts import pack_shared
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_critic, build_engine
+from isotrain.engine.checkpoint.reader import newest_valid
+from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import Objective, TrainingEngine
+from isotrain.engine.state import (
+    engine_shards,
+    generator_shards,
+    host_generators,
+    optimizer_updates,
+    restore,
+    saved_shards,
+)
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import World, join_world
 from isotrain.models.packed import TokenHead
@@ -78,7 +88,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def train(case: Case, models: Path, device: Device, world: World) -> Tensors:
+def train(case: Case, models: Path, out: Path, device: Device, world: World) -> Tensors:
     name, batches, objective, options = case
     section = ModelSection.model_validate(
         {"path": str(models / name / "model"), "dtype": "float32", "logits_chunk": 16, **options}
@@ -92,7 +102,27 @@ def train(case: Case, models: Path, device: Device, world: World) -> Tensors:
     found = {"numbers": numbers(updates(engine, objective, own, STEPS))}
     if objective is policy_objective and world.data_ranks == 1:
         found["logps"] = torch.cat(engine.infer(batches, TokenHead.logps)).cpu()
+    if world.shape.replicas > 1:
+        save(engine, device, world, out / "checkpoints" / ("adapters" if section.lora.rank else "all"))
     return found | {name: t.cpu() for name, t in full_weights(engine, torch.float32)}
+
+
+def save(engine: TrainingEngine, device: Device, world: World, root: Path) -> None:
+    writer = CheckpointWriter(root, world.rank, world.size, keep=1)
+    world.barrier()  # the first rank's writer clears the place before anyone writes
+    shards = saved_shards(engine) | generator_shards(device)
+    writer.save(STEPS, shards, host_generators(), {"updates": optimizer_updates(engine)})
+    writer.wait()
+    assert writer.failure() is None
+    # Back from what was saved, each copy from the first one's files.
+    before = {name: shard.local.clone() for name, shard in engine_shards(engine).items()}
+    for shard in engine_shards(engine).values():
+        shard.local.zero_()
+    world.barrier()
+    reader, complaints = newest_valid(root, world)
+    assert reader is not None and not complaints
+    restore(engine, device, reader)
+    assert all(torch.equal(before[name], shard.local) for name, shard in engine_shards(engine).items())
 
 
 def main(device_type: str, models: Path, out: Path, context: int, replicas: int, only: list[str]) -> None:
@@ -104,7 +134,7 @@ def main(device_type: str, models: Path, out: Path, context: int, replicas: int,
         for kind in kinds:
             as_kind = replace(world, shape=shape.model_copy(update={"context_attention": kind}))
             for name in only or CASES:
-                found = train(CASES[name], models, device, as_kind)
+                found = train(CASES[name], models, out, device, as_kind)
                 results |= {f"{kind}/{name}/{key}": tensor.contiguous() for key, tensor in found.items()}
         save_file({name: tensor.clone() for name, tensor in results.items()}, result_file(out, world.rank))
 

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from isotrain.recipe.schema import DeviceSection, MeshSection
+from support import tiny_recipe
+
+
+@pytest.mark.parametrize("mesh", [{"context": 3}, {"replicas": 4}, {"context": 2, "replicas": 2}])
+def test_ranks_that_do_not_form_the_mesh(mesh: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"device\.mesh: 2 ranks cannot be divided .* change one"):
+        DeviceSection(ranks=2, mesh=MeshSection(**mesh))
+
+
+def test_one_rank_may_be_one_of_torchruns() -> None:
+    assert DeviceSection(mesh=MeshSection(context=2)).mesh.problem(1)
+    assert DeviceSection(mesh=MeshSection(context=2, replicas=2)).mesh.problem(8) is None
+
+
+@pytest.mark.parametrize("traced", [{"layer_trace": 1}, {"operators": True}])
+def test_traces_need_whole_micro_batches(tmp_path: Path, traced: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"device\.mesh\.context \(2\) splits: remove one"):
+        tiny_recipe(tmp_path, tmp_path, "cpu", device={"ranks": 2, "mesh": {"context": 2}}, observe=traced)
