@@ -8,8 +8,8 @@ tokens correct for their age. What is learnt must be the same: `rewards` are mea
 Four sides, each in turns with different seeds. `on-policy`, `staleness 1` and `in flight` (staleness 2, with
 weight updates that do not wait for responses) differ in nothing else: engine and rank are placed separately,
 with a core each. `ratio` is the median of the time of all steps on-policy over that with staleness 1,
-`ratio_in_flight` over that in flight. `on-policy, colocated` is what a user without staleness would run: engine
-and rank take turns on all cores; `ratio_colocated` compares it with staleness 1.
+`ratio_in_flight` over that in flight. `on-policy, colocated` is what a user without staleness would run:
+engine and rank take turns on all cores; `ratio_colocated` compares it with staleness 1.
 
 Lengths: a random model hardly ever ends a response. So it is first taught, with SFT, to answer with random
 digits and capitals, most of the responses short and some long (a log-normal distribution), and learns from

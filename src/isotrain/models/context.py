@@ -27,6 +27,9 @@ from isotrain.models.ring_blocks import RingTokens
 
 CONTEXT = "isotrain_context"
 
+# Newer versions of torch warn of the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass(frozen=True)
 class ContextGroup:
@@ -232,7 +235,7 @@ class _Gather(torch.autograd.Function):
         ctx.first, ctx.count, ctx.rows = place.index * longest, len(own), place.size * longest
         padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
         everyones = own.new_empty(ctx.rows, *own.shape[1:])
-        dist.all_gather_into_tensor(everyones, padded, group=group)
+        _all_gather(everyones, padded, group=group)
         return everyones[room]
 
     @staticmethod
