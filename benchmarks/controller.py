@@ -129,6 +129,7 @@ class Controller:
         self.trainer: Any = SimpleNamespace(
             settings=SimpleNamespace(estimation=estimation, reward_models={}, failed_score=0.0),
             ranks=range(step.ranks),
+            _data_ranks=step.ranks,
             kl=SimpleNamespace(coefficient=0.0),
         )
 

@@ -21,7 +21,10 @@ def test_one_rank_may_be_one_of_torchruns() -> None:
     assert DeviceSection(mesh=MeshSection(context=2, replicas=2)).mesh.problem(8) is None
 
 
+@pytest.mark.parametrize("mesh", [{"context": 2}, {"replicas": 2}])
 @pytest.mark.parametrize("traced", [{"layer_trace": 1}, {"operators": True}])
-def test_traces_need_whole_micro_batches(tmp_path: Path, traced: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"device\.mesh\.context \(2\) splits: remove one"):
-        tiny_recipe(tmp_path, tmp_path, "cpu", device={"ranks": 2, "mesh": {"context": 2}}, observe=traced)
+def test_traces_need_whole_micro_batches(
+    tmp_path: Path, traced: dict[str, Any], mesh: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError, match=r"whole micro-batches .* remove it, or set"):
+        tiny_recipe(tmp_path, tmp_path, "cpu", device={"ranks": 2, "mesh": mesh}, observe=traced)

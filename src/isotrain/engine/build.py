@@ -265,6 +265,10 @@ def split_context(packed: Backbone, world: World) -> None:
     heads = head_ranks(mesh.context, query_heads, key_heads, mesh.context_attention)
     packed.context = world.context_group(heads)
     packed.pretrained.set_attn_implementation(CONTEXT)
+    if config._attn_implementation != CONTEXT:  # transformers only warns, and each rank would be by itself
+        raise ModelError(
+            f"device.mesh.context: attention of model type '{config.model_type}' cannot be split; set it to 1"
+        )
 
 
 def _engine(packed: Backbone, optimizer: OptimizerSection, device: Device, world: World) -> TrainingEngine:

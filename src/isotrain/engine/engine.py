@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import get_total_norm
 
 from isotrain.data.packing import PackedBatch
@@ -76,7 +77,10 @@ class TrainingEngine(InferenceModel):
         total, sums = self._zero(), dict[str, torch.Tensor]()
         balance, imbalance = self.model.balance, self._zero()
         tokens = self._real_tokens([batch for batch, _ in work]) if balance else 1
-        for batch, objective in work:
+        for number, (batch, objective) in enumerate(work, start=1):
+            if self.world.shape.replicas > 1 and isinstance(self.model, FSDPModule):
+                # Between machines, gradients travel once.
+                self.model.set_requires_all_reduce(number == len(work))
             share, metrics = self.forward(batch, objective)
             if balance is not None and self.model.imbalance is not None:
                 own = self.model.imbalance * (_real_tokens(batch) / tokens)
@@ -137,8 +141,9 @@ class TrainingEngine(InferenceModel):
         norm = get_total_norm(grads)
         if self.world.size > 1:
             squares = norm.square()
-            dist.all_reduce(squares, group=self.world.shard_group)
-            norm = squares.sqrt()
+            # Over all copies of the weights, in one sum: they must not differ in a digit, nor in a decision.
+            dist.all_reduce(squares)
+            norm = (squares / self.world.shape.replicas).sqrt()
         if self.max_grad_norm > 0:
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(grads, factor)

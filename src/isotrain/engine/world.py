@@ -75,25 +75,23 @@ class World:
         return self.size // self.context
 
     @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one copy of the weights; None stands for all."""
-        return self.mesh["shard"].get_group() if self.mesh.ndim > 1 else None
-
-    @property
     def first_copy_rank(self) -> int:
         """The rank with the same shards in the first copy of the weights, which is the one that is saved."""
         return self.rank % (self.size // self.shape.replicas)
 
     def context_group(self, heads: int) -> ContextGroup:
-        """This rank's, of which `heads` neighbours split heads; all ranks must call it in the same order."""
+        """This rank's, of which `heads` neighbours split heads; its ranks must ask in the same order."""
         if heads not in self._context_groups:
-            shape = (self.data_ranks, self.context // heads, heads)
-            names = ("data", "ring", "heads")
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            own = ContextRank(heads, shape[1], self.rank % self.context)
-            together = mesh["ring", "heads"]._flatten("context")
+            own = ContextRank(heads, self.context // heads, self.rank % self.context)
+            first = self.rank - own.index
+            together = range(first, first + self.context)
+            part = own.index // heads * heads
+            everyone = _group_of(together)
             self._context_groups[heads] = ContextGroup(
-                own, together.get_group(), mesh["heads"].get_group(), mesh["ring"].get_group()
+                own,
+                everyone,
+                everyone if own.ring == 1 else _group_of(together[part : part + heads]),
+                everyone if heads == 1 else _group_of(together[own.index % heads :: heads]),
             )
         return self._context_groups[heads]
 
@@ -152,6 +150,12 @@ class World:
         if self.sum([float(own not in (None, found))]) != [0.0]:
             raise LaunchError(complaint)
         return found
+
+
+def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Only its members take part in making it: all ranks making all groups would not end at a thousand."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
 
 
 def _mesh(device: Device, size: int, shape: MeshSection) -> DeviceMesh:

@@ -35,11 +35,12 @@ def attend(
         return out[0], lse[0]
     out_HQD = torch.empty(query_HQD.shape, dtype=torch.float32, device=query_HQD.device)
     lse_HQ = torch.empty(query_HQD.shape[:2], dtype=torch.float32, device=query_HQD.device)
+    value_HKD = value_HKD.float()
     for part, scores_HCK in _scores(query_HQD, key_HKD, block, scale, window):
         lse_HQ[:, part] = scores_HCK.logsumexp(-1)
         # A query that sees none of the keys has no softmax, and adds nothing.
         share_HCK = scores_HCK.sub_(lse_HQ[:, part, None]).exp_().nan_to_num_(0.0)
-        out_HQD[:, part] = share_HCK @ value_HKD.float()
+        out_HQD[:, part] = share_HCK @ value_HKD
     return out_HQD, lse_HQ
 
 

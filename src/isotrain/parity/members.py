@@ -23,9 +23,10 @@ def member_settings(recipe: Recipe, count: int, *, ranks: bool) -> list[tuple[st
     longest = data.max_length * (2 if isinstance(recipe.algorithm, DpoSection | RmSection) else 1)
     smaller = max(longest, data.tokens_per_micro_batch // _PARTS)
     split = (f"{SPLIT}={smaller}",) if smaller < data.tokens_per_micro_batch else ()
-    attention = (
-        ("model.attention=padded",) if recipe.model.attention != "padded" else ("model.attention=sdpa",)
-    )
+    other = "sdpa" if recipe.model.attention == "padded" else "padded"
+    attention = (f"model.attention={other}",)
+    if recipe.device.mesh.context > 1:  # which cannot be padded
+        attention = ("device.mesh.context_attention=ring",)
     two_ranks = ("device.ranks=2",) if ranks and recipe.device.ranks == 1 else ()
     ways = cycle([(), attention, split, (*attention, *split, *two_ranks)])
     return [(f"{PERTURBATION}={number}", *way) for number, way in enumerate(islice(ways, count), start=1)]

@@ -28,6 +28,10 @@ class MeshSection(Section):
     """How those ranks compute attention: `ulysses` splits heads, `ring` passes keys and values around,
     `auto` splits the heads as far as their number allows and forms rings of the rest."""
 
+    @property
+    def is_used(self) -> bool:
+        return self.context > 1 or self.replicas > 1
+
     def problem(self, ranks: int) -> str | None:
         """Why so many ranks do not form this mesh."""
         if ranks % (self.replicas * self.context):
@@ -267,14 +271,13 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _layers_see_whole_samples(self) -> Recipe:
-        traced = (
-            "layer_trace" if self.observe.layer_trace else "operators" if self.observe.operators else None
-        )
-        if traced and self.device.mesh.context > 1:
+    def _layers_are_whole(self) -> Recipe:
+        observe = self.observe
+        traced = "layer_trace" if observe.layer_trace else "operators" if observe.operators else None
+        if traced and self.device.mesh.is_used:
             raise ValueError(
-                f"observe.{traced} records whole micro-batches, which device.mesh.context "
-                f"({self.device.mesh.context}) splits: remove one of the two"
+                f"observe.{traced} records whole micro-batches and shards over all ranks: remove it, or set "
+                "device.mesh.context and device.mesh.replicas to 1"
             )
         return self
 

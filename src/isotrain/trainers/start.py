@@ -63,6 +63,7 @@ def record_start(
             "type": device.type,
             "name": device.name(),
             "ranks": world.size,
+            **({"mesh": mesh.model_dump(mode="json")} if (mesh := recipe.device.mesh).is_used else {}),
             "determinism": determinism.as_json(),
         }
         write_start(recipe, source, describe_environment(described, device.numerics_variables), data)

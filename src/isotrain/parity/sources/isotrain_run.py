@@ -18,7 +18,7 @@ from isotrain.recipe.difference import changes
 
 _MAX_FACTS = 64 << 20
 # What makes it another device; `rollout` is beside them in online runs.
-_OF_DEVICE = ("type", "name", "ranks", "determinism")
+_OF_DEVICE = ("type", "name", "ranks", "mesh", "determinism")
 # They hold a processor below its best instructions, which makes it another device to `parity certify`.
 INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 

@@ -93,6 +93,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
                 "type": described.device_type,
                 "name": described.device_name,
                 "ranks": len(groups.ranks),
+                **({"mesh": mesh.model_dump(mode="json")} if (mesh := recipe.device.mesh).is_used else {}),
                 "determinism": determinism.as_json(),
                 "rollout": settings,
             }

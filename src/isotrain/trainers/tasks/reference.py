@@ -117,6 +117,7 @@ def _identity(engine: TrainingEngine, loader: BatchLoader, model: Mapping[str, s
         "device": engine.world.device.type,
         "attention": engine.model.attention,
         **({"fused": list(fused)} if (fused := engine.model.fused.operators) else {}),
+        **({"ring": split.place.ring} if (split := engine.model.context) and split.place.ring > 1 else {}),
     }
 
 
