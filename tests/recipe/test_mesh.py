@@ -12,7 +12,7 @@ from support import tiny_recipe
 
 @pytest.mark.parametrize("mesh", [{"context": 3}, {"replicas": 4}, {"context": 2, "replicas": 2}])
 def test_ranks_that_do_not_form_the_mesh(mesh: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"device\.mesh: 2 ranks cannot be divided .* change one"):
+    with pytest.raises(ValidationError, match=r"device\.ranks \(2\) cannot be divided .* change one"):
         DeviceSection(ranks=2, mesh=MeshSection(**mesh))
 
 

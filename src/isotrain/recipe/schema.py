@@ -36,8 +36,8 @@ class MeshSection(Section):
         """Why so many ranks do not form this mesh."""
         if ranks % (self.replicas * self.context):
             return (
-                f"device.mesh: {ranks} ranks cannot be divided by replicas ({self.replicas}) times context "
-                f"({self.context}): change one of the three"
+                f"device.ranks ({ranks}) cannot be divided by device.mesh.replicas ({self.replicas}) times "
+                f"device.mesh.context ({self.context}): change one of the three"
             )
         return None
 
