@@ -9,7 +9,7 @@ a full disk) is started again with the same command. Some faults come while the 
 In the end, every response of every step must have been learnt from exactly once. With staleness 0, all
 metrics but times must equal those of a run without faults, bit for bit. No process, shared memory or
 temporary directory may be left. `ratio` is the share of faults that were followed by progress; `met` says
-whether all of that holds.
+whether all of that holds. Ctrl-C ends the faults early.
 
     python benchmarks/chaos.py [--kills 200] [--minutes M] [--staleness 0] [--engine hf] [--seed 0]
                                [--patience 300] [--stop-seconds 10] [--long-stop-seconds 90] [--keep DIR]
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -345,10 +345,11 @@ def main() -> None:
         chaos = Chaos(run, faults, options.patience)
         chaos.wait_for_first_steps()
         deadline = time.monotonic() + 60 * options.minutes
-        while len(chaos.made) < options.kills and time.monotonic() < deadline:
-            chaos.strike()
-            if len(chaos.made) % 10 == 0:
-                bench.report("chaos", chaos.share_recovered, goal=1.0, met=False, **chaos.counts())
+        with suppress(KeyboardInterrupt):  # the faults so far count
+            while len(chaos.made) < options.kills and time.monotonic() < deadline:
+                chaos.strike()
+                if len(chaos.made) % 10 == 0:
+                    bench.report("chaos", chaos.share_recovered, goal=1.0, met=False, **chaos.counts())
         finish(chaos, work, values, options)
 
 
