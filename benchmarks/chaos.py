@@ -218,9 +218,11 @@ class Chaos:
         code = self.run.process.poll()
         if code is None:
             return
-        if code == PREEMPTED and any(one.kind == "preemption" for one in self.made[-2:]):
+        recent = {one.kind for one in self.made[-2:]}
+        # Before it listens to signals, one just ends it: to a shell, that is 143 too.
+        if code in (PREEMPTED, -signal.SIGTERM) and "preemption" in recent:
             self.started_again["preemption"] += 1
-        elif code == 1 and "No space left" in "\n".join(self.run.tail(20)) and kind == "full disk":
+        elif code == 1 and "No space left" in "\n".join(self.run.tail(20)) and "full disk" in recent:
             self.started_again["full disk"] += 1
             if fault is not None:
                 self._undo(fault)
