@@ -1,6 +1,6 @@
-"""Training over a mesh: `python mesh_ranks.py DEVICE MODELS OUT CONTEXT REPLICAS [CASE ...]`.
+"""Training over a mesh: `python mesh_ranks.py DEVICE MODELS OUT CONTEXT REPLICAS EXPERT [CASE ...]`.
 
-CONTEXT 1 and REPLICAS 1 on one rank is what the others must equal.
+CONTEXT, REPLICAS and EXPERT 1 on one rank is what the others must equal.
 """
 
 from __future__ import annotations
@@ -98,12 +98,13 @@ def train(case: Case, models: Path, out: Path, device: Device, world: World) -> 
         if objective is critic_objective
         else build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
     )
-    own = batches if world.data_ranks == 1 else [batches[world.data_rank]]
+    own = batches if world.data_ranks == 1 else [[*batches, pack([]), pack([])][world.data_rank]]
     found = {"numbers": numbers(updates(engine, objective, own, STEPS))}
     if objective is policy_objective and world.data_ranks == 1:
         found["logps"] = torch.cat(engine.infer(batches, TokenHead.logps)).cpu()
-    if world.shape.replicas > 1:
-        save(engine, device, world, out / "checkpoints" / ("adapters" if section.lora.rank else "all"))
+    if world.shape.replicas > 1 or world.shape.expert > 1:
+        kind = world.shape.context_attention
+        save(engine, device, world, out / "checkpoints" / kind / ("adapters" if section.lora.rank else "all"))
     return found | {name: t.cpu() for name, t in full_weights(engine, torch.float32)}
 
 
@@ -125,9 +126,11 @@ def save(engine: TrainingEngine, device: Device, world: World, root: Path) -> No
     assert all(torch.equal(before[name], shard.local) for name, shard in engine_shards(engine).items())
 
 
-def main(device_type: str, models: Path, out: Path, context: int, replicas: int, only: list[str]) -> None:
+def main(
+    device_type: str, models: Path, out: Path, context: int, replicas: int, expert: int, only: list[str]
+) -> None:
     device = choose_device(device_type)
-    shape = MeshSection(context=context, replicas=replicas)
+    shape = MeshSection(context=context, replicas=replicas, expert=expert)
     kinds = ["ulysses", "ring"] if context == 2 else ["auto", "ring"] if context > 1 else ["auto"]
     results = {}
     with join_world(device, shape=shape) as world:
@@ -141,4 +144,5 @@ def main(device_type: str, models: Path, out: Path, context: int, replicas: int,
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), sys.argv[6:])
+    directories, shape = map(Path, sys.argv[2:4]), map(int, sys.argv[4:7])
+    main(sys.argv[1], *directories, *shape, sys.argv[7:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mesh_ranks
@@ -44,10 +44,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(
-        device: str, ranks: int, context: int, replicas: int = 1, *only: str, out: Path | None = None
+        device: str,
+        ranks: int,
+        context: int = 1,
+        replicas: int = 1,
+        expert: int = 1,
+        only: Sequence[str] = (),
+        out: Path | None = None,
     ) -> list[Tensors]:
         out = out or tmp_path_factory.mktemp("context")
-        shape = [str(context), str(replicas)]
+        shape = [str(context), str(replicas), str(expert)]
         command = [sys.executable, mesh_ranks.__file__, device, str(models), str(out), *shape, *only]
         npusim.run_ranks(command, ranks, timeout=600)
         return results(out, ranks)
@@ -57,7 +63,7 @@ def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def alone(run: Run) -> Tensors:
-    (found,) = run("cpu", 1, 1)
+    (found,) = run("cpu", 1)
     return found
 
 
@@ -92,7 +98,7 @@ OTHERS = [case for case in CASES if case not in SOME]
     ],
 )
 def test_two_ranks(run: Run, alone: Tensors, device: str, cases: list[str]) -> None:
-    first, second = run(device, 2, 2, 1, *cases)
+    first, second = run(device, 2, context=2, only=cases)
     for kind in ("ulysses", "ring"):
         check(first, alone, kind, cases)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -102,10 +108,10 @@ def test_two_ranks(run: Run, alone: Tensors, device: str, cases: list[str]) -> N
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_four_ranks(run: Run, alone: Tensors, device: str) -> None:
     """Heads over two ranks and rings of two where heads are few, rings of four, two groups of two."""
-    for found in run(device, 4, 4):
+    for found in run(device, 4, context=4):
         for kind in ("auto", "ring"):
             check(found, alone, kind, list(CASES))
-    for found in run(device, 4, 2):
+    for found in run(device, 4, context=2):
         for kind in ("ulysses", "ring"):
             check(found, alone, kind, list(CASES))
 
@@ -114,9 +120,9 @@ def test_four_ranks(run: Run, alone: Tensors, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_copies_of_the_weights(run: Run, alone: Tensors, device: str, tmp_path: Path) -> None:
     """One is saved, as if there were no others; the ranks check that all of them resume from it."""
-    for found in run(device, 2, 1, 2, "policy", "adapters", out=tmp_path):
+    for found in run(device, 2, replicas=2, only=["policy", "adapters"], out=tmp_path):
         check(found, alone, "auto", ["policy", "adapters"])
-    (saved,) = (tmp_path / "checkpoints" / "all").glob("step-*")
+    (saved,) = (tmp_path / "checkpoints" / "auto" / "all").glob("step-*")
     first, second = (load_file(file) for file in sorted(saved.glob("*.safetensors")))
     assert all(name.startswith("generator/") for name in second) and len(first) > len(second)
     reader = CheckpointReader(saved)
@@ -124,3 +130,21 @@ def test_copies_of_the_weights(run: Run, alone: Tensors, device: str, tmp_path: 
     assert weights
     for name, expected in weights.items():
         assert torch.equal(reader.whole(f"weights/pretrained.{name}"), expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("device", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
+def test_split_experts(run: Run, alone: Tensors, device: str) -> None:
+    """Each rank has half of the experts; their whole weights have the published names."""
+    for found in run(device, 2, expert=2, only=["mixture"]):
+        check(found, alone, "auto", ["mixture"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("context", "expert"), [(1, 4), (1, 2), (2, 4), (2, 2), (4, 2)])
+def test_split_experts_of_four_ranks(run: Run, alone: Tensors, context: int, expert: int) -> None:
+    """Of two ranks, experts are sharded over two groups; also where micro-batches are split."""
+    kinds = {1: ["auto"], 2: ["ulysses", "ring"], 4: ["auto", "ring"]}[context]
+    for found in run("cpu", 4, context=context, expert=expert, only=["mixture"]):
+        for kind in kinds:
+            check(found, alone, kind, ["mixture"])

@@ -16,6 +16,14 @@ def test_ranks_that_do_not_form_the_mesh(mesh: dict[str, Any]) -> None:
         DeviceSection(ranks=2, mesh=MeshSection(**mesh))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "message"), [({"expert": 3}, "by device.mesh.expert"), ({"expert": 2, "replicas": 2}, "set one")]
+)
+def test_experts_that_do_not_fit(mesh: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DeviceSection(ranks=4, mesh=MeshSection(**mesh))
+
+
 def test_one_rank_may_be_one_of_torchruns() -> None:
     assert DeviceSection(mesh=MeshSection(context=2)).mesh.problem(1)
     assert DeviceSection(mesh=MeshSection(context=2, replicas=2)).mesh.problem(8) is None

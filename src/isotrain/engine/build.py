@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from isotrain.device.base import Device
 from isotrain.device.fused import FusedOperators
 from isotrain.engine.engine import TrainingEngine, make_optimizer
+from isotrain.engine.expert_parallel import split_experts, split_modules
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
@@ -248,8 +249,11 @@ def _load(
 def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
     """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
     move_buffers(packed, world.device)
-    if world.context > 1:
+    mesh = world.shape
+    if mesh.context > 1:
         split_context(packed, world)
+    if mesh.expert > 1:
+        split_experts(packed.pretrained, world.expert_mesh["expert"])
     shard_model(packed, world, _dtype(model))
     materialise(packed, world.device)
     packed.pretrained.tie_weights()  # giving memory to meta parameters makes two of a shared one
@@ -299,12 +303,14 @@ def shard_model(model: Backbone, world: World, dtype: torch.dtype) -> None:
     layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
     if not layers:
         raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
-    for module in [*layers, model]:
+    for module in [*split_modules(pretrained), *layers, model]:
         if world.size == 1:
             # A single rank gathers nothing: freeing and refilling weights would only cost copies.
             fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
             continue
-        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=module is not model)
+        own_experts = getattr(module, "_is_expert_parallel", False)
+        mesh = world.expert_mesh["expert_shard"] if own_experts else world.mesh
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from isotrain.data.packing import PackedBatch
@@ -163,8 +165,15 @@ def make_optimizer(
     Each update sets the learning rate.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    groups: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
+    for decayed in (True, False):
+        for p in trained:
+            if (p.ndim >= 2) == decayed:
+                # Split experts are on a mesh of their own, and one operation cannot update two meshes.
+                mesh = p.device_mesh if isinstance(p, DTensor) else None
+                groups.setdefault((mesh, decayed), []).append(p)
+    settings = [
+        {"params": own, "weight_decay": weight_decay if decayed else 0.0}
+        for (_, decayed), own in groups.items()
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW(settings, betas=betas, eps=eps, fused=fused)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -78,6 +79,12 @@ class World:
     def first_copy_rank(self) -> int:
         """The rank with the same shards in the first copy of the weights, which is the one that is saved."""
         return self.rank % (self.size // self.shape.replicas)
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """Its dimension `expert` splits the experts of a mixture, `expert_shard` the weights of each."""
+        shape = (self.size // self.shape.expert, self.shape.expert)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("expert_shard", "expert"))
 
     def context_group(self, heads: int) -> ContextGroup:
         """This rank's, of which `heads` neighbours split heads; its ranks must ask in the same order."""

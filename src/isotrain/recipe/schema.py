@@ -28,9 +28,13 @@ class MeshSection(Section):
     """How those ranks compute attention: `ulysses` splits heads, `ring` passes keys and values around,
     `auto` splits the heads as far as their number allows and forms rings of the rest."""
 
+    expert: int = Field(default=1, ge=1)
+    """Neighbouring ranks over which the experts of each layer of a mixture are divided. Tokens travel to the
+    experts that they chose, instead of all experts to all ranks."""
+
     @property
     def is_used(self) -> bool:
-        return self.context > 1 or self.replicas > 1
+        return self.context > 1 or self.replicas > 1 or self.expert > 1
 
     def problem(self, ranks: int) -> str | None:
         """Why so many ranks do not form this mesh."""
@@ -38,6 +42,16 @@ class MeshSection(Section):
             return (
                 f"device.ranks ({ranks}) cannot be divided by device.mesh.replicas ({self.replicas}) times "
                 f"device.mesh.context ({self.context}): change one of the three"
+            )
+        if ranks % self.expert:
+            return (
+                f"device.ranks ({ranks}) cannot be divided by device.mesh.expert ({self.expert}): change one "
+                "of the two"
+            )
+        if self.expert > 1 and self.replicas > 1:
+            return (
+                f"device.mesh.expert ({self.expert}) cannot be used with device.mesh.replicas "
+                f"({self.replicas}): set one of them to 1"
             )
         return None
 
@@ -277,7 +291,7 @@ class Recipe(Section):
         if traced and self.device.mesh.is_used:
             raise ValueError(
                 f"observe.{traced} records whole micro-batches and shards over all ranks: remove it, or set "
-                "device.mesh.context and device.mesh.replicas to 1"
+                "device.mesh.context, device.mesh.replicas and device.mesh.expert to 1"
             )
         return self
 
