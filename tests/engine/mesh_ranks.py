@@ -23,6 +23,7 @@ from jobs import (
     updates,
 )
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
@@ -124,6 +125,10 @@ def save(engine: TrainingEngine, device: Device, world: World, root: Path) -> No
     assert reader is not None and not complaints
     restore(engine, device, reader)
     assert all(torch.equal(before[name], shard.local) for name, shard in engine_shards(engine).items())
+    # Whoever reads the files, on whatever mesh, finds the whole weights.
+    for name, parameter in engine.trained.items():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(reader.whole(f"weights/{name}"), whole.detach().cpu())
 
 
 def main(
