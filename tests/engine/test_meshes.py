@@ -14,10 +14,10 @@ import transformers
 from jobs import Tensors, results
 from mesh_ranks import CASES
 from safetensors.torch import load_file
-from transformers import MistralConfig, MistralForCausalLM
 
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from windowed import save_windowed
 
 Run = Callable[..., list[Tensors]]
 
@@ -27,18 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     make_tiny(path / "tiny")
     make_tiny(path / "mixture", architecture="qwen3_moe")
-    config = MistralConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=5,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(path / "windowed" / "model")
+    save_windowed(path / "windowed" / "model", vocab=512)
     return path
 
 

@@ -9,8 +9,6 @@ from transformers import (
     AutoModelForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
 )
 
@@ -24,6 +22,7 @@ from isotrain.errors import ModelError
 from isotrain.models.load import IMPLEMENTATIONS, build_causal_lm
 from isotrain.models.packed import PackedModel, TokenHead
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from windowed import save_windowed
 
 LENGTHS = (9, 1, 20, 4)
 TOKENS = sum(LENGTHS)
@@ -60,18 +59,7 @@ def one_by_one(model: PreTrainedModel, tokens_T: torch.Tensor) -> torch.Tensor:
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokens see the last five only."""
     path = tmp_path_factory.mktemp("windowed")
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=5,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(path)
+    save_windowed(path, vocab=64)
     return path
 
 

@@ -303,13 +303,13 @@ def shard_model(model: Backbone, world: World, dtype: torch.dtype) -> None:
     layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
     if not layers:
         raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
-    for module in [*split_modules(pretrained), *layers, model]:
+    experts = list(split_modules(pretrained))
+    for module in [*experts, *layers, model]:
         if world.size == 1:
             # A single rank gathers nothing: freeing and refilling weights would only cost copies.
             fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
             continue
-        own_experts = getattr(module, "_is_expert_parallel", False)
-        mesh = world.expert_mesh["expert_shard"] if own_experts else world.mesh
+        mesh = world.expert_mesh["expert_shard"] if module in experts else world.mesh
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)

@@ -66,23 +66,11 @@ class Backbone(nn.Module):
         objective: Callable[[Any], Result],
         continues: tuple[int, ...] = (),
     ) -> Result:
-        if self.context is not None:
-            return self._split(tokens_T, positions_T, lengths, predict_N, targets_N, objective, continues)
-        hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
-        return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
-
-    def _split(
-        self,
-        tokens_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        lengths: tuple[int, ...],
-        predict_N: torch.Tensor,
-        targets_N: torch.Tensor,
-        objective: Callable[[Any], Result],
-        continues: tuple[int, ...],
-    ) -> Result:
-        """As `forward`, with this rank's part of the tokens; all ranks of the group get the same result."""
-        assert self.context is not None and shares_prompts(self.attention)
+        if self.context is None:
+            hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
+            return objective(self.head(hidden_TD.index_select(0, predict_N), targets_N))
+        # This rank's part of the tokens; all ranks of the group get the same result.
+        assert shares_prompts(self.attention)
         inner = FUSED if self.attention == "fused" else SEGMENTS
         split = Split.of(self.context, lengths, continues, predict_N, inner)
         output = self._run(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,16 +96,31 @@ class Split:
 
     def of_wanted(self, values_M: torch.Tensor) -> torch.Tensor:
         """Numbers of this rank's wanted tokens -> those of all ranks."""
-        return _gathered(self.group, values_M, self.wanted.counts, self.wanted.order_N)
+        return _gathered(self.group, values_M, self._wanted_rooms)
 
     def summed(self, own: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' single numbers, added in the same order on all of them."""
         place = self.group.place
-        return _gathered(self.group, own[None], (1,) * place.size, torch.arange(place.size)).sum()
+        rooms = _Rooms.of((1,) * place.size, torch.arange(place.size))
+        return _gathered(self.group, own[None], rooms).sum()
 
     def of_tokens(self, values_L: torch.Tensor) -> torch.Tensor:
         """Numbers of this rank's tokens -> those of all packed tokens."""
-        return _gathered(self.group, values_L, self.layout.sizes, self.layout.order_T)
+        return _gathered(self.group, values_L, self._token_rooms)
+
+    # Derived once for all layers, and for all numbers that are gathered.
+
+    @cached_property
+    def ring(self) -> RingTokens:
+        return RingTokens(self.layout.parts, self.layout.lengths, self.layout.continues)
+
+    @cached_property
+    def _wanted_rooms(self) -> _Rooms:
+        return _Rooms.of(self.wanted.counts, self.wanted.order_N)
+
+    @cached_property
+    def _token_rooms(self) -> _Rooms:
+        return _Rooms.of(self.layout.sizes, self.layout.order_T)
 
 
 def context_attention(
@@ -122,12 +138,11 @@ def context_attention(
     query_1HTD, key_1GTD, value_1GTD = _tokens_for_heads(heads, group, query_1HLD, key_1GLD, value_1GLD)
     refuse_unsupported(extras)
     if split.group.place.ring > 1:
-        tokens = RingTokens(split.layout.parts, split.layout.lengths, split.layout.continues)
         out_1THD = ring_attention(
             query_1HTD,
             key_1GTD,
             value_1GTD,
-            tokens=tokens,
+            tokens=split.ring,
             group=split.group.ring,
             scaling=extras.get("scaling"),
             dropout=extras.get("dropout", 0.0),
@@ -203,18 +218,31 @@ def _exchanged(given_U: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return taken_U
 
 
-def _gathered(
-    group: ContextGroup, own: torch.Tensor, counts: Sequence[int], order: torch.Tensor
-) -> torch.Tensor:
-    # Of equal size for all ranks, with room at the end: the fastest and most widely supported collective.
-    longest = max(counts)
-    if not longest:
+@dataclass(frozen=True)
+class _Rooms:
+    """Where numbers are once they are gathered.
+
+    Of equal size for all ranks, with room at the end: the fastest and most widely supported collective.
+    """
+
+    longest: int
+    """The most that a rank has."""
+    room: torch.Tensor
+    """Of each number, in the order that is wanted."""
+
+    @classmethod
+    def of(cls, counts: Sequence[int], order: torch.Tensor) -> _Rooms:
+        longest = max(counts)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
+        return cls(longest, (owner * longest + torch.arange(len(owner)) - starts[owner])[order])
+
+
+def _gathered(group: ContextGroup, own: torch.Tensor, rooms: _Rooms) -> torch.Tensor:
+    if not rooms.longest:
         return own
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
-    room = (owner * longest + torch.arange(len(owner)) - starts[owner])[order]
     gathered: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-        own, group.everyone, group.place, longest, room.to(own.device)
+        own, group.everyone, group.place, rooms.longest, rooms.room.to(own.device)
     )
     return gathered
 

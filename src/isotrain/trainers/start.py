@@ -52,6 +52,12 @@ def check_probe_in_run(recipe: Recipe, steps: int) -> None:
         )
 
 
+def mesh_facts(recipe: Recipe) -> dict[str, Any]:
+    """The mesh among the facts of a device; without one, as before there were any."""
+    mesh = recipe.device.mesh
+    return {"mesh": mesh.model_dump(mode="json")} if mesh.is_used else {}
+
+
 def record_start(
     recipe: Recipe, source: str, device: Device, world: World, data: dict[str, str], determinism: Profile
 ) -> RunDirectory:
@@ -63,7 +69,7 @@ def record_start(
             "type": device.type,
             "name": device.name(),
             "ranks": world.size,
-            **({"mesh": mesh.model_dump(mode="json")} if (mesh := recipe.device.mesh).is_used else {}),
+            **mesh_facts(recipe),
             "determinism": determinism.as_json(),
         }
         write_start(recipe, source, describe_environment(described, device.numerics_variables), data)

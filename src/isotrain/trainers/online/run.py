@@ -36,6 +36,7 @@ from isotrain.trainers.start import (
     check_probe_in_run,
     check_run,
     check_same_data,
+    mesh_facts,
     run_lock,
     write_start,
 )
@@ -93,7 +94,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
                 "type": described.device_type,
                 "name": described.device_name,
                 "ranks": len(groups.ranks),
-                **({"mesh": mesh.model_dump(mode="json")} if (mesh := recipe.device.mesh).is_used else {}),
+                **mesh_facts(recipe),
                 "determinism": determinism.as_json(),
                 "rollout": settings,
             }
