@@ -28,7 +28,10 @@ BOTH = {
     *(f"trainer.{name}" for name in ("save_every", "keep_checkpoints", "resume", "preemption_seconds")),
     *(
         f"model.{name}"
-        for name in ("attention", "experts", "fused", "gradient_checkpointing", "logits_chunk")
+        for name in (
+            *("attention", "compile", "experts", "fused", "gradient_checkpointing", "logits_chunk"),
+            *(f"offload.{what}" for what in ("weights", "optimizer", "activations")),
+        )
     ),
     *(f"rollout.{name}" for name in ("engines", "tensor_parallel", "memory_utilization", "kv_cache_gb")),
     *(
@@ -63,7 +66,7 @@ def test_sections_are_free_only_as_a_whole() -> None:
     def sections(names: frozenset[str]) -> set[str]:
         return names - {leaf.path for leaf in leaves(Recipe)}
 
-    everywhere = {"cluster", "device", "device.mesh", "observe"}
+    everywhere = {"cluster", "device", "device.mesh", "model.offload", "observe"}
     assert sections(MAY_CHANGE_ON_RESUME) == {*everywhere, "rollout.validation", "trainer"}
     assert sections(MAY_DIFFER_IN_PARITY) == everywhere
 

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import PreTrainedModel
 
 from isotrain.device.base import Device
+from isotrain.device.cpu import Cpu
 from isotrain.device.fused import FusedOperators
 from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.expert_parallel import split_experts, split_modules
@@ -21,6 +28,8 @@ from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import FUSED, provide
 from isotrain.models.backbone import Backbone
+from isotrain.models.checkpointing import checkpoint_layers
+from isotrain.models.compiled import compile_layers
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
@@ -57,15 +66,14 @@ def build_engine(
     packed = _causal_model(directory, model, device, world)
     if model.lora.rank:
         add_adapters(packed.pretrained, adapter_config(model.lora), frozen_dtype=_dtype(model))
-    if model.gradient_checkpointing:
-        packed.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+    _prepare_layers(packed, model)
     named = _place(packed, model, world)
     base = {base_name(name): p for name, p in named.items() if not is_adapter(name)}
     _load(packed, base, model, WeightFiles(directory))
     if model.router_aux_loss is not None:
         packed.balance = RouterBalance(packed.pretrained, model.router_aux_loss)
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
-    return _engine(packed, optimizer, device, world)
+    return _engine(packed, model, optimizer, device, world)
 
 
 def build_critic(
@@ -80,7 +88,7 @@ def build_critic(
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
     critic = _scalar_model(directory, model, device, world)
     _load_classifier(critic, model, world, WeightFiles(directory))
-    return _engine(critic, optimizer, device, world)
+    return _engine(critic, model, optimizer, device, world)
 
 
 def build_step_classifier(
@@ -90,13 +98,12 @@ def build_step_classifier(
     directory = model_directory(model.path)
     classifier = _step_model(directory, model, device, world)
     _load_classifier(classifier, model, world, WeightFiles(directory))
-    return _engine(classifier, optimizer, device, world)
+    return _engine(classifier, model, optimizer, device, world)
 
 
 def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, files: WeightFiles) -> None:
     """Weights of a model that is to train; a head that the files lack is 0."""
-    if model.gradient_checkpointing:
-        classifier.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+    _prepare_layers(classifier, model)
     named = _place(classifier, model, world)
     if SCORE not in files.file_of:
         for name in {SCORE, SCORE_BIAS} & set(named):
@@ -246,6 +253,19 @@ def _load(
         perturb(parameters.items(), model.perturbation)
 
 
+def _prepare_layers(packed: Backbone, model: ModelSection) -> None:
+    """How the layers of a model that trains compute."""
+    if model.compile:
+        compile_layers(packed.pretrained)
+    if model.gradient_checkpointing:
+        checkpoint_layers(packed.pretrained, offload=model.offload.activations)
+
+
+def _weights_on_host(model: ModelSection, world: World) -> bool:
+    """Whether weights are on the host until a layer computes; a CPU has no other memory."""
+    return model.offload.weights and world.device.type != "cpu"
+
+
 def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
     """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
     move_buffers(packed, world.device)
@@ -254,8 +274,9 @@ def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.
         split_context(packed, world)
     if mesh.expert > 1:
         split_experts(packed.pretrained, world.expert_mesh["expert"])
-    shard_model(packed, world, _dtype(model))
-    materialise(packed, world.device)
+    on_host = _weights_on_host(model, world)
+    shard_model(packed, world, _dtype(model), on_host=on_host)
+    materialise(packed, torch.device("cpu") if on_host else world.device)
     packed.pretrained.tie_weights()  # giving memory to meta parameters makes two of a shared one
     return {name.removeprefix(packed.prefix): p for name, p in packed.named_parameters()}
 
@@ -275,13 +296,17 @@ def split_context(packed: Backbone, world: World) -> None:
         )
 
 
-def _engine(packed: Backbone, optimizer: OptimizerSection, device: Device, world: World) -> TrainingEngine:
+def _engine(
+    packed: Backbone, model: ModelSection, optimizer: OptimizerSection, device: Device, world: World
+) -> TrainingEngine:
     adamw = make_optimizer(
         packed,
         betas=optimizer.betas,
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,
-        fused=device.fused_adamw,
+        fused=Cpu.fused_adamw if _weights_on_host(model, world) else device.fused_adamw,
+        state_dtype=getattr(torch, optimizer.state_dtype),
+        moments_on_host=model.offload.optimizer and world.device.type != "cpu",
     )
     return TrainingEngine(packed, adamw, world, optimizer.max_grad_norm)
 
@@ -290,14 +315,15 @@ def adapter_config(lora: LoraSection) -> LoraConfig:
     return lora_config(lora.rank, lora.alpha, lora.targets, lora.dropout)
 
 
-def shard_model(model: Backbone, world: World, dtype: torch.dtype) -> None:
+def shard_model(model: Backbone, world: World, dtype: torch.dtype, *, on_host: bool) -> None:
     """Shard each layer, then the rest; gradients are summed over ranks in float32, never averaged.
 
     Losses are shares of a global mean already (see `algorithms.sft`): averaging would divide twice.
     """
-    if world.size == 1 and all(p.dtype == dtype for p in model.parameters()):
+    if world.size == 1 and all(p.dtype == dtype for p in model.parameters()) and not on_host:
         return  # nothing to split and nothing to cast: FSDP would only copy every weight and gradient
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy() if on_host else OffloadPolicy()
     pretrained = model.pretrained
     layer_names = set(pretrained._no_split_modules or ())
     layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
@@ -305,12 +331,18 @@ def shard_model(model: Backbone, world: World, dtype: torch.dtype) -> None:
         raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
     experts = list(split_modules(pretrained))
     for module in [*experts, *layers, model]:
-        if world.size == 1:
+        if world.size == 1 and not on_host:
             # A single rank gathers nothing: freeing and refilling weights would only cost copies.
             fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
             continue
         mesh = world.expert_mesh["expert_shard"] if module in experts else world.mesh
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=place,
+            reshard_after_forward=module is not model,
+        )
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.stored_moments import StoredMoments
 from isotrain.engine.world import World
 from isotrain.models.backbone import Backbone
 from isotrain.models.packed import TokenHead
@@ -158,7 +159,14 @@ def _real_tokens(batch: PackedBatch) -> int:
 
 
 def make_optimizer(
-    model: nn.Module, *, betas: tuple[float, float], eps: float, weight_decay: float, fused: bool
+    model: nn.Module,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    fused: bool,
+    state_dtype: torch.dtype = torch.float32,
+    moments_on_host: bool = False,
 ) -> torch.optim.AdamW:
     """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
 
@@ -176,4 +184,8 @@ def make_optimizer(
         {"params": own, "weight_decay": weight_decay if decayed else 0.0}
         for (_, decayed), own in groups.items()
     ]
+    if moments_on_host or state_dtype != torch.float32:
+        return StoredMoments(
+            settings, dtype=state_dtype, on_host=moments_on_host, betas=betas, eps=eps, fused=fused
+        )
     return torch.optim.AdamW(settings, betas=betas, eps=eps, fused=fused)

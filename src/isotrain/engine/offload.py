@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from isotrain.engine.engine import TrainingEngine
@@ -64,8 +66,11 @@ def held_shard(engine: InferenceModel, tensor: torch.Tensor) -> Shard:
     The host copy of an offloaded one is never written to: who keeps it keeps these numbers.
     """
     shard = shard_of(tensor.detach())
-    if engine.on_host is None or id(tensor) not in engine.on_host:
+    if engine.on_host is None:
         return shard
+    if id(tensor) not in engine.on_host:
+        # What is always on the host changes with the next update.
+        return replace(shard, local=shard.local.clone()) if shard.local.device.type == "cpu" else shard
     part, copy = shard.local, torch.empty(0, dtype=shard.local.dtype)
     copy.set_(engine.on_host[id(tensor)], part.storage_offset(), part.shape, part.stride())
     return Shard(copy, shard.shape, shard.offset)

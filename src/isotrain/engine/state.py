@@ -13,11 +13,10 @@ from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.offload import held_shard
+from isotrain.engine.stored_moments import MOMENTS, empty_moment
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
 from isotrain.models.weights import Shard
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
@@ -56,7 +55,7 @@ def start_optimizer_state(engine: TrainingEngine) -> None:
                 on = parameter.device if group["fused"] else torch.device("cpu")
                 engine.optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=on),
-                    **{moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS},
+                    **{moment: empty_moment(engine.optimizer, parameter) for moment in MOMENTS},
                 }
 
 

@@ -32,7 +32,7 @@ def full_weights(engine: TrainingEngine, dtype: torch.dtype) -> Iterator[tuple[s
             tensor = _merged(engine, name).to(dtype)
         else:
             # Rounded before it is gathered: fewer bytes travel, and rounding each part is rounding the whole.
-            tensor = _whole(parameter.detach().to(dtype))
+            tensor = _whole(parameter.detach().to(dtype), engine.world.device)
         yield from publish(base_name(name.removeprefix(engine.model.prefix)), tensor)
     for name, buffer in stored_buffers(engine.model.pretrained).items():
         yield from publish(base_name(name), buffer)  # in its own type, which engines keep as well
@@ -44,7 +44,7 @@ def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
     # In float32: adding in a shorter type would lose updates below its resolution.
     layer_name = name.removesuffix(_WRAPPED)
     weight, down, up = (
-        _whole(engine.parameters[f"{layer_name}{part}"].detach()).float()
+        _whole(engine.parameters[f"{layer_name}{part}"].detach(), engine.world.device).float()
         for part in (_WRAPPED, f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight")
     )
     layer = engine.model.get_submodule(layer_name)
@@ -53,5 +53,7 @@ def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
     return weight + (up @ down) * scaling
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, where collectives are fast, also if weights are kept on the host."""
+    tensor = tensor.to(device)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -80,6 +80,18 @@ class DeviceSection(Section):
         return self
 
 
+class OffloadSection(Section):
+    affects: ClassVar[Affects] = Affects.EXECUTION
+
+    weights: bool = False
+    """Keep weights, gradients and AdamW's moments in host memory (FSDP2's `CPUOffloadPolicy`): each layer's
+    weights come to the device when it computes, and the host updates them. Also of a reference and others."""
+    optimizer: bool = False
+    """Keep AdamW's moments in host memory; for an update they come to the device, some at a time."""
+    activations: bool = False
+    """Keep the inputs of layers, which `gradient_checkpointing` saves, in host memory until the backward."""
+
+
 class LoraSection(Section):
     rank: int = Field(default=0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
@@ -107,12 +119,24 @@ class ModelSection(Section):
     """Weight of the load-balancing loss of a mixture's routers (`router_aux_loss_coef` in transformers)."""
     gradient_checkpointing: Annotated[bool, Affects.EXECUTION] = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    offload: OffloadSection = OffloadSection()
+    """What is in host memory while the device does not need it; no effect where the device is the host."""
+    compile: Annotated[bool, Affects.EXECUTION] = False
+    """Compile each layer with `torch.compile`, apart from attention and experts (other rounding)."""
     logits_chunk: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
     """Tokens whose logits are in memory at the same time; the default fills 256 MiB of float32."""
     lora: LoraSection = LoraSection()
     """Low-rank adapters."""
     perturbation: int = Field(default=0, ge=0)
     """For `isotrain parity`: a seed that moves each weight by one unit in the last place; 0 moves none."""
+
+    @model_validator(mode="after")
+    def _layers_are_checkpointed(self) -> ModelSection:
+        if self.offload.activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload.activations needs gradient_checkpointing: remove one of the two settings"
+            )
+        return self
 
 
 class DataSection(Section):
@@ -167,6 +191,8 @@ class OptimizerSection(Section):
     """Added to the denominator."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay; biases and norms are not decayed."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's moments are kept; `bfloat16` halves their memory, with stochastic rounding."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 disables clipping."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], DefaultFor(ONLINE, "constant")] = "cosine"

@@ -1,0 +1,119 @@
+"""AdamW whose moments are kept in host memory, or in bfloat16, between updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from isotrain.models.weights import shard_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# Float32 moments that are on the device at one time, unless a single parameter has more.
+BUCKET_BYTES = 256 << 20
+
+
+class StoredMoments(torch.optim.AdamW):
+    """torch's AdamW, over a few parameters at a time, whose moments it takes out of store and puts back.
+
+    The arithmetic is always float32 on the device of the weights: moments in host memory change nothing.
+    """
+
+    def __init__(self, params: Any, *, dtype: torch.dtype, on_host: bool, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.dtype, self.on_host = dtype, on_host
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for bucket in _buckets([p for p in group["params"] if p.grad is not None]):
+                    self.param_groups = [{**group, "params": bucket}]
+                    with self._taken_out(bucket):
+                        super().step()
+        finally:
+            self.param_groups = groups
+
+    @contextmanager
+    def _taken_out(self, bucket: list[nn.Parameter]) -> Iterator[None]:
+        """The moments of some parameters in float32 beside their weights; none before the first update."""
+        stored = {p: [self.state[p].get(moment) for moment in MOMENTS] for p in bucket}
+        for p in bucket:
+            if self.state[p]:
+                for moment in MOMENTS:
+                    self.state[p][moment] = self.state[p][moment].to(p.device).float()
+        yield
+        updates = int(self.state[bucket[0]]["step"].item()) if self.dtype != torch.float32 else 0
+        for p in bucket:
+            for number, (moment, place) in enumerate(zip(MOMENTS, stored[p], strict=True)):
+                kept = empty_moment(self, p) if place is None else place
+                _put(kept, self.state[p][moment], salt=2 * updates + number)
+                self.state[p][moment] = kept
+
+
+def empty_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros where and as the optimizer keeps a moment of a parameter, sharded as that is."""
+    if not isinstance(optimizer, StoredMoments):
+        return torch.zeros_like(parameter.detach())
+    device = torch.device("cpu") if optimizer.on_host else parameter.device
+    return torch.zeros_like(parameter.detach(), dtype=optimizer.dtype, device=device)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        bytes_of = 2 * 4 * shard_of(parameter.detach()).local.numel()
+        if bucket and size + bytes_of > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += bytes_of
+    if bucket:
+        yield bucket
+
+
+def _put(place: torch.Tensor, fresh: torch.Tensor, salt: int) -> None:
+    target, source = shard_of(place), shard_of(fresh)
+    values = source.local
+    if target.local.dtype == torch.bfloat16:
+        whole_row = source.shape[1:]
+        first = source.offset[0] * int(torch.Size(whole_row).numel()) if source.shape else 0
+        values = round_stochastically(values, first, salt)
+    target.local.copy_(values)
+
+
+def round_stochastically(x: torch.Tensor, first: int, salt: int) -> torch.Tensor:
+    """Float32 to one of the two bfloat16 neighbours, each the more likely the nearer: right on average.
+
+    To the nearest, a second moment would never fall: at beta 0.999 a step is below half a unit. The noise is
+    a hash of the element's number in the whole tensor: neither ranks nor devices change the result.
+    """
+    number = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
+    bits = _hash(number ^ _wrapped(salt * 0x9E3779B1)) & 0xFFFF
+    # The upper half of a float32 is a bfloat16: noise below it carries over with the right probability.
+    return (x.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
+
+
+def _hash(number: torch.Tensor) -> torch.Tensor:
+    """A mixer of 32 bits (lowbias32)."""
+    number = (number ^ _shifted(number, 16)) * _wrapped(0x7FEB352D)
+    number = (number ^ _shifted(number, 15)) * _wrapped(0x846CA68B)
+    return number ^ _shifted(number, 16)
+
+
+def _shifted(number: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical shift to the right; that of signed integers would fill with the sign."""
+    return (number >> by) & ((1 << (32 - by)) - 1)
+
+
+def _wrapped(value: int) -> int:
+    """The 32 bits of a number as a signed one."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value

@@ -1,0 +1,39 @@
+"""Gradient checkpointing of a model's layers, with their inputs on the device or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+
+def checkpoint_layers(pretrained: PreTrainedModel, *, offload: bool) -> None:
+    """Recompute each layer in the backward pass; `offload` keeps what that needs in host memory."""
+    pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+    if not offload:
+        return
+    # As transformers' own `offload`, which not all versions that we support have.
+    for module in pretrained.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _checkpoint_on_host  # type: ignore[assignment]
+
+
+def _checkpoint_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
+    # Only the layer's inputs pass these hooks: within the layer, checkpointing has its own.
+    with saved_tensors_hooks(_to_host, _to_device):
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    # Copies are queued behind the work that needs them, and the device does not wait for the host.
+    on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+    return tensor.device, on_host.copy_(tensor, non_blocking=True)
+
+
+def _to_device(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, on_host = kept
+    return on_host.to(device, non_blocking=True)
