@@ -85,3 +85,7 @@ class WorkerLost(ClusterError):
 
 class CertificateError(IsotrainError, ValueError):
     """A verdict that cannot be certified, or a certificate that cannot be written or signed."""
+
+
+class PlanError(IsotrainError, RuntimeError):
+    """A recipe whose step cannot be planned."""

@@ -234,3 +234,9 @@ def test_a_name_that_is_nowhere() -> None:
 def test_tokenizer(tiny: Path) -> None:
     tokenizer = load_tokenizer(tiny / "model")
     assert tokenizer.decode(tokenizer("1 + 2 = 3")["input_ids"]) == "1 + 2 = 3"
+
+
+def test_a_model_without_experts_ignores_how_they_are_computed(tiny: Path) -> None:
+    """transformers refuses to be told, and devices tell for all models."""
+    model = build_causal_lm(tiny / "model", "sdpa", "grouped_mm")
+    assert model.config._experts_implementation == "eager"

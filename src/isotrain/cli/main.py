@@ -19,6 +19,7 @@ from isotrain.cli.parity_certify import certify
 from isotrain.cli.parity_contribute import contribute
 from isotrain.cli.parity_runs import probe, record, replay
 from isotrain.cli.parity_sampler import sampler
+from isotrain.cli.plan import plan
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.several_values import command_with
@@ -69,7 +70,7 @@ app = typer.Typer(
         "Errors end with a message; ISOTRAIN_DEBUG=1 shows the traceback."
     ),
 )
-for verb in (train, recipes, doctor):
+for verb in (train, recipes, doctor, plan):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
 for part in (record, replay, probe, sampler, contribute, verify, sign):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from isotrain.data.sample import Sample
@@ -35,6 +36,8 @@ class PackedBatch:
     """Position of each sample's last token."""
     continues: tuple[int, ...] = ()
     """For each segment the number of the one that it continues, or -1; empty where each is a sample."""
+    predict_on_host_N: npt.NDArray[np.int64] | None = None
+    """`predict_N` on the host, also of a batch on a device: what is decided by it needs no device sync."""
 
     @property
     def loss_tokens(self) -> int:
@@ -71,6 +74,7 @@ def pack(samples: Sequence[Sample]) -> PackedBatch:
         predict_N=torch.from_numpy(target_at_N - 1),
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
         last_S=torch.tensor(lengths).cumsum(0) - 1,
+        predict_on_host_N=target_at_N - 1,
     )
 
 

@@ -75,6 +75,7 @@ def pack_shared(samples: Sequence[Sample], prompts: Sequence[int]) -> PackedBatc
         positions_T=torch.from_numpy(np.concatenate(layout.positions)),
         lengths=tuple(len(tokens) for tokens in layout.tokens),
         predict_N=torch.from_numpy(predict_N),
+        predict_on_host_N=predict_N,
         targets_N=torch.from_numpy(tokens_T[target_at_N]),
         last_S=torch.tensor([int(place[-1]) for place in places]),
         continues=tuple(layout.continues) if max(layout.continues) >= 0 else (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -69,7 +70,8 @@ def build_engine(
     _prepare_layers(packed, model)
     named = _place(packed, model, world)
     base = {base_name(name): p for name, p in named.items() if not is_adapter(name)}
-    _load(packed, base, model, WeightFiles(directory))
+    if world.paper is None:
+        _load(packed, base, model, WeightFiles(directory))
     if model.router_aux_loss is not None:
         packed.balance = RouterBalance(packed.pretrained, model.router_aux_loss)
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
@@ -87,7 +89,7 @@ def build_critic(
     """A scalar model of which all weights train; without a head in the files, its first values are 0."""
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
     critic = _scalar_model(directory, model, device, world)
-    _load_classifier(critic, model, world, WeightFiles(directory))
+    _load_classifier(critic, model, world, directory)
     return _engine(critic, model, optimizer, device, world)
 
 
@@ -97,14 +99,17 @@ def build_step_classifier(
     """A token classifier of bad and good steps that trains all weights; a new head starts undecided."""
     directory = model_directory(model.path)
     classifier = _step_model(directory, model, device, world)
-    _load_classifier(classifier, model, world, WeightFiles(directory))
+    _load_classifier(classifier, model, world, directory)
     return _engine(classifier, model, optimizer, device, world)
 
 
-def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, files: WeightFiles) -> None:
+def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, directory: Path) -> None:
     """Weights of a model that is to train; a head that the files lack is 0."""
     _prepare_layers(classifier, model)
     named = _place(classifier, model, world)
+    if world.paper is not None:
+        return
+    files = WeightFiles(directory)
     if SCORE not in files.file_of:
         for name in {SCORE, SCORE_BIAS} & set(named):
             with torch.no_grad():
@@ -115,7 +120,7 @@ def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World,
 def build_reference(model: ModelSection, *, device: Device, world: World) -> InferenceModel:
     """The policy as it was before training, frozen."""
     directory = model_directory(model.path)
-    return _frozen(_causal_model(directory, model, device, world), model, world, WeightFiles(directory))
+    return _frozen(_causal_model(directory, model, device, world), model, world, directory)
 
 
 def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> InferenceModel:
@@ -131,7 +136,7 @@ def build_reward_model(path: str, model: ModelSection, *, device: Device, world:
             f"reward.model.path: '{path}' has {files.shape(SCORE)[0]} labels; "
             "set a sequence classifier with one label"
         )
-    return _frozen(scalar, model, world, files)
+    return _frozen(scalar, model, world, directory)
 
 
 def build_process_reward_model(
@@ -150,7 +155,7 @@ def build_process_reward_model(
             f"reward.process.path: '{path}' has {files.shape(SCORE)[0]} labels; set a token classifier "
             "with two, or a language model"
         )
-    return _frozen(scorer, model, world, files)
+    return _frozen(scorer, model, world, directory)
 
 
 def _causal_model(directory: Path, model: ModelSection, device: Device, world: World) -> PackedModel:
@@ -236,12 +241,14 @@ def _dtype(model: ModelSection) -> torch.dtype:
     return dtype
 
 
-def _frozen(packed: Backbone, model: ModelSection, world: World, files: WeightFiles) -> InferenceModel:
+def _frozen(packed: Backbone, model: ModelSection, world: World, directory: Path) -> InferenceModel:
     dtype = _dtype(model)
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
-    _load(packed, _place(packed, model, world), model, files)
+    named = _place(packed, model, world)
+    if world.paper is None:
+        _load(packed, named, model, WeightFiles(directory))
     return InferenceModel(packed, world)
 
 
@@ -268,15 +275,16 @@ def _weights_on_host(model: ModelSection, world: World) -> bool:
 
 def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
     """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
-    move_buffers(packed, world.device)
     mesh = world.shape
     if mesh.context > 1:
         split_context(packed, world)
-    if mesh.expert > 1:
-        split_experts(packed.pretrained, world.expert_mesh["expert"])
-    on_host = _weights_on_host(model, world)
-    shard_model(packed, world, _dtype(model), on_host=on_host)
-    materialise(packed, torch.device("cpu") if on_host else world.device)
+    with world.paper() if world.paper is not None else nullcontext():
+        move_buffers(packed, world.device)
+        if mesh.expert > 1:
+            split_experts(packed.pretrained, world.expert_mesh["expert"])
+        on_host = _weights_on_host(model, world)
+        shard_model(packed, world, _dtype(model), on_host=on_host)
+        materialise(packed, torch.device("cpu") if on_host else world.device)
     packed.pretrained.tie_weights()  # giving memory to meta parameters makes two of a shared one
     return {name.removeprefix(packed.prefix): p for name, p in packed.named_parameters()}
 

@@ -36,6 +36,7 @@ class InferenceModel:
             on_device.targets_N,
             objective,
             on_device.continues,
+            on_device.predict_on_host_N,
         )
         return result
 

@@ -29,7 +29,7 @@ def score_samples(model: InferenceModel, batches: Sequence[PackedBatch]) -> list
 def at_last_tokens(batch: PackedBatch) -> PackedBatch:
     """The batch with only each sample's last token selected."""
     last_S = batch.last_S
-    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S])
+    return replace(batch, predict_N=last_S, targets_N=batch.tokens_T[last_S], predict_on_host_N=None)
 
 
 StepScores = Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +62,7 @@ def among_all_tokens(bad: int, good: int) -> StepScores:
 def at_ends(batch: PackedBatch) -> PackedBatch:
     """Read the model at the marked tokens themselves, and not at the ones that predict them."""
     end_N = batch.predict_N + 1
-    return replace(batch, predict_N=end_N, targets_N=batch.tokens_T[end_N])
+    return replace(batch, predict_N=end_N, targets_N=batch.tokens_T[end_N], predict_on_host_N=None)
 
 
 def score_steps(

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -59,6 +59,8 @@ class World:
     mesh: DeviceMesh
     """Its dimension `shard` splits the weights; `replicate`, where there is one, counts copies of them."""
     shape: MeshSection = field(default=SHARDED, kw_only=True)
+    paper: Callable[[], AbstractContextManager[Any]] | None = field(default=None, kw_only=True)
+    """Within it tensors have shapes and no memory; set where nothing is computed (`isotrain plan`)."""
     _context_groups: dict[int, ContextGroup] = field(default_factory=dict, repr=False, kw_only=True)
 
     @property
@@ -165,7 +167,7 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
-def _mesh(device: Device, size: int, shape: MeshSection) -> DeviceMesh:
+def form_mesh(device: Device, size: int, shape: MeshSection) -> DeviceMesh:
     """Ranks of one copy of the weights are neighbours: what they exchange most stays within machines."""
     if problem := shape.problem(size):
         raise LaunchError(problem)
@@ -250,7 +252,7 @@ def join_world(device: Device, store: str | None = None, shape: MeshSection = SH
     torch_device = device.activate(local_rank)
     dist.init_process_group(device.collectives, timeout=COLLECTIVE_TIMEOUT, **place)
     try:
-        yield World(rank, size, local_rank, torch_device, _mesh(device, size, shape), shape=shape)
+        yield World(rank, size, local_rank, torch_device, form_mesh(device, size, shape), shape=shape)
     finally:
         dist.destroy_process_group()
         if store in _opened:

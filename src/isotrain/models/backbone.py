@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -65,6 +67,7 @@ class Backbone(nn.Module):
         targets_N: torch.Tensor,
         objective: Callable[[Any], Result],
         continues: tuple[int, ...] = (),
+        predict_on_host_N: npt.NDArray[np.int64] | None = None,
     ) -> Result:
         if self.context is None:
             hidden_TD = self.hidden_states(tokens_T, positions_T, lengths, continues)
@@ -72,7 +75,9 @@ class Backbone(nn.Module):
         # This rank's part of the tokens; all ranks of the group get the same result.
         assert shares_prompts(self.attention)
         inner = FUSED if self.attention == "fused" else SEGMENTS
-        split = Split.of(self.context, lengths, continues, predict_N, inner)
+        # Sharding moves tensors among its inputs to the device, arrays not.
+        wanted_N = predict_N.cpu().numpy() if predict_on_host_N is None else predict_on_host_N
+        split = Split.of(self.context, lengths, continues, wanted_N, inner)
         output = self._run(
             input_ids=split.own(tokens_T)[None], position_ids=split.own(positions_T)[None], split=split
         )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from transformers import AttentionInterface
@@ -83,7 +85,7 @@ class Split:
         group: ContextGroup,
         lengths: tuple[int, ...],
         continues: tuple[int, ...],
-        predict_N: torch.Tensor,
+        predict_N: npt.NDArray[np.int64],
         inner: str,
     ) -> Split:
         layout = lay_out(lengths, continues, group.place)
@@ -101,7 +103,7 @@ class Split:
     def summed(self, own: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' single numbers, added in the same order on all of them."""
         place = self.group.place
-        rooms = _Rooms.of((1,) * place.size, torch.arange(place.size))
+        rooms = _Rooms.of((1,) * place.size, np.arange(place.size))
         return _gathered(self.group, own[None], rooms).sum()
 
     def of_tokens(self, values_L: torch.Tensor) -> torch.Tensor:
@@ -231,11 +233,13 @@ class _Rooms:
     """Of each number, in the order that is wanted."""
 
     @classmethod
-    def of(cls, counts: Sequence[int], order: torch.Tensor) -> _Rooms:
+    def of(cls, counts: Sequence[int], order: npt.NDArray[np.int64]) -> _Rooms:
         longest = max(counts)
-        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        starts = torch.tensor([0, *counts[:-1]]).cumsum(0)
-        return cls(longest, (owner * longest + torch.arange(len(owner)) - starts[owner])[order])
+        owner = np.repeat(np.arange(len(counts)), counts)
+        starts = np.cumsum([0, *counts[:-1]])
+        return cls(
+            longest, torch.from_numpy((owner * longest + np.arange(len(owner)) - starts[owner])[order])
+        )
 
 
 def _gathered(group: ContextGroup, own: torch.Tensor, rooms: _Rooms) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Layout:
     """What each part of the ring holds, in its order."""
     places_L: torch.Tensor
     """Which packed token each of this rank's tokens is; T for those that fill up."""
-    order_T: torch.Tensor
+    order_T: npt.NDArray[np.int64]
     """Where each packed token is among all ranks' tokens, one rank's after the other's."""
     sizes: tuple[int, ...]
     """Tokens of each rank."""
@@ -81,7 +81,7 @@ def lay_out(lengths: Sequence[int], continues: Sequence[int], rank: ContextRank)
         tuple(trunks),
         tuple(map(tuple, parts)),
         torch.from_numpy(places[rank.index]),
-        torch.from_numpy(order_T[:-1]),
+        order_T[:-1],
         tuple(map(len, places)),
     )
 
@@ -116,12 +116,12 @@ class Wanted:
     """Which of them are this rank's."""
     at_M: torch.Tensor
     """Where those are among this rank's tokens."""
-    order_N: torch.Tensor
+    order_N: npt.NDArray[np.int64]
     """Where each is among all ranks' wanted ones, one rank's after the other's."""
 
 
-def owners(layout: Layout, predict_N: torch.Tensor, rank: ContextRank) -> Wanted:
-    wanted_N = layout.order_T[predict_N.cpu()].numpy()
+def owners(layout: Layout, predict_N: npt.NDArray[np.int64], rank: ContextRank) -> Wanted:
+    wanted_N = layout.order_T[predict_N]
     starts = np.array((0, *accumulate(layout.sizes)))
     owner_N = np.searchsorted(starts[1:], wanted_N, side="right")
     own_M = np.flatnonzero(owner_N == rank.index)
@@ -131,5 +131,5 @@ def owners(layout: Layout, predict_N: torch.Tensor, rank: ContextRank) -> Wanted
         tuple(np.bincount(owner_N, minlength=rank.size).tolist()),
         torch.from_numpy(own_M),
         torch.from_numpy(wanted_N[own_M] - starts[rank.index]),
-        torch.from_numpy(order_N),
+        order_N,
     )

@@ -22,6 +22,7 @@ from transformers import (
 
 from isotrain.errors import ModelError
 from isotrain.models.attention import FUSED, SEGMENTS
+from isotrain.models.routing import number_of_experts
 from isotrain.models.suitability import check_head, check_packing, check_score
 from isotrain.terminal import beneath
 
@@ -143,7 +144,8 @@ def _from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=IMPLEMENTATIONS[attention],
-                experts_implementation=experts,
+                # transformers refuses the others for a model without experts.
+                experts_implementation=experts if number_of_experts(config) else EAGER,
                 trust_remote_code=False,
             )
     except (ValueError, KeyError) as error:
@@ -153,7 +155,10 @@ def _from_config(
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Bring the real buffers to the device, before sharding: it would assign across device types."""
-    module._apply(lambda t: t if t.is_meta else t.to(device))
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                part._buffers[name] = buffer.to(device)
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

@@ -57,11 +57,16 @@ from isotrain.trainers.online.step import AdvantageSettings, UpdateSettings
 
 def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str) -> Models:
     """Join the other ranks (left again when `stack` closes) and load all models that the recipe needs."""
-    assert recipe.reward is not None
     device = choose_device(recipe.device.type)
     world = stack.enter_context(join_world(device, store, recipe.device.mesh))
     make_deterministic(recipe.device.determinism)
     device.seed(recipe.seed + world.rank)
+    return load_models(recipe, algorithm, device, world)
+
+
+def load_models(recipe: Recipe, algorithm: Online, device: Device, world: World) -> Models:
+    """All models that the recipe needs, on ranks that have met."""
+    assert recipe.reward is not None
     common: dict[str, Any] = {"device": device, "world": world}
     model, optimizer, kl = recipe.model, recipe.optimizer, algorithm.kl
     policy = build_engine(model, optimizer, seed=recipe.seed, **common)

@@ -1,0 +1,118 @@
+"""`isotrain plan`: memory and time of a recipe before a device is taken."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Option
+
+from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.errors import PlanError
+from isotrain.recipe import library
+from isotrain.recipe.load import load_recipe
+
+if TYPE_CHECKING:
+    from isotrain.plan.plan import Plan
+
+
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    devices: Annotated[int, Option(min=1, help="How many devices there are.")] = 8,
+    device: Annotated[str, Option(help="Their kind: a2, a3, a100, h20, h100 or h200.")] = "a2",
+    memory: Annotated[
+        str | None, Option(metavar="SIZE", help="Memory of one, such as 64GB; by default its kind's.")
+    ] = None,
+    search: Annotated[bool, Option("--search", help="Look for changes with which it fits.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Tell whether a recipe fits on devices, how long a step takes, and what to change.
+
+    No device is needed, and no weights: the model's config.json is enough. Ends with 1 if it does not fit.
+
+    Examples:
+
+        isotrain plan gsm8k-grpo-8x --devices 8 --device a2
+
+        isotrain plan my.yaml --devices 64 --memory 64GB --search
+    """
+    from isotrain.plan.plan import device_named, make_plan
+    from isotrain.plan.plan import search as search_plans
+
+    kind = device_named(device)
+    size = _gigabytes(memory) if memory else kind.memory_gb
+    given = load_recipe(library.locate(recipe), [*(overrides or []), f"device.ranks={devices}"])
+    if not search:
+        found = make_plan(given, devices, kind, size)
+    else:
+        for found in search_plans(given, devices, kind, size):
+            if not as_json:
+                changes = " ".join(found.changes) or "the recipe as it is"
+                verdict = "fits" if found.fits else "does not fit"
+                typer.echo(f"{changes}: {found.needed_gb:.1f} GB, {verdict}", err=True)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        _show(found, searched=search)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def _gigabytes(text: str) -> float:
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:Gi?B?)?\s*", text, re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        raise PlanError(f"--memory: '{text}' is not a size; write it as 64GB")
+    return float(found[1])
+
+
+def _show(found: Plan, searched: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from isotrain.plan import estimate
+    from isotrain.plan.plan import CONTEXT_GB, FRAGMENTATION
+
+    console = Console(soft_wrap=True, highlight=False)
+    word = "[green]fits[/]" if found.fits else "[red]does not fit[/]"
+    console.print(
+        f"{word}: {found.needed_gb:.1f} of {found.device_gb:.0f} GB on each of {found.devices} devices "
+        f"({found.device.title}), {found.ranks} training ranks"
+    )
+    for problem in found.problems:
+        console.print(f"  {problem}")
+    table = Table("memory of a training rank", "GB", box=None, header_style="bold", pad_edge=False)
+    for name, size in sorted(found.memory.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{size / estimate.GB:.2f}")
+    table.add_row(f"peak, in the {found.memory.phase}", f"{found.memory.peak / estimate.GB:.2f}")
+    guessed = found.needed_gb - found.memory.peak / estimate.GB
+    table.add_row(f"guessed: {CONTEXT_GB} GB of the process, {FRAGMENTATION:.0%} fragments", f"{guessed:.2f}")
+    if found.memory.host > estimate.GB // 10:
+        table.add_row("in host memory, beside it", f"{found.memory.host / estimate.GB:.2f}")
+    console.print(table)
+    if found.engines is not None:
+        engines = found.engines
+        console.print(
+            f"engines: {engines.engines} of {engines.tensor_parallel} devices; on each "
+            f"{engines.weights_gb:.1f} GB of weights and {max(0.0, engines.cache_gb):.1f} GB of cache, for "
+            f"{engines.responses} of the longest responses"
+        )
+    times = Table("time of a step", "seconds", box=None, header_style="bold", pad_edge=False)
+    for name, seconds in found.time.seconds.items():
+        times.add_row(name, f"{seconds:.1f}")
+    times.add_row("sum", f"{found.time.total:.1f}")
+    console.print(times)
+    console.print(f"bottleneck: {found.time.bottleneck}")
+    if found.changes:
+        console.print("changes: " + " ".join(found.changes))
+    elif not found.fits and not searched:
+        console.print("--search looks for changes with which it fits")
+    confirmed = "data sheet" if found.device.confirmed else "reported, not confirmed by a data sheet"
+    console.print(
+        "How sure: the peak is that of the real training step, run without values; it agrees with the exact "
+        "counter of a simulated device (docs/plan.md) and was not compared with hardware. Times are guesses "
+        f"within a factor of 2: peak speed ({confirmed}) at {estimate.TRAINING_EFFICIENCY:.0%} in training, "
+        f"links and memory at {estimate.BANDWIDTH_EFFICIENCY:.0%}, samples half as long as the longest."
+    )

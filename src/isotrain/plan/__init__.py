@@ -1,0 +1,1 @@
+"""What a recipe needs of devices, before one is taken."""

@@ -1,0 +1,54 @@
+"""The process that runs a step on paper: `python -m isotrain.plan.child`, JSON in and out.
+
+A process of its own, because torch has room for one device that it does not know, and a vendor's package
+takes that room when torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from isotrain.device import packages
+from isotrain.recipe.schema import Recipe
+
+
+def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
+    """The recipe with a model of fewer layers, of which only the configuration exists."""
+    from isotrain.models.load import model_directory
+
+    config = json.loads((model_directory(recipe.model.path) / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(config.get(name), list):
+            config[name] = config[name][:layers]
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    model = recipe.model.model_copy(update={"path": str(directory)})
+    return recipe.model_copy(update={"model": model})
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    from isotrain.plan.step import step_on_paper
+
+    recipe = Recipe.model_validate(question["recipe"])
+    with tempfile.TemporaryDirectory() as directory:
+        fewer = with_layers(recipe, question["layers"], Path(directory))
+        usage = step_on_paper(fewer, question["ranks"], question["micro_batches"])
+    return {
+        "peaks": {phase: peak.parts for phase, peak in usage.peaks.items()},
+        "host": usage.host,
+        "parameters": usage.parameters,
+    }
+
+
+def main() -> None:
+    packages.hide()
+    logging.disable(logging.WARNING)
+    json.dump(answer(json.load(sys.stdin)), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

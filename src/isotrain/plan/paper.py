@@ -1,0 +1,173 @@
+"""A device that exists on paper: tensors on it have shapes and no memory, and collectives move nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isotrain.device.base import Memory
+from isotrain.device.fused import FusedOperators
+from isotrain.engine.world import World, form_mesh
+from isotrain.recipe.schema import MeshSection
+
+TYPE = "paper"
+
+
+class _Stream:
+    """Work on paper is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    wait_event = synchronize = wait_stream
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+
+@cache
+def _register() -> None:
+    """Tell torch of the device, once in a process."""
+    from torch.utils import backend_registration
+
+    class Module(backend_registration._DummyBackendModule):
+        Stream, Event = _Stream, _Event
+
+        def current_stream(self, *_: Any) -> _Stream:
+            return _Stream()
+
+        def stream(self, _: Any) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def device_count(self) -> int:
+            return 1
+
+        def current_device(self) -> int:
+            return 0
+
+        def set_device(self, _: Any) -> None:
+            pass
+
+        def synchronize(self, *_: Any) -> None:
+            pass
+
+        def empty_cache(self) -> None:
+            pass
+
+        def get_amp_supported_dtype(self) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float16]
+
+        def get_rng_state(self, *_: Any) -> torch.Tensor:
+            return torch.get_rng_state()
+
+        def set_rng_state(self, *_: Any) -> None:
+            pass
+
+    backend_registration._setup_privateuseone_for_python_backend(TYPE, Module())
+    # Devices have kernels for these; without one, torch would take several operators, and memory for each.
+    _kernels.impl("silu_backward", lambda grad, _: torch.empty_like(grad))
+
+
+_kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
+
+
+@dataclass(frozen=True)
+class PaperDevice:
+    """The interface of a device, for code that asks what it may use."""
+
+    experts: str = "grouped_mm"
+    type: str = TYPE
+    collectives: str = f"cpu:fake,{TYPE}:fake"
+    interface_variable: None = None
+    visible_devices_variable: None = None
+    ray_resource: str = TYPE
+    numerics_variables: tuple[str, ...] = ()
+    # That of `plan.attention` holds what flash kernels hold.
+    flash_attention: bool = False
+    flash_window: bool = False
+    fused_adamw: bool = True
+    fused_operators: FusedOperators | None = None
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        return {}
+
+    def available(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        return 1
+
+    def name(self) -> str:
+        return TYPE
+
+    def rank_environment(self, local_ranks: int) -> dict[str, str]:
+        return {}
+
+    def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def port_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def activate(self, local_rank: int) -> torch.device:
+        _register()
+        return torch.device(TYPE, 0)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> Memory:
+        return Memory(0, 0, 0, 0)
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        return None
+
+
+@contextmanager
+def paper_world(
+    device: PaperDevice, ranks: int, shape: MeshSection, paper: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[World]:
+    """The first of so many ranks, alone in this process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    on = device.activate(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group(device.collectives, rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield World(0, ranks, 0, on, form_mesh(device, ranks, shape), shape=shape, paper=paper)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""Whether a recipe fits, and what is proposed if not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isotrain.errors import PlanError
+from isotrain.plan import plan as plans
+from isotrain.plan.memory import TrainingMemory
+from isotrain.plan.plan import alternatives, device_named, make_plan, search
+from isotrain.recipe.schema import Recipe
+
+GB = 2**30
+A2 = device_named("a2")
+
+
+def recipe(model: str, **sections: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "plan",
+            "output": "runs/plan",
+            "data": {"train": "rows.jsonl", "max_length": 256, "tokens_per_micro_batch": 4096},
+            "model": {"path": model},
+            "algorithm": {"name": "sft"},
+            **sections,
+        }
+    )
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """In place of steps on paper, which take seconds: a gigabyte for each thousand tokens of a rank."""
+    asked: dict[str, float] = {}
+
+    def memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> TrainingMemory:
+        tokens = recipe.data.tokens_per_micro_batch / recipe.device.mesh.context
+        asked.update(layers=layers, ranks=ranks, micro_batches=micro_batches)
+        return TrainingMemory({"activations": int(tokens / 1000 * GB)}, "backward pass", 0, 1000, 1000, 1000)
+
+    monkeypatch.setattr(plans, "training_memory", memory)
+    return asked
+
+
+def test_it_fits_or_not(tiny: object, measured: dict[str, float]) -> None:
+    given = recipe(f"{tiny}/model")
+    plan = make_plan(given, 8, A2, 64)
+    assert plan.fits and plan.ranks == 8 and measured["ranks"] == 8
+    assert plan.needed_gb == pytest.approx(4.096 * 1.05 + 1.5)
+    assert not replace(plan, device_gb=5).fits
+    assert "training needs 5.8 GB of 5" in replace(plan, device_gb=5).problems[0]
+    assert set(plan.as_json()) >= {"fits", "needed_gb", "step_seconds", "bottleneck", "training_peak_parts"}
+
+
+def test_the_first_change_that_is_enough_is_proposed(tiny: object, measured: dict[str, float]) -> None:
+    given = recipe(f"{tiny}/model")
+    tried = list(search(given, 8, A2, 2.9))
+    assert [plan.fits for plan in tried] == [False] * (len(tried) - 1) + [True]
+    assert tried[-1].changes == ("data.tokens_per_micro_batch=1024",)
+    assert tried[-1].recipe.data.tokens_per_micro_batch == 1024
+    tried = list(search(given, 8, A2, 2.1))
+    assert "device.mesh.context=2" in tried[-1].changes and tried[-1].fits
+    assert not list(search(given, 8, A2, 1.0))[-1].fits, "all were tried"
+
+
+def test_contexts_that_devices_allow(tiny: object) -> None:
+    changes = [change for way in alternatives(recipe(f"{tiny}/model"), 6) for change in way]
+    assert "device.mesh.context=2" in changes and "device.mesh.context=4" not in changes
+
+
+def test_devices_of_engines(tiny: object, measured: dict[str, float]) -> None:
+    online = {
+        "algorithm": {"name": "grpo"},
+        "rollout": {"n": 8, "max_tokens": 256, "engines": 2, "tensor_parallel": 2},
+        "reward": {"function": {"path": "rewards.py:score"}},
+        "cluster": {"placement": "separate"},
+    }
+    plan = make_plan(recipe(f"{tiny}/model", **online), 16, A2, 64)
+    assert plan.ranks == 12 and plan.engines is not None and plan.engines.engines == 2
+    assert set(plan.time.seconds) == {"generation", "log-probs", "weight sync", "update"}
+    full = replace(plan.engines, responses=0)
+    assert "does not hold one response" in replace(plan, engines=full).problems[0]
+
+
+def test_a_device_that_is_not_known() -> None:
+    with pytest.raises(PlanError, match="known are a2"):
+        device_named("tpu")
