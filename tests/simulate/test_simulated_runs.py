@@ -78,6 +78,15 @@ def test_one_long_response_holds_up_the_step() -> None:
     assert told.steps[0].longest == 1000
 
 
+def test_one_queue_evens_out_a_slow_engine() -> None:
+    """Two engines, one at half speed, one sequence at a time of 1 s or 2 s: 12 responses in 8 s, not 12 s."""
+    engines = Engines(2, Decode(0.01), at_once=1, slower=(2.0,))
+    queue = run(prompts=12, n=1, engines=engines)
+    split = replace(queue, engines=replace(engines, one_queue=False))
+    assert simulate(queue, steps=1).steps[0].generation == pytest.approx(8.0)
+    assert simulate(split, steps=1).steps[0].generation == pytest.approx(12.0)
+
+
 def test_scores_wait_for_free_workers() -> None:
     """64 responses come together; 16 are scored at a time."""
     told = simulate(run(rewards=Rewards(1.0, at_once=16)), steps=1)

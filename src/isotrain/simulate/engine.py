@@ -19,9 +19,15 @@ from isotrain.simulate.settings import Decode
 
 class Engine:
     def __init__(
-        self, clock: Clock, decode: Decode, at_once: int, finished: Callable[[Engine, Response], None]
+        self,
+        clock: Clock,
+        number: int,
+        decode: Decode,
+        at_once: int,
+        finished: Callable[[Engine, Response], None],
     ) -> None:
-        self.clock, self.decode, self.at_once, self.finished = clock, decode, at_once, finished
+        self.clock, self.number, self.decode, self.at_once = clock, number, decode, at_once
+        self.finished = finished
         self.version = 0
         self.batch = -1
         """That it works on, where batches follow one another."""

@@ -45,10 +45,10 @@ class Model:
 class Efficiency:
     """Assumed shares of the data sheet's figures."""
 
-    bandwidth: float = 0.6
+    bandwidth: float = 0.8
     training: float = 0.35
     prefill: float = 0.5
-    token_overhead: float = 0.005
+    token_overhead: float = 0.002
     """Seconds of each decoding step that do not depend on the model: scheduling, launches, sampling."""
     memory: float = 0.85
     """Of the device's memory, for weights and cache."""

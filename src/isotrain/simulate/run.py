@@ -30,12 +30,14 @@ class _Simulation:
         self._lengths, self._reward_times = (np.random.default_rng([seed, stream]) for stream in (0, 1))
         self.clock = Clock()
         self.engines = [
-            Engine(self.clock, run.engines.decode, run.engines.at_once, self._generated)
-            for _ in range(run.engines.count)
+            Engine(self.clock, number, run.engines.decode_of(number), run.engines.at_once, self._generated)
+            for number in range(run.engines.count)
         ]
         self.rewards = Servers(self.clock, run.rewards.at_once)
         self.controller = Servers(self.clock, 1)
-        self.queue: deque[Group] = deque()
+        self.queues: list[deque[Group]] = [
+            deque() for _ in range(1 if run.engines.one_queue else run.engines.count)
+        ]
         self.drawn = 0
         self.version = 0
         """Of the weights that are out."""
@@ -83,7 +85,7 @@ class _Simulation:
             return
         lengths_PG = run.lengths.draw(self._lengths, count, run.n)
         for lengths_G in lengths_PG.tolist():
-            self.queue.append(
+            self.queues[self.drawn % len(self.queues)].append(
                 Group(self.drawn, run.prompt_tokens, tuple(lengths_G), ungenerated=run.n, unscored=run.n)
             )
             self.drawn += 1
@@ -91,19 +93,19 @@ class _Simulation:
     def _feed_all(self) -> None:
         """In rounds of one prompt each, so that none gets all."""
         hungry = self.engines
-        while hungry and self.queue:
+        while hungry:
             hungry = [engine for engine in hungry if self._feed(engine)]
 
     def _feed(self, engine: Engine) -> bool:
         """One prompt to an engine, if it may have one."""
-        run = self.run
+        run, queue = self.run, self.queues[engine.number % len(self.queues)]
         if not engine.unfinished and engine.version < self.version:
             engine.load(self.version, run.sync.load)
-        may = bool(self.queue) and engine.unfinished + run.n <= run.width
+        may = bool(queue) and engine.unfinished + run.n <= run.width
         if may and engine.unfinished and not run.in_flight:
-            may = self.queue[0].index // run.prompts == engine.batch
+            may = queue[0].index // run.prompts == engine.batch
         if may:
-            group = self.queue.popleft()
+            group = queue.popleft()
             engine.batch = group.index // run.prompts
             engine.give([Response(group, tokens) for tokens in group.lengths], group.prompt_tokens)
         return may

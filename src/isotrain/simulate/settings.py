@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 from isotrain.simulate.lengths import Lengths
@@ -35,6 +35,14 @@ class Engines:
     """Sequences that one engine runs at the same time."""
     even_share: bool = True
     """Whether an engine holds at most an equal part of a batch, as isotrain does; otherwise all it can."""
+    one_queue: bool = True
+    """Whether all draw prompts from one queue; otherwise each gets an equal part in advance."""
+    slower: tuple[float, ...] = ()
+    """Times as slow as the others, for the first ones."""
+
+    def decode_of(self, number: int) -> Decode:
+        factor = self.slower[number] if number < len(self.slower) else 1.0
+        return Decode(*(factor * value for value in astuple(self.decode)))
 
 
 @dataclass(frozen=True)
