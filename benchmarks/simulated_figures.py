@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 FITTED, HELD_OUT, UNFITTED = "fitted", "held out", "no fit"
 
@@ -43,17 +46,19 @@ def table(figures: Iterable[Figure]) -> str:
 
 def fit(simulated: Callable[[float], float], target: float, low: float, high: float) -> float:
     """The parameter between `low` and `high` at which a growing function gives the target."""
-    for _ in range(25):
-        middle = (low * high) ** 0.5
+    for _ in range(16):
+        middle = math.sqrt(low * high)
         low, high = (middle, high) if simulated(middle) < target else (low, middle)
-    return (low * high) ** 0.5
+    return math.sqrt(low * high)
 
 
-def swap(run: Any, **changes: Any) -> Any:
+def swap(run: T, **changes: Any) -> T:
     """`dataclasses.replace`, also of nested settings: `swap(run, engines__count=2)`."""
     flat = {name: value for name, value in changes.items() if "__" not in name}
     for name, value in changes.items():
         outer, _, inner = name.partition("__")
         if inner:
             flat[outer] = swap(flat.get(outer, getattr(run, outer)), **{inner: value})
-    return replace(run, **flat)
+    settings: Any = run
+    changed: T = replace(settings, **flat)
+    return changed

@@ -50,10 +50,15 @@ class Case:
     experts_stay: bool
     """Whether expert parallelism keeps the experts' weights where they are."""
     context: int
+    eighths: int
+    """Of the devices, for engines, where they have their own: chosen so that neither side waits for long."""
+
+    def ranks(self, devices: int) -> int:
+        return devices * (8 - self.eighths) // 8
 
 
-DENSE = Case(Model("32B dense", 32.8, 32.8, 64, 8, 128), 4, False, 4)
-MIXTURE = Case(Model("235B-A22B", 235.0, 22.0, 94, 4, 128), 8, True, 4)
+DENSE = Case(Model("32B dense", 32.8, 32.8, 64, 8, 128), 4, False, 4, eighths=6)
+MIXTURE = Case(Model("235B-A22B", 235.0, 22.0, 94, 4, 128), 8, True, 4, eighths=7)
 
 
 def controller_of(devices_of_ranks: int, responses: int, slices: int) -> Controller:
@@ -92,7 +97,7 @@ def sync_seconds(case: Case, engines: int) -> float:
 def build(case: Case, devices: int, prompts: int, mode: str, slices: int = 1) -> Run:
     """`slices`: simulate one part of so many equal ones. The controller serves all of them, so its time for a
     group is that much longer; all else that is common, such as the weight sync, is that of the whole."""
-    ranks = devices if mode == "colocated" else devices // 2
+    ranks = devices if mode == "colocated" else case.ranks(devices)
     engines = (devices if mode == "colocated" else devices - ranks) // case.tensor_parallel
     decode = decode_of(case.model, H800, case.tensor_parallel, ASSUMED)
     at_once = sequences_at_once(case.model, H800, case.tensor_parallel, MEAN_LENGTH, ASSUMED)
@@ -108,9 +113,9 @@ def build(case: Case, devices: int, prompts: int, mode: str, slices: int = 1) ->
         prompt_tokens=200,
     )
     if mode == "colocated":
-        return swap(run, placement="colocated", switch=5.0)  # type: ignore[no-any-return]
+        return swap(run, placement="colocated", switch=5.0)
     run = swap(run, sync__load=sync, staleness=1 if mode == "staleness 1" else 2)
-    return swap(run, in_flight=mode == "in flight")  # type: ignore[no-any-return]
+    return swap(run, in_flight=mode == "in flight")
 
 
 def told_of(run: Run, outcome: Outcome) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def predict(case: Case, devices: int, prompts: int, mode: str, slices: int, step
 
 def central(case: Case, devices: int, prompts: int) -> dict[str, Any]:
     """What does not come from events: the controller, weights, checkpoints and failures."""
-    ranks = devices // 2
+    ranks = case.ranks(devices)
     engines = (devices - ranks) // case.tensor_parallel
     control = controller_of(ranks, prompts * N, 1)
     state_gb = case.model.billions * STATE_BYTES

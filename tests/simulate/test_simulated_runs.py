@@ -158,6 +158,12 @@ def test_settings_of_time_do_not_change_lengths() -> None:
     assert tokens[0] == tokens[1]
 
 
+def test_loading_weights_is_no_idle_time() -> None:
+    """Each step: 2 s of loading, 2.6 s of generation, 1 s of update in which the engines wait."""
+    told = simulate(run(sync=Sync(load=2.0), update=Update(1.0), staleness=0), steps=40)
+    assert told.engines_idle == pytest.approx(1.0 / 5.6, rel=0.05)
+
+
 def test_colocated_steps_add_both_sides_and_the_switch() -> None:
     together = run(placement="colocated", switch=1.5, update=Update(2.0))
     assert simulate(together, steps=3).step_seconds == pytest.approx(2.6 + 2 * 1.5 + 2.0)

@@ -64,8 +64,6 @@ class Engine:
         self._advance()
         self.version = version
         self._freeze(seconds)
-        if not self._running:
-            self.busy += seconds  # else it is counted as time with running sequences
         self._schedule()
 
     def pause(self) -> None:
@@ -98,7 +96,10 @@ class Engine:
     def _advance(self) -> None:
         now, begun = self.clock.now, self._since
         self._since = now
-        if self._paused or not self._running:
+        if self._paused:
+            return
+        if not self._running:
+            self.busy += max(0.0, min(now, self._frozen) - begun)  # loading weights
             return
         self.busy += now - begun
         self.filled += (now - begun) * len(self._running)

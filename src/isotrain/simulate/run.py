@@ -86,7 +86,7 @@ class _Simulation:
         lengths_PG = run.lengths.draw(self._lengths, count, run.n)
         for lengths_G in lengths_PG.tolist():
             self.queues[self.drawn % len(self.queues)].append(
-                Group(self.drawn, run.prompt_tokens, tuple(lengths_G), ungenerated=run.n, unscored=run.n)
+                Group(self.drawn, run.prompt_tokens, tuple(lengths_G), ungenerated=run.n)
             )
             self.drawn += 1
 
@@ -119,7 +119,10 @@ class _Simulation:
         self.generated_tokens += response.tokens
         if not group.ungenerated:
             group.generated_at = self.clock.now
-            for _ in group.lengths:
+            # Where all scores take the same time and none waits, one event stands for those of a group.
+            alike = self.run.rewards.at_once is None and not self.run.rewards.sigma
+            group.unscored = 1 if alike else len(group.lengths)
+            for _ in range(group.unscored):
                 self.rewards.serve(self._reward_seconds(), lambda: self._scored(group))
         while self._feed(engine):
             pass
