@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
 from isotrain.engine.build import adapter_config
 from isotrain.engine.checkpoint.layout import share, step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.backbone import Backbone
 from isotrain.models.load import load_tokenizer, model_directory, read_config
@@ -150,7 +150,8 @@ def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> 
     weights = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in trained.items()
     }
-    save_file(weights, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    with (out / "adapter_model.safetensors").open("wb") as file:
+        write_tensors(file, weights, {"format": "pt"})
 
 
 def _write_merged(model: ModelSection, reader: CheckpointReader, out: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from isotrain.engine.checkpoint.layout import (
     FORMAT,
@@ -22,12 +21,11 @@ from isotrain.engine.checkpoint.layout import (
     MARKER,
     WRITING,
     rank_file,
-    sha256_of,
-    share,
     step_directory,
     steps_in,
     sync,
 )
+from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.models.weights import Shard
 
 # Ranks write at their own pace to one file system; one that is silent for longer than this has failed.
@@ -123,10 +121,10 @@ class CheckpointWriter:
         self, temporary: Path, staged: dict[str, torch.Tensor], metadata: dict[str, str]
     ) -> dict[str, Any]:
         path = temporary / rank_file(self.rank)
-        save_file(staged, path, metadata=metadata)
-        share(path)
-        sync(path)
-        report = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        with path.open("wb") as file:
+            report = write_tensors(file, staged, metadata).report()
+            file.flush()
+            os.fsync(file.fileno())
         self._write_report(temporary, report)
         return report
 
