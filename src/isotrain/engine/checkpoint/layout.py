@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -47,12 +46,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def share(path: Path) -> None:
-    """Let others read a file as far as its directory lets them: safetensors makes it its owner's alone."""
-    with contextlib.suppress(OSError):  # not every file system has modes
-        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
