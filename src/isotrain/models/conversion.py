@@ -143,9 +143,10 @@ class Publisher:
         before = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = self._transforms  # type: ignore[assignment]
         try:
-            return revert_weight_conversion(self.model, dict(group))
+            published: dict[str, torch.Tensor] = revert_weight_conversion(self.model, dict(group))
         finally:
             self.model._weight_conversions = before  # type: ignore[assignment]
+        return published
 
     def _merged_into(self, name: str) -> str | None:
         """The published tensor that has this parameter as one of its parts."""

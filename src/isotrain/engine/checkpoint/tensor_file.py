@@ -92,7 +92,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     # Flat first: a tensor without dimensions cannot be viewed as another type.
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 class _Hashed:
