@@ -14,7 +14,7 @@ from isotrain.cli.parity import compare
 from isotrain.cli.parity_options import Require
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.load import load_resolved, path_override
+from isotrain.recipe.load import load_resolved, other_run, path_override
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 
@@ -61,7 +61,7 @@ def replay(
         isotrain parity replay runs/here --out runs/two-ranks device.ranks=2
     """
     recipe = _recipe_of(run)
-    first, last = [], [path_override("output", out)]
+    first, last = [], other_run(out)
     if isinstance(recipe.algorithm, OnlineSection):
         first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]
     api.train(recipe, *first, *(overrides or []), *last, in_process=True)
@@ -104,7 +104,7 @@ def probe(
         replayed = recipe.rollout.replay or run
         changed += ["rollout.record=false", path_override("rollout.replay", replayed)]
     traced = [f"observe.layer_trace={steps}", f"observe.layer_trace_after={step}"]
-    changed += [*(overrides or []), *traced, path_override("output", out)]
+    changed += [*(overrides or []), *traced, *other_run(out)]
     api.train(recipe, *changed, in_process=True)
     typer.echo()
     if reference is not None:
