@@ -64,9 +64,8 @@ def replay(
     from isotrain.parity.certify import UNTRACED
 
     recipe = _recipe_of(run)
-    first, last = [], [path_override("output", out)]
-    if api.load_recipe(recipe, *UNTRACED, *(overrides or [])).device.mesh.is_used:
-        first += UNTRACED
+    meshed = api.load_recipe(recipe, *UNTRACED, *(overrides or [])).device.mesh.is_used
+    first, last = list(UNTRACED if meshed else ()), [path_override("output", out)]
     if isinstance(recipe.algorithm, OnlineSection):
         first, last = [*first, "rollout.record=false"], [*last, path_override("rollout.replay", run)]
     api.train(recipe, *first, *(overrides or []), *last, in_process=True)

@@ -86,7 +86,7 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
 def grouped_matmul(rows_RM: torch.Tensor, weights_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     if len(weights_EMN) == 1:
         return rows_RM @ weights_EMN[0]  # the operator wants more than one group
-    result: torch.Tensor = _GroupedMatmul.apply(rows_RM.contiguous(), weights_EMN, counts_E)
+    result: torch.Tensor = _GroupedMatmul.apply(rows_RM.contiguous(), weights_EMN, counts_E)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -58,5 +58,5 @@ def grouped_experts(
     else:
         inner_R = experts.act_fn(linear(rows_RD, "up_proj"))
     out_RD = linear(inner_R, "down_proj")
-    out_TKD = out_RD[torch.argsort(order_R)].unflatten(0, chosen_TK.shape)
+    out_TKD: torch.Tensor = out_RD[torch.argsort(order_R)].unflatten(0, chosen_TK.shape)
     return (out_TKD * weights_TK[..., None]).sum(1).to(hidden_TD.dtype)
