@@ -29,10 +29,10 @@ def record(recipe: RecipeName, overrides: Overrides = None) -> None:
 
         isotrain parity record tiny-grpo output=runs/here
     """
-    from isotrain.parity.certify import TRACED
+    from isotrain.parity.certify import TRACED, UNTRACED
 
     meshed = api.load_recipe(recipe, *(overrides or [])).device.mesh.is_used
-    changed = [*(() if meshed else TRACED), *(overrides or [])]
+    changed = [*(UNTRACED if meshed else TRACED), *(overrides or [])]
     if isinstance(api.load_recipe(recipe, *changed).algorithm, OnlineSection):
         changed.append("rollout.record=true")
     run = api.train(recipe, *changed, in_process=True)

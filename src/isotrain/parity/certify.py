@@ -16,7 +16,8 @@ from isotrain.recipe.load import path_override
 _STEPS = "observe.layer_trace=3"
 TRACED = (_STEPS, "observe.operators=true")
 """What a run needs so that its layers and operators can be compared."""
-UNTRACED = ("observe.layer_trace=0", "observe.operators=false")
+UNTRACED = ("observe.layer_trace=0", "observe.operators=false", "observe.model_digest=true")
+"""What it needs so that its curves can be certified, where a mesh divides its layers over ranks."""
 
 
 @dataclass(frozen=True)
