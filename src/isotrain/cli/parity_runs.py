@@ -23,15 +23,16 @@ def record(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Train a recipe as the reference, with all that a later replay needs.
 
     An online recipe also writes every response with its log-probs and scores (rollout.record). Other recipes
-    need no recording: seed and data determine the run.
+    need no recording: seed and data determine the run. With device.mesh, layers are not recorded.
 
     Example:
 
         isotrain parity record tiny-grpo output=runs/here
     """
-    from isotrain.parity.certify import TRACED
+    from isotrain.parity.certify import TRACED, UNTRACED
 
-    changed = [*TRACED, *(overrides or [])]
+    meshed = api.load_recipe(recipe, *(overrides or [])).device.mesh.is_used
+    changed = [*(UNTRACED if meshed else TRACED), *(overrides or [])]
     if isinstance(api.load_recipe(recipe, *changed).algorithm, OnlineSection):
         changed.append("rollout.record=true")
     run = api.train(recipe, *changed, in_process=True)
@@ -60,10 +61,13 @@ def replay(
 
         isotrain parity replay runs/here --out runs/two-ranks device.ranks=2
     """
+    from isotrain.parity.certify import UNTRACED
+
     recipe = _recipe_of(run)
-    first, last = [], other_run(out)
+    meshed = api.load_recipe(recipe, *UNTRACED, *(overrides or [])).device.mesh.is_used
+    first, last = list(UNTRACED if meshed else ()), other_run(out)
     if isinstance(recipe.algorithm, OnlineSection):
-        first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]
+        first, last = [*first, "rollout.record=false"], [*last, path_override("rollout.replay", run)]
     api.train(recipe, *first, *(overrides or []), *last, in_process=True)
     typer.echo()
     compare(run, out, require=Require.computation)

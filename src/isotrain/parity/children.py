@@ -27,6 +27,8 @@ class Side:
     settings: tuple[str, ...]
     """Changes to the recipe, such as the device's type."""
     variables: Mapping[str, str]
+    traced: bool = True
+    """Whether its runs can record layers and operators: those of a mesh are divided over ranks."""
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,8 @@ class ObserveSection(Section):
     `isotrain parity probe` sets it."""
     operators: bool = False
     """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
+    model_digest: bool = False
+    """Record the SHA-256 of the model's files, which certificates need; with `layer_trace` it always is."""
 
     def last_step(self, steps: int) -> int:
         """Of a run of `steps` steps: a probe ends with the steps that it records."""
