@@ -2,9 +2,9 @@
 
     python certificates/make.py --work DIR [--reference-runs] [PAIR ...]
 
-A PAIR is such as sft, sft-npu or smollm2-sft; by default all. Finished runs in DIR are used again. SmolLM2's
-need GSM8K, see benchmarks/bench.py. --reference-runs also makes the runs that `isotrain parity contribute`
-compares with.
+A PAIR is such as sft, sft-npu, reinforce++-ring or smollm2-sft; by default all. Finished runs in DIR are used
+again. SmolLM2's need GSM8K, see benchmarks/bench.py. --reference-runs also makes the runs that `isotrain
+parity contribute` compares with.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "smollm2-grpo": ("gsm8k-grpo", (*_SMOLLM2, "data.train=gsm8k-sums/train.jsonl", "rollout.n=4")),
 }
 SIMULATED = ("sft", "dpo", "grpo")
+# Two ranks that compute each micro-batch together, against one rank.
+CONTEXT = {
+    f"reinforce++-{way}": ("reinforce++", ("device.mesh.context=2", f"device.mesh.context_attention={way}"))
+    for way in ("ring", "ulysses")
+}
 REFERENCE_RUNS = ("sft", "dpo", "grpo")
 
 
@@ -73,6 +78,8 @@ class Pair:
     algorithm: str
     devices: str
     settings: tuple[str, ...]
+    candidate: tuple[str, ...] = ()
+    """Settings of the candidate alone."""
 
     @property
     def uses_smollm2(self) -> bool:
@@ -85,6 +92,10 @@ def pairs() -> dict[str, Pair]:
     hosts, dtype = ("cpu-avx512,cpu-amx", "bfloat16") if amx else ("cpu-avx2,cpu-avx512", "float32")
     found = [Pair(name, name, hosts, (f"model.dtype={dtype}",)) for name in RECIPES]
     found += [Pair(f"{name}-npu", name, "cpu,npu", ("model.dtype=float32",)) for name in SIMULATED]
+    found += [
+        Pair(name, algorithm, "cpu,cpu", ("model.dtype=float32",), ("device.ranks=2", *mesh))
+        for name, (algorithm, mesh) in CONTEXT.items()
+    ]
     return {pair.name: pair for pair in found}
 
 
@@ -94,6 +105,7 @@ def certify(pair: Pair, work: Path) -> int:
     command = [
         *(sys.executable, "-m", "isotrain", "parity", "certify", recipe, *settings, *pair.settings),
         *("--devices", pair.devices, "--members", str(members)),
+        *(("--candidate", *pair.candidate) if pair.candidate else ()),
         *("--work", pair.name, "--certificates", str(REPOSITORY / "certificates")),
     ]
     environment = npusim.environment() if "npu" in pair.devices else dict(os.environ)

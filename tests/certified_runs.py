@@ -17,7 +17,8 @@ from isotrain.parity.certificate import Certificate, write_certificate
 from isotrain.parity.compare import compare
 from isotrain.parity.envelope import envelope_level
 from isotrain.parity.issue import certificate_of
-from isotrain.parity.levels import Check, Level
+from isotrain.parity.levels import Check, Level, not_run
+from isotrain.parity.mesh import why_untraced
 from isotrain.parity.outcome import outcome_of
 from isotrain.parity.paired import paired_level
 from isotrain.parity.run import Run
@@ -58,6 +59,13 @@ SIDES: dict[str, dict[str, Any]] = {
     "candidate": {"variables": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}},
 }
 _TRACE = "layer_trace/steps.safetensors"
+# Two ranks that compute each micro-batch together; such runs record no layers.
+MESHED = {
+    "device": {
+        "ranks": 2,
+        "mesh": {"replicas": 1, "context": 2, "context_attention": "ring", "expert": 1},
+    }
+}
 SIMULATED = {
     "device": {"type": "npu", "name": "Ascend910B3-sim"},
     "packages": {"torch-npu": "2.13.0+sim"},
@@ -77,7 +85,11 @@ def run_of(
         name: {**value, **sections.get(name, {})} if isinstance(value, dict) else sections.get(name, value)
         for name, value in ENVIRONMENT.items()
     }
-    device = {"type": environment["device"]["type"], "ranks": environment["device"]["ranks"]}
+    device = {
+        name: environment["device"][name]
+        for name in ("type", "ranks", "mesh")
+        if name in environment["device"]
+    }
     run = RunDirectory.create(
         path,
         "",
@@ -100,9 +112,12 @@ def verdict_of(reference: Run, candidate: Run, members: Sequence[Run] = (), **op
         paired_level(comparison, members),
         *([envelope_level(reference, candidate, members)] if members else []),
     ]
-    told = Check("told only", 1.5, math.inf, None)
-    # One that the curves do not give again, with a limit that is no number.
-    probed = Level("P1", "same", "the layers agree", (told,))
+    if why := why_untraced(reference, candidate):
+        probed = not_run("P1", why)
+    else:
+        told = Check("told only", 1.5, math.inf, None)
+        # One that the curves do not give again, with a limit that is no number.
+        probed = Level("P1", "same", "the layers agree", (told,))
     return judge(comparison, outcome_of(comparison, "paired"), [probed, *levels])
 
 
@@ -129,7 +144,8 @@ def certify(
         for role, amount in {"reference": 0.0, "candidate": shift, **MEMBERS}.items()
     }
     verdict = verdict_of(runs["reference"], runs["candidate"], [runs[role] for role in MEMBERS])
-    traces = {f"{role}/{_TRACE}": trace(directory / role) for role in ("reference", "candidate")}
+    traced = () if verdict.level("P1").state == "not run" else ("reference", "candidate")
+    traces = {f"{role}/{_TRACE}": trace(directory / role) for role in traced}
     return certificate_of(
         verdict,
         envelope={role: runs[role] for role in MEMBERS},

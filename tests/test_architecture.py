@@ -22,7 +22,7 @@ LAYERS = (
     {"trainers"},
 )
 # They stand beside the layers and read run directories and machines.
-BESIDE = {"parity", "doctor"}
+BESIDE = {"parity", "doctor", "simulate"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
 OPEN_TO_ALL = {"abandoned", "errors", "hidden_modules", "lifetime", "own_python", "plugins", "terminal"}
 

@@ -27,6 +27,10 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path) -> None:
     assert "is unknown; use two of" in certify("tiny-sft", "--devices", "cpu,tpu", *work).output
     assert "such as 30m" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--budget", "long").output
     assert "only online recipes" in certify("tiny-sft", "--devices", "cpu,cpu-avx2", *work, "--free").output
+    pair = ("--devices", "cpu,cpu", *work, "--candidate")
+    assert "optimizer.lr: " in certify("tiny-sft", *pair, "device.ranks=2", "optimizer.lr=1").output
+    assert "--devices A,B has the types" in certify("tiny-sft", *pair, "device.type=npu").output
+    assert "cannot be divided" in certify("tiny-sft", *pair, "device.ranks=3", "device.mesh.context=2").output
     assert not (tmp_path / "work").exists()
 
 
@@ -46,6 +50,7 @@ def test_finished_runs(tmp_path: Path) -> None:
     assert told.exit_code == 2 and "Computation: inconclusive" in told.output, "curves alone"
     assert "give the reference and the candidate" in certify("--from", paths[0]).output
     assert "remove the recipe" in certify("tiny-sft", "--from", *paths[:2]).output
+    assert "--candidate and" in certify("--from", *paths[:2], "--candidate", "device.ranks=2").output
     assert "or --from RUN RUN" in certify("tiny-sft").output
 
 
@@ -69,6 +74,29 @@ def test_a_certificate(tiny: Path, tmp_path: Path, devices: str) -> None:
     checked = run_cli("parity", "verify", str(file), *runs).stdout
     assert "\nconsistent\n" in checked and "nobody signed it" in checked
     assert (tmp_path / "work" / "report" / "report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mesh_against_one_rank(tiny: Path, tmp_path: Path) -> None:
+    """Ring attention over two ranks: layers are not recorded, curves and envelope decide."""
+    recipe = tiny_recipe(tiny, tmp_path / "unused", "cpu", trainer={"steps": 12})
+    path = write_recipe(recipe, tmp_path / "recipe.yaml")
+    mesh = ("device.ranks=2", "device.mesh.context=2", "device.mesh.context_attention=ring")
+    given = ("--devices", "cpu,cpu", "--work", str(tmp_path / "work"), "--members", "4")
+    made = ("--certificates", str(tmp_path / "made"))
+    run_cli("parity", "certify", str(path), *given, "--candidate", *mesh, *made, timeout=800)
+    (file,) = (tmp_path / "made").glob("*-cpu-cpu-context-2-ring-paired-*.json")
+    certificate = read_certificate(file)
+    states = {level.name: level.state for level in certificate.levels}
+    assert states["P0"] == states["P1"] == "not run" and states["P3"] == "same"
+    assert "divides its layers over ranks (context 2 (ring))" in certificate.levels[0].words
+    assert (certificate.reference.ranks, certificate.reference.mesh) == (1, "")
+    assert (certificate.candidate.ranks, certificate.candidate.mesh) == (2, "context 2 (ring)")
+    error = certificate.figures.loss_error
+    assert error is not None and 0 < error < 1e-3, "hundredths"
+    runs = [f"--{role}={tmp_path / 'work' / role}" for role in ("reference", "candidate")]
+    assert "\nconsistent\n" in run_cli("parity", "verify", str(file), *runs).stdout
 
 
 @pytest.mark.slow

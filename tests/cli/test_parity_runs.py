@@ -83,6 +83,17 @@ def here(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
+def test_a_run_is_replayed_with_a_mesh(here: Path, tmp_path: Path) -> None:
+    """The recording has layers; a run whose ranks divide them records none, and says so."""
+    there = tmp_path / "there"
+    mesh = ("device.ranks=2", "device.mesh.context=2")
+    done = run_cli("parity", "replay", str(here), "--out", str(there), *mesh, check=False)
+    assert done.returncode in (0, 2), done.stdout + done.stderr
+    assert "not recorded: the candidate divides its layers over ranks (context 2 (auto))" in done.stdout
+    assert not (there / "layer_trace").exists() and len(stable_metrics(there)) == len(stable_metrics(here))
+
+
 def test_a_supervised_run_needs_no_recording(here: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     assert not (here / "trajectories").exists()

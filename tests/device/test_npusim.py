@@ -298,7 +298,9 @@ def test_fused_operators() -> None:
     assert torch.autograd.grad(y.sum(), x)[0].device.type == "npu"
 
 
-@pytest.mark.parametrize("name", ["npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"])
+@pytest.mark.parametrize(
+    "name", ["npu_fusion_attention", "npu_grouped_matmul", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"]
+)
 def test_fused_operators_have_the_real_schemas(name: str) -> None:
     import torch_npu
 
@@ -324,6 +326,31 @@ def test_fused_operators_refuse_what_is_not_documented() -> None:
         torch_npu.npu_rotary_mul(x, angle[..., :4], angle[..., :4])
     with pytest.raises(RuntimeError, match="no two halves"):
         torch_npu.npu_swiglu(x, dim=1)
+
+
+def test_a_grouped_product() -> None:
+    import torch_npu
+
+    rows, weights = torch.randn(7, 4, device="npu"), torch.randn(3, 4, 5, device="npu")
+    counts = torch.tensor([2, 0, 5], device="npu")
+
+    def grouped(x: torch.Tensor, weight: torch.Tensor, group_type: int, groups: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch_npu.npu_grouped_matmul(
+            [x], [weight], group_list=groups, split_item=3, group_type=group_type, group_list_type=1
+        )[0]
+        return result
+
+    found = grouped(rows, weights, 0, counts)
+    torch.testing.assert_close(found, torch.cat([rows[:2] @ weights[0], rows[2:] @ weights[2]]))
+    sums = grouped(rows.T, found, 2, counts)
+    torch.testing.assert_close(sums[2], rows[2:].T @ found[2:])
+    assert sums.shape == weights.shape and sums[1].isnan().all(), "anything may be there"
+    with pytest.raises(RuntimeError, match="do not make 7"):
+        grouped(rows, weights, 0, counts + 1)
+    with pytest.raises(RuntimeError, match="transposed x"):
+        grouped(rows.T.contiguous(), found, 2, counts)
+    with pytest.raises(RuntimeError, match="derivative"):
+        grouped(rows.requires_grad_(), weights, 0, counts)
 
 
 def test_import_torch_loads_the_device() -> None:

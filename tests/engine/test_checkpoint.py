@@ -18,11 +18,11 @@ import pytest
 import torch
 from checkpoint_files import SHAPES, STATE, flip, leftovers, newest, save, shards, split, tensors, worlds
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from isotrain.engine.checkpoint import layout, writer
 from isotrain.engine.checkpoint.layout import step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
+from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.errors import CheckpointError
 from isotrain.models.weights import Shard
@@ -96,12 +96,12 @@ def test_what_changes_after_save_is_not_saved(
     """Training goes on with the same memory while the thread writes."""
     begun, may_write = threading.Event(), threading.Event()
 
-    def held_back(*arguments: Any, **options: Any) -> None:
+    def held_back(*arguments: Any) -> Any:
         begun.set()
         assert may_write.wait(timeout=30)
-        save_file(*arguments, **options)
+        return write_tensors(*arguments)
 
-    monkeypatch.setattr(writer, "save_file", held_back)
+    monkeypatch.setattr(writer, "write_tensors", held_back)
     live, before = tensors(device=device_type), tensors()
     state = dict(STATE)
     saver = CheckpointWriter(tmp_path, 0, 1, keep=1)
@@ -127,7 +127,7 @@ class Killer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.left, self.log = at, list[str]()
         for module, name in [
-            (writer, "save_file"),
+            (writer, "write_tensors"),
             (writer, "sync"),
             (writer, "_write_synced"),
             (shutil, "rmtree"),
@@ -175,7 +175,7 @@ def test_killed_at_any_moment_the_newest_valid_one_is_the_old_or_the_new(tmp_pat
         save(root, 20, new, keep=1)
         assert newest(root) == (20, "") and steps_in(root) == [20] and not leftovers(root)
         moments += 1
-    assert moments > 10 and {"save_file", "sync", "_write_synced", "rename", "rmtree"} <= set(killer.log)
+    assert moments > 10 and {"write_tensors", "sync", "_write_synced", "rename", "rmtree"} <= set(killer.log)
     marker = len(killer.log) - 1 - killer.log[::-1].index("_write_synced")
     assert killer.log.index("rename") < marker, "the marker comes last"
 
@@ -187,8 +187,8 @@ import time, torch
 from pathlib import Path
 from isotrain.engine.checkpoint import writer
 from isotrain.models.weights import Shard
-save_file = writer.save_file
-writer.save_file = lambda *arguments, **options: time.sleep(0.5) or save_file(*arguments, **options)
+write_tensors = writer.write_tensors
+writer.write_tensors = lambda *arguments: time.sleep(0.5) or write_tensors(*arguments)
 saver = writer.CheckpointWriter(Path({str(tmp_path)!r}), 0, 1, keep=1)
 saver.save(10, {{"x": Shard(torch.ones(3), (3,), (0,))}}, {{}}, {{}})
 raise ArithmeticError("the loss is not finite")
@@ -320,12 +320,12 @@ def start(root: Path, ranks: int) -> list[CheckpointWriter]:
 
 
 def failing_for(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(staged: Any, path: Path, **options: Any) -> None:
-        if path.name == f"rank-{rank:05d}.safetensors":
+    def fails(file: Any, *arguments: Any) -> Any:
+        if file.name.endswith(f"rank-{rank:05d}.safetensors"):
             raise OSError(28, "No space left on device")
-        save_file(staged, path, **options)
+        return write_tensors(file, *arguments)
 
-    monkeypatch.setattr(writer, "save_file", fails)
+    monkeypatch.setattr(writer, "write_tensors", fails)
 
 
 def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:

@@ -154,6 +154,14 @@ def test_split_experts(run: Run, check: Check, device: str) -> None:
 
 
 @dispatches
+@pytest.mark.ranks
+def test_split_experts_over_grouped_products(run: Run, check: Check) -> None:
+    """The device's own operator multiplies the rows that came from all ranks."""
+    for found in run("npu", 2, expert=2, only=["fused mixture"]):
+        check(found, "auto", ["fused mixture"])
+
+
+@dispatches
 @pytest.mark.slow
 @pytest.mark.parametrize(("context", "expert"), [(1, 4), (1, 2), (2, 4), (2, 2), (4, 2)])
 def test_split_experts_of_four_ranks(run: Run, check: Check, context: int, expert: int) -> None:

@@ -110,6 +110,24 @@ def test_loss_and_gradients_are_those_of_transformers(
     check_gradients(found, expected)
 
 
+def test_fused_experts_are_those_of_transformers(directory: Path) -> None:
+    """Over the simulated device's grouped product, which has no derivative of its own."""
+    loss, _, expected = reference(directory, SAMPLES)
+    with engine_of(directory, "npu", fused="auto") as engine:
+        assert engine.model.fused.operators[-1] == "experts"
+        result = engine.step([pack(SAMPLES)], lambda head, tokens: head.nll_share(tokens), 1e-3)
+        found = gradients(engine)
+    assert abs(result.loss - loss) < 1e-5
+    check_gradients(found, expected)
+
+
+@pytest.mark.parametrize(("fused", "experts"), [("off", "auto"), ("auto", "eager")])
+def test_experts_are_fused_only_if_asked(qwen: Path, fused: str, experts: str) -> None:
+    with engine_of(qwen, "npu", fused=fused, experts=experts) as engine:
+        assert "experts" not in engine.model.fused.operators
+        assert engine.model.pretrained.config._experts_implementation == "eager"
+
+
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 def test_every_implementation_of_the_experts_is_the_same(qwen: Path, experts: str) -> None:
     loss, _, expected = reference(qwen, SAMPLES)

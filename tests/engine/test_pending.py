@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,13 @@ def test_nothing_is_waited_for_where_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_slow_write_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
-    write = module.save_file
+    write = module.write_tensors
 
-    def save_file(*args: object, **kwargs: object) -> None:
+    def write_tensors(*args: Any) -> Any:
         assert slow.wait(20)
-        write(*args, **kwargs)  # type: ignore[arg-type]
+        return write(*args)
 
-    monkeypatch.setattr(module, "save_file", save_file)
+    monkeypatch.setattr(module, "write_tensors", write_tensors)
     writer = CheckpointWriter(tmp_path, 0, 1, keep=1)
     writer.save(3, {"w": Shard(torch.ones(2), (2,), (0,))}, {}, {})
     while not (tmp_path / ".writing-step-00000003").exists():

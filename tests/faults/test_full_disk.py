@@ -12,11 +12,11 @@ from typing import Any
 
 import npusim
 import pytest
-from safetensors.torch import save_file
 
 from isotrain.engine.checkpoint import writer
 from isotrain.engine.checkpoint.layout import steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.observe.metrics import MetricsLog, read_metrics
 from isotrain.recipe.schema import Recipe
@@ -145,18 +145,18 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    calls: list[Path] = []
+    calls: list[str] = []
 
-    def sometimes_full(staged: Any, path: Path, **options: Any) -> None:
-        calls.append(path)
+    def sometimes_full(file: Any, *arguments: Any) -> Any:
+        calls.append(file.name)
         filler = disk.fill() if len(calls) == 2 else None
         try:
-            save_file(staged, path, **options)
+            return write_tensors(file, *arguments)
         finally:
             if filler:
                 filler.unlink()
 
-    monkeypatch.setattr(writer, "save_file", sometimes_full)
+    monkeypatch.setattr(writer, "write_tensors", sometimes_full)
     launch(saving(tiny, disk.path / "run"), "")
     said = capsys.readouterr().out
     assert said.count("was not saved") == 1 and "step-00000004 was not saved" in said

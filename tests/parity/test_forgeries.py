@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from certified_runs import SIMULATED, rewrite, written
+from certified_runs import MESHED, SIMULATED, rewrite, written
 from isotrain.parity.figures import levels_again
-from isotrain.parity.verify import verify
+from isotrain.parity.verify import is_consistent, verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "certificates.md"
 Content = dict[str, Any]
@@ -99,6 +99,35 @@ FORGERIES: dict[str, tuple[Callable[[Content], object], str | None]] = {
     "8 ranks in the record": (device(ranks=8), "records"),
     "8 ranks in the recipe": (lambda c: c["candidate"]["settings"].update(ranks=8), "records"),
     "no ranks": (device(ranks=0), "records"),
+    "a mesh left out of the recipe": (lambda c: c["candidate"]["settings"].pop("mesh"), "records"),
+    "a mesh left out of the record": (lambda c: environment(c)["device"].pop("mesh"), "records"),
+    "another way to split a mesh's context": (
+        lambda c: c["candidate"]["settings"]["mesh"].update(context_attention="ulysses"),
+        "records",
+    ),
+    "a mesh that the ranks cannot form": (
+        lambda c: [
+            m["mesh"].update(context=4) for m in (c["candidate"]["settings"], environment(c)["device"])
+        ],
+        "records",
+    ),
+    "a mesh of no number": (
+        lambda c: [
+            m["mesh"].update(context=0) for m in (c["candidate"]["settings"], environment(c)["device"])
+        ],
+        "records",
+    ),
+    "layers of a run with a mesh": (
+        lambda c: [
+            c["levels"][1].update(state="same"),
+            c["inputs"].update({f"{s}/layer_trace/a": "ab" * 32 for s in ("reference", "candidate")}),
+        ],
+        "records",
+    ),
+    "a mesh left out everywhere": (
+        lambda c: [m.pop("mesh") for m in (c["candidate"]["settings"], environment(c)["device"])],
+        None,
+    ),
     "a larger model's name": (lambda c: c["recipe"]["model"].update(path="Qwen3-8B"), "recipe"),
     "a larger model's name, recipe sealed": (
         all_of(lambda c: c["recipe"]["model"].update(path="Qwen3-8B"), lambda c: seal_recipe(c)),
@@ -159,20 +188,21 @@ def seal_recipe(content: Content) -> None:
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By a word in the name of the forgery."""
+    candidates = {"": None, "simulated": SIMULATED, "mesh": MESHED}
     return {
-        simulated: written(
-            tmp_path_factory.mktemp("c"), candidate=SIMULATED if simulated else None
-        ).read_text()
-        for simulated in (False, True)
+        kind: written(tmp_path_factory.mktemp("c"), candidate=candidate).read_text()
+        for kind, candidate in candidates.items()
     }
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forgery(tmp_path: Path, originals: dict[bool, str], name: str) -> None:
+def test_a_forgery(tmp_path: Path, originals: dict[str, str], name: str) -> None:
     change, found_by = FORGERIES[name]
     path = tmp_path / "c.json"
-    path.write_text(originals["simulated" in name])
+    path.write_text(originals[next((kind for kind in ("simulated", "mesh") if kind in name), "")])
+    assert is_consistent(verify(path, again=levels_again))
     found = verify(rewrite(path, change), again=levels_again)
     wrong = [finding.name for finding in found if finding.state == "wrong"]
     assert (found_by in wrong) if found_by else not wrong, found
@@ -186,11 +216,11 @@ def test_the_page_lists_them() -> None:
         assert f"| {name} | {says} |" in text, name
 
 
-def test_a_simulated_device_is_derived(tmp_path: Path, originals: dict[bool, str]) -> None:
+def test_a_simulated_device_is_derived(tmp_path: Path, originals: dict[str, str]) -> None:
     """Its name alone, or its package alone, is not enough to make it real."""
     from isotrain.parity.certificate import read_certificate
 
     path = tmp_path / "c.json"
     for change in (device(name="Ascend910B3"), packages(torch_npu="2.13.0")):
-        path.write_text(originals[True])
+        path.write_text(originals["simulated"])
         assert read_certificate(rewrite(path, change)).candidate.simulated

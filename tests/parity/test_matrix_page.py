@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from certified_runs import SIMULATED, rewrite, written
+from certified_runs import MESHED, SIMULATED, rewrite, written
 from isotrain.errors import DataError
 from isotrain.parity import signing
 from isotrain.parity.matrix_page import main, published_figures, render
@@ -75,6 +75,16 @@ def test_simulated_devices_say_so_in_the_table(tmp_path: Path) -> None:
     assert "never the hardware's numerics" in page.split("##")[0]
     [row] = rows(page)[1:]
     assert row[2:4] == ["cpu-amx", "npu **(simulated)**"]
+
+
+def test_a_mesh_is_in_the_table(tmp_path: Path) -> None:
+    recipe = {"algorithm": {"name": "reinforce++"}}
+    page = render(written(tmp_path, candidate=MESHED, recipe=recipe).parent)
+    head, row = rows(page)
+    cells = dict(zip(head, row, strict=True))
+    assert cells["reference"] == "cpu-amx" and cells["candidate"] == "cpu, context 2 (ring)"
+    assert cells["not run"] == "P0, P1" and cells["published by others, hundredths"] == "4.95"
+    assert "| candidate: cpu, context 2 (ring) |" in page
 
 
 def test_order_and_what_is_missing(tmp_path: Path) -> None:

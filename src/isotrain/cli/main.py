@@ -75,7 +75,7 @@ for verb in (train, recipes, doctor, plan):
 app.add_typer(prepare, name="prepare")
 for part in (record, replay, probe, sampler, contribute, verify, sign):
     parity.command()(part)
-parity.command(cls=command_with(**{"from": 0}))(certify)
+parity.command(cls=command_with(**{"from": 0, "candidate": 0}))(certify)
 app.add_typer(parity, name="parity")
 
 

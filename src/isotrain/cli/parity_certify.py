@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +13,13 @@ from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides
-from isotrain.cli.several_values import paths_of
+from isotrain.cli.several_values import paths_of, values_of
 from isotrain.errors import RecipeError
 
 if TYPE_CHECKING:
     from isotrain.parity.certify import Certified
     from isotrain.parity.children import Side
+    from isotrain.recipe.schema import Recipe
 
 # One command does not wait longer than this for a run.
 _LONGEST_RUN = 7 * 86400.0
@@ -30,6 +32,13 @@ def certify(
     overrides: Overrides = None,
     devices: Annotated[
         str | None, Option(metavar="A,B", help="Reference and candidate, such as cpu-avx2,cpu.")
+    ] = None,
+    candidate: Annotated[
+        str | None,
+        Option(
+            metavar="KEY=VALUE ...",
+            help="Changes for the candidate alone, such as device.ranks=2 device.mesh.context=2.",
+        ),
     ] = None,
     work: Annotated[
         Path | None,
@@ -61,6 +70,9 @@ def certify(
     The levels run in order and stop at the first failure: operators, layers, curves with their envelope, and,
     if time allows, seeds. The report goes to the working directory.
 
+    --candidate compares two ways to compute, also on one device. Runs with device.mesh record no operators
+    and layers: curves and envelope decide then.
+
     Two machines: `isotrain parity record` on one, `replay` on the other, and both run directories to --from.
 
     Exit code 0: the same computation, or with --free an equivalent outcome, with a certificate if
@@ -70,18 +82,24 @@ def certify(
 
         isotrain parity certify tiny-sft --devices cpu-avx2,cpu --work work/parity --budget 10m
 
+        isotrain parity certify tiny-sft --devices cpu,cpu --work work/ring --candidate device.ranks=2
+        device.mesh.context=2 device.mesh.context_attention=ring
+
         isotrain parity certify --from runs/here runs/there runs/here-{2,3,4} --certificates certificates
     """
     from isotrain.cli.parity import tell
 
     if from_runs is not None:
-        if recipe is not None or devices is not None or budget is not None:
-            raise RecipeError("--from: the runs are finished; remove the recipe, --devices and --budget")
+        if any(given is not None for given in (recipe, devices, candidate, budget)):
+            raise RecipeError(
+                "--from: the runs are finished; remove the recipe, --devices, --candidate and --budget"
+            )
         found = _judge(paths_of(from_runs), free)
     elif recipe is None or devices is None or work is None:
         raise RecipeError("give a recipe, --devices A,B and --work DIR; or --from RUN RUN with finished runs")
     else:
-        found = _train(recipe, overrides or [], devices, work, budget, (members, seeds), free)
+        changed = values_of(candidate) if candidate is not None else []
+        found = _train(recipe, overrides or [], devices, changed, work, budget, (members, seeds), free)
     tell(found.verdict, work / "report" if work is not None else None)
     if certificates is not None:
         issue(found, certificates)
@@ -122,14 +140,15 @@ def _train(
     recipe: str,
     overrides: Sequence[str],
     devices: str,
+    changed: Sequence[str],
     work: Path,
     budget: str | None,
     counts: tuple[int, int],
     free: bool,
 ) -> Certified:
-    """Runs on both devices; `counts` are members of the envelope and further seeds."""
+    """Runs on both devices; `changed` is for the candidate, `counts` are envelope members and more seeds."""
     from isotrain.parity.budget import seconds_of
-    from isotrain.parity.certify import Protocol
+    from isotrain.parity.certify import UNTRACED, Protocol
     from isotrain.parity.certify import certify as run_protocol
     from isotrain.parity.children import Children
     from isotrain.parity.members import member_settings
@@ -140,9 +159,14 @@ def _train(
     _check_counts(members, seeds)
     path = library.locate(recipe)
     checked = api.load_recipe(path, *overrides)
+    other = api.load_recipe(path, *overrides, *UNTRACED, *changed) if changed else checked
+    _check_changes(checked, other, changed)
     online = checked.rollout is not None
     if free and not online:
         raise RecipeError("--free: only online recipes sample responses; remove it")
+    reference = replace(reference, traced=not checked.device.mesh.is_used)
+    settings = (*candidate.settings, *changed)
+    candidate = replace(candidate, settings=settings, traced=not other.device.mesh.is_used)
     children = Children(str(path), tuple(overrides), work.resolve(), _say, _LONGEST_RUN)
     protocol = Protocol(
         replays=online and not free,
@@ -176,6 +200,18 @@ def _sides(devices: str) -> tuple[Side, Side]:
         for chosen in map(backend, labels)
     )
     return first, second
+
+
+def _check_changes(reference: Recipe, candidate: Recipe, changed: Sequence[str]) -> None:
+    """Changes that make it another training would be found after both runs; here they cost nothing."""
+    from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, difference, not_free
+
+    if any(change.partition("=")[0] == "device.type" for change in changed):
+        raise RecipeError("--candidate device.type: --devices A,B has the types of both; remove it")
+    if other := not_free(difference(reference, candidate), MAY_DIFFER_IN_PARITY):
+        raise RecipeError(
+            f"--candidate: {other[0]} is another training; change only how to compute, as with device.ranks"
+        )
 
 
 def _check_counts(members: int, seeds: int) -> None:

@@ -78,11 +78,11 @@ def contribute(
 
 def _train(reference: Path, settings: list[str], out: Path) -> Path:
     from isotrain.observe.run_directory import RunDirectory
-    from isotrain.recipe.load import load_resolved, path_override
+    from isotrain.recipe.load import load_resolved, other_run
 
     recorded = load_resolved(RunDirectory(reference).resolved)
     online = ["rollout.record=false"] if recorded.rollout is not None else []
-    return api.train(recorded, *online, *settings, path_override("output", out)).path
+    return api.train(recorded, *online, *settings, *other_run(out)).path
 
 
 def _report(verdict: Verdict, directory: Path) -> None:

@@ -14,7 +14,7 @@ from isotrain.cli.parity import compare
 from isotrain.cli.parity_options import Require
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.load import load_resolved, path_override
+from isotrain.recipe.load import load_resolved, other_run, path_override
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 
@@ -23,15 +23,16 @@ def record(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Train a recipe as the reference, with all that a later replay needs.
 
     An online recipe also writes every response with its log-probs and scores (rollout.record). Other recipes
-    need no recording: seed and data determine the run.
+    need no recording: seed and data determine the run. With device.mesh, layers are not recorded.
 
     Example:
 
         isotrain parity record tiny-grpo output=runs/here
     """
-    from isotrain.parity.certify import TRACED
+    from isotrain.parity.certify import TRACED, UNTRACED
 
-    changed = [*TRACED, *(overrides or [])]
+    meshed = api.load_recipe(recipe, *(overrides or [])).device.mesh.is_used
+    changed = [*(UNTRACED if meshed else TRACED), *(overrides or [])]
     if isinstance(api.load_recipe(recipe, *changed).algorithm, OnlineSection):
         changed.append("rollout.record=true")
     run = api.train(recipe, *changed, in_process=True)
@@ -60,10 +61,13 @@ def replay(
 
         isotrain parity replay runs/here --out runs/two-ranks device.ranks=2
     """
+    from isotrain.parity.certify import UNTRACED
+
     recipe = _recipe_of(run)
-    first, last = [], [path_override("output", out)]
+    meshed = api.load_recipe(recipe, *UNTRACED, *(overrides or [])).device.mesh.is_used
+    first, last = list(UNTRACED if meshed else ()), other_run(out)
     if isinstance(recipe.algorithm, OnlineSection):
-        first, last = ["rollout.record=false"], [*last, path_override("rollout.replay", run)]
+        first, last = [*first, "rollout.record=false"], [*last, path_override("rollout.replay", run)]
     api.train(recipe, *first, *(overrides or []), *last, in_process=True)
     typer.echo()
     compare(run, out, require=Require.computation)
@@ -104,7 +108,7 @@ def probe(
         replayed = recipe.rollout.replay or run
         changed += ["rollout.record=false", path_override("rollout.replay", replayed)]
     traced = [f"observe.layer_trace={steps}", f"observe.layer_trace_after={step}"]
-    changed += [*(overrides or []), *traced, path_override("output", out)]
+    changed += [*(overrides or []), *traced, *other_run(out)]
     api.train(recipe, *changed, in_process=True)
     typer.echo()
     if reference is not None:

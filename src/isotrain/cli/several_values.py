@@ -34,5 +34,9 @@ def command_with(**counts: int) -> type[TyperCommand]:
     return Command
 
 
+def values_of(text: str) -> list[str]:
+    return text.split(_BETWEEN)
+
+
 def paths_of(text: str) -> list[Path]:
-    return [Path(part) for part in text.split(_BETWEEN)]
+    return [Path(part) for part in values_of(text)]

@@ -1,7 +1,8 @@
 """The table of a device's fused operators: plain functions over tensors, whatever they are called there.
 
 T: packed tokens, S: padded samples, L: their length, K: tokens that are seen, H: query heads,
-G: key/value heads, D: head size, I: intermediate size.
+G: key/value heads, D: head size, I: intermediate size, R: rows, sorted by expert, E: experts,
+M: what a row has before an expert's matrix, N: what it has after.
 """
 
 from __future__ import annotations
@@ -41,3 +42,6 @@ class FusedOperators:
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """`x_SLHD` turned by `cos_SL1D` and `sin_SL1D`, none of them above 1, as two halves."""
     attention: FusedAttention
+    grouped_matmul: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """`rows_RM` times `weights_EMN`: the first `counts_E[0]` rows with the first matrix, the next ones with
+    the second. The counts are whole numbers on the device, and their sum is R."""

@@ -1,12 +1,14 @@
 """Ascend's fused operators. Compared with eager models on a simulated device; not verified on hardware yet.
 
-T: packed tokens, S: padded samples, L: their length, H: query heads, D: head size.
+T: packed tokens, S: padded samples, L: their length, H: query heads, D: head size, R: rows, E: experts,
+M, N: sizes before and after an expert's matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,6 +19,11 @@ from isotrain.device.fused import FusedOperators
 # The operator builds the causal mask itself, aligned at the last tokens; it wants this triangle as a pattern.
 BOTTOM_RIGHT_CAUSAL = 3
 COMPRESSED_MASK = 2048
+
+# Of a product of (m, k) and (k, n), groups divide m, or k: then each has a product of its own.
+GROUPED_ROWS, GROUPED_SUMS = 0, 2
+ONE_RESULT = 3
+COUNTS = 1
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -76,4 +83,49 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
         return torch.ones(COMPRESSED_MASK, COMPRESSED_MASK, dtype=torch.bool, device=device).triu_(1)
 
 
-OPERATORS = FusedOperators(rms_norm, swiglu, rotary, attention)
+def grouped_matmul(rows_RM: torch.Tensor, weights_EMN: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    if len(weights_EMN) == 1:
+        return rows_RM @ weights_EMN[0]  # the operator wants more than one group
+    result: torch.Tensor = _GroupedMatmul.apply(rows_RM.contiguous(), weights_EMN, counts_E)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """The operator has no derivative of its own: both gradients are grouped products again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RM: torch.Tensor, weights_EMN: torch.Tensor, counts_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_RM, weights_EMN, counts_E)
+        return _grouped(rows_RM, weights_EMN, counts_E, GROUPED_ROWS)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_RM, weights_EMN, counts_E = ctx.saved_tensors
+        gradient_RN = gradients[0].contiguous()
+        of_rows = of_weights = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _grouped(gradient_RN, weights_EMN.transpose(1, 2), counts_E, GROUPED_ROWS)
+        if ctx.needs_input_grad[1]:
+            of_weights = _grouped(rows_RM.T, gradient_RN, counts_E, GROUPED_SUMS)
+            # Nothing says that the operator writes zeros for an expert that no token chose.
+            of_weights = of_weights.masked_fill_((counts_E == 0)[:, None, None], 0)
+        return of_rows, of_weights, None
+
+
+def _grouped(x: torch.Tensor, weights: torch.Tensor, counts_E: torch.Tensor, groups: int) -> torch.Tensor:
+    import torch_npu
+
+    result: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [x],
+        [weights],
+        group_list=counts_E,
+        split_item=ONE_RESULT,
+        group_type=groups,
+        group_list_type=COUNTS,
+    )[0]
+    return result
+
+
+OPERATORS = FusedOperators(rms_norm, swiglu, rotary, attention, grouped_matmul)

@@ -33,6 +33,7 @@ from isotrain.models.checkpointing import checkpoint_layers
 from isotrain.models.compiled import compile_layers
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
+from isotrain.models.experts import GROUPED, provide_experts, uses_grouped
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.load import (
     IMPLEMENTATIONS,
@@ -187,7 +188,8 @@ def _pretrained(
     if table is None:
         return build(directory, attention, experts), attention, NONE_FUSED
     provide(table.attention)
-    pretrained = build(directory, attention, experts)
+    provide_experts(table.grouped_matmul)
+    pretrained = build(directory, attention, GROUPED if model.experts == "auto" else experts)
     fused = fuse_layers(pretrained, table)
     if model.fused == "on" and (fused.unknown or fused.operators != LAYERS):
         missing = ", ".join(name for name in LAYERS if name not in fused.operators) or "none"
@@ -197,6 +199,8 @@ def _pretrained(
         )
     if IMPLEMENTATIONS[attention] == FUSED:
         fused = replace(fused, operators=("attention", *fused.operators))
+    if uses_grouped(pretrained):
+        fused = replace(fused, operators=(*fused.operators, "experts"))
     return pretrained, attention, fused
 
 

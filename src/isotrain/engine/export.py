@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,12 +16,17 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from isotrain.engine.build import adapter_config
-from isotrain.engine.checkpoint.layout import share, step_directory, steps_in
+from isotrain.engine.checkpoint.layout import step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.engine.checkpoint.tensor_file import write_tensors
+from isotrain.engine.model_files import METADATA, Read, write_model_files
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.backbone import Backbone
+from isotrain.models.base_weights import BaseWeights
+from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.models.lora import ADAPTER, ALL, adapted_layers
 from isotrain.models.routing import number_of_experts
@@ -57,8 +61,6 @@ def export_run(run: Path, out: Path, step: int | None, adapter_only: bool) -> Pa
         partial.mkdir(parents=True)
         write(model, reader, partial)
         load_tokenizer(model_directory(model.path)).save_pretrained(partial)
-        for file in partial.glob("*.safetensors"):
-            share(file)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"--out: {out} was not written ({error})") from error
@@ -89,19 +91,19 @@ def _open(root: Path, step: int | None) -> CheckpointReader:
     )
 
 
-def _weights(reader: CheckpointReader) -> dict[str, torch.Tensor]:
-    """The trained weights under their Hugging Face names."""
-    prefix = f"weights/{Backbone.prefix}"
+# Before the Hugging Face names of a checkpoint's trained weights.
+PREFIX = f"weights/{Backbone.prefix}"
+
+
+def _trained(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of the trained weights."""
     return {
-        name.removeprefix(prefix): reader.whole(name) for name in reader.shapes() if name.startswith(prefix)
+        name.removeprefix(PREFIX): shape for name, shape in reader.shapes().items() if name.startswith(PREFIX)
     }
 
 
 def _write_full(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
-    # The type in which the base model is published; the float32 master weights stay in the checkpoint.
-    causal_lm = AutoModelForCausalLM.from_pretrained(model_directory(model.path), dtype="auto")
-    _fill(causal_lm, _weights(reader), reader, model)
-    causal_lm.save_pretrained(out)
+    _write_all(_described(AutoModelForCausalLM, model), model, reader, out)
 
 
 def _write_scorer(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
@@ -110,36 +112,65 @@ def _write_scorer(model: ModelSection, reader: CheckpointReader, out: Path) -> N
     config = AutoConfig.from_pretrained(directory, num_labels=1)
     # In a batch, the score of a row is that of its last token which is not padding.
     config.pad_token_id = load_tokenizer(directory).pad_token_id
-    scorer = AutoModelForSequenceClassification.from_pretrained(directory, config=config, dtype="auto")
-    _fill(scorer, _weights(reader), reader, model)
-    scorer.save_pretrained(out)
+    _write_all(_described(AutoModelForSequenceClassification, model, config=config), model, reader, out)
 
 
 def _write_step_classifier(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
     """A process reward model as a token classifier with the labels bad and good."""
-    directory = model_directory(model.path)
     labels = {0: "bad", 1: "good"}
     config = AutoConfig.from_pretrained(
-        directory, id2label=labels, label2id={v: k for k, v in labels.items()}, classifier_dropout=0.0
+        model_directory(model.path),
+        id2label=labels,
+        label2id={v: k for k, v in labels.items()},
+        classifier_dropout=0.0,
     )
-    classifier = AutoModelForTokenClassification.from_pretrained(directory, config=config, dtype="auto")
-    _fill(classifier, _weights(reader), reader, model)
-    classifier.save_pretrained(out)
+    _write_all(_described(AutoModelForTokenClassification, model, config=config), model, reader, out)
 
 
-def _fill(
-    target: PreTrainedModel, weights: dict[str, torch.Tensor], reader: CheckpointReader, model: ModelSection
-) -> None:
-    named = dict(target.named_parameters())  # tied ones once, as they are trained and saved
-    if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
-        raise CheckpointError(
-            f"{reader.directory}: its weights do not match {model.path}; restore the model that was trained"
-        )
-    target.load_state_dict(weights, strict=False)
+def _described(kind: Any, model: ModelSection, **settings: Any) -> PreTrainedModel:
+    """The model without memory for its weights, which have the types in which the base is published."""
+    target: PreTrainedModel = kind.from_pretrained(
+        model_directory(model.path), dtype="auto", device_map="meta", **settings
+    )
+    return target
+
+
+def _write_all(target: PreTrainedModel, model: ModelSection, reader: CheckpointReader, out: Path) -> None:
+    """All weights are those of the checkpoint, rounded; its float32 ones stay there."""
+    # Tied ones once, as they are trained and saved.
+    expected = {name: tuple(parameter.shape) for name, parameter in target.named_parameters()}
+    if expected != _trained(reader):
+        raise _mismatch(model, reader)
+    _write(target, lambda name: reader.whole(f"{PREFIX}{name}"), model, out)
+
+
+def _mismatch(model: ModelSection, reader: CheckpointReader) -> CheckpointError:
+    return CheckpointError(
+        f"{reader.directory}: its weights do not match {model.path}; restore the model that was trained"
+    )
+
+
+def _write(target: PreTrainedModel, read: Read, model: ModelSection, out: Path) -> None:
+    """Weights, and the two configurations as `save_pretrained` writes them."""
+    target.config.dtype = str(target.dtype).removeprefix("torch.")
+    target.config.architectures = [type(target).__name__]
+    target.config.save_pretrained(out)
+    if target.can_generate() and target.generation_config is not None:
+        target.generation_config.save_pretrained(out)
+    parameters, buffers = dict(target.named_parameters()), stored_buffers(target)
+    base = BaseWeights(target, buffers, model_directory(model.path))
+    # A buffer that the files do not have keeps its first value in whoever loads them.
+    described = {**parameters, **{name: buffer for name, buffer in buffers.items() if name in base}}
+    write_model_files(
+        out,
+        Publisher.as_loaded(target),
+        described,
+        lambda name: read(name) if name in parameters else base.read(name),
+    )
 
 
 def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
-    trained = _weights(reader)
+    trained = {name: reader.whole(f"{PREFIX}{name}") for name in _trained(reader)}
     config = adapter_config(model.lora)
     if config.target_modules == ALL and number_of_experts(read_config(model_directory(model.path))):
         # peft would look for adapters of the experts too.
@@ -150,17 +181,37 @@ def _write_adapter(model: ModelSection, reader: CheckpointReader, out: Path) -> 
     weights = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in trained.items()
     }
-    save_file(weights, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    with (out / "adapter_model.safetensors").open("wb") as file:
+        write_tensors(file, weights, METADATA)
 
 
 def _write_merged(model: ModelSection, reader: CheckpointReader, out: Path) -> None:
-    adapter = out / "adapter"
-    adapter.mkdir()
-    _write_adapter(model, reader, adapter)
-    # Merged in float32, rounded once: adding in a shorter type would lose updates below its resolution.
-    directory = model_directory(model.path)
-    published = AutoConfig.from_pretrained(directory).dtype or torch.float32
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    shutil.rmtree(adapter)
-    merged.to(published).save_pretrained(out)
+    target = _described(AutoModelForCausalLM, model)
+    parameters = dict(target.named_parameters())
+    base = BaseWeights(target, parameters, model_directory(model.path))
+    trained, scale = _trained(reader), model.lora.alpha / model.lora.rank
+    down, up = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+    def turned(layer: str) -> bool:
+        return isinstance(target.get_submodule(layer), Conv1D)
+
+    fitting = {}
+    for name, parameter in parameters.items():
+        layer = name.removesuffix(".weight")
+        if layer + down in trained:
+            outputs, inputs = parameter.shape[::-1] if turned(layer) else parameter.shape
+            fitting[layer + down] = (model.lora.rank, inputs)
+            fitting[layer + up] = (outputs, model.lora.rank)
+    if fitting != trained:
+        raise _mismatch(model, reader)
+
+    def read(name: str) -> torch.Tensor:
+        layer = name.removesuffix(".weight")
+        if layer + down not in trained:
+            return base.read(name)
+        # Merged in float32, rounded once: adding in a shorter type would lose updates below its resolution.
+        a, b = (reader.whole(f"{PREFIX}{layer}{part}").float() for part in (down, up))
+        merged = (b @ a).mul_(scale)
+        return (merged.t() if turned(layer) else merged).add_(base.read(name).float())
+
+    _write(target, read, model, out)

@@ -6,7 +6,7 @@ Which tensors make which parameter, and how, is transformers' knowledge: nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,32 +107,55 @@ def conversions(model: PreTrainedModel, own: Iterable[str], published: Iterable[
 class Publisher:
     """Gives a model's tensors the names and shapes of published files, parameter by parameter."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, transforms: Sequence[WeightTransform] | None = None) -> None:
         self.model = model
-        transforms = get_model_conversion_mapping(model, add_legacy=False)
-        # What was stripped from names in files may not have been there: transformers does not add it either.
-        self._transforms = [t for t in transforms if type(t).__name__ != "PrefixChange"]
+        if transforms is None:
+            known = get_model_conversion_mapping(model, add_legacy=False)
+            # What was stripped from names in files may not have been there: transformers does not add it
+            # either.
+            transforms = [t for t in known if type(t).__name__ != "PrefixChange"]
+        self._transforms = list(transforms)
+
+    @classmethod
+    def as_loaded(cls, model: PreTrainedModel) -> Publisher:
+        """As the files are that `from_pretrained` has read: it notes which conversions they needed."""
+        return cls(model, getattr(model, "_weight_conversions", None))
 
     def __call__(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if not self._transforms:
-            yield name, tensor
-            return
-        if any(len(t.target_patterns) > 1 and _matches(t, name) for t in self._transforms):
+        if self._merged_into(name) is not None:
             raise ModelError(
                 f"'{name}' is published in one tensor with other parameters, which engines cannot be sent yet"
             )
+        yield from self.together({name: tensor}).items()
+
+    def groups(self, names: Iterable[str]) -> list[list[str]]:
+        """Parameters that are published in one tensor side by side, all others alone."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(self._merged_into(name) or name, []).append(name)
+        return list(found.values())
+
+    def together(self, group: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What one of the groups is in files."""
+        if not self._transforms:
+            return dict(group)
         # transformers looks for them there; looking them up again for every parameter takes long.
         before = getattr(self.model, "_weight_conversions", None)
         self.model._weight_conversions = self._transforms  # type: ignore[assignment]
         try:
-            published = revert_weight_conversion(self.model, {name: tensor})
+            published: dict[str, torch.Tensor] = revert_weight_conversion(self.model, dict(group))
         finally:
             self.model._weight_conversions = before  # type: ignore[assignment]
-        yield from published.items()
+        return published
 
-
-def _matches(transform: WeightTransform, name: str) -> bool:
-    return transform.reverse_transform().rename_source_key(name)[1] is not None
+    def _merged_into(self, name: str) -> str | None:
+        """The published tensor that has this parameter as one of its parts."""
+        for transform in self._transforms:
+            if len(transform.target_patterns) > 1:
+                published, pattern = transform.reverse_transform().rename_source_key(name)
+                if pattern is not None:
+                    return published
+        return None
 
 
 def published_shapes(

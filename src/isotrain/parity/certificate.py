@@ -25,6 +25,7 @@ from isotrain.observe.run_directory import write_atomically
 from isotrain.parity.canonical import canonical, digest_of, strict_object
 from isotrain.parity.effects import Answer
 from isotrain.parity.levels import LEVELS, State
+from isotrain.parity.mesh import mesh_words
 from isotrain.parity.recorded import device_label, is_simulated, slug
 from isotrain.parity.run import section
 from isotrain.parity.sources.bounded import Source, clipped
@@ -137,6 +138,11 @@ class Side(Part):
     def ranks(self) -> int | None:
         ranks = section(self.environment, "device").get("ranks")
         return ranks if isinstance(ranks, int) else None
+
+    @property
+    def mesh(self) -> str:
+        """How the ranks divided the work, such as `context 2 (ring)`; empty where each had its own."""
+        return mesh_words(self.settings) or mesh_words(section(self.environment, "device"))
 
     @property
     def commit(self) -> str | None:
@@ -277,7 +283,8 @@ class Certificate(Part):
     def file_name(self) -> str:
         """From the content alone, whatever that is: letters, digits and dashes."""
         subject = self.subject
-        words = (subject.algorithm, subject.model, self.reference.label, self.candidate.label)
+        sides = (f"{side.label} {side.mesh}" for side in (self.reference, self.candidate))
+        words = (subject.algorithm, subject.model, *sides)
         return "-".join([*map(slug, words), subject.kind, self.digest[:8]]) + ".json"
 
 

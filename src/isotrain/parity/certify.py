@@ -16,6 +16,8 @@ from isotrain.recipe.load import path_override
 _STEPS = "observe.layer_trace=3"
 TRACED = (_STEPS, "observe.operators=true")
 """What a run needs so that its layers and operators can be compared."""
+UNTRACED = ("observe.layer_trace=0", "observe.operators=false", "observe.model_digest=true")
+"""What it needs so that its curves can be certified, where a mesh divides its layers over ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,12 @@ def certify(
     children: Children, reference: Side, candidate: Side, protocol: Protocol, tell: Callable[[str], None]
 ) -> Certified:
     """Run and judge, the cheapest level first."""
-    recorded = (*TRACED, "rollout.record=true") if protocol.replays else TRACED
-    one = children.train("reference", reference, recorded, why="P0 to P2")
+    both_traced = reference.traced and candidate.traced
+    traced, why = (TRACED, "P0 to P2") if both_traced else (UNTRACED, "P2")
+    recorded = (*traced, "rollout.record=true") if protocol.replays else traced
+    one = children.train("reference", reference, recorded, why=why)
     forced = _replay_of(one) if protocol.replays else ()
-    other = children.train("candidate", candidate, (*TRACED, *forced), why="P0 to P2")
+    other = children.train("candidate", candidate, (*traced, *forced), why=why)
 
     def verdict(companions: Companions) -> Verdict:
         return verdict_on(one.path, other.path, companions, free_running=protocol.free_running)
@@ -67,7 +71,7 @@ def certify(
         children.train(
             f"member-{number}",
             reference,
-            (*settings, _STEPS, *forced),
+            (*settings, *((_STEPS,) if both_traced else UNTRACED), *forced),
             why=f"P3, member {number} of {chosen.members}",
         ).path
         for number, settings in enumerate(protocol.members_of(chosen.members), start=1)
@@ -97,7 +101,8 @@ def _pairs(
 ) -> list[tuple[Path, Path]]:
     pairs = []
     for number in range(1, seeds + 1):
-        settings, why = (f"seed={protocol.seed + number}",), f"P4, seed {number} of {seeds}"
+        untraced = () if reference.traced and candidate.traced else UNTRACED
+        settings, why = (f"seed={protocol.seed + number}", *untraced), f"P4, seed {number} of {seeds}"
         records = ("rollout.record=true",) if protocol.replays else ()
         one = children.train(f"seed-{number}-a", reference, (*settings, *records), why=why)
         forced = _replay_of(one) if protocol.replays else ()

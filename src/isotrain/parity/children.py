@@ -14,7 +14,7 @@ from typing import Any
 from isotrain.errors import LaunchError
 from isotrain.observe.run_directory import write_atomically
 from isotrain.own_python import module_command
-from isotrain.recipe.load import path_override
+from isotrain.recipe.load import other_run
 
 _LAST_WORDS = 12
 
@@ -27,6 +27,8 @@ class Side:
     settings: tuple[str, ...]
     """Changes to the recipe, such as the device's type."""
     variables: Mapping[str, str]
+    traced: bool = True
+    """Whether its runs can record layers and operators: those of a mesh are divided over ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Children:
         write_atomically(note, json.dumps({"seconds": 0.0, **before, **how}, indent=1) + "\n")
         self.tell(f"{why}: {Path(self.recipe).stem} on {side.label}")
         begun = time.monotonic()
-        self._run(name, side, [*changes, path_override("output", output)], log)
+        self._run(name, side, [*changes, *other_run(output)], log)
         spent = time.monotonic() - begun + float(before.get("seconds", 0.0))
         write_atomically(note, json.dumps({**how, "seconds": spent}, indent=1) + "\n")
         return Finished(output, spent)

@@ -10,9 +10,13 @@ import datetime
 import re
 from collections.abc import Iterator
 
+from pydantic import ValidationError
+
 from isotrain.parity.certificate import Certificate, Side
+from isotrain.parity.mesh import mesh_of
 from isotrain.parity.plausible import implausible
 from isotrain.parity.run import section
+from isotrain.recipe.schema import MeshSection
 
 _FILES = ("metrics.jsonl", "resolved.json", "environment.json")
 # `SmolLM2-135M`, `Qwen3-30B-A3B`: published counts leave out embeddings, or round.
@@ -24,7 +28,7 @@ _FEW_VALUES = 5
 def contradictions(certificate: Certificate) -> Iterator[str]:
     """One sentence each."""
     for role, side in certificate.sides.items():
-        for words in (*implausible(side), *_ranks(side), *_date(certificate, side)):
+        for words in (*implausible(side), *_ranks(side), *_mesh(side), *_date(certificate, side)):
             yield f"{role}: {words}"
     yield from _model(certificate)
     yield from _engine(certificate)
@@ -38,6 +42,20 @@ def _ranks(side: Side) -> Iterator[str]:
         yield "it has no number of ranks"
     elif side.settings.get("ranks") not in (side.ranks, None, "auto"):
         yield f"the recipe asks for {side.settings.get('ranks')} ranks, the run had {side.ranks}"
+
+
+def _mesh(side: Side) -> Iterator[str]:
+    asked, had = mesh_of(side.settings), mesh_of(section(side.environment, "device"))
+    if asked != had:
+        yield f"the recipe asks for mesh {asked or 'none'}, the run had {had or 'none'}"
+        return
+    try:
+        problem = MeshSection.model_validate(had).problem(side.ranks or 1)
+    except ValidationError:
+        yield f"{side.mesh} is no mesh"
+    else:
+        if problem:
+            yield problem
 
 
 def _date(certificate: Certificate, side: Side) -> Iterator[str]:
@@ -116,3 +134,5 @@ def _inputs(certificate: Certificate) -> Iterator[str]:
     traces = {role for role in certificate.sides if any(n.startswith(f"{role}/layer_trace/") for n in inputs)}
     if ran & {"P0", "P1"} and len(traces) < 2:
         yield "P0 and P1 rest on traces of both runs, whose digests are not there"
+    if ran & {"P0", "P1"} and any(side.mesh for side in certificate.sides.values()):
+        yield "P0 and P1 rest on traces of both runs, and runs with a mesh record none"

@@ -16,6 +16,7 @@ from isotrain.errors import DataError, IsotrainError
 from isotrain.parity.certificate import Certificate, Side, read_certificate
 from isotrain.parity.figures import levels_again
 from isotrain.parity.levels import LEVELS
+from isotrain.parity.mesh import uses_ring
 from isotrain.parity.signing import Signature, signature_of
 from isotrain.parity.verify import verify
 from isotrain.recipe.generated import page_command, table_row
@@ -83,7 +84,7 @@ def _order(entry: _Entry) -> tuple[str, ...]:
 def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
     published = published_figures()
     yield "## Certified pairs\n"
-    yield from _table([_pair(entry, published["loss_error_hundredths"]) for entry in entries])
+    yield from _table([_pair(entry, published) for entry in entries])
     yield (
         "Errors are means of absolute differences; hundredths are of the metric's own unit, which others "
         "write as %. What others published is not comparable in its setting (other models, data, devices) "
@@ -101,8 +102,10 @@ def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
     yield ""
 
 
-def _pair(entry: _Entry, published: dict[str, float]) -> dict[str, str]:
+def _pair(entry: _Entry, published: dict[str, Any]) -> dict[str, str]:
     one = entry.certificate
+    ring = uses_ring(one.candidate.settings)
+    errors = published["with_ring_attention_hundredths" if ring else "loss_error_hundredths"]
     subject, figures = one.subject, one.figures
     return {
         "algorithm": _cell(subject.algorithm),
@@ -113,7 +116,7 @@ def _pair(entry: _Entry, published: dict[str, float]) -> dict[str, str]:
         "kind": _kind(one),
         "steps": str(figures.steps),
         "loss error, hundredths": _number(figures.loss_error),
-        "published by others, hundredths": _number(published.get(subject.algorithm)),
+        "published by others, hundredths": _number(errors.get(subject.algorithm)),
         "loss error, relative, %": _number(figures.loss_relative),
         "reward error, hundredths": _number(figures.reward_error),
         "throughput, candidate / reference": _number(figures.throughput_ratio),
@@ -163,7 +166,8 @@ def _model(certificate: Certificate) -> str:
 
 
 def _device(side: Side) -> str:
-    return f"{side.label.removesuffix('-simulated')} **(simulated)**" if side.simulated else side.label
+    name = f"{side.label.removesuffix('-simulated')} **(simulated)**" if side.simulated else side.label
+    return f"{name}, {side.mesh}" if side.mesh else name
 
 
 def _kind(certificate: Certificate) -> str:

@@ -16,6 +16,7 @@ from isotrain.parity.inputs import recipe_changes
 from isotrain.parity.layers import layers_level
 from isotrain.parity.levels import Level, not_run
 from isotrain.parity.members import PERTURBATION, SPLIT
+from isotrain.parity.mesh import why_untraced
 from isotrain.parity.metric_names import choose
 from isotrain.parity.operators import operators_level
 from isotrain.parity.outcome import OtherRuns, margins_of, outcome_of
@@ -98,15 +99,20 @@ def _levels(
     dumps: tuple[Path, Path] | None,
 ) -> Iterator[Level]:
     reference, candidate = comparison.reference, comparison.candidate
+    untraced = why_untraced(reference, candidate)
     if dumps is not None:
         yield from dump_levels(*dumps)
+    elif untraced:
+        yield not_run("P0", untraced)
     else:
         yield operators_level(reference.path, candidate.path)
     if pairing == "free-running":
         without = ("P2", "P3") if dumps else ("P1", "P2", "P3")
         yield from (not_run(name, _FREE_RUNNING) for name in without)
         return
-    if dumps is None:
+    if dumps is None and untraced:
+        yield not_run("P1", untraced)
+    elif dumps is None:
         dtype = str(section(reference.recipe, "model").get("dtype", "bfloat16"))
         # Layers see other inputs where samples are laid out otherwise: such a run says nothing about them.
         noise = [run.path for run in reruns if not _changes(reference, run, f"{PERTURBATION}:")]

@@ -57,6 +57,11 @@ def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recip
     return _checked(document)
 
 
+def other_run(output: Path | str) -> list[str]:
+    """Overrides of a recipe that make it another run: its checkpoints do not replace those of the first."""
+    return [path_override("output", output), "trainer.checkpoint_storage=null"]
+
+
 def path_override(field: str, path: Path | str) -> str:
     """`field=path` as an override that no parser takes for anything but text."""
     return f"{field}={json.dumps(str(path), ensure_ascii=False)}"
@@ -113,9 +118,10 @@ def _checked(document: Document) -> Recipe:
 
 def _apply(document: Document, override: str, number: int) -> None:
     """Put the value of one `a.b=c` in its place; later overrides win."""
-    label = f"override {override!r}"
-    place = Place((1, number, 0), label)
     key, equals, text = override.partition("=")
+    # A URL that is refused because of the password in it must not be printed.
+    label = f"override {f'{key}=***' if 'checkpoint_storage' in override else override!r}"
+    place = Place((1, number, 0), label)
     parts = key.strip().split(".")
     if not equals or not all(parts) or key.startswith(("+", "-", "~")):
         text = "expected key=value, for example optimizer.lr=1e-4"

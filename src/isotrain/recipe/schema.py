@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Preference, RmSection
 from isotrain.recipe.rules import broken_rules
 from isotrain.recipe.section import Affects, DefaultFor, OfflineSection, Section
+from isotrain.recipe.storage_url import storage_url_problem
 
 ONLINE = "online algorithms"
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -219,6 +220,10 @@ class TrainerSection(Section):
     ends 10 minutes or more after the last one, less often if saving takes more than 5 % of the time."""
     keep_checkpoints: Annotated[int, Affects.EXECUTION] = Field(default=3, ge=1)
     """How many of the newest checkpoints to keep."""
+    checkpoint_storage: Annotated[str | None, Affects.EXECUTION] = None
+    """URL of an object store, such as `s3://bucket/my-run`, that gets a copy of each checkpoint. A run whose
+    local checkpoints are lost, older or damaged resumes from there. No credentials in the URL: the store's
+    package finds them in the environment. Needs `isotrain[storage]` and that package, such as s3fs."""
     resume: Annotated[Literal["auto", "never"], Affects.EXECUTION] = "auto"
     """`auto` resumes from the newest valid checkpoint in `output`; `never` refuses a used directory."""
     preemption_seconds: Annotated[float, Affects.EXECUTION] = Field(default=25.0, ge=1)
@@ -228,6 +233,13 @@ class TrainerSection(Section):
     """What to do if a loss or gradient is not finite: stop, or skip the update of that step."""
     max_skipped_steps: int = Field(default=10, ge=1)
     """With `non_finite: skip`, the run stops after this many skipped updates."""
+
+    @field_validator("checkpoint_storage")
+    @classmethod
+    def _is_a_plain_url(cls, url: str | None) -> str | None:
+        if url is not None and (problem := storage_url_problem(url)):
+            raise ValueError(problem)
+        return url
 
 
 class ObserveSection(Section):
@@ -244,6 +256,8 @@ class ObserveSection(Section):
     `isotrain parity probe` sets it."""
     operators: bool = False
     """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
+    model_digest: bool = False
+    """Record the SHA-256 of the model's files, which certificates need; with `layer_trace` it always is."""
 
     def last_step(self, steps: int) -> int:
         """Of a run of `steps` steps: a probe ends with the steps that it records."""

@@ -15,6 +15,7 @@ from isotrain.data.loader import BatchLoader
 from isotrain.data.steps import single_token
 from isotrain.device.base import Device
 from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
+from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.operator_errors import operators_compared
@@ -59,7 +60,13 @@ def build_trainer(
         ),
         loader=loader,
         validation=validation,
-        writer=CheckpointWriter(run.checkpoints, world.rank, world.size, trainer.keep_checkpoints),
+        writer=CheckpointWriter(
+            run.checkpoints,
+            world.rank,
+            world.size,
+            trainer.keep_checkpoints,
+            open_storage(trainer.checkpoint_storage),
+        ),
         recorder=recorder,
         steps=steps,
         last_step=recipe.observe.last_step(steps),

@@ -52,7 +52,7 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
                 {"validation": validation.store.digest} if validation else {}
             )
             cached = place_of_reference(recipe) == "cached"
-            if cached or recipe.observe.layer_trace:
+            if cached or recipe.observe.layer_trace or recipe.observe.model_digest:
                 data["model"] = world.agree(
                     lambda: model_digest(model_directory(recipe.model.path)),
                     "model.path: the machines have different models; copy the same one to all of them",

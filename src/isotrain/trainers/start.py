@@ -13,13 +13,14 @@ from typing import Any
 from isotrain.device.base import Device
 from isotrain.device.determinism import Profile
 from isotrain.engine.checkpoint.layout import sha256_of
+from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.world import World
 from isotrain.errors import ModelError, RecipeError
 from isotrain.models.backbone import Backbone
 from isotrain.models.load import hub_commit
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free
+from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free, version_changes
 from isotrain.recipe.load import load_resolved, resolved
 from isotrain.recipe.online import PpoSection
 from isotrain.recipe.schema import Recipe
@@ -81,8 +82,35 @@ def write_start(
     recipe: Recipe, source: str, environment: Mapping[str, object], data: dict[str, str]
 ) -> RunDirectory:
     """The run directory with this start in it: on which device, with which versions, on which data."""
+    claim_storage(recipe, data)
     start = {**environment, "data": data, "hub": hub_commits(recipe)}
     return RunDirectory.create(recipe.output, source, resolved(recipe), start)
+
+
+def claim_storage(recipe: Recipe, data: dict[str, str]) -> None:
+    """Refuse a storage that has checkpoints of another run: resuming from them would mix the two."""
+    storage, field = open_storage(recipe.trainer.checkpoint_storage), "trainer.checkpoint_storage"
+    if storage is None:
+        return
+    before = storage.run()
+    if before is not None:
+        if recipe.trainer.resume == "never":
+            raise RecipeError(
+                f"{field}: {storage.url} already has a run; set another URL, or trainer.resume=auto"
+            )
+        changed = not_free(version_changes(before["recipe"], resolved(recipe)), MAY_CHANGE_ON_RESUME)
+        changed += [
+            f"{digest_field(name)}: other content"
+            for name, digest in data.items()
+            if before["data"].get(name, digest) != digest
+        ]
+        if changed:
+            listing = "\n  ".join(changed)
+            raise RecipeError(
+                f"{field}: {storage.url} has checkpoints of another run:\n  {listing}\n"
+                "set another URL, or change these back"
+            )
+    storage.claim(resolved(recipe), data)
 
 
 def hub_commits(recipe: Recipe) -> dict[str, str]:

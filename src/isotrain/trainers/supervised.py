@@ -11,7 +11,7 @@ from typing import Any
 
 from isotrain.data.loader import BatchLoader, StepData
 from isotrain.device.base import Device
-from isotrain.engine.checkpoint.reader import newest_valid
+from isotrain.engine.checkpoint.resume_point import resume_point
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule
@@ -155,7 +155,7 @@ class SupervisedTrainer:
 
     def resume(self, root: Path, console: Console) -> int:
         """Go on from the newest valid checkpoint, if there is one; returns the steps done."""
-        reader, complaints = newest_valid(root, self.engine.world)
+        reader, complaints = resume_point(root, self.engine.world, self.writer.storage)
         for complaint in complaints:
             console.message(f"warning: {complaint}")
         if reader is None:

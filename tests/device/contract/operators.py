@@ -19,6 +19,11 @@ FUSED: dict[str, tuple[str, ...]] = {
         *("pre_tockens", "next_tockens", "inner_precise", "seed", "offset", "numels", "prefix"),
         *("actual_seq_qlen", "actual_seq_kvlen", "sparse_mode", "gen_mask_parallel", "sync"),
     ),
+    "npu_grouped_matmul": (
+        *("x", "weight", "bias", "scale", "offset", "antiquant_scale", "antiquant_offset"),
+        *("per_token_scale", "group_list", "activation_input", "activation_quant_scale"),
+        *("activation_quant_offset", "split_item", "group_type", "group_list_type", "act_type"),
+    ),
     "npu_rms_norm": ("input", "gamma", "epsilon"),
     "npu_rms_norm_backward": ("dy", "input", "gamma", "rstd"),
     "npu_rotary_mul": ("input", "r1", "r2", "rotary_mode"),
@@ -46,6 +51,7 @@ def shapes(torch_npu: Any, device: str) -> Shapes:
 
     padded, packed, grouped = empty(2, 16, 4, 64), empty(24, 4, 64), empty(24, 2, 64)
     mask = empty(2048, 2048, dtype=torch.bool)
+    groups = torch.tensor([20, 4], device=device)
     lengths = {"actual_seq_qlen": (10, 24), "actual_seq_kvlen": (10, 24)}
     attention, angles = torch_npu.npu_fusion_attention, (empty(1, 16, 1, 64), empty(1, 16, 1, 64))
     results = {
@@ -56,6 +62,30 @@ def shapes(torch_npu: Any, device: str) -> Shapes:
         "attention BNSD": attention(*[padded.transpose(1, 2)] * 3, 4, "BNSD"),
         "attention TND": attention(packed, packed, packed, 4, "TND", **lengths),
         "attention TND, grouped": attention(packed, grouped, grouped, 4, "TND", **lengths),
+        "grouped product": torch_npu.npu_grouped_matmul(
+            [empty(24, 64)],
+            [empty(2, 64, 32)],
+            group_list=groups,
+            split_item=3,
+            group_type=0,
+            group_list_type=1,
+        ),
+        "grouped product, gradient of rows": torch_npu.npu_grouped_matmul(
+            [empty(24, 32)],
+            [empty(2, 64, 32).transpose(1, 2)],
+            group_list=groups,
+            split_item=3,
+            group_type=0,
+            group_list_type=1,
+        ),
+        "grouped product, gradient of weights": torch_npu.npu_grouped_matmul(
+            [empty(24, 64).T],
+            [empty(24, 32)],
+            group_list=groups,
+            split_item=3,
+            group_type=2,
+            group_list_type=1,
+        ),
         "rms norm": torch_npu.npu_rms_norm(empty(2, 16, 256), empty(256)),
         "rms norm, float32": torch_npu.npu_rms_norm(
             empty(2, 16, 256, dtype=torch.float32), empty(256, dtype=torch.float32), epsilon=1e-5

@@ -5,5 +5,7 @@
         manifest.json            step, loop state, size and SHA-256 of every file
         COMPLETE                 SHA-256 of manifest.json; written last
 
+storage.py keeps copies of them behind a URL, in the same layout.
+
 torch.distributed.checkpoint is not used: its metadata file is a pickle, and its commit is not atomic.
 """

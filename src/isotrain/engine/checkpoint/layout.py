@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -17,8 +16,18 @@ WRITING = ".writing-"
 FORMAT = 1
 
 
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a directory that has exactly the name of one."""
+    found = re.fullmatch(r"step-([0-9]{8,15})", name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
 def step_directory(root: Path, step: int) -> Path:
-    return root / f"step-{step:08d}"
+    return root / step_name(step)
 
 
 def rank_file(rank: int) -> str:
@@ -28,8 +37,7 @@ def rank_file(rank: int) -> str:
 def steps_in(root: Path) -> list[int]:
     """Steps that have a directory, newest first, whether or not it is valid."""
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    steps = (int(found[1]) for name in names if (found := re.fullmatch(r"step-([0-9]{8,15})", name)))
-    return sorted((step for step in steps if step_directory(root, step).name in names), reverse=True)
+    return sorted((step for name in names if (step := parse_step(name)) is not None), reverse=True)
 
 
 def sha256_of(path: Path) -> str:
@@ -49,12 +57,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def share(path: Path) -> None:
-    """Let others read a file as far as its directory lets them: safetensors makes it its owner's alone."""
-    with contextlib.suppress(OSError):  # not every file system has modes
-        path.chmod(path.parent.stat().st_mode & 0o666)
-
-
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a committed checkpoint; ValueError says what is wrong with it."""
     marker, manifest = directory / MARKER, directory / MANIFEST
@@ -64,26 +66,30 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ValueError("it was not finished (no COMPLETE marker)")
     if not manifest.is_file():
         raise ValueError("manifest.json is missing")
-    data = manifest.read_bytes()
-    if hashlib.sha256(data).hexdigest().encode() != marker.read_bytes().strip():
+    return checked_manifest(manifest.read_bytes(), marker.read_bytes(), directory.name)
+
+
+def checked_manifest(data: bytes, marker: bytes | None, name: str) -> dict[str, Any]:
+    """A manifest as the marker describes it (None: that was checked), of the checkpoint of this name."""
+    if marker is not None and hashlib.sha256(data).hexdigest().encode() != marker.strip():
         raise ValueError("manifest.json is damaged (SHA-256 differs from the one in COMPLETE)")
     try:
         content: dict[str, Any] = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"manifest.json is not JSON ({error})") from error
-    if flaw := _flaw(content, directory):
+    if flaw := _flaw(content, name):
         raise ValueError(f"manifest.json {flaw}")
     return content
 
 
-def _flaw(content: Any, directory: Path) -> str | None:
+def _flaw(content: Any, directory_name: str) -> str | None:
     """A manifest with the right sum may still come from elsewhere: nothing in it is believed unchecked."""
     if not isinstance(content, dict):
         return "is not a JSON object"
     if content.get("format") != FORMAT:
         return f"has format {content.get('format')!r:.40}, this version reads {FORMAT}"
     step, ranks, state, files = (content.get(key) for key in ("step", "ranks", "state", "files"))
-    if not _is_count(step) or step_directory(directory.parent, step) != directory:
+    if not _is_count(step) or step_name(step) != directory_name:
         return f"is of step {step!r:.40}"
     if not isinstance(state, dict) or not all(_is_amount(value) for value in state.values()):
         return "has a state that is not made of counts and amounts"

@@ -76,12 +76,12 @@ class CheckpointReader:
                 )
 
     def whole(self, name: str) -> torch.Tensor:
-        shape = self.shapes()[name]
-        first = self._file(0).read(name)
+        shape = self._file(0).places[name].shape
+        dtype = self._file(0).read(name).dtype
         # Before memory is taken: what the files hold bounds it, a shape written in them does not.
         if sum(self._file(writer).count(name) for writer in range(self.ranks)) != math.prod(shape):
             raise CheckpointError(f"{self.directory}: the parts of '{name}' do not add up to {shape}")
-        shard = Shard(torch.empty(shape, dtype=first.dtype), shape, (0,) * len(shape))
+        shard = Shard(torch.empty(shape, dtype=dtype), shape, (0,) * len(shape))
         self.fill({name: shard}, rank=self.ranks)
         return shard.local
 

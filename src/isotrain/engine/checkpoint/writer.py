@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import save_file
 
 from isotrain.engine.checkpoint.layout import (
     FORMAT,
@@ -22,12 +21,13 @@ from isotrain.engine.checkpoint.layout import (
     MARKER,
     WRITING,
     rank_file,
-    sha256_of,
-    share,
     step_directory,
+    step_name,
     steps_in,
     sync,
 )
+from isotrain.engine.checkpoint.storage import Storage, StorageError, StoredCopy
+from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.models.weights import Shard
 
 # Ranks write at their own pace to one file system; one that is silent for longer than this has failed.
@@ -42,12 +42,13 @@ class CheckpointWriter:
     earlier checkpoints alone and is told by `failure()`.
     """
 
-    def __init__(self, root: Path, rank: int, ranks: int, keep: int) -> None:
+    def __init__(self, root: Path, rank: int, ranks: int, keep: int, storage: Storage | None = None) -> None:
         assert keep >= 1, "the newest checkpoint is never removed"
         self.root = root
         self.rank = rank
         self.ranks = ranks
         self.keep = keep
+        self.storage = storage
         self._thread: threading.Thread | None = None
         self._untold: list[str] = []
         self._newest_failure: str | None = None
@@ -110,7 +111,7 @@ class CheckpointWriter:
             if self.rank == 0:
                 self._remove_leftovers(temporary)
             temporary.mkdir(exist_ok=True)
-            report = self._write_shards(temporary, staged, metadata)
+            report = self._write_shards(temporary, step, staged, metadata)
             if self.rank == 0:
                 self._commit(temporary, target, step, state, report)
         except Exception as error:  # a thread has no caller to raise to: the loop asks for the failure
@@ -120,13 +121,18 @@ class CheckpointWriter:
             self._tell_peers(temporary, str(error))
 
     def _write_shards(
-        self, temporary: Path, staged: dict[str, torch.Tensor], metadata: dict[str, str]
+        self, temporary: Path, step: int, staged: dict[str, torch.Tensor], metadata: dict[str, str]
     ) -> dict[str, Any]:
         path = temporary / rank_file(self.rank)
-        save_file(staged, path, metadata=metadata)
-        share(path)
-        sync(path)
-        report = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        copy = StoredCopy(self.storage, step, path.name)
+        try:
+            with path.open("wb") as file:
+                written = write_tensors(_Both(file, copy), staged, metadata)
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            copy.close()
+        report = {"file": written.report(), "not_stored": copy.error}
         self._write_report(temporary, report)
         return report
 
@@ -162,10 +168,12 @@ class CheckpointWriter:
                 "step": step,
                 "ranks": self.ranks,
                 "state": state,
-                "files": {rank_file(rank): report for rank, report in reports.items()},
+                "files": {rank_file(rank): report["file"] for rank, report in reports.items()},
             },
             indent=1,
         )
+        # While the local one is not complete yet, so that whoever waits for that waits for this too.
+        self._commit_copy(step, manifest, reports)
         _write_synced(temporary / MANIFEST, manifest)
         sync(temporary)
         if target.exists():  # an earlier save of the same step that turned out to be damaged
@@ -179,6 +187,24 @@ class CheckpointWriter:
             shutil.rmtree(target, ignore_errors=True)
             raise
         self._remove_old(step)
+
+    def _commit_copy(self, step: int, manifest: str, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """A copy that fails is told, and the local checkpoint is committed all the same."""
+        if self.storage is None:
+            return
+        failed = [
+            f"rank {rank}: {report['not_stored']}" for rank, report in reports.items() if report["not_stored"]
+        ]
+        if not failed:
+            try:
+                self.storage.commit(step, manifest)
+                self.storage.remove_old(step, self.keep)
+            except StorageError as error:
+                failed = [str(error)]
+        if failed:
+            where = f"was not stored at {self.storage.url}"
+            self._newest_failure = f"checkpoint {step_name(step)} {where}: {'; '.join(failed)}"
+            self._untold.append(self._newest_failure)
 
     def _remove_old(self, newest: int) -> None:
         """Keeps the last complete ones; one without a marker was never finished, or its removal was not.
@@ -199,6 +225,18 @@ class CheckpointWriter:
         for leftover in self.root.glob(f"{WRITING}*"):
             if leftover.name < temporary.name:
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+class _Both:
+    """The local file, and its copy in the storage."""
+
+    def __init__(self, file: BinaryIO, copy: StoredCopy) -> None:
+        self.name = file.name
+        self._file, self._copy = file, copy
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._copy.write(data)
 
 
 class _PeerFailure(Exception):

@@ -24,7 +24,8 @@ from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.record import Record, step_file, write_trajectories
 from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
-from isotrain.engine.checkpoint.reader import newest_valid
+from isotrain.engine.checkpoint.resume_point import resume_point
+from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import Objective, UpdateResult
 from isotrain.engine.inference_model import InferenceModel
@@ -149,6 +150,7 @@ class PolicyRank:
             self.world.rank,
             self.world.size,
             recipe.trainer.keep_checkpoints,
+            open_storage(recipe.trainer.checkpoint_storage),
         )
         everything = sum(p.numel() for p in self.policy.model.parameters())
         trained = sum(p.numel() for p in self.policy.trained.values())
@@ -169,7 +171,7 @@ class PolicyRank:
 
     def resume(self) -> ResumeState:
         """Go on from the newest valid checkpoint, if there is one."""
-        reader, complaints = newest_valid(self.writer.root, self.world)
+        reader, complaints = resume_point(self.writer.root, self.world, self.writer.storage)
         done, observe = reader.step if reader else 0, self.recipe.observe
         check_probed(self.recipe, done)
         if done == observe.layer_trace_after:

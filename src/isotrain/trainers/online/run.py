@@ -60,7 +60,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
         steps = total_steps(recipe, len(stores[TRAIN]))
         check_probe_in_run(recipe, steps)
         # Every file is read for it, at about a second for each GB and thread: only where it matters.
-        every = rollout.record or rollout.replay
+        every = rollout.record or rollout.replay or recipe.observe.model_digest
         digests |= model_digests(recipe, None if every else frozen_models(recipe))
         check_same_data(recipe, digests)
         function = reward_source(recipe.reward) if rollout.generates else None

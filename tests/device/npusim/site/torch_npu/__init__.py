@@ -53,6 +53,7 @@ operators.register()
 reductions.register()
 
 npu_fusion_attention = torch.ops.npu.npu_fusion_attention
+npu_grouped_matmul = torch.ops.npu.npu_grouped_matmul
 npu_rms_norm = torch.ops.npu.npu_rms_norm
 npu_rotary_mul = torch.ops.npu.npu_rotary_mul
 npu_swiglu = torch.ops.npu.npu_swiglu
@@ -62,4 +63,11 @@ def _autoload() -> None:
     """The entry point of `torch.backends`: importing the package has done the work."""
 
 
-__all__ = ["npu", "npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"]
+__all__ = [
+    "npu",
+    "npu_fusion_attention",
+    "npu_grouped_matmul",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_swiglu",
+]

@@ -1,7 +1,8 @@
 """Reference versions, in plain differentiable torch, of the fused operators that training code calls.
 
 They are registered with torch under the schemas of torch_npu 2.5.1 and 2.6.0, which later versions only
-extend, compute in float32, as we take the kernels to do, and refuse what their documentation does not allow.
+extend (of the grouped product, of 2.10.0: before, it had no gradient of weights), compute in float32, as we
+take the kernels to do, and refuse what their documentation does not allow.
 Legend: B batch, S and T tokens, N heads, D head size, H = N * D.
 """
 
@@ -23,6 +24,15 @@ SCHEMAS = {
         "int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None, "
         "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, "
         "bool gen_mask_parallel=True, bool sync=False) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)"
+    ),
+    "npu_grouped_matmul": (
+        "(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None, "
+        "Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, Tensor[]? per_token_scale=None, "
+        "Tensor? group_list=None, Tensor[]? activation_input=None, Tensor[]? activation_quant_scale=None, "
+        "Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None, "
+        "int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, "
+        "int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
+        "int? per_token_scale_dtype=None) -> Tensor[]"
     ),
     "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=1e-6) -> (Tensor, Tensor)",
     "npu_rotary_mul": "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half') -> Tensor",
@@ -195,6 +205,54 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
         raise RuntimeError(f"npu_swiglu: dimension {dim} of {tuple(input.shape)} has no two halves")
     gate, up = input.float().chunk(2, dim=dim)
     return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+def npu_grouped_matmul(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    group_list: Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    **others: object,
+) -> list[Tensor]:
+    """One result of one x and one weight, in groups of rows (0) or of what is summed over (2).
+
+    The real operator has no derivative, and may leave anything where a group of sums is empty.
+    """
+    (one,), (other,) = x, weight
+    if any(others.values()) or split_item not in (2, 3) or group_type not in (0, 2):
+        raise NotImplementedError("the simulation has one result in groups of rows or of sums, unquantized")
+    if torch.is_grad_enabled() and (one.requires_grad or other.requires_grad):
+        raise RuntimeError("derivative for npu_grouped_matmul is not implemented")
+    sizes = _group_sizes(group_list, group_list_type, one.shape[0 if group_type == 0 else 1])
+    if one.dtype != other.dtype:
+        raise RuntimeError(f"npu_grouped_matmul: x is {one.dtype}, weight {other.dtype}")
+    if group_type == 0:
+        if other.dim() != 3 or len(other) != len(sizes):
+            raise RuntimeError(f"npu_grouped_matmul: {len(sizes)} groups for weights {tuple(other.shape)}")
+        parts = [part.float() @ w.float() for part, w in zip(one.split(sizes), other, strict=True)]
+        return [torch.cat(parts).to(one.dtype)]
+    if other.dim() != 2 or not one.T.is_contiguous():
+        raise RuntimeError(
+            "npu_grouped_matmul: groups of sums take a transposed x and weights of two dimensions"
+        )
+    products = [
+        a.float() @ b.float() if size else one.new_full((one.shape[0], other.shape[1]), torch.nan)
+        for a, b, size in zip(one.split(sizes, 1), other.split(sizes), sizes, strict=True)
+    ]
+    return [torch.stack(products).to(one.dtype)]
+
+
+def _group_sizes(group_list: Tensor | None, group_list_type: int | None, rows: int) -> list[int]:
+    if group_list is None or group_list.dtype != torch.int64 or group_list.device.type != "npu":
+        raise RuntimeError("npu_grouped_matmul: group_list must be an int64 tensor on the device")
+    given = group_list.tolist()
+    sizes = given if group_list_type == 1 else [b - a for a, b in zip([0, *given], given, strict=False)]
+    if len(sizes) < 2 or min(sizes) < 0 or sum(sizes) != rows:
+        raise RuntimeError(f"npu_grouped_matmul: groups of {sizes} do not make {rows}")
+    return sizes
 
 
 # Kept here: operators live as long as the library object that defined them.

@@ -1,0 +1,104 @@
+"""The checkpoint to resume from, fetched from the storage if the local ones are older or damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from isotrain.engine.checkpoint.layout import (
+    MANIFEST,
+    MARKER,
+    WRITING,
+    checked_manifest,
+    step_directory,
+    step_name,
+    sync,
+)
+from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
+from isotrain.engine.checkpoint.storage import Storage, StorageError
+from isotrain.engine.world import World
+
+
+def resume_point(
+    root: Path, world: World, storage: Storage | None
+) -> tuple[CheckpointReader | None, list[str]]:
+    """As `newest_valid`; a newer one of the storage becomes a local one first."""
+    reader, complaints = newest_valid(root, world)
+    if storage is None:
+        return reader, complaints
+    refused: list[str] = []
+    for step in _newer_steps(storage, world, reader.step if reader else -1):
+        problem = _fetch(storage, step, root, world)
+        if problem is None:
+            # What was wrong with local ones does not matter any more.
+            return CheckpointReader(step_directory(root, step)), refused
+        refused.append(f"checkpoint {step_name(step)} of {storage.url} is not used: {problem}")
+    if refused and not reader:
+        refused.append(f"no valid checkpoint in {storage.url}: the run starts from the beginning")
+    return reader, [*complaints, *refused]
+
+
+def _newer_steps(storage: Storage, world: World, than: int) -> list[int]:
+    # The leading rank speaks for all: ranks with different lists would wait for each other forever.
+    steps: list[float] = []
+    error: StorageError | None = None
+    if world.leads:
+        try:
+            steps = [step for step in storage.steps() if step > than]
+        except StorageError as met:
+            error = met
+    _raise_together(error, world)
+    (count,) = world.sum([len(steps)])
+    return [int(step) for step in world.sum(steps or [0] * int(count))] if count else []
+
+
+def _raise_together(error: StorageError | None, world: World) -> None:
+    """A storage that does not respond ends the run: without it, steps might be trained a second time."""
+    (failed,) = world.sum([error is not None])
+    if failed:
+        raise error or StorageError("another rank could not read trainer.checkpoint_storage")
+
+
+def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
+    """Bring it to the local directory, the ranks sharing the files; returns what is wrong with it."""
+    target = step_directory(root, step)
+    temporary = root / f"{WRITING}{target.name}"
+    if world.leads:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    world.sum([0.0])  # from here on the directory is there
+    flaw, error, manifest = None, None, b""
+    try:
+        manifest = storage.manifest(step)
+        files = checked_manifest(manifest, None, target.name)["files"]
+        for name in sorted(files)[world.rank :: world.size]:
+            storage.download(step, name, files[name], temporary / name)
+            sync(temporary / name)
+    except StorageError as met:
+        error = met
+    except ValueError as met:
+        flaw = str(met)
+    (flaws,) = world.sum([flaw is not None])
+    try:
+        _raise_together(error, world)
+        if not flaws and world.leads:
+            _commit(temporary, target, manifest)
+    finally:
+        if world.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+    world.sum([0.0])  # it is complete for all
+    return (flaw or "another rank found a damaged file") if flaws else None
+
+
+def _commit(temporary: Path, target: Path, manifest: bytes) -> None:
+    (temporary / MANIFEST).write_bytes(manifest)
+    sync(temporary / MANIFEST)
+    sync(temporary)
+    if target.exists():  # damaged, or it would not have been fetched
+        shutil.rmtree(target)
+    os.rename(temporary, target)
+    (target / MARKER).write_text(hashlib.sha256(manifest).hexdigest())
+    sync(target / MARKER)
+    sync(target)

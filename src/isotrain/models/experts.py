@@ -1,0 +1,62 @@
+"""A mixture's experts over a device's grouped matrix product.
+
+T: tokens, K: experts that each of them chose, R = T * K: rows, D: hidden size, E: experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+GROUPED = "isotrain_grouped"
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def provide_experts(multiply: Multiply) -> None:
+    """Make the device's operator known to transformers under the name `GROUPED`."""
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED, partial(grouped_experts, multiply))
+
+
+def uses_grouped(model: PreTrainedModel) -> bool:
+    """Whether a model has experts whose implementation can be chosen, and this one is."""
+    chosen = getattr(model.config.get_text_config(), "_experts_implementation", None) == GROUPED
+    return chosen and any(hasattr(layer, "is_transposed") for layer in model.modules())
+
+
+def grouped_experts(
+    multiply: Multiply,
+    experts: Any,
+    hidden_TD: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+) -> torch.Tensor:
+    """The forward of a layer of experts, in transformers' signature.
+
+    With expert parallelism, transformers has brought each row to its expert: all are chosen among those here.
+    """
+    sorted_R, order_R = torch.sort(chosen_TK.flatten(), stable=True)
+    # Where each expert's rows begin: no number of it is read by the host, which would wait for the device.
+    places = torch.arange(experts.num_experts + 1, device=sorted_R.device)
+    counts_E = torch.searchsorted(sorted_R, places).diff()
+
+    def linear(rows_R: torch.Tensor, name: str) -> torch.Tensor:
+        weights_E = getattr(experts, name)
+        weights_EMN = weights_E if experts.is_transposed else weights_E.transpose(1, 2)
+        # Autocast does not know the operator: what it would cast comes here as it is.
+        out_R = multiply(rows_R.to(weights_E.dtype), weights_EMN, counts_E)
+        return out_R + getattr(experts, f"{name}_bias")[sorted_R] if experts.has_bias else out_R
+
+    rows_RD = hidden_TD[order_R // chosen_TK.shape[1]]
+    if experts.has_gate:
+        inner_R = experts._apply_gate(linear(rows_RD, "gate_up_proj"))
+    else:
+        inner_R = experts.act_fn(linear(rows_RD, "up_proj"))
+    out_RD = linear(inner_R, "down_proj")
+    out_TKD: torch.Tensor = out_RD[torch.argsort(order_R)].unflatten(0, chosen_TK.shape)
+    return (out_TKD * weights_TK[..., None]).sum(1).to(hidden_TD.dtype)
