@@ -15,6 +15,7 @@ import torch.distributed as dist
 from isotrain.device.base import Memory
 from isotrain.device.fused import FusedOperators
 from isotrain.engine.world import World, form_mesh
+from isotrain.errors import PlanError
 from isotrain.recipe.schema import MeshSection
 
 TYPE = "paper"
@@ -52,6 +53,12 @@ class _Event:
 def _register() -> None:
     """Tell torch of the device, once in a process."""
     from torch.utils import backend_registration
+
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        raise PlanError(
+            f"torch {torch.__version__} has no devices in Python; plan in an environment with torch 2.13 (its "
+            "CPU build on any machine is enough)"
+        )
 
     class Module(backend_registration._DummyBackendModule):
         Stream, Event = _Stream, _Event
