@@ -1,7 +1,7 @@
 """`isotrain plan` for published models on 8 to 1,024 devices: what fits, and how long planning takes.
 
-GRPO with prompts of 1,024 and responses of 8,192 tokens, 16 each, on Ascend A3 dies of 64 GB; `plan_models/` has
-the models' configurations. `ratio` is the longest time of one plan in minutes. Lower is better.
+GRPO with prompts of 1,024 and responses of 8,192 tokens, 16 each, on Ascend A3 dies of 64 GB; `plan_models/`
+has the models' configurations. `ratio` is the longest time of one plan in minutes. Lower is better.
 
     python benchmarks/plan_sizes.py [--models qwen3-32b ...] [--devices 8 16 64 1024]
 """

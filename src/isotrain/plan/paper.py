@@ -56,8 +56,8 @@ def _register() -> None:
 
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         raise PlanError(
-            f"torch {torch.__version__} has no devices in Python; plan in an environment with torch 2.13 (its "
-            "CPU build on any machine is enough)"
+            f"torch {torch.__version__} has no devices in Python; plan in an environment with torch 2.13 "
+            "(its CPU build on any machine is enough)"
         )
 
     class Module(backend_registration._DummyBackendModule):
