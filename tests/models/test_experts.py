@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from isotrain.device.npu_operators import OPERATORS
-from isotrain.models.experts import GROUPED, provide_experts, uses_grouped
+from isotrain.models.experts import provide_experts, use_grouped, uses_grouped
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -52,9 +52,10 @@ def models(config: PretrainedConfig) -> tuple[Any, Any]:
     provide_experts(OPERATORS.grouped_matmul)
     torch.manual_seed(0)
     eager, grouped = (
-        AutoModelForCausalLM.from_config(deepcopy(config), experts_implementation=name).to("npu")
-        for name in ("eager", GROUPED)
+        AutoModelForCausalLM.from_config(deepcopy(config), experts_implementation="eager").to("npu")
+        for _ in range(2)
     )
+    use_grouped(grouped)
     with torch.no_grad():
         for parameter in eager.parameters():
             parameter.normal_(0, 0.2)

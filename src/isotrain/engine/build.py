@@ -33,7 +33,7 @@ from isotrain.models.checkpointing import checkpoint_layers
 from isotrain.models.compiled import compile_layers
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
-from isotrain.models.experts import GROUPED, provide_experts, uses_grouped
+from isotrain.models.experts import provide_experts, use_grouped, uses_grouped
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.load import (
     IMPLEMENTATIONS,
@@ -189,7 +189,9 @@ def _pretrained(
         return build(directory, attention, experts), attention, NONE_FUSED
     provide(table.attention)
     provide_experts(table.grouped_matmul)
-    pretrained = build(directory, attention, GROUPED if model.experts == "auto" else experts)
+    pretrained = build(directory, attention, experts)
+    if model.experts == "auto":
+        use_grouped(pretrained)
     fused = fuse_layers(pretrained, table)
     if model.fused == "on" and (fused.unknown or fused.operators != LAYERS):
         missing = ", ".join(name for name in LAYERS if name not in fused.operators) or "none"

@@ -23,6 +23,17 @@ def provide_experts(multiply: Multiply) -> None:
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, partial(grouped_experts, multiply))
 
 
+def use_grouped(model: PreTrainedModel) -> None:
+    """Have a model's experts, if it has any, compute over it.
+
+    Set in the configuration that its layers look at: when a model is made, not all versions of transformers
+    take a name that they do not know.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "is_transposed"):
+            layer.config._experts_implementation = GROUPED  # type: ignore[union-attr]
+
+
 def uses_grouped(model: PreTrainedModel) -> bool:
     """Whether a model has experts whose implementation can be chosen, and this one is."""
     chosen = getattr(model.config.get_text_config(), "_experts_implementation", None) == GROUPED
