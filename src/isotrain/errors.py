@@ -1,6 +1,9 @@
 """Every error a user can meet: one root, each also a standard type, all picklable."""
 
+import re
 from typing import ClassVar
+
+_CREDENTIALS = re.compile(r"://[^/\s'\"]*@")
 
 MAY_PASS = 75
 """Exit code of an error that may not come again: EX_TEMPFAIL in sysexits.h."""
@@ -14,7 +17,14 @@ class IsotrainError(Exception):
 
 
 class RecipeError(IsotrainError, ValueError):
-    """A recipe, override or command-line value that cannot be used, with what to write instead."""
+    """A recipe, override or command-line value that cannot be used, with what to write instead.
+
+    A password in a URL, wherever it was written, is not repeated.
+    """
+
+    def __init__(self, *words: object) -> None:
+        told = (_CREDENTIALS.sub("://***@", word) if isinstance(word, str) else word for word in words)
+        super().__init__(*told)
 
 
 class DataError(IsotrainError, ValueError):

@@ -16,13 +16,13 @@ GB = 2**30
 A2 = device_named("a2")
 
 
-def recipe(model: str, **sections: object) -> Recipe:
+def recipe(path: str, **sections: object) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "plan",
             "output": "runs/plan",
             "data": {"train": "rows.jsonl", "max_length": 256, "tokens_per_micro_batch": 4096},
-            "model": {"path": model},
+            "model": {"path": path},
             "algorithm": {"name": "sft"},
             **sections,
         }
@@ -81,6 +81,50 @@ def test_devices_of_engines(tiny: object, measured: dict[str, float]) -> None:
     assert set(plan.time.seconds) == {"generation", "log-probs", "weight sync", "update"}
     full = replace(plan.engines, responses=0)
     assert "does not hold one response" in replace(plan, engines=full).problems[0]
+
+
+def test_engines_that_stay_awake(tiny: object, measured: dict[str, float]) -> None:
+    """With `cluster.offload: false`, training and engines need their memory at the same time."""
+    online = {
+        "algorithm": {"name": "grpo"},
+        "rollout": {"n": 2, "max_tokens": 256, "memory_utilization": 0.5},
+        "reward": {"function": {"path": "rewards.py:score"}},
+    }
+    asleep, awake = (
+        make_plan(recipe(f"{tiny}/model", **online, cluster={"offload": offload}), 8, A2, 64)
+        for offload in (True, False)
+    )
+    assert awake.needed_gb == pytest.approx(asleep.needed_gb + 32)
+
+
+@pytest.mark.parametrize("name", ["replicas", "expert"])
+def test_a_mesh_that_cannot_be_planned(tiny: object, measured: dict[str, float], name: str) -> None:
+    given = recipe(f"{tiny}/model", device={"ranks": 8, "mesh": {name: 2}})
+    with pytest.raises(PlanError, match=rf"device\.mesh\.{name} cannot be planned.*: set it to 1"):
+        make_plan(given, 8, A2, 64)
+
+
+def test_changes_that_a_recipe_refuses_are_not_tried(tiny: object, measured: dict[str, float]) -> None:
+    given = recipe(f"{tiny}/model", model={"path": f"{tiny}/model", "gradient_checkpointing": False})
+    tried = [plan.changes for plan in search(given, 8, A2, 1.0)]
+    assert len(tried) > 3 and not any("offload.activations" in change for way in tried for change in way)
+
+
+def test_what_is_not_read_on_paper(
+    tiny: object, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Recipe] = []
+    told = plans.training_memory
+
+    def memory(recipe: Recipe, *sizes: int) -> TrainingMemory:
+        seen.append(recipe)
+        return told(recipe, *sizes)
+
+    monkeypatch.setattr(plans, "training_memory", memory)
+    model = {"path": f"{tiny}/model", "attention": "flash", "fused": "on"}
+    plan = make_plan(recipe(f"{tiny}/model", model=model), 8, A2, 64)
+    assert (seen[0].model.attention, seen[0].model.fused) == ("auto", "off")
+    assert (plan.recipe.model.attention, plan.recipe.model.fused) == ("flash", "on")
 
 
 def test_a_device_that_is_not_known() -> None:

@@ -66,3 +66,19 @@ def test_refused_urls(tmp_path: Path, url: str, problem: str) -> None:
     with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+.*trainer\.checkpoint_storage") as error:
         load_recipe(file)
     assert "SECRET" not in str(error.value).replace(str(tmp_path), "")  # which is named after the case
+
+
+def test_a_password_behind_a_misspelt_key(tmp_path: Path) -> None:
+    file = write_recipe(tiny_recipe(tmp_path, tmp_path / "run", "cpu"), tmp_path / "recipe.yaml")
+    for override in (
+        "trainer.checkpoint_storag=s3://KEY:PASSWORD@bucket/x",
+        "trainer.checkpoint_storage=[s3://KEY:PASSWORD@bucket/x]",
+    ):
+        with pytest.raises(RecipeError) as error:
+            load_recipe(file, [override])
+        assert "PASSWORD" not in str(error.value) and "KEY" not in str(error.value)
+
+
+def test_a_port_of_hdfs() -> None:
+    assert storage_url_problem("hdfs://names:8020/runs/a") is None
+    assert storage_url_problem("s3://bucket:8020/runs/a") is not None

@@ -95,7 +95,7 @@ def round_stochastically(x: torch.Tensor, first: int, salt: int) -> torch.Tensor
     To the nearest, a second moment would never fall: at beta 0.999 a step is below half a unit. The noise is
     a hash of the element's number in the whole tensor: neither ranks nor devices change the result.
     """
-    number = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
+    number = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape) + _wrapped(first)
     bits = _hash(number ^ _wrapped(salt * 0x9E3779B1)) & 0xFFFF
     # The upper half of a float32 is a bfloat16: noise below it carries over with the right probability.
     return (x.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32).bfloat16()

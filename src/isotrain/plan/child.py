@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +22,11 @@ def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
     """The recipe with a model of fewer layers, of which only the configuration exists."""
     from isotrain.models.load import model_directory
 
-    config = json.loads((model_directory(recipe.model.path) / "config.json").read_text())
+    source = model_directory(recipe.model.path)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            shutil.copyfile(file, directory / file.name)  # some algorithms ask the tokenizer
+    config = json.loads((source / "config.json").read_text())
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(config.get(name), list):
             config[name] = config[name][:layers]

@@ -163,6 +163,11 @@ class Ledger(TorchDispatchMode):
             torch.tensor = tensor
 
 
+def can_count() -> bool:
+    """Whether this torch lets the ledger tell placeholders from memory: 2.13 does, 2.10 not yet."""
+    return hasattr(ShardingPropagator, "_fake_mode_lock")
+
+
 class _Mute:
     """While it is entered, the ledger does not count."""
 

@@ -18,7 +18,7 @@ from isotrain.recipe.schema import Recipe
 # the gradients of one layer travel while the next one computes and the weights of a third arrive.
 DEPTHS = (3, 5)
 
-# A step on paper takes seconds; a minute says that something is wrong.
+# A step on paper takes seconds; minutes say that something is wrong.
 TIMEOUT_SECONDS = 300.0
 
 
@@ -63,14 +63,19 @@ def training_memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int)
 
 def _ask(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> dict[str, Any]:
     question = {"recipe": resolved(recipe), "layers": layers, "ranks": ranks, "micro_batches": micro_batches}
-    done = subprocess.run(
-        [sys.executable, "-m", "isotrain.plan.child"],
-        input=json.dumps(question),
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "isotrain.plan.child"],
+            input=json.dumps(question),
+            env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise PlanError(
+            f"the step of this recipe was not planned within {TIMEOUT_SECONDS:.0f} s; try on an idle machine"
+        ) from None
     if done.returncode:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
         raise PlanError(f"the step of this recipe cannot be planned: {last.strip()}")

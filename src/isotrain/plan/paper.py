@@ -54,9 +54,11 @@ def _register() -> None:
     """Tell torch of the device, once in a process."""
     from torch.utils import backend_registration
 
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    from isotrain.plan.ledger import can_count
+
+    if not can_count():
         raise PlanError(
-            f"torch {torch.__version__} has no devices in Python; plan in an environment with torch 2.13 "
+            f"torch {torch.__version__} cannot run a step on paper; plan in an environment with torch 2.13 "
             "(its CPU build on any machine is enough)"
         )
 

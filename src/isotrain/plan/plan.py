@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from isotrain.device.published import DEVICES, Published
-from isotrain.errors import PlanError
+from isotrain.errors import PlanError, RecipeError
 from isotrain.plan.estimate import GB, EnginePlan, StepTime, plan_engines, step_time
 from isotrain.plan.memory import TrainingMemory, training_memory
 from isotrain.plan.shape import Shape, config_directory
 from isotrain.recipe.load import check_values, path_override, resolved
+from isotrain.recipe.online import ClusterSection, PpoSection
 from isotrain.recipe.schema import Recipe
 
 # Guesses: what a process takes by itself, and what an allocator cannot use.
@@ -35,8 +37,11 @@ class Plan:
 
     @property
     def needed_gb(self) -> float:
-        """At the worst moment of training, with what is guessed."""
-        return self.memory.peak / GB * (1 + FRAGMENTATION) + CONTEXT_GB
+        """At the worst moment of training, with what is guessed, and with engines that stay awake."""
+        training = self.memory.peak / GB * (1 + FRAGMENTATION) + CONTEXT_GB
+        rollout, cluster = self.recipe.rollout, self.recipe.cluster or ClusterSection()
+        awake = rollout is not None and cluster.placement == "colocated" and not cluster.offload
+        return training + (rollout.memory_utilization * self.device_gb if awake and rollout else 0.0)
 
     @property
     def problems(self) -> list[str]:
@@ -86,9 +91,10 @@ def make_plan(
     recipe: Recipe, devices: int, device: Published, device_gb: float, changes: tuple[str, ...] = ()
 ) -> Plan:
     recipe = _changed(recipe, [*changes, *_placed(recipe, devices)])
+    _refuse(recipe)
     directory = config_directory(recipe.model.path)
     shape, ranks = Shape.of(directory), recipe.device.ranks
-    on_paper = _changed(recipe, [path_override("model.path", directory)])
+    on_paper = _changed(recipe, _as_on_paper(recipe, directory))
     memory = training_memory(on_paper, shape.layers, ranks, _micro_batches(recipe))
     engines = plan_engines(recipe, shape, memory, device_gb, devices, ranks)
     time = step_time(recipe, shape, memory, device, ranks, engines)
@@ -97,6 +103,32 @@ def make_plan(
 
 def _changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return check_values(resolved(recipe), "the recipe", overrides)
+
+
+def _refuse(recipe: Recipe) -> None:
+    """What a step on paper cannot do."""
+    mesh = recipe.device.mesh
+    if mesh.replicas > 1:
+        raise PlanError(
+            "device.mesh.replicas cannot be planned: set it to 1, and --devices to those of one copy "
+            f"({recipe.device.ranks // mesh.replicas})"
+        )
+    if mesh.expert > 1:
+        raise PlanError(
+            "device.mesh.expert cannot be planned, because tokens decide how many go where: set it to 1, "
+            "which needs more memory for gathered layers"
+        )
+
+
+def _as_on_paper(recipe: Recipe, directory: Path) -> list[str]:
+    """Configurations instead of models; attention on paper is a flash kernel's, and nothing is fused."""
+    changes = [path_override("model.path", directory), "model.fused=off"]
+    if recipe.model.attention == "flash":
+        changes.append("model.attention=auto")
+    algorithm = recipe.algorithm
+    if isinstance(algorithm, PpoSection) and algorithm.critic.path is not None:
+        changes.append(path_override("algorithm.critic.path", config_directory(algorithm.critic.path)))
+    return changes
 
 
 def _placed(recipe: Recipe, devices: int) -> list[str]:
@@ -125,7 +157,7 @@ def _micro_batches(recipe: Recipe) -> int:
     return min(2, max(1, math.ceil(rows * longest / (data_ranks * recipe.data.tokens_per_micro_batch))))
 
 
-def alternatives(recipe: Recipe, devices: int) -> Iterator[tuple[str, ...]]:
+def alternatives(recipe: Recipe, ranks: int) -> Iterator[tuple[str, ...]]:
     """Changes that need less memory, those that cost least first."""
     budget = recipe.data.tokens_per_micro_batch
     longest = recipe.data.max_length + (recipe.rollout.max_tokens if recipe.rollout is not None else 0)
@@ -136,7 +168,7 @@ def alternatives(recipe: Recipe, devices: int) -> Iterator[tuple[str, ...]]:
         yield shorter
     yield (*shorter, "model.offload.activations=true")
     for context in (2, 4, 8):
-        if devices % context == 0:
+        if ranks % context == 0:
             yield (*shorter, f"device.mesh.context={context}")
             yield (*shorter, f"device.mesh.context={context}", "model.offload.activations=true")
     yield (*shorter, "model.offload.optimizer=true", "model.offload.activations=true")
@@ -145,8 +177,14 @@ def alternatives(recipe: Recipe, devices: int) -> Iterator[tuple[str, ...]]:
 
 def search(recipe: Recipe, devices: int, device: Published, device_gb: float) -> Iterator[Plan]:
     """Plans in the order of `alternatives`, up to the first that fits."""
-    for changes in alternatives(recipe, devices):
-        plan = make_plan(recipe, devices, device, device_gb, changes)
+    ranks = _changed(recipe, _placed(recipe, devices)).device.ranks
+    for changes in alternatives(recipe, ranks):
+        try:
+            plan = make_plan(recipe, devices, device, device_gb, changes)
+        except (RecipeError, PlanError):
+            if not changes:
+                raise
+            continue  # this recipe does not allow that change
         yield plan
         if plan.fits:
             return

@@ -37,7 +37,6 @@ def config_directory(path: str) -> Path:
 class Shape:
     config: PretrainedConfig
     layers: int
-    query_heads: int
     key_heads: int
     head_size: int
 
@@ -48,7 +47,6 @@ class Shape:
         return cls(
             config,
             config.num_hidden_layers,
-            heads,
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
         )

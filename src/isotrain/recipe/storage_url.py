@@ -17,6 +17,8 @@ def storage_url_problem(url: str) -> str | None:
     if "@" in rest or "?" in rest or "#" in rest or urlsplit(url).password:
         return "has credentials or parameters in it; give them by the store's environment variables or files"
     segments = rest.strip("/").split("/")
+    if scheme == "hdfs":
+        segments[0] = re.sub(r":[0-9]{1,5}$", "", segments[0])
     if not all(_SEGMENT.fullmatch(segment) for segment in segments):
         return "has a part that is empty, begins with a dot or has unusual characters; use letters and digits"
     return None

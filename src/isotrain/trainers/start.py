@@ -93,7 +93,7 @@ def claim_storage(recipe: Recipe, data: dict[str, str]) -> None:
     if storage is None:
         return
     before = storage.run()
-    if before is not None:
+    if before is not None and storage.steps():
         if recipe.trainer.resume == "never":
             raise RecipeError(
                 f"{field}: {storage.url} already has a run; set another URL, or trainer.resume=auto"

@@ -78,6 +78,8 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
             sync(temporary / name)
     except StorageError as met:
         error = met
+    except OSError as met:
+        error = StorageError(f"{temporary} cannot be written: {met}")
     except ValueError as met:
         flaw = str(met)
     (flaws,) = world.sum([flaw is not None])
