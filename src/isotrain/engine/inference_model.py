@@ -36,7 +36,8 @@ class InferenceModel:
             on_device.targets_N,
             objective,
             on_device.continues,
-            on_device.predict_on_host_N,
+            # By name: traces of a run are digests of the others, and this repeats one of them.
+            predict_on_host_N=on_device.predict_on_host_N,
         )
         return result
 
