@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.device.published import DEVICES
 from isotrain.errors import PlanError
 from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
@@ -22,7 +23,7 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     devices: Annotated[int, Option(min=1, help="How many devices there are.")] = 8,
-    device: Annotated[str, Option(help="Their kind: a2, a3, a100, h20, h100 or h200.")] = "a2",
+    device: Annotated[str, Option(help=f"Their kind: {', '.join(DEVICES)}.")] = "a2",
     memory: Annotated[
         str | None, Option(metavar="SIZE", help="Memory of one, such as 64GB; by default its kind's.")
     ] = None,

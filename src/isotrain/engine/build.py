@@ -40,6 +40,7 @@ from isotrain.models.load import (
     build_causal_lm,
     build_scalar,
     build_token_classifier,
+    layers_of,
     materialise,
     model_directory,
     move_buffers,
@@ -339,8 +340,7 @@ def shard_model(model: Backbone, world: World, dtype: torch.dtype, *, on_host: b
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     place = CPUOffloadPolicy() if on_host else OffloadPolicy()
     pretrained = model.pretrained
-    layer_names = set(pretrained._no_split_modules or ())
-    layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
+    layers = layers_of(pretrained)
     if not layers:
         raise ModelError(f"cannot tell the layers of {type(pretrained).__name__} apart to shard them")
     experts = list(split_modules(pretrained))

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
+from isotrain.models.load import layers_of
 
 
 def compile_layers(pretrained: PreTrainedModel) -> None:
@@ -13,9 +14,7 @@ def compile_layers(pretrained: PreTrainedModel) -> None:
 
     A mixture's MLPs stay as they are: how many tokens an expert gets is known only when it runs.
     """
-    layer_names = set(pretrained._no_split_modules or ())
-    layers = [module for module in pretrained.modules() if type(module).__name__ in layer_names]
-    parts = [part for layer in layers for part in _parts(layer)]
+    parts = [part for layer in layers_of(pretrained) for part in _parts(layer)]
     if not parts:
         raise ModelError(
             f"model.compile: no norm or MLP was found in the layers of {type(pretrained).__name__}; "

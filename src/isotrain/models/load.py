@@ -153,6 +153,12 @@ def _from_config(
     return model
 
 
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers, as transformers names their classes; empty where it names none."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Bring the real buffers to the device, before sharding: it would assign across device types."""
     for part in module.modules():

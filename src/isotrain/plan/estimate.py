@@ -9,6 +9,7 @@ from isotrain.device.published import Published
 from isotrain.models.flops import training_flops
 from isotrain.plan.memory import TrainingMemory
 from isotrain.plan.shape import Shape
+from isotrain.plan.workload import step_samples
 from isotrain.recipe.online import ClusterSection, OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 
@@ -65,7 +66,7 @@ def plan_engines(
     engines = rollout.engines or max(1, free // each)
     weights = 2 * memory.all_parameters / each
     cache = rollout.memory_utilization * device_gb * GB - weights - ENGINE_RESERVE_GB * GB
-    longest = recipe.data.max_length + rollout.max_tokens
+    _, longest = step_samples(recipe)
     responses = int(max(0.0, cache) // (shape.cache_bytes(each) * longest))
     return EnginePlan(engines, each, weights / GB, cache / GB, responses)
 
@@ -103,9 +104,7 @@ def step_time(
 
 def _lengths(recipe: Recipe) -> list[int]:
     """Of the samples of a step, all of the assumed mean."""
-    rows, longest = recipe.data.batch_size, recipe.data.max_length
-    if recipe.rollout is not None:
-        rows, longest = rows * recipe.rollout.n, longest + recipe.rollout.max_tokens
+    rows, longest = step_samples(recipe)
     return [max(1, round(longest * MEAN_OF_LONGEST))] * rows
 
 

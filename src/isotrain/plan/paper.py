@@ -16,6 +16,7 @@ from isotrain.device.base import Memory
 from isotrain.device.fused import FusedOperators
 from isotrain.engine.world import World, form_mesh
 from isotrain.errors import PlanError
+from isotrain.plan.ledger import can_count
 from isotrain.recipe.schema import MeshSection
 
 TYPE = "paper"
@@ -53,8 +54,6 @@ class _Event:
 def _register() -> None:
     """Tell torch of the device, once in a process."""
     from torch.utils import backend_registration
-
-    from isotrain.plan.ledger import can_count
 
     if not can_count():
         raise PlanError(

@@ -13,6 +13,7 @@ from isotrain.errors import PlanError, RecipeError
 from isotrain.plan.estimate import GB, EnginePlan, StepTime, plan_engines, step_time
 from isotrain.plan.memory import TrainingMemory, training_memory
 from isotrain.plan.shape import Shape, config_directory
+from isotrain.plan.workload import step_samples
 from isotrain.recipe.load import check_values, path_override, resolved
 from isotrain.recipe.online import ClusterSection, PpoSection
 from isotrain.recipe.schema import Recipe
@@ -150,9 +151,7 @@ def _without_reward_models(recipe: Recipe) -> list[str]:
 
 def _micro_batches(recipe: Recipe) -> int:
     """Of one update and rank, as far as they matter: from the second on, gradients are there."""
-    rows, longest = recipe.data.batch_size, recipe.data.max_length
-    if recipe.rollout is not None:
-        rows, longest = rows * recipe.rollout.n, longest + recipe.rollout.max_tokens
+    rows, longest = step_samples(recipe)
     data_ranks = recipe.device.ranks // recipe.device.mesh.context
     return min(2, max(1, math.ceil(rows * longest / (data_ranks * recipe.data.tokens_per_micro_batch))))
 
@@ -160,7 +159,7 @@ def _micro_batches(recipe: Recipe) -> int:
 def alternatives(recipe: Recipe, ranks: int) -> Iterator[tuple[str, ...]]:
     """Changes that need less memory, those that cost least first."""
     budget = recipe.data.tokens_per_micro_batch
-    longest = recipe.data.max_length + (recipe.rollout.max_tokens if recipe.rollout is not None else 0)
+    _, longest = step_samples(recipe)
     smaller = max(longest, budget // 4)
     shorter = (f"data.tokens_per_micro_batch={smaller}",) if smaller < budget else ()
     yield ()

@@ -18,6 +18,12 @@ from isotrain.recipe.schema import Recipe
 STEP_TOKENS = 64
 
 
+def step_samples(recipe: Recipe) -> tuple[int, int]:
+    """How many samples a step has over all ranks, and the most tokens of one."""
+    rows, longest, rollout = recipe.data.batch_size, recipe.data.max_length, recipe.rollout
+    return (rows, longest) if rollout is None else (rows * rollout.n, longest + rollout.max_tokens)
+
+
 def sample_lengths(recipe: Recipe) -> list[int]:
     """Of the samples of a full micro-batch: the longest ones, and one that fills the rest."""
     budget, longest = recipe.data.tokens_per_micro_batch, recipe.data.max_length

@@ -112,7 +112,6 @@ class Engine:
     def _admit(self) -> None:
         while self.waiting and len(self._running) < self.at_once:
             response = self.waiting.popleft()
-            response.version = self.version
             response.group.version = min(response.group.version, self.version)
             self._begun += 1
             heapq.heappush(self._running, (self._tokens + response.tokens, self._begun, response))

@@ -28,4 +28,3 @@ class Group:
 class Response:
     group: Group = field(repr=False)
     tokens: int
-    version: int = -1

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 from pathlib import Path
 
-from isotrain.engine.checkpoint.layout import (
-    MANIFEST,
-    MARKER,
-    WRITING,
-    checked_manifest,
-    step_directory,
-    step_name,
-    sync,
-)
+from isotrain.engine.checkpoint.layout import WRITING, checked_manifest, step_directory, step_name, sync
 from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
 from isotrain.engine.checkpoint.storage import Storage, StorageError
+from isotrain.engine.checkpoint.writer import commit_directory
 from isotrain.engine.world import World
 
 
@@ -86,21 +77,9 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
     try:
         _raise_together(error, world)
         if not flaws and world.leads:
-            _commit(temporary, target, manifest)
+            commit_directory(temporary, target, manifest.decode())
     finally:
         if world.leads:
             shutil.rmtree(temporary, ignore_errors=True)
     world.sum([0.0])  # it is complete for all
     return (flaw or "another rank found a damaged file") if flaws else None
-
-
-def _commit(temporary: Path, target: Path, manifest: bytes) -> None:
-    (temporary / MANIFEST).write_bytes(manifest)
-    sync(temporary / MANIFEST)
-    sync(temporary)
-    if target.exists():  # damaged, or it would not have been fetched
-        shutil.rmtree(target)
-    os.rename(temporary, target)
-    (target / MARKER).write_text(hashlib.sha256(manifest).hexdigest())
-    sync(target / MARKER)
-    sync(target)

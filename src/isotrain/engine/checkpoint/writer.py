@@ -174,18 +174,7 @@ class CheckpointWriter:
         )
         # While the local one is not complete yet, so that whoever waits for that waits for this too.
         self._commit_copy(step, manifest, reports)
-        _write_synced(temporary / MANIFEST, manifest)
-        sync(temporary)
-        if target.exists():  # an earlier save of the same step that turned out to be damaged
-            shutil.rmtree(target)
-        temporary.rename(target)
-        try:
-            sync(self.root)
-            _write_synced(target / MARKER, hashlib.sha256(manifest.encode()).hexdigest())
-            sync(target)
-        except OSError:
-            shutil.rmtree(target, ignore_errors=True)
-            raise
+        commit_directory(temporary, target, manifest)
         self._remove_old(step)
 
     def _commit_copy(self, step: int, manifest: str, reports: Mapping[int, Mapping[str, Any]]) -> None:
@@ -227,11 +216,26 @@ class CheckpointWriter:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
+def commit_directory(temporary: Path, target: Path, manifest: str) -> None:
+    """Make a directory with all files of a checkpoint that checkpoint."""
+    _write_synced(temporary / MANIFEST, manifest)
+    sync(temporary)
+    if target.exists():  # an earlier one of the same step that turned out to be damaged
+        shutil.rmtree(target)
+    temporary.rename(target)
+    try:
+        sync(target.parent)
+        _write_synced(target / MARKER, hashlib.sha256(manifest.encode()).hexdigest())
+        sync(target)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
 class _Both:
     """The local file, and its copy in the storage."""
 
     def __init__(self, file: BinaryIO, copy: StoredCopy) -> None:
-        self.name = file.name
         self._file, self._copy = file, copy
 
     def write(self, data: memoryview) -> None:
