@@ -321,7 +321,7 @@ def start(root: Path, ranks: int) -> list[CheckpointWriter]:
 
 def failing_for(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(file: Any, *arguments: Any) -> Any:
-        if file.name.endswith(f"rank-{rank:05d}.safetensors"):
+        if file._file.name.endswith(f"rank-{rank:05d}.safetensors"):
             raise OSError(28, "No space left on device")
         return write_tensors(file, *arguments)
 
