@@ -18,13 +18,22 @@ SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 LAYERS = (
     {"device", "recipe", "observe", "compat"},
     {"models", "data", "algorithms"},
-    {"cluster", "rollout", "reward", "engine"},
+    {"cluster", "rollout", "reward", "engine", "agents"},
     {"trainers"},
 )
 # They stand beside the layers and read run directories and machines.
 BESIDE = {"parity", "doctor", "simulate"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
-OPEN_TO_ALL = {"abandoned", "errors", "hidden_modules", "lifetime", "own_python", "plugins", "terminal"}
+OPEN_TO_ALL = {
+    "abandoned",
+    "errors",
+    "hidden_modules",
+    "lifetime",
+    "own_python",
+    "plugins",
+    "terminal",
+    "user_file",
+}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)

@@ -83,6 +83,10 @@ class RewardError(IsotrainError, RuntimeError):
     """A reward that cannot be computed at all; a single sample's failure is counted instead."""
 
 
+class EpisodeError(IsotrainError, RuntimeError):
+    """An environment cannot be loaded or started."""
+
+
 class ClusterError(IsotrainError, RuntimeError):
     """A Ray cluster that cannot be joined, lacks devices, or lost a worker."""
 

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from isotrain.data.record import (
     step_file,
     write_trajectories,
 )
-from isotrain.data.trajectory import Trajectory
+from isotrain.data.trajectory import Episode, Trajectory, Turn
 from isotrain.errors import DataError
 
 
@@ -41,6 +42,21 @@ def trajectory(number: int, prompt: int = 3, response: int = 4) -> Trajectory:
         logp_N=logp_N,
         version_N=draw.integers(0, 9, response).astype(np.int32),
         finished=number % 2 == 0,
+        episode=episode(number, response) if number % 3 == 1 else None,
+    )
+
+
+def episode(number: int, response: int) -> Episode:
+    turns = (Turn(0, response // 2, -0.0, 1, 0, 0.125), Turn(response // 2, response, 1 / 3, 0, 0, 1e-9))
+    failed = number % 2 == 0
+    return Episode(
+        part=number % 2,
+        parts=2,
+        turns=turns[: number % 3 + 1],
+        earlier=number / 7,
+        reward=None if failed else number / 5,
+        failure="timeout" if failed else None,
+        detail="no reply" if failed else "",
     )
 
 
@@ -57,6 +73,7 @@ def marks(number: int = 0, reward: float = 0.5) -> Marks:
 
 
 def assert_same(a: Trajectory, b: Trajectory) -> None:
+    assert repr(a.episode) == repr(b.episode)
     for name in ("row", "prompt_index", "sample", "seed", "prompt_length", "finished"):
         assert getattr(a, name) == getattr(b, name) and type(getattr(b, name)) is type(getattr(a, name))
     for name in ("tokens_T", "mask_N", "logp_N", "version_N"):
@@ -108,6 +125,12 @@ def test_columns_are_plain(tmp_path: Path) -> None:
         **dict.fromkeys(("prompt", "response", "version"), "list<element: int32 not null>"),
         "mask": "list<element: bool not null>",
         "logp": "list<element: float not null>",
+        "episode": (
+            "struct<part: int32 not null, parts: int32 not null, earlier: double not null, "
+            "detail: string not null, reward: double, failure: string, turns: list<element: "
+            "struct<start: int32 not null, end: int32 not null, reward: double not null, "
+            "calls: int32 not null, failures: int32 not null, seconds: double not null>> not null>"
+        ),
     }
     (values,) = table.to_pylist()
     assert values["prompt"] + values["response"] == trajectory(1, 2, 2).tokens_T.tolist()
@@ -116,12 +139,33 @@ def test_columns_are_plain(tmp_path: Path) -> None:
 def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
     write_trajectories(path, [Record(trajectory(i), marks(i), None) for i in range(3)])
-    table = pyarrow.parquet.read_table(path).drop_columns(["detail"])
-    pyarrow.parquet.write_table(table.replace_schema_metadata({"ranks": "1"}), path)
-    read = read_step(tmp_path, 1)
-    wanted = [marks(i)._replace(detail="") for i in range(3)]
-    assert repr([record.marks for record in read]) == repr(wanted)
-    assert read_others(tmp_path, 1) == {}
+    table = pyarrow.parquet.read_table(path)
+    for gone in (["episode"], ["episode", "detail"]):
+        earlier = table.drop_columns(gone).replace_schema_metadata({"ranks": "1"})
+        pyarrow.parquet.write_table(earlier, path)
+        read = read_step(tmp_path, 1)
+        wanted = [marks(i)._replace(detail="") if "detail" in gone else marks(i) for i in range(3)]
+        assert repr([record.marks for record in read]) == repr(wanted)
+        assert all(record.trajectory.episode is None for record in read)
+        assert read_others(tmp_path, 1) == {}
+
+
+@pytest.mark.parametrize("turn", [(0, 5), (-1, 2), (3, 2)])
+def test_turns_outside_of_their_response_are_refused(tmp_path: Path, turn: tuple[int, int]) -> None:
+    wrong = Episode(0, 1, (Turn(*turn, 0.0, 0, 0, 0.0),))
+    record = Record(replace(trajectory(2), episode=wrong), marks(), None)
+    write_trajectories(tmp_path / "a.parquet", [record])
+    with pytest.raises(DataError, match="row 2 has turns outside of its response"):
+        read_trajectories(tmp_path / "a.parquet")
+
+
+def test_sequences_of_an_episode_come_in_order(tmp_path: Path) -> None:
+    parts = [replace(trajectory(0), sample=1, episode=Episode(part, 2, ())) for part in (1, 0)]
+    first = replace(trajectory(0), sample=0)
+    path = step_file(tmp_path, 1, 0)
+    write_trajectories(path, [Record(t, marks(), None) for t in (*parts, first)])
+    read = [record.trajectory for record in read_step(tmp_path, 1)]
+    assert [(t.sample, t.episode and t.episode.part) for t in read] == [(0, None), (1, 0), (1, 1)]
 
 
 def test_counts_of_other_responses(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from isotrain.algorithms.segments import widen, written
+from isotrain.algorithms.segments import sums, widen, written
 
 
 def token_rewards(
@@ -20,8 +20,13 @@ def token_rewards(
     *,
     kl_N: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
+    turn_rewards_N: torch.Tensor | None = None,
+    earlier_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The score on the last token that the policy wrote, minus `kl_coefficient kl` on each that it wrote.
+
+    Parts of the score that were given for single turns are on their last tokens instead (`turn_rewards_N`),
+    or on those of another sequence (`earlier_R`): all together are the score.
 
     The last written token, not the last one: what a tool answered at the very end earns nothing, and a
     reward there would be passed over. A trajectory in which the policy wrote nothing has no reward.
@@ -32,8 +37,14 @@ def token_rewards(
     rows = torch.tensor([r for r, _ in last], dtype=torch.int64, device=mask_N.device)
     places = torch.tensor([place for _, place in last], dtype=torch.int64, device=mask_N.device)
     scores_R = widen(scores_R.detach()).to(mask_N.device)
+    if turn_rewards_N is not None:
+        assert earlier_R is not None
+        turn_rewards_N = torch.where(mask_N, widen(turn_rewards_N), 0.0)
+        scores_R = scores_R - sums(turn_rewards_N, lengths) - widen(earlier_R).to(mask_N.device)
     rewards_N = scores_R.new_zeros(len(mask_N))
     rewards_N[at_M[places]] = scores_R[rows]
+    if turn_rewards_N is not None:
+        rewards_N = rewards_N + turn_rewards_N
     if kl_N is not None:
         rewards_N = rewards_N - kl_coefficient * torch.where(mask_N, widen(kl_N.detach()), 0.0)
     return rewards_N

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from isotrain.data.packing import PackedBatch, pack
@@ -29,6 +30,10 @@ class PolicyBatch:
     """Log-probs of the policy that sampled, from its engine."""
     index: tuple[int, ...]
     """Number of each trajectory within the step."""
+    turn_rewards_N: torch.Tensor | None = None
+    """Where episodes have rewards by turn: those of all turns but the last, on their last tokens."""
+    earlier: tuple[float, ...] = ()
+    """Beside them: rewards that the episode of each trajectory was given in earlier sequences."""
 
     def to(self, device: torch.device) -> PolicyBatch:
         return replace(
@@ -36,6 +41,7 @@ class PolicyBatch:
             packed=self.packed.to(device),
             mask_N=self.mask_N.to(device, non_blocking=True),
             rollout_logp_N=self.rollout_logp_N.to(device, non_blocking=True),
+            turn_rewards_N=None if self.turn_rewards_N is None else self.turn_rewards_N.to(device),
         )
 
 
@@ -56,10 +62,24 @@ def pack_trajectories(
     mask_N = np.concatenate([np.zeros(0, np.bool_), *(t.mask_N for t in trajectories)])
     logp_N = np.concatenate([np.zeros(0, np.float32), *(t.logp_N for t in trajectories)])
     prompts = [trajectory.prompt_length for trajectory in trajectories]
+    turn_rewards = [_turn_rewards(trajectory) for trajectory in trajectories]
+    episodes = [t.episode for t in trajectories if t.episode is not None]
+    by_turn = any(episode.earlier for episode in episodes) or any(map(np.any, turn_rewards))
     return PolicyBatch(
         packed=pack_shared(samples, prompts) if share_prompts else pack(samples),
         lengths=tuple(len(t.mask_N) for t in trajectories),
         mask_N=torch.from_numpy(mask_N),
         rollout_logp_N=torch.from_numpy(logp_N),
         index=tuple(index),
+        turn_rewards_N=torch.from_numpy(np.concatenate(turn_rewards)) if by_turn else None,
+        earlier=tuple(t.episode.earlier if t.episode else 0.0 for t in trajectories) if by_turn else (),
     )
+
+
+def _turn_rewards(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+    """The last turn's is not told apart: it comes with what else is rewarded at the end."""
+    rewards_N = np.zeros(len(trajectory.mask_N), np.float32)
+    turns = trajectory.episode.turns if trajectory.episode else ()
+    for turn in [turn for turn in turns if turn.end > turn.start][:-1]:
+        rewards_N[turn.end - 1] = turn.reward
+    return rewards_N

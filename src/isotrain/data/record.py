@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.trajectory import Trajectory
+from isotrain.data.trajectory import Episode, Trajectory, Turn
 from isotrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -114,7 +114,12 @@ def read_step(directory: Path, step: int) -> list[Record]:
     records, ranks = _read(step_file(directory, step, 0))
     for rank in range(1, ranks):
         records += _read(step_file(directory, step, rank))[0]
-    return sorted(records, key=lambda record: (record.trajectory.prompt_index, record.trajectory.sample))
+    return sorted(records, key=lambda record: _order(record.trajectory))
+
+
+def _order(trajectory: Trajectory) -> tuple[int, int, int]:
+    part = 0 if trajectory.episode is None else trajectory.episode.part
+    return trajectory.prompt_index, trajectory.sample, part
 
 
 def read_others(directory: Path, step: int) -> dict[str, int]:
@@ -142,14 +147,15 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
     import pyarrow
     import pyarrow.parquet
 
-    whole = _schema()
-    earlier = whole.remove(whole.get_field_index("detail"))
+    known = [whole := _schema()]
+    for name in ("episode", "detail"):  # earlier versions did not have them
+        known.append(whole := whole.remove(whole.get_field_index(name)))
     try:
         with (
             path.open("rb") as stream,
             pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
-            if not any(file.schema_arrow.equals(known) for known in (whole, earlier)):
+            if not any(map(file.schema_arrow.equals, known)):
                 raise DataError(f"{path}: columns of recorded trajectories are missing; record them again")
             yield file
     except (OSError, pyarrow.ArrowException) as error:
@@ -179,7 +185,24 @@ def _schema() -> pyarrow.Schema:
     for name, kind in _LISTS.items():
         values = pyarrow.list_(pyarrow.field("element", pyarrow.from_numpy_dtype(kind), nullable=False))
         fields.append(pyarrow.field(name, values, nullable=False))
+    fields.append(pyarrow.field("episode", _episode_type()))
     return pyarrow.schema(fields)
+
+
+def _episode_type() -> pyarrow.DataType:
+    import pyarrow
+
+    turn = {"start": "int32", "end": "int32", "reward": "float64", "calls": "int32", "failures": "int32"}
+    turns = pyarrow.list_(pyarrow.struct(_required({**turn, "seconds": "float64"})))
+    numbers = _required({"part": "int32", "parts": "int32", "earlier": "float64", "detail": "string"})
+    optional = [pyarrow.field("reward", pyarrow.float64()), pyarrow.field("failure", pyarrow.string())]
+    return pyarrow.struct([*numbers, *optional, pyarrow.field("turns", turns, nullable=False)])
+
+
+def _required(kinds: Mapping[str, str]) -> list[pyarrow.Field]:
+    import pyarrow
+
+    return [pyarrow.field(name, pyarrow.type_for_alias(kind), False) for name, kind in kinds.items()]
 
 
 def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
@@ -196,6 +219,9 @@ def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
             [list(parts.items()) for parts in values] if name == "parts" else values, schema.field(name).type
         )
     columns["advantage"] = pyarrow.array(advantages, pyarrow.float64())
+    columns["episode"] = pyarrow.array(
+        [_episode_values(t.episode) for t in trajectories], schema.field("episode").type
+    )
     lists: dict[str, list[npt.NDArray[Any]]] = {
         "prompt": [t.tokens_T[: t.prompt_length] for t in trajectories],
         "response": [t.response_N for t in trajectories],
@@ -213,14 +239,37 @@ def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
     return pyarrow.table(columns, schema=schema)
 
 
+def _episode_values(episode: Episode | None) -> dict[str, Any] | None:
+    if episode is None:
+        return None
+    return {**episode._asdict(), "turns": [turn._asdict() for turn in episode.turns]}
+
+
+def _episode(values: dict[str, Any] | None, tokens: int) -> Episode | None:
+    """Raises ValueError where the turns are not those of a response of so many tokens."""
+    if values is None:
+        return None
+    turns = tuple(Turn(**turn) for turn in values["turns"])
+    bounds = [0, *(bound for turn in turns for bound in (turn.start, turn.end)), tokens]
+    if bounds != sorted(bounds):
+        raise ValueError("has turns outside of its response")
+    return Episode(**{**values, "turns": turns})
+
+
 def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
     told = [name for name in Marks._fields if name in batch.schema.names]
     numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *told, "advantage")}
     lists = {name: _split(batch.column(name), dtype) for name, dtype in _LISTS.items()}
+    has_episodes = "episode" in batch.schema.names
+    episodes = batch.column("episode").to_pylist() if has_episodes else [None] * batch.num_rows
     for i in range(batch.num_rows):
         prompt_P, response_N = lists["prompt"][i], lists["response"][i]
         if any(len(lists[name][i]) != len(response_N) for name in ("mask", "logp", "version")):
             raise DataError(f"{path}: the lists of row {numbers['row'][i]} have different lengths")
+        try:
+            episode = _episode(episodes[i], len(response_N))
+        except ValueError as error:
+            raise DataError(f"{path}: row {numbers['row'][i]} {error}") from error
         trajectory = Trajectory(
             **{name: numbers[name][i] for name in _NUMBERS},
             prompt_length=len(prompt_P),
@@ -228,6 +277,7 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
             mask_N=lists["mask"][i],
             logp_N=lists["logp"][i],
             version_N=lists["version"][i],
+            episode=episode,
         )
         marks = {name: numbers[name][i] for name in told}
         yield Record(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])

@@ -6,10 +6,51 @@ P: prompt tokens, N: response tokens, T: both.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+
+class Turn(NamedTuple):
+    """What the policy wrote at one time, and what the environment made of it."""
+
+    start: int
+    end: int
+    """Response tokens `start` to `end` of its sequence."""
+    reward: float
+    """For this turn alone."""
+    calls: int
+    """Tool calls that it asked for."""
+    failures: int
+    """Of these, those that were malformed or failed."""
+    seconds: float
+    """Time that the environment took to answer."""
+
+
+class Episode(NamedTuple):
+    """What a sequence is part of, where the policy did not write in one piece.
+
+    An episode is one sequence as long as each turn continues the tokens of those before. Where the chat
+    template rewrites them, such as to drop earlier thinking, the turn begins a sequence of its own.
+    """
+
+    part: int
+    """Which sequence of the episode this is."""
+    parts: int
+    """How many it has."""
+    turns: tuple[Turn, ...]
+    """Of this sequence."""
+    earlier: float = 0.0
+    """Rewards of the turns in earlier sequences, together."""
+    reward: float | None = None
+    """What the environment gave, all turns together; None where rewards are computed elsewhere."""
+    failure: str | None = None
+    """Why the episode ended before its time."""
+    detail: str = ""
+    """For a failure, one line about it."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +62,7 @@ class Trajectory:
     prompt_index: int
     """Index of the drawn prompt over the whole run; responses to one draw are a group."""
     sample: int
-    """Which response of the group."""
+    """Which response of the group, or which episode; several sequences can be of one."""
     seed: int
     """What it was sampled with."""
     prompt_length: int
@@ -35,6 +76,8 @@ class Trajectory:
     """Version of the weights that wrote each token."""
     finished: bool
     """Whether the policy ended the response itself; otherwise it was cut at the longest allowed."""
+    episode: Episode | None = None
+    """None where the policy answered once."""
 
     def __post_init__(self) -> None:
         response = len(self.tokens_T) - self.prompt_length
@@ -52,3 +95,38 @@ def sample_seed(run_seed: int, prompt_index: int, sample: int) -> int:
     """What a response is sampled with: 31 bits, from the run, the draw and the response alone."""
     digest = hashlib.sha256(f"{run_seed} {prompt_index} {sample}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
+
+
+def with_common_prompt(sequences: Sequence[Trajectory]) -> list[Trajectory]:
+    """The same sequences, divided where they begin to differ, or where the first of them was written.
+
+    Environments may tell each episode something else, and later sequences have longer prompts. What follows
+    the common part belongs to the response, as tokens that the policy did not write.
+    """
+    length = min(t.prompt_length for t in sequences)
+    first_T = sequences[0].tokens_T
+    for trajectory in sequences[1:]:
+        differs_T = trajectory.tokens_T[:length] != first_T[:length]
+        if differs_T.any():
+            length = int(differs_T.argmax())
+    # The first token of all is never a response: nothing would predict it.
+    return [_divided(trajectory, max(1, length)) for trajectory in sequences]
+
+
+def _divided(trajectory: Trajectory, prompt_length: int) -> Trajectory:
+    given = trajectory.prompt_length - prompt_length
+    if given == 0:
+        return trajectory
+    episode = trajectory.episode
+    if episode is not None:
+        turns = tuple(t._replace(start=t.start + given, end=t.end + given) for t in episode.turns)
+        episode = episode._replace(turns=turns)
+    version = trajectory.version_N[0] if len(trajectory.version_N) else 0
+    return replace(
+        trajectory,
+        prompt_length=prompt_length,
+        mask_N=np.concatenate([np.zeros(given, np.bool_), trajectory.mask_N]),
+        logp_N=np.concatenate([np.zeros(given, np.float32), trajectory.logp_N]),
+        version_N=np.concatenate([np.full(given, version, np.int32), trajectory.version_N]),
+        episode=episode,
+    )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from isotrain.recipe.environment import EnvironmentRewardSection, EnvironmentSection
 from isotrain.recipe.section import Affects, DefaultFor, Section
 
 # vLLM silently raises lower temperatures to this one, and the ranks would compute with another.
@@ -239,7 +240,9 @@ class RolloutSection(Section):
     n: Annotated[int, Affects.RESPONSES] = Field(default=1, ge=1)
     """Responses to each prompt."""
     max_tokens: Annotated[int, Affects.RESPONSES] = Field(default=512, ge=1)
-    """Longest response in tokens."""
+    """Longest response in tokens; of an episode, all that follows its prompt."""
+    environment: EnvironmentSection | None = None
+    """The environment that the policy acts in over several turns; by default it answers once."""
     temperature: Annotated[float, Affects.RESPONSES] = Field(default=1.0, ge=COLDEST)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -365,6 +368,8 @@ class ProcessRewardSection(Section):
 
 
 class RewardSection(Section):
+    environment: EnvironmentRewardSection | None = None
+    """The reward that the environment gives (`rollout.environment`)."""
     gsm8k: Gsm8kSection | None = None
     """Compare GSM8K's final answers as text."""
     math: MathSection | None = None
@@ -388,11 +393,9 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        if not (self.gsm8k or self.math or self.function or self.plugin or self.reward_models):
-            raise ValueError(
-                "no reward is set; add one of gsm8k, math, function, plugin, model, process, such as "
-                "gsm8k: {}"
-            )
+        names = ("environment", "gsm8k", "math", "function", "plugin", "model", "process")
+        if not any(getattr(self, name) for name in names):
+            raise ValueError(f"no reward is set; add one of {', '.join(names)}, such as gsm8k: {{}}")
         return self
 
     @property

@@ -21,6 +21,8 @@ def broken_rules(
     yield from _controller(algorithm.kl, data.batch_size * rollout.n)
     yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
     yield from _rewards(algorithm, reward)
+    if reward.environment is not None and rollout.environment is None:
+        yield "reward.environment needs an environment to give it: set rollout.environment.path"
 
 
 def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int) -> Iterator[str]:

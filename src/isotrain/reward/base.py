@@ -20,6 +20,8 @@ class RewardInput:
     answer: Any
     """The reference answer of the row."""
     row: Mapping[str, Any] = field(default_factory=dict)
+    environment: Scored | None = None
+    """What the environment gave, where the policy acted in one and that tells."""
 
 
 @dataclass(frozen=True)

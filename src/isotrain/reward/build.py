@@ -57,10 +57,32 @@ class Gsm8kRule:
         pass
 
 
-class WeightedSum:
-    """Runs its parts concurrently; if one fails, the response gets `failed_score` and nothing else."""
+class EnvironmentReward:
+    """What the environment itself gave for an episode."""
 
-    def __init__(self, parts: dict[str, tuple[Gsm8kRule | Pool, float]], failed_score: float) -> None:
+    def submit(self, items: Sequence[RewardInput]) -> list[Future[Scored]]:
+        nothing = Scored(0.0, failure="error", detail="the environment gave no reward")
+        futures = []
+        for item in items:
+            future: Future[Scored] = Future()
+            future.set_result(item.environment or nothing)
+            futures.append(future)
+        return futures
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+Part = Gsm8kRule | EnvironmentReward | Pool
+
+
+class WeightedSum:
+    """Runs its parts concurrently; if one fails, or the environment has, the response gets `failed_score`."""
+
+    def __init__(self, parts: dict[str, tuple[Part, float]], failed_score: float) -> None:
         self._parts, self._failed_score = parts, failed_score
 
     def start(self) -> None:
@@ -70,14 +92,17 @@ class WeightedSum:
     def score(self, items: Sequence[RewardInput]) -> list[Scored]:
         futures = {name: part.submit(items) for name, (part, _) in self._parts.items()}
         return [
-            self._add({name: of_part[index].result() for name, of_part in futures.items()})
-            for index in range(len(items))
+            self._add({name: of_part[index].result() for name, of_part in futures.items()}, item.environment)
+            for index, item in enumerate(items)
         ]
 
-    def _add(self, results: dict[str, Scored]) -> Scored:
+    def _add(self, results: dict[str, Scored], environment: Scored | None) -> Scored:
         parts: dict[str, float] = {}
         failed: Scored | None = None
         total = 0.0
+        if environment is not None and environment.failure:
+            detail = f"rollout.environment: {environment.detail}"
+            return Scored(self._failed_score, parts, environment.failure, detail)
         for name, result in results.items():
             if result.failure:
                 failed = failed or Scored(
@@ -104,7 +129,9 @@ def reward_source(reward: RewardSection) -> str | None:
 def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
     """All rewards but those of models; `source` is what `reward_source` gave."""
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    parts: dict[str, tuple[Gsm8kRule | Pool, float]] = {}
+    parts: dict[str, tuple[Part, float]] = {}
+    if environment := reward.environment:
+        parts["environment"] = EnvironmentReward(), environment.weight
     if gsm8k := reward.gsm8k:
         parts["gsm8k"] = Gsm8kRule(gsm8k.method, gsm8k.format_score), gsm8k.weight
     if math := reward.math:

@@ -23,8 +23,9 @@ from typing import Any, BinaryIO
 from isotrain.errors import IsotrainError
 from isotrain.lifetime import die_with_parent
 from isotrain.reward.base import one_line
-from isotrain.reward.function import RewardFunction, load_function, load_plugin, read_result, where
+from isotrain.reward.function import RewardFunction, load_function, load_plugin, read_result
 from isotrain.reward.mathematics import PythonRefused, load_math
+from isotrain.user_file import where
 
 Message = dict[str, Any]
 SLICES = 10

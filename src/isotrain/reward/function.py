@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import inspect
 import math
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from symtable import symtable
-from types import CodeType, ModuleType
 from typing import Any
 
+from isotrain import user_file
 from isotrain.errors import RewardError
 from isotrain.plugins import REWARDS, find_plugin
 
-MODULE = "isotrain_reward_file"
+FIELD = "reward.function.path"
 MOST_PARTS = 64
 LONGEST_PART_NAME = 64
 
@@ -55,18 +48,8 @@ def function_setup(path: str, source: str) -> dict[str, Any]:
 
 def load_function(path: str, source: str) -> RewardFunction:
     """The function that `file.py:function` names; a `RewardError` gives file and line of a mistake."""
-    file_name, _, name = path.rpartition(":")
-    file = Path(file_name)
-    module = _import(file, source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = sorted(
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == MODULE
-        )
-        raise _no_function(file, name, known)
-    return _called(function, name, str(file))
+    file, function = user_file.load(path, source, "function", FIELD, RewardError)
+    return _called(function, path.rpartition(":")[2], str(file))
 
 
 def plugin_setup(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,74 +78,17 @@ def _called(function: Callable[..., Any], name: str, place: str) -> RewardFuncti
 
 def function_file(path: str) -> tuple[Path, str]:
     """File and function of `file.py:function`; the file is there."""
-    file_name, _, name = path.rpartition(":")
-    file = Path(file_name)
-    if not file.is_file():
-        raise RewardError(
-            f"reward.function.path: there is no file {file_name} in {os.getcwd()}; write the path "
-            "relative to the directory that training starts in, or in full"
-        )
-    return file, name
+    return user_file.find(path, FIELD, RewardError)
 
 
 def check_function(path: str) -> None:
     """Raise what `load_function` would, as far as the text shows it, without running the file."""
-    file, name = function_file(path)
-    source = read_source(path)
-    try:
-        tree, symbols = ast.parse(source), symtable(source, str(file), "exec").get_symbols()
-    except SyntaxError as error:
-        raise RewardError(f"{file}:{error.lineno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise RewardError(f"reward.function.path: {file} cannot be read: {error}") from None
-    if any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(tree)):
-        return  # it may come from there
-    known = {symbol.get_name(): symbol for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name not in known:
-        raise _no_function(file, name, sorted(key for key in known if known[key].is_namespace()))
-
-
-def _no_function(file: Path, name: str, known: list[str]) -> RewardError:
-    has = f"; it has {', '.join(known)}" if known else ""
-    return RewardError(f"reward.function.path: {file} has no function {name}{has}")
+    user_file.check(path, "function", FIELD, RewardError)
 
 
 def read_source(path: str) -> str:
     """The text of the file that `file.py:function` names."""
-    file, _ = function_file(path)
-    try:
-        return importlib.util.decode_source(file.read_bytes())
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise RewardError(f"reward.function.path: {file} cannot be read: {error}") from None
-
-
-class _Given(SourceFileLoader):
-    """Imports a text in place of its file, which may have changed since it was read."""
-
-    def __init__(self, file: Path, source: str) -> None:
-        super().__init__(MODULE, str(file))
-        self.source = source
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.source, self.path)
-        return code
-
-
-def _import(file: Path, source: str) -> ModuleType:
-    # As for a script: files beside it can be imported, and what is in the working directory, too.
-    sys.path.insert(0, str(file.parent.resolve()))
-    sys.path.append(os.getcwd())
-    spec = importlib.util.spec_from_file_location(MODULE, file, loader=_Given(file, source))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise RewardError(f"{error.filename or file}:{error.lineno}: {error.msg}") from None
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"{where(error, file)} while the file was imported") from None
-    return module
+    return user_file.read(path, FIELD, RewardError)
 
 
 def _names(function: Callable[..., Any], name: str, file_name: str) -> tuple[str, ...]:
@@ -182,21 +108,6 @@ def _names(function: Callable[..., Any], name: str, file_name: str) -> tuple[str
     if not wanted:
         raise RewardError(f"{place}: {name} must have at least one of the parameters {', '.join(ARGUMENTS)}")
     return tuple(wanted)
-
-
-def where(error: BaseException, file: Path | None = None) -> str:
-    """`file:line: Type: message`, with the innermost line of the user's file if the error came through it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = str(file) if file else getattr(sys.modules.get(MODULE), "__file__", None)
-    inside = [frame for frame in frames if own and os.path.abspath(frame.filename) == os.path.abspath(own)]
-    place = "".join(
-        f"{os.path.basename(frame.filename)}:{frame.lineno}: " for frame in (inside or frames)[-1:]
-    )
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message cannot be shown)"
-    return f"{place}{type(error).__name__}: {message}"
 
 
 def read_result(result: Any) -> tuple[float, dict[str, float]]:

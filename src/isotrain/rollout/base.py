@@ -66,6 +66,12 @@ class Request:
     sample: int
     seed: int
     prompt_P: npt.NDArray[np.int32]
+    max_tokens: int | None = None
+    """Where it is less than that of the sampling."""
+
+    def room(self, sampling: Sampling) -> int:
+        """Tokens that the response may have."""
+        return sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens)
 
 
 def trajectory_of(

@@ -266,7 +266,7 @@ class HfEngine:
             row.tokens.append(token)
             row.logps.append(logp)
             row.versions.append(self.version)
-            row.finished = token in self._ends or len(row.tokens) >= sampling.max_tokens
+            row.finished = token in self._ends or len(row.tokens) >= row.request.room(sampling)
 
     def _trajectory(self, row: _Row) -> Trajectory:
         response_N, logp_N = np.array(row.tokens, dtype=np.int32), np.array(row.logps, dtype=np.float32)

@@ -21,7 +21,7 @@ def ask_response(request: Request, sampling: Sampling, ends: Sequence[int]) -> d
     return {
         "input_ids": request.prompt_P.tolist(),
         "sampling_params": {
-            "max_new_tokens": sampling.max_tokens,
+            "max_new_tokens": request.room(sampling),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -49,8 +49,8 @@ def read_response(reply: Any, request: Request, sampling: Sampling, version: int
     tokens = reply.get("output_ids")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise _malformed(engine, "output_ids are not a list of tokens")
-    if not 0 < len(tokens) <= sampling.max_tokens:
-        raise _malformed(engine, f"{len(tokens)} tokens, expected 1 to {sampling.max_tokens}")
+    if not 0 < len(tokens) <= (most := request.room(sampling)):
+        raise _malformed(engine, f"{len(tokens)} tokens, expected 1 to {most}")
     finished = _finished(meta, tokens, engine)
     logps = _pairs(meta, "output_token_logprobs", tokens, engine)
     if _is_cut(sampling):

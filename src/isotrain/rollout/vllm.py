@@ -160,7 +160,7 @@ class VllmEngine:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 seed=request.seed,
-                max_tokens=sampling.max_tokens,
+                max_tokens=request.room(sampling),
                 logprobs=0,  # of the sampled token alone
                 stop_token_ids=list(self._ends),
                 **self._plain(),

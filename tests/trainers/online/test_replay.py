@@ -395,6 +395,7 @@ def test_a_replay_goes_on_and_gives_lost_groups_again(recorded: tuple[Recipe, Ro
             done=1,
             attempts=0,
             n=N,
+            max_prompt=512,
             max_tokens=MAX_TOKENS,
             vocabulary=512,
         )

@@ -8,6 +8,7 @@ from online_runs import online_recipe
 
 from isotrain.reward.build import reward_source
 from isotrain.trainers.online.recording import function_digests
+from isotrain.trainers.online.user_files import UserFiles
 from isotrain.trainers.start import changed_since_start, write_start
 
 
@@ -18,7 +19,7 @@ def test_a_change_is_noticed_once(tiny: Path, tmp_path: Path) -> None:
     def start(text: str) -> list[str]:
         path.write_text(text)
         assert recipe.reward is not None
-        digests = function_digests(recipe, reward_source(recipe.reward))
+        digests = function_digests(recipe, UserFiles(reward_source(recipe.reward)))
         changed = changed_since_start(recipe, digests)
         write_start(recipe, "", {}, digests)
         return changed
@@ -33,5 +34,5 @@ def test_the_name_counts_and_a_replay_has_none(tiny: Path, tmp_path: Path) -> No
     a, b = (
         online_recipe(tiny, tmp_path, reward={"function": {"path": f"reward.py:{name}"}}) for name in "ab"
     )
-    assert function_digests(a, "text") != function_digests(b, "text")
-    assert function_digests(a, None) == {}
+    assert function_digests(a, UserFiles("text")) != function_digests(b, UserFiles("text"))
+    assert function_digests(a, UserFiles()) == {}

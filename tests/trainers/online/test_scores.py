@@ -23,7 +23,7 @@ GROUPS = [
 
 def test_weighted_sums_and_means_without_failed_responses() -> None:
     scored = total_scores(GROUPS, {"model": np.array([0.5, 1.0, 1.5, 9.0])}, {"model": 2.0}, -1.0)
-    assert scored.scores_R.tolist() == [2.0, 4.0, 6.0, -1.0]
+    assert scored.scores_E.tolist() == [2.0, 4.0, 6.0, -1.0]
     assert scored.metrics == {"reward/model/mean": 1.0}
     assert scored.failures.causes == {"timeout": 1}
 
@@ -36,7 +36,7 @@ def test_a_score_that_is_not_finite_is_an_error(preference: float, weight: float
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scored = total_scores(GROUPS, told, {"process": weight}, -3.0)
-    assert scored.scores_R.tolist() == [1.0 + weight * 0.5, -3.0, 3.0 + weight * 1.5, -1.0]
+    assert scored.scores_E.tolist() == [1.0 + weight * 0.5, -3.0, 3.0 + weight * 1.5, -1.0]
     assert scored.metrics == {"reward/process/mean": 1.0}
     assert scored.failures.causes == {"timeout": 1, "error": 1} and scored.failures.responses == 4
 
@@ -44,11 +44,11 @@ def test_a_score_that_is_not_finite_is_an_error(preference: float, weight: float
 def test_the_next_model_has_no_say_in_it() -> None:
     told = {"model": np.array([math.nan, 1.0, 1.0, 1.0]), "process": np.array([5.0, 1.0, 1.0, 1.0])}
     scored = total_scores(GROUPS, told, {"model": 1.0, "process": 1.0}, 0.25)
-    assert scored.scores_R.tolist() == [0.25, 4.0, 5.0, -1.0]
+    assert scored.scores_E.tolist() == [0.25, 4.0, 5.0, -1.0]
     assert scored.metrics == {"reward/model/mean": 1.0, "reward/process/mean": 1.0}
 
 
 def test_no_model_that_scored_anything() -> None:
     scored = total_scores(GROUPS, {"model": np.full(4, math.nan)}, {"model": 1.0}, 0.0)
-    assert scored.scores_R.tolist() == [0.0, 0.0, 0.0, -1.0]
+    assert scored.scores_E.tolist() == [0.0, 0.0, 0.0, -1.0]
     assert scored.metrics == {} and scored.failures.share == 1.0

@@ -143,6 +143,7 @@ def _maker(
             done=done,
             attempts=algorithm.dynamic_sampling.max_attempts,
             n=rollout.n,
+            max_prompt=recipe.data.max_length,
             max_tokens=rollout.max_tokens,
             vocabulary=read_config(model_directory(recipe.model.path)).get_text_config().vocab_size,
         )

@@ -157,13 +157,15 @@ def _correction_options(rollout_correction: RolloutCorrectionSection) -> dict[st
     }
 
 
-def advantage_settings(algorithm: Online) -> AdvantageSettings:
+def advantage_settings(algorithm: Online, reward: RewardSection | None = None) -> AdvantageSettings:
+    environment_weight = reward.environment.weight if reward and reward.environment else 0.0
     convention = algorithm.convention
     # What TRL has is not whitened.
     whitening: Literal["verl", "openrlhf"] = "openrlhf" if convention == "openrlhf" else "verl"
     if advantage := algorithm.advantage:
         has_critic = isinstance(algorithm, PpoSection)
-        return AdvantageSettings(plugin_estimator(advantage, has_critic), advantage.options, whitening)
+        plugin = plugin_estimator(advantage, has_critic)
+        return AdvantageSettings(plugin, advantage.options, whitening, environment_weight)
     estimator = ADVANTAGES[algorithm.name]
     options: dict[str, Any] = {} if isinstance(algorithm, RemaxSection) else {"convention": convention}
     if isinstance(algorithm, GrpoSection):
@@ -172,7 +174,7 @@ def advantage_settings(algorithm: Online) -> AdvantageSettings:
         options["gamma"] = algorithm.gamma
     if isinstance(algorithm, PpoSection):
         options["lam"] = algorithm.lam
-    return AdvantageSettings(estimator, options, whitening)
+    return AdvantageSettings(estimator, options, whitening, environment_weight)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError
 from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompt_queue import Supply
+from isotrain.trainers.online.turn_supply import TurnSupply
 
 T = TypeVar("T")
 
@@ -23,11 +24,17 @@ class _Abandoned(Exception):
     """Nobody waits for the responses that are being generated."""
 
 
+class Sink(Protocol):
+    """Where finished responses go."""
+
+    def put(self, group: list[Trajectory] | BaseException | None, /) -> None: ...
+
+
 @dataclass(eq=False)
 class Prompts:
     """What one call asks for."""
 
-    supply: Supply
+    supply: Supply | TurnSupply
     requests: Callable[[Sequence[PromptRequest]], list[Request]]
     """`n` for each prompt."""
     n: int
@@ -38,9 +45,7 @@ class Prompts:
     """Whether it goes before calls that came earlier."""
     groups: dict[int, list[Trajectory]] = field(default_factory=dict)
     """Of each draw that is begun and not finished, the responses that are there."""
-    finished: queue.SimpleQueue[list[Trajectory] | BaseException | None] = field(
-        default_factory=queue.SimpleQueue
-    )
+    finished: Sink = field(default_factory=lambda: cast(Sink, queue.SimpleQueue()))
     """All responses to a draw each; then None, or an error."""
 
 
@@ -52,7 +57,8 @@ class EngineLoop:
     responses at the end of a call do not leave the engine idle. Calls with another sampling wait for the end
     of those before them.
 
-    What else is to be done is done when the engine is idle; `in_flight`, between two tokens.
+    What else is to be done is done when the engine is idle and no episode under way; `in_flight`, between two
+    tokens.
     """
 
     def __init__(self, build: Callable[[], RolloutEngine], in_flight: bool = False) -> None:
@@ -65,6 +71,7 @@ class EngineLoop:
         """Responses that the engine has to generate."""
         self._version = 0
         """Of the last update. Also of one that failed: the engine itself refuses to generate after it."""
+        self.in_flight = False
         threading.Thread(target=self._work, name="engine", daemon=True).start()
         self.engine = self.run(build)
         self.in_flight = in_flight and self.engine.updates_in_flight
@@ -88,16 +95,27 @@ class EngineLoop:
 
     def generate(self, prompts: Prompts) -> Iterator[list[Trajectory]]:
         """All responses to a draw together, as soon as the last of them is there."""
-        with self._changed:
-            self._calls.insert(0 if prompts.urgent else len(self._calls), prompts)
-            self._changed.notify_all()
+        finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        prompts.finished = finished
+        self.serve(prompts)
         try:
-            while (group := prompts.finished.get()) is not None:
+            while (group := finished.get()) is not None:
                 if isinstance(group, BaseException):
                     raise group
                 yield group
         finally:
             self._remove(prompts)
+
+    def serve(self, prompts: Prompts) -> None:
+        """Responses go to `prompts.finished` as they come."""
+        with self._changed:
+            self._calls.insert(0 if prompts.urgent else len(self._calls), prompts)
+            self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """A supply has something new."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the engine, whatever it is doing."""
@@ -107,10 +125,18 @@ class EngineLoop:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._acts or self._due())
-            self._act()
-            if due := self._due():
-                self._generate(due[0].sampling)
+                self._changed.wait_for(lambda: self._may_act() or self._ready())
+            if self._may_act():
+                self._act()
+            if ready := self._ready():
+                self._generate(ready[0].sampling)
+
+    def _may_act(self) -> bool:
+        return bool(self._acts) and (self.in_flight or not any(call.supply.under_way for call in self._calls))
+
+    def _ready(self) -> list[Prompts]:
+        """Calls that can be served together and have something for the engine."""
+        return [call for call in self._due() if call.supply.ready or call.groups]
 
     def _act(self) -> EngineLost | None:
         """Do what waits to be done; returns how the engine was lost by it."""

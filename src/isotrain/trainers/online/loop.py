@@ -1,6 +1,6 @@
 """The online loop: generate, score, estimate, update, send the weights out, validate, save.
 
-R: trajectories of a step.
+R: trajectories of a step, E: its responses or episodes; only an episode can have several trajectories.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from isotrain.algorithms.dapo import overlong_penalty
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.workers import WorkerGroup
-from isotrain.data.record import Marks
 from isotrain.engine.checkpoint.pending import wait_for_pending
 from isotrain.engine.schedule import Schedule
 from isotrain.errors import NonFiniteError, RewardError, WeightUpdateError
@@ -34,6 +33,8 @@ from isotrain.trainers.online.messages import (
     RunState,
     StepPlan,
     TrajectoriesHandle,
+    episode_numbers,
+    last_sequences,
     plan_step,
 )
 from isotrain.trainers.online.metrics import (
@@ -42,11 +43,13 @@ from isotrain.trainers.online.metrics import (
     Scored,
     Warnings,
     advantage_metrics,
+    episode_penalties,
     step_metrics,
     total_scores,
+    trajectory_marks,
     validation_metrics,
 )
-from isotrain.trainers.online.policy_rank import Penalty, PolicyRank, StepReport
+from isotrain.trainers.online.policy_rank import PolicyRank, StepReport
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, Collector, Maker, SyncBatches
 from isotrain.trainers.online.step import AdvantageSettings
@@ -246,20 +249,21 @@ class OnlineTrainer:
     def _learn(self, step: int, batch: Batch, plan: StepPlan) -> dict[str, float]:
         """Everything between trajectories and new weights; returns the step's metrics."""
         settings, ranks = self.settings, self.ranks
-        scores_R, failures, model_scores = self._scores(batch.groups)
+        scores_E, failures, model_scores = self._scores(batch.groups)
         failures = failures.plus(batch.others)
         self._tell_failures(step, failures)
         warming = step <= settings.critic_warmup
         old_logps = settings.several_updates or settings.kl_in_reward or warming
-        kl_R, mean_kl = np.zeros_like(scores_R), 0.0
+        kl_E, mean_kl = np.zeros_like(scores_E), 0.0
         if settings.kl_in_reward:
-            kl_R, mean_kl = _penalties(self._once(ranks.call(PolicyRank.prepare, old_logps)), len(scores_R))
-        shaped_R = scores_R + self._length_shaping(batch)
-        rewards_R = shaped_R - self.kl.coefficient * kl_R
+            told = self._once(ranks.call(PolicyRank.prepare, old_logps))
+            kl_E, mean_kl = episode_penalties(told, batch.groups)
+        shaped_E = scores_E + self._length_shaping(batch)
+        rewards_E = shaped_E - self.kl.coefficient * kl_E
         with timed(self.timing, "adv"):
-            given = self._advantages(batch, plan, shaped_R, rewards_R)
+            given = self._advantages(batch, plan, shaped_E, rewards_E)
         with timed(self.timing, "record") if settings.record is not None else nullcontext():
-            records = self._records(step, batch, plan, given, rewards_R)
+            records = self._records(step, batch, plan, given, rewards_E)
         critic_lr = None if self.critic_schedule is None else self.critic_schedule(step)
         reports = ranks.call_each(
             PolicyRank.learn,
@@ -270,7 +274,7 @@ class OnlineTrainer:
         )
         self._hear(reports)
         reports = self._once(reports)
-        values = step_metrics(batch.groups, scores_R, rewards_R, step - 1, failures)
+        values = step_metrics(batch.groups, scores_E, rewards_E, step - 1, failures)
         values |= model_scores | advantage_metrics([report.advantages for report in reports])
         values |= reports[0].metrics
         values |= mismatches.combine([report.mismatch for report in reports]).metrics()
@@ -279,7 +283,7 @@ class OnlineTrainer:
             values["actor/kl_coef"] = self.kl.coefficient
         if settings.kl_in_reward:
             values["actor/reward_kl_penalty"] = mean_kl
-            self.kl = self.kl.updated(mean_kl, len(scores_R))
+            self.kl = self.kl.updated(mean_kl, len(scores_E))
         return values
 
     def _hear(self, reports: Sequence[StepReport]) -> None:
@@ -294,13 +298,13 @@ class OnlineTrainer:
             self.recorder.console.message(f"warning: {failure}; training continues without it")
 
     def _records(
-        self, step: int, batch: Batch, plan: StepPlan, given: Sequence[RankScores], rewards_R: Numbers
+        self, step: int, batch: Batch, plan: StepPlan, given: Sequence[RankScores], rewards_E: Numbers
     ) -> Sequence[RankRecord | None]:
         """What each rank writes down of its trajectories, if the run is recorded."""
         if self.settings.record is None:
             return [None] * len(self.ranks)
         where, others = str(self.settings.record), batch.others.as_counts()
-        marks = plan.split(_marks(batch, rewards_R))
+        marks = plan.split(trajectory_marks(batch.groups, batch.greedy or {}, rewards_E))
         nothing = [None] * (self.settings.context - 1)
         return [
             record
@@ -309,41 +313,43 @@ class OnlineTrainer:
         ]
 
     def _scores(self, groups: Sequence[Group]) -> Scored:
-        """Of the loaded trajectories, from all rewards. One that could not be scored stays at that."""
+        """Of the loaded responses, from all rewards. One that could not be scored stays at that."""
         settings, model_scores = self.settings, {}
         for name in settings.reward_models:
             with timed(self.timing, "reward_model"):
                 told = self._once(self.ranks.call(PolicyRank.reward_model_scores, name))
-            model_scores[name] = np.empty(sum(map(len, told)))
+            scores_R = np.empty(sum(map(len, told)))
             for part in told:
-                model_scores[name][list(part)] = list(part.values())
+                scores_R[list(part)] = list(part.values())
+            model_scores[name] = scores_R[last_sequences(groups)]
         return total_scores(groups, model_scores, settings.reward_models, settings.failed_score)
 
     def _length_shaping(self, batch: Batch) -> Numbers | float:
         if self.settings.overlong is None:
             return 0.0
-        lengths = [n for group in batch.groups for n in group.responses.response_lengths]
-        shaping_R: Numbers = overlong_penalty(lengths, **self.settings.overlong).double().numpy()
-        return shaping_R
+        lengths_R = [n for group in batch.groups for n in group.responses.response_lengths]
+        lengths_E = [lengths_R[i] for i in last_sequences(batch.groups)]
+        shaping_E: Numbers = overlong_penalty(lengths_E, **self.settings.overlong).double().numpy()
+        return shaping_E
 
     def _advantages(
-        self, batch: Batch, plan: StepPlan, scores_R: Numbers, rewards_R: Numbers
+        self, batch: Batch, plan: StepPlan, scores_E: Numbers, rewards_E: Numbers
     ) -> list[RankScores]:
         """For each rank: scores, and advantages where a whole group is needed to tell them."""
-        estimation = self.settings.estimation
+        estimation, episode_R = self.settings.estimation, episode_numbers(batch.groups)
         advantages: Sequence[dict[int, float] | None] = [None] * self._data_ranks
         greedy: Sequence[dict[int, float] | None] = [None] * self._data_ranks
         if estimation.estimator.per == "trajectory":
-            group_R = torch.tensor([number for number, g in enumerate(batch.groups) for _ in g.scores])
-            advantages_R = estimation.estimator.function(
-                torch.from_numpy(rewards_R), group_R, **estimation.options
+            group_E = torch.tensor([number for number, g in enumerate(batch.groups) for _ in g.scores])
+            advantages_E = estimation.estimator.function(
+                torch.from_numpy(rewards_E), group_E, **estimation.options
             )
-            advantages = plan.split(advantages_R.tolist())
+            advantages = plan.split(advantages_E[torch.from_numpy(episode_R)].tolist())
         if batch.greedy is not None:
             greedy = plan.split(
-                [batch.greedy[g.responses.prompt_index] for g in batch.groups for _ in g.scores]
+                [batch.greedy[g.responses.prompt_index] for g in batch.groups for _ in g.responses.written]
             )
-        scores = plan.split(scores_R.tolist())
+        scores = plan.split(scores_E[episode_R].tolist())
         return [
             RankScores(scores[rank], advantages[rank], greedy[rank], self.kl.coefficient)
             for rank in range(self._data_ranks)
@@ -385,13 +391,13 @@ class OnlineTrainer:
 
             groups, _ = self._load(groups, len(groups), again)
         with self._device_for_reward_models(last=step == settings.steps):
-            scores_R, failures, _ = self._scores(groups)
+            scores_E, failures, _ = self._scores(groups)
         if settings.reward_models:
             self.ranks.call(PolicyRank.forget)
         self.engines.post(RolloutWorker.release, 0)
         if self.validation_warnings.is_due(step, failures):
             self.recorder.console.message(f"warning: validation after step {step}: {failures}")
-        return validation_metrics(groups, scores_R, failures)
+        return validation_metrics(groups, scores_E, failures)
 
     @contextmanager
     def _device_for_reward_models(self, last: bool) -> Iterator[None]:
@@ -466,32 +472,3 @@ class OnlineTrainer:
             yield
         except Overdue as error:
             raise WeightUpdateError(f"{what}: {error} (rollout.update_timeout)") from error
-
-
-def _penalties(told: list[list[Penalty]], count: int) -> tuple[Numbers, float]:
-    """Summed divergences by trajectory, and the mean over trajectories of their means over tokens."""
-    kl_R = np.zeros(count)
-    means = []
-    for part in told:
-        for number, total, mean in part:
-            kl_R[number] = total
-            means.append(mean)
-    return kl_R, float(np.mean(means)) if means else 0.0
-
-
-def _marks(batch: Batch, rewards_R: Numbers) -> list[Marks]:
-    """What each trajectory was given, as it is recorded."""
-    greedy = batch.greedy or {}
-    scored = [(group, score) for group in batch.groups for score in group.scores]
-    return [
-        Marks(
-            score=score.value,
-            parts=score.parts,
-            failure=score.failure,
-            source=group.source,
-            greedy=greedy.get(group.responses.prompt_index),
-            reward=reward,
-            detail=score.detail,
-        )
-        for (group, score), reward in zip(scored, rewards_R.tolist(), strict=True)
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,6 +30,31 @@ class PromptRequest(NamedTuple):
     """Number of the prompt in its store."""
 
 
+class EpisodeFacts(NamedTuple):
+    """One episode, as far as the controller knows it."""
+
+    sequences: int
+    turns: int
+    calls: int
+    failed_calls: int
+    seconds: float
+    """Time that its environment took."""
+    given: int
+    """Tokens that the environment wrote into it."""
+
+
+def episode_facts(sequences: Sequence[Trajectory]) -> EpisodeFacts:
+    turns = [turn for t in sequences if t.episode is not None for turn in t.episode.turns]
+    return EpisodeFacts(
+        sequences=len(sequences),
+        turns=len(turns),
+        calls=sum(turn.calls for turn in turns),
+        failed_calls=sum(turn.failures for turn in turns),
+        seconds=sum(turn.seconds for turn in turns),
+        given=sum(int((~t.mask_N).sum()) for t in sequences),
+    )
+
+
 class Responses(NamedTuple):
     """The responses to one draw, as far as the controller knows them."""
 
@@ -44,12 +69,22 @@ class Responses(NamedTuple):
     """Oldest weights that wrote any of them."""
     mean_version: float
     """Over the tokens that the policy wrote."""
+    episodes: tuple[EpisodeFacts, ...] = ()
+    """Where the policy acts in an environment. Lengths and the like above are then those of sequences, in the
+    order of episodes; an episode can have several."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """How many each response, or episode, has."""
+        return tuple(facts.sequences for facts in self.episodes) or (1,) * len(self.written)
 
 
 def describe(group: Sequence[Trajectory]) -> Responses:
     """Metadata of the responses to one draw."""
     first = group[0]
+    assert all(t.prompt_length == first.prompt_length for t in group)
     version_N = np.concatenate([t.version_N[t.mask_N] for t in group])
+    episodes = [list(own) for _, own in groupby(group, lambda t: t.sample)] if first.episode else []
     return Responses(
         prompt_index=first.prompt_index,
         row=first.row,
@@ -57,8 +92,9 @@ def describe(group: Sequence[Trajectory]) -> Responses:
         response_lengths=tuple(len(t.mask_N) for t in group),
         written=tuple(int(t.mask_N.sum()) for t in group),
         finished=tuple(t.finished for t in group),
-        version=min(int(t.version_N.min(initial=2**31 - 1)) for t in group),
+        version=int(version_N.min(initial=2**31 - 1)),
         mean_version=float(version_N.mean()) if len(version_N) else 0.0,
+        episodes=tuple(map(episode_facts, episodes)),
     )
 
 
@@ -102,7 +138,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Scored responses to one draw; the trajectories themselves are where `handle` points."""
+    """Scored responses to one draw; the trajectories themselves are where `handle` points.
+
+    Of episodes with several sequences, there is one score.
+    """
 
     responses: Responses
     handle: TrajectoriesHandle
@@ -179,6 +218,18 @@ class RunState:
     """Prompts drawn by the steps that were trained."""
     kl_coefficient: float
     skipped: int
+
+
+def episode_numbers(groups: Sequence[Group]) -> npt.NDArray[np.int64]:
+    """Of each trajectory of a step, the number of its response, or its episode."""
+    counts = [count for group in groups for count in group.responses.sequences]
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def last_sequences(groups: Sequence[Group]) -> npt.NDArray[np.int64]:
+    """Of each response or episode of a step, the number of its last trajectory: what became of it."""
+    counts = [count for group in groups for count in group.responses.sequences]
+    return np.cumsum(counts) - 1
 
 
 Value = TypeVar("Value")

@@ -1,6 +1,6 @@
 """What the controller makes of a step's scores, lengths and versions: rewards, failures, metrics.
 
-R: trajectories of a step.
+R: trajectories of a step, E: its responses or episodes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from isotrain.algorithms.value import explained_variance
 from isotrain.algorithms.whitening import combine
+from isotrain.data.record import Marks
 from isotrain.reward.base import FAILURES, LARGEST_SCORE
-from isotrain.trainers.online.messages import Group
+from isotrain.trainers.online.messages import Group, episode_numbers
 from isotrain.trainers.online.step import AdvantageMetrics, join_spans
 
 
@@ -29,9 +30,9 @@ def extent(name: str, values_R: Numbers) -> dict[str, float]:
 
 
 def step_metrics(
-    groups: Sequence[Group], scores_R: Numbers, rewards_R: Numbers, version: int, failures: Failures
+    groups: Sequence[Group], scores_E: Numbers, rewards_E: Numbers, version: int, failures: Failures
 ) -> dict[str, float]:
-    """Metrics of a step before its update; `rewards_R` are scores after penalties."""
+    """Metrics of a step before its update; `rewards_E` are scores after penalties."""
     prompts = np.array([g.responses.prompt_length for g in groups], float)
     responses_R = np.array([n for g in groups for n in g.responses.response_lengths], float)
     cut_R = ~np.array([done for g in groups for done in g.responses.finished], bool)
@@ -39,8 +40,8 @@ def step_metrics(
     token_ages = np.array([version - g.responses.mean_version for g in groups])
     written = np.array([sum(g.responses.written) for g in groups], float)
     return {
-        **extent("critic/score", scores_R),
-        **extent("critic/rewards", rewards_R),
+        **extent("critic/score", scores_E),
+        **extent("critic/rewards", rewards_E),
         **extent("prompt_length", prompts),
         **extent("response_length", responses_R),
         "response_length/clip_ratio": float(cut_R.mean()),
@@ -48,7 +49,24 @@ def step_metrics(
         "rollout/staleness/max": float(ages.max()),
         "rollout/staleness/token_mean": float(token_ages @ written / max(1.0, written.sum())),
         **part_metrics(groups),
+        **episode_metrics(groups),
         **failures.metrics(),
+    }
+
+
+def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the episodes of a step, where the policy acts in an environment."""
+    facts = [facts for group in groups for facts in group.responses.episodes]
+    if not facts:
+        return {}
+    calls = sum(episode.calls for episode in facts)
+    return {
+        **extent("episode/turns", np.array([episode.turns for episode in facts], float)),
+        **extent("episode/environment_seconds", np.array([episode.seconds for episode in facts])),
+        "episode/sequences/mean": float(np.mean([episode.sequences for episode in facts])),
+        "episode/calls/mean": calls / len(facts),
+        "episode/calls/failed_ratio": sum(episode.failed_calls for episode in facts) / max(1, calls),
+        "episode/environment_tokens/mean": float(np.mean([episode.given for episode in facts])),
     }
 
 
@@ -62,11 +80,11 @@ def part_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()}
 
 
-def validation_metrics(groups: Sequence[Group], scores_R: Numbers, failures: Failures) -> dict[str, float]:
+def validation_metrics(groups: Sequence[Group], scores_E: Numbers, failures: Failures) -> dict[str, float]:
     """The mean score of each data set's prompts over `n` responses each, and how many responses had none."""
     n = len(groups[0].scores)
     by_source: dict[str, list[float]] = defaultdict(list)
-    for group, mean in zip(groups, scores_R.reshape(-1, n).mean(axis=1), strict=True):
+    for group, mean in zip(groups, scores_E.reshape(-1, n).mean(axis=1), strict=True):
         by_source[group.source].append(float(mean))
     metrics = {f"val-core/{source}/reward/mean@{n}": float(np.mean(m)) for source, m in by_source.items()}
     return metrics | ({"val/reward_failures": float(failures.count)} if failures.count else {})
@@ -88,7 +106,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Scored(NamedTuple):
-    scores_R: Numbers
+    scores_E: Numbers
     failures: Failures
     metrics: dict[str, float]
     """Mean scores of the reward models."""
@@ -101,23 +119,23 @@ def total_scores(
     failed_score: float,
 ) -> Scored:
     """Workers' scores plus those of the models, weighted; where one failed, it has `failed_score`."""
-    scores_R = np.array([score.value for group in groups for score in group.scores])
-    failed_R = np.array([score.failure is not None for group in groups for score in group.scores])
+    scores_E = np.array([score.value for group in groups for score in group.scores])
+    failed_E = np.array([score.failure is not None for group in groups for score in group.scores])
     failures, metrics = failures_of(groups), {}
-    for name, model_scores_R in model_scores.items():
+    for name, model_scores_E in model_scores.items():
         with np.errstate(over="ignore"):
-            total_R = scores_R + weights[name] * model_scores_R
+            total_E = scores_E + weights[name] * model_scores_E
         # Also not one that is infinite as soon as it is a float32, as which ranks compute with it.
-        broken_R = ~failed_R & ~(np.abs(total_R) <= LARGEST_SCORE)
-        failed_R |= broken_R
-        if broken := int(broken_R.sum()):
-            first = f"error: reward.{name}: the score {model_scores_R[broken_R][0]:g} is out of range"
+        broken_E = ~failed_E & ~(np.abs(total_E) <= LARGEST_SCORE)
+        failed_E |= broken_E
+        if broken := int(broken_E.sum()):
+            first = f"error: reward.{name}: the score {model_scores_E[broken_E][0]:g} is out of range"
             failures = failures.plus(Failures(0, {"error": broken}, first))
-        if not failed_R.all():
-            metrics[f"reward/{name}/mean"] = float(model_scores_R[~failed_R].mean())
-        scores_R = np.where(failed_R, scores_R, total_R)
-        scores_R[broken_R] = failed_score
-    return Scored(scores_R, failures, metrics)
+        if not failed_E.all():
+            metrics[f"reward/{name}/mean"] = float(model_scores_E[~failed_E].mean())
+        scores_E = np.where(failed_E, scores_E, total_E)
+        scores_E[broken_E] = failed_score
+    return Scored(scores_E, failures, metrics)
 
 
 # The first few show what is wrong. Later only much worse steps are reported; the metrics count all.
@@ -190,3 +208,38 @@ class Warnings:
         self.told, self.last = self.told + 1, step
         self.worst = max(self.worst, failures.share)
         return True
+
+
+def episode_penalties(
+    told: Sequence[Sequence[tuple[int, float, float]]], groups: Sequence[Group]
+) -> tuple[Numbers, float]:
+    """Summed divergences by episode, and the mean over trajectories of their means over tokens.
+
+    `told` has number, sum and mean of each trajectory, as the ranks tell them.
+    """
+    episode_R = episode_numbers(groups)
+    kl_R, means = np.zeros(len(episode_R)), []
+    for part in told:
+        for number, total, mean in part:
+            kl_R[number] = total
+            means.append(mean)
+    kl_E: Numbers = np.bincount(episode_R, weights=kl_R).astype(np.float64)
+    return kl_E, float(np.mean(means)) if means else 0.0
+
+
+def trajectory_marks(groups: Sequence[Group], greedy: Mapping[int, float], rewards_E: Numbers) -> list[Marks]:
+    """What each trajectory was given, as it is recorded; those of one episode have the same."""
+    scored = [(group, score) for group in groups for score in group.scores]
+    marks_E = [
+        Marks(
+            score=score.value,
+            parts=score.parts,
+            failure=score.failure,
+            source=group.source,
+            greedy=greedy.get(group.responses.prompt_index),
+            reward=reward,
+            detail=score.detail,
+        )
+        for (group, score), reward in zip(scored, rewards_E.tolist(), strict=True)
+    ]
+    return [marks_E[i] for i in episode_numbers(groups)]

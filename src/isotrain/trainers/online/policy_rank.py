@@ -120,7 +120,7 @@ class PolicyRank:
         assert isinstance(self.recipe.algorithm, OnlineSection)
         self.algorithm = self.recipe.algorithm
         self.settings = update_settings(self.recipe, self.algorithm)
-        self.estimation = advantage_settings(self.algorithm)
+        self.estimation = advantage_settings(self.algorithm, self.recipe.reward)
         self.open = ExitStack()
         self.minis: list[list[Micro]] = []
         self.prepared = False

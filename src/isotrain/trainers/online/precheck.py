@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from shutil import which
 
-from isotrain.errors import IsotrainError, RecipeError, RewardError, RolloutError
+from isotrain import user_file
+from isotrain.agents.interfaces import FIELD
+from isotrain.errors import EpisodeError, IsotrainError, RecipeError, RewardError, RolloutError
 from isotrain.observe.environment import package_name
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.plugins import ADVANTAGES, POLICY_LOSSES, REWARDS, find_plugin
@@ -142,6 +144,14 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
         yield RolloutError(f"rollout.server_python: {python!r} is not an executable")
     if reward.math is not None and find_spec("math_verify") is None:
         yield RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
+    if rollout.environment is not None and rollout.generates:
+        path = rollout.environment.path
+        try:
+            user_file.find(path, FIELD, EpisodeError)
+        except EpisodeError as problem:
+            yield problem
+        else:
+            user_file.check(path, "class", FIELD, EpisodeError)  # its text is as wrong on every machine
     if reward.function is not None:
         try:
             function_file(reward.function.path)

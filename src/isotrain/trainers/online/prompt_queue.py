@@ -65,6 +65,9 @@ class Supply:
         """Whether all have been given; of a queue, whether it is known to be empty."""
         return self._draws is None and not self._rest
 
+    ready, under_way = True, False
+    """Whether it has something for the engine now, and whether something outside of it goes on."""
+
     @property
     def width(self) -> int:
         """Prompts that it would have under way at most."""

@@ -20,6 +20,7 @@ from isotrain.data.prompts import Prompt
 from isotrain.data.record import Record, read_others, read_step, step_file
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
+from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
 from isotrain.models.load import model_directory
 from isotrain.observe.run_directory import write_atomically
@@ -30,6 +31,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.messages import Group, Score, TrajectoriesHandle, describe
 from isotrain.trainers.online.metrics import recorded_failures
 from isotrain.trainers.online.rollouts import Batch, Make, Seconds
+from isotrain.trainers.online.user_files import UserFiles
 from isotrain.trainers.start import digest_field, model_digest
 
 DESCRIPTION = "recorded.json"
@@ -66,12 +68,18 @@ def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> di
     }
 
 
-def function_digests(recipe: Recipe, source: str | None) -> dict[str, str]:
-    """Of the user's reward function, where there is one; `source` is the text of its file."""
-    if source is None or recipe.reward is None or recipe.reward.function is None:
-        return {}
-    name = recipe.reward.function.path.rpartition(":")[2]
-    return {"reward.function": hashlib.sha256(f"{name}\n{source}".encode()).hexdigest()}
+def function_digests(recipe: Recipe, files: UserFiles) -> dict[str, str]:
+    """Of the user's reward function and environment, where there are such."""
+    assert recipe.rollout is not None and recipe.reward is not None
+    named = {
+        "reward.function": (recipe.reward.function, files.reward),
+        "rollout.environment": (recipe.rollout.environment, files.environment),
+    }
+    return {
+        field: hashlib.sha256(f"{section.path.rpartition(':')[2]}\n{text}".encode()).hexdigest()
+        for field, (section, text) in named.items()
+        if section is not None and text is not None
+    }
 
 
 def write_description(recipe: Recipe, digests: Mapping[str, str], steps: int) -> None:
@@ -154,6 +162,7 @@ class Replayed:
         done: int,
         attempts: int,
         n: int,
+        max_prompt: int,
         max_tokens: int,
         vocabulary: int,
     ) -> None:
@@ -162,6 +171,7 @@ class Replayed:
         self.sampler, self.taken = sampler, sampler.taken
         self.most = sampler.batch_size * (attempts + 1)
         self.n, self.max_tokens, self.vocabulary = n, max_tokens, vocabulary
+        self.longest = max_prompt + max_tokens
 
     def begin(self) -> Make:
         self.step += 1
@@ -195,7 +205,9 @@ class Replayed:
         for prompt_index, records in _by_draw(read_step(self.directory, self.step)):
             self._check(prompt_index, records)
             group = tuple(record.trajectory for record in records)
-            scores = tuple(Score(m.score, m.parts, m.failure, m.detail) for _, m, _ in records)
+            scores = tuple(
+                Score(m.score, m.parts, m.failure, m.detail) for t, m, _ in records if _begins_episode(t)
+            )
             groups.append(Group(describe(group), put(group), scores, records[0].marks.source))
             if (score := records[0].marks.greedy) is not None:
                 greedy[prompt_index] = score
@@ -203,16 +215,19 @@ class Replayed:
 
     def _check(self, prompt_index: int, records: Sequence[Record]) -> None:
         group = [record.trajectory for record in records]
-        if [t.sample for t in group] != list(range(self.n)):
+        if [t.sample for t in group if _begins_episode(t)] != list(range(self.n)) or not _are_whole(group):
             raise self._wrong(f"does not have {self.n} responses to draw {prompt_index}")
         drawn = self._row(prompt_index)
         prompt_P = self.prompts[drawn].tokens_P
         for t in group:
-            if t.row != drawn or not np.array_equal(t.tokens_T[: t.prompt_length], prompt_P):
+            own_P = t.tokens_T[: t.prompt_length]
+            # An environment adds to prompts: tools, and what it tells at the beginning.
+            same = len(own_P) > 0 if t.episode else np.array_equal(own_P, prompt_P)
+            if t.row != drawn or not same or t.prompt_length != group[0].prompt_length:
                 raise self._wrong(
                     f"has a prompt for draw {prompt_index} that differs from the data of this recipe"
                 )
-            if len(t.mask_N) > self.max_tokens:
+            if len(t) > self.longest or (t.episode is None and len(t.mask_N) > self.max_tokens):
                 raise self._wrong(f"has a response of {len(t.mask_N)} tokens to draw {prompt_index}")
             if ((t.tokens_T < 0) | (t.tokens_T >= self.vocabulary)).any():
                 raise self._wrong(f"has tokens outside the vocabulary in a response to draw {prompt_index}")
@@ -231,3 +246,16 @@ class Replayed:
 def _by_draw(records: Sequence[Record]) -> Iterator[tuple[int, list[Record]]]:
     for prompt_index, group in groupby(records, key=lambda record: record.trajectory.prompt_index):
         yield prompt_index, list(group)
+
+
+def _begins_episode(trajectory: Trajectory) -> bool:
+    return trajectory.episode is None or trajectory.episode.part == 0
+
+
+def _are_whole(group: Sequence[Trajectory]) -> bool:
+    """Whether each episode has all its sequences, in order."""
+    for _, sequences in groupby(group, key=lambda t: t.sample):
+        episodes = [t.episode for t in sequences if t.episode is not None]
+        if [(e.part, e.parts) for e in episodes] != [(i, len(episodes)) for i in range(len(episodes))]:
+            return False
+    return True

@@ -8,10 +8,10 @@ from typing import Any
 
 from isotrain.cluster.objects import fetch
 from isotrain.data.formats import value_at
-from isotrain.data.trajectory import Trajectory
+from isotrain.data.trajectory import Episode, Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.base import RewardInput, Scorer
+from isotrain.reward.base import FAILURES, RewardInput, Scored, Scorer
 from isotrain.reward.build import build_scorer
 from isotrain.trainers.online.messages import Score, TrajectoriesHandle
 from isotrain.trainers.setup import open_prompts
@@ -40,32 +40,43 @@ class RewardWorker:
         groups = fetch([handle for _, handle in items])
         rows = [self.stores[store][row].row for row, _ in items]
         samples = [
-            sample
+            None if group is None else self._samples(group, values)
             for group, values in zip(groups, rows, strict=True)
-            if group is not None
-            for sample in self._samples(group, values)
         ]
-        scored = iter(self.scorer.score(samples))
+        scored = iter(self.scorer.score([sample for own in samples for sample in own or ()]))
         return [
             None
-            if group is None
+            if own is None
             else (
                 str(values.get("data_source", "data")),
-                tuple(Score(s.score, s.parts, s.failure, s.detail) for s in islice(scored, len(group))),
+                tuple(Score(s.score, s.parts, s.failure, s.detail) for s in islice(scored, len(own))),
             )
-            for group, values in zip(groups, rows, strict=True)
+            for own, values in zip(samples, rows, strict=True)
         ]
 
     def _samples(self, group: Sequence[Trajectory], values: dict[str, Any]) -> list[RewardInput]:
+        """One for each response; of an episode, what the policy wrote in its last sequence."""
+        last = [t for t in group if t.episode is None or t.episode.part == t.episode.parts - 1]
         texts = self.tokenizer.batch_decode(
-            [t.response_N.tolist() for t in group],
+            [t.response_N[t.mask_N].tolist() for t in last],
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
         answer = value_at(values, self.answer_key)
-        return [RewardInput(text, answer, values) for text in texts]
+        return [
+            RewardInput(text, answer, values, None if t.episode is None else _told(t.episode))
+            for text, t in zip(texts, last, strict=True)
+        ]
 
     def close(self) -> None:
         """End the processes of rewards with all that they started, which the end of this one would not."""
         if self.scorer is not None:
             self.scorer.close()
+
+
+def _told(episode: Episode) -> Scored | None:
+    """What the environment gave for an episode, or how it failed."""
+    if episode.failure is not None:
+        failure = next((known for known in FAILURES if known == episode.failure), FAILURES[-1])
+        return Scored(0.0, failure=failure, detail=episode.detail)
+    return None if episode.reward is None else Scored(episode.reward)

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.cluster.objects import put
-from isotrain.data.trajectory import sample_seed
+from isotrain.data.trajectory import Trajectory, sample_seed
 from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
 from isotrain.rollout.build import build_rollout
 from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
+from isotrain.trainers.online.episodes import Episodes
 from isotrain.trainers.online.messages import PromptRequest, Responses, TrajectoriesHandle, describe
 from isotrain.trainers.online.prompt_queue import Draws, Supply
 from isotrain.trainers.setup import TRAIN, open_prompts
@@ -29,9 +30,11 @@ Written = tuple[Responses, TrajectoriesHandle]
 
 
 class RolloutWorker:
-    def __init__(self, recipe: dict[str, Any], name: str) -> None:
+    def __init__(self, recipe: dict[str, Any], name: str, environment: str | None = None) -> None:
+        """`environment`: the text of the file of `rollout.environment`, where there is one."""
         self.recipe = Recipe.model_validate(recipe)
-        self.name = name
+        self.name, self._environment = name, environment
+        self._episodes: Episodes | None = None
         self._held: list[tuple[int, TrajectoriesHandle]] = []
         self._lock = threading.Lock()  # in flight, several calls run at a time
 
@@ -40,6 +43,8 @@ class RolloutWorker:
         self.stores = open_prompts(self.recipe)
         assert self.recipe.rollout is not None
         self.loop = EngineLoop(self._build, self.recipe.rollout.in_flight)
+        if self._environment is not None:
+            self._episodes = Episodes(self.recipe, self._environment, self.loop)
         return self.engine.settings
 
     @property
@@ -54,10 +59,15 @@ class RolloutWorker:
             recipe.model.path,
             recipe.model.dtype,
             device=choose_device(recipe.device.type),
-            max_prompt=max(int(store.lengths.max()) for store in self.stores.values()),
+            max_prompt=self._longest_prompt(),
             seed=recipe.seed,
             name=self.name,
         )
+
+    def _longest_prompt(self) -> int:
+        if self._environment is not None:
+            return self.recipe.data.max_length  # with what an environment adds to it
+        return max(int(store.lengths.max()) for store in self.stores.values())
 
     def generate(
         self,
@@ -74,22 +84,29 @@ class RolloutWorker:
         means to use.
         """
         # In flight, one place stays free for weight checks: they come while responses are generated.
-        room = self.engine.at_once - self.loop.in_flight
-        supply = Supply(prompts, max(1, room // n), gradual=self.loop.in_flight)
-        wanted = Prompts(
-            supply,
-            lambda taken: self._requests(store, taken, n),
-            n,
-            sampling,
-            version,
-            urgent=store != TRAIN,  # training waits for validation, and not for the batches ahead of it
-        )
+        room = (self._episodes or self.engine).at_once - self.loop.in_flight
+        gradual = self.loop.in_flight or self._episodes is not None
+        supply = Supply(prompts, max(1, room // n), gradual=gradual)
+        urgent = store != TRAIN  # training waits for validation, and not for the batches ahead of it
         with _dying_with_its_engine():
-            for group in self.loop.generate(wanted):
+            for group in self._groups(store, supply, n, sampling, version, urgent):
                 handle = put(tuple(group))
                 with self._lock:
                     self._held.append((group[0].prompt_index, handle))
                 yield describe(group), handle
+
+    def _groups(
+        self, store: str, supply: Supply, n: int, sampling: Sampling, version: int, urgent: bool
+    ) -> Iterator[list[Trajectory]]:
+        if self._episodes is not None:
+            rows = self.stores[store]
+            return self._episodes.generate(
+                supply, lambda row: rows[row].row, n, sampling, version, urgent=urgent
+            )
+        wanted = Prompts(
+            supply, lambda taken: self._requests(store, taken, n), n, sampling, version, urgent=urgent
+        )
+        return self.loop.generate(wanted)
 
     def release(self, done: int) -> None:
         """Forget the responses to draws before `done`; those of validation are before all of them."""
@@ -157,6 +174,8 @@ class RolloutWorker:
 
     def close(self) -> None:
         """At any time, also before `start` and again."""
+        if self._episodes is not None:
+            self._episodes.close()
         if hasattr(self, "loop"):
             self.loop.close()
 

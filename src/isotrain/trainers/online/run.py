@@ -16,7 +16,6 @@ from isotrain.observe.console import open_console
 from isotrain.observe.environment import differences, without_secrets
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.build import reward_source
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.precheck import changed_plugins, check_online
@@ -27,6 +26,7 @@ from isotrain.trainers.online.recording import (
     model_digests,
     write_description,
 )
+from isotrain.trainers.online.user_files import read_user_files
 from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
@@ -63,8 +63,8 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
         every = rollout.record or rollout.replay or recipe.observe.model_digest
         digests |= model_digests(recipe, None if every else frozen_models(recipe))
         check_same_data(recipe, digests)
-        function = reward_source(recipe.reward) if rollout.generates else None
-        functions = function_digests(recipe, function)
+        files = read_user_files(recipe)
+        functions = function_digests(recipe, files)
         for field in changed_since_start(recipe, functions):
             console.message(
                 f"warning: {field}: the file has changed since the last start of the run in {recipe.output}; "
@@ -78,7 +78,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
         with assemble(
             recipe,
             cluster,
-            function,
+            files,
             console.message,
             lambda: preemption is not None and preemption.requested,
         ) as groups:

@@ -50,6 +50,8 @@ class AdvantageSettings:
     estimator: Estimator
     options: dict[str, Any]
     whitening: Literal["verl", "openrlhf"]
+    environment_weight: float = 0.0
+    """Of what environments give for turns, in the scores."""
 
 
 @dataclass
@@ -158,8 +160,9 @@ def estimate(
             assert micro.old_logp_N is not None
             kl_N = divergence(micro, micro.old_logp_N, kl_estimator)
         scores_R, mask_N, lengths = micro.per_trajectory(scores), micro.batch.mask_N, micro.batch.lengths
+        by_turn = _by_turn(micro.batch, settings.environment_weight)
         columns["rewards_N"].append(
-            token_rewards(scores_R, mask_N, lengths, kl_N=kl_N, kl_coefficient=kl_coefficient)
+            token_rewards(scores_R, mask_N, lengths, kl_N=kl_N, kl_coefficient=kl_coefficient, **by_turn)
         )
         columns["mask_N"].append(mask_N)
         if micro.values_N is not None:
@@ -167,6 +170,14 @@ def estimate(
         if greedy is not None:
             columns["greedy_R"].append(micro.per_trajectory(greedy))
     _estimate_tokens(micros, settings, columns)
+
+
+def _by_turn(batch: PolicyBatch, weight: float) -> dict[str, torch.Tensor]:
+    """What of the scores belongs to single turns of episodes."""
+    if batch.turn_rewards_N is None or not weight:
+        return {}
+    earlier_R = torch.tensor(batch.earlier, dtype=torch.float32)
+    return {"turn_rewards_N": weight * batch.turn_rewards_N, "earlier_R": weight * earlier_R}
 
 
 def _estimate_tokens(

@@ -41,6 +41,7 @@ from isotrain.trainers.online.prompt_queue import PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
+from isotrain.trainers.online.user_files import UserFiles
 from isotrain.trainers.online.weight_streams import Routes, routes
 from isotrain.trainers.online.weights import Relays, Source, engine_name, relay_members, weight_sources
 from isotrain.trainers.preemption import Preempted
@@ -111,7 +112,7 @@ def _engine_count(recipe: Recipe, cluster: ClusterSection, device: Device) -> in
 def assemble(
     recipe: Recipe,
     cluster: ClusterSection,
-    reward_source: str | None,
+    files: UserFiles,
     tell: Callable[[str], None],
     is_ending: Callable[[], bool] = lambda: False,
 ) -> Iterator[WorkerGroups]:
@@ -137,8 +138,10 @@ def assemble(
         demand = demand_of(recipe, cluster, _engine_count(recipe, cluster, device))
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
         common, sources = {**_passed_on(device), RUN_VARIABLE: run}, weight_sources(placement)
-        learners, writers = _members(values, rollout.staleness, device, placement, common, sources)
-        scorer = Member((values, reward_source), helper_environment(device))
+        learners, writers = _members(
+            values, rollout.staleness, device, placement, common, sources, files.environment
+        )
+        scorer = Member((values, files.reward), helper_environment(device))
         away = relay_members(placement, {RUN_VARIABLE: run})
         # At the same time: each process takes seconds to import what it needs.
         ranks = in_background(
@@ -189,8 +192,12 @@ def _members(
     placement: Placement,
     common: dict[str, str],
     sources: Sequence[Source],
+    environment: str | None,
 ) -> tuple[list[Member], list[Member]]:
-    """Training ranks and engines; `common` are variables of all, and `sources` say whose weights are read."""
+    """Training ranks and engines; `common` are variables of all, and `sources` say whose weights are read.
+
+    `environment` is the text of the environment's file.
+    """
     # On-policy, ranks and engines wait for each other.
     beside = (placement.engines, placement.ranks) if staleness else ((), ())
     determinism = values["device"]["determinism"]
@@ -202,7 +209,7 @@ def _members(
         for rank, (own, seat) in enumerate(zip(of_ranks, placement.ranks, strict=True))
     ]
     writers = [
-        Member((values, engine_name(index)), common | own, seat)
+        Member((values, engine_name(index), environment), common | own, seat)
         for index, (own, seat) in enumerate(zip(of_engines, placement.engines, strict=True))
     ]
     return learners, writers

@@ -1,0 +1,1 @@
+"""Episodes: the policy acts in an environment over several turns, token by token."""

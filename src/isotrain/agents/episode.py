@@ -1,0 +1,190 @@
+"""One episode: the policy and its environment take turns until one of them ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from isotrain.agents.conversation import Conversation
+from isotrain.agents.interfaces import as_tool_message
+from isotrain.agents.processes import EnvironmentProcess, EpisodeFailed
+from isotrain.agents.template import Message, TurnTemplate, same_but_for_space
+from isotrain.agents.tool_calls import Parser
+from isotrain.data.trajectory import Trajectory
+
+Generate = Callable[[Sequence[int], int, int], Awaitable[Trajectory]]
+"""Has the policy continue tokens, by so many at most; the last is the number of the turn."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    turns: int
+    prompt: int
+    """Most tokens of a prompt."""
+    response: int
+    """Most tokens of a sequence after its prompt."""
+    history: Literal["split", "extend", "refuse"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode is about."""
+
+    row: int
+    prompt_index: int
+    sample: int
+    seed: int
+    messages: Sequence[Message]
+    """The prompt of the row."""
+    values: Mapping[str, Any]
+    """All values of the row."""
+    answer: Any
+    """Its reference answer."""
+
+
+class Episode:
+    """Plays one task. Its tokens are in `conversation` at any time, also when it fails."""
+
+    def __init__(
+        self,
+        task: Task,
+        template: TurnTemplate,
+        environment: EnvironmentProcess,
+        generate: Generate,
+        limits: Limits,
+    ) -> None:
+        self.task, self.template, self.environment = task, template, environment
+        self.limits, self._generate = limits, generate
+        self.conversation: Conversation | None = None
+        self.finished = False
+        """Whether the policy, or its environment, came to an end."""
+        self._turns = self._longest = 0
+
+    def begin(self, prompt: str) -> Conversation:
+        """The policy reads its prompt."""
+        tokens = self.template.encode(prompt)
+        if len(tokens) > self.limits.prompt:
+            raise EpisodeFailed(
+                "error",
+                f"the prompt with tools and observation has {len(tokens)} tokens, data.max_length is "
+                f"{self.limits.prompt}",
+            )
+        self._longest = len(tokens) + self.limits.response
+        self.conversation = Conversation(tokens)
+        return self.conversation
+
+    async def turn(self) -> Trajectory | None:
+        """What the policy writes next; None if it has no turn or no room left."""
+        assert self.conversation is not None
+        room = self._longest - len(self.conversation.tokens)
+        if self._turns == self.limits.turns or room <= 0:
+            return None
+        wrote = await self._generate(self.conversation.tokens, room, self._turns)
+        self._turns += 1
+        self.conversation.wrote(wrote)
+        return wrote
+
+    async def ask(self, request: str, **values: Any) -> dict[str, Any]:
+        """The environment's reply; its time belongs to the last turn."""
+        started = time.monotonic()
+        try:
+            return await self.environment.ask(request, **values)
+        finally:
+            if self._turns and self.conversation is not None:
+                self.conversation.came_of_it(seconds=time.monotonic() - started)
+
+    def trajectories(self, reward: float | None, failed: EpisodeFailed | None = None) -> list[Trajectory]:
+        task, conversation = self.task, self.conversation
+        if conversation is None:  # it failed before its prompt was known
+            conversation = Conversation(self.template.encode(self.template.prompt(task.messages, None)))
+        return conversation.trajectories(
+            row=task.row,
+            prompt_index=task.prompt_index,
+            sample=task.sample,
+            seed=task.seed,
+            finished=self.finished,
+            reward=reward,
+            failure=failed.failure if failed else None,
+            detail=failed.detail if failed else "",
+        )
+
+
+async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) -> float | None:
+    """The policy calls tools until it answers without; returns the reward, if the environment gives one."""
+    task, template = episode.task, episode.template
+    reset = await episode.ask("reset", row=dict(task.values), seed=task.seed)
+    messages = _with_observation(task.messages, reset["observation"])
+    text = template.prompt(messages, tools)
+    conversation = episode.begin(text)
+    while (wrote := await episode.turn()) is not None and wrote.finished:
+        tokens = wrote.response_N.tolist()
+        said, ended_by = template.decode(tokens), template.decode(tokens[-1:])
+        words = said.removesuffix(ended_by)
+        parsed = parse(words)
+        if not parsed.calls and not parsed.malformed:
+            episode.finished = True
+            break
+        answers = [as_tool_message("", {"error": parsed.malformed})] if parsed.malformed else []
+        conversation.came_of_it(calls=max(1, len(parsed.calls)), failures=len(answers))
+        for call in parsed.calls:
+            reply = await episode.ask("call", name=call.name, arguments=dict(call.arguments))
+            conversation.came_of_it(failures=int("error" in reply))
+            answers.append(as_tool_message(call.name, reply))
+        messages = [*messages, {"role": "assistant", "content": words}, *answers]
+        between = template.between(ended_by, answers, tools)
+        text = _go_on(episode, text + said, between, lambda: template.prompt(messages, tools))  # noqa: B023
+    reward = (await episode.ask("reward"))["reward"]
+    return None if reward is None else float(reward)
+
+
+def _with_observation(messages: Sequence[Message], observation: str | None) -> list[Message]:
+    """As TRL does: what `reset` returns is added to the last message."""
+    if observation is None:
+        return list(messages)
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": f"{last['content']}{observation}"}]
+
+
+def _go_on(episode: Episode, so_far: str, between: str | None, render: Callable[[], str]) -> str:
+    """Give the policy what comes next; returns all that it has read and written as text.
+
+    The tokens so far stay as they are wherever the template would render them again as the same text.
+    """
+    conversation, history = episode.conversation, episode.limits.history
+    assert conversation is not None
+    if history != "extend" and between is not None and not same_but_for_space(render(), so_far + between):
+        between = None
+    if between is not None:
+        conversation.given(episode.template.encode(between))
+        return so_far + between
+    if history != "split":
+        raise EpisodeFailed(
+            "error", "the chat template rewrites earlier turns; set rollout.environment.history to split"
+        )
+    whole = render()
+    conversation.anew(episode.template.encode(whole))
+    return whole
+
+
+async def play_steps(episode: Episode) -> float | None:
+    """After each turn the environment says what follows, as text; returns the sum of its rewards."""
+    task, template = episode.task, episode.template
+    states = {"observation": template.prompt(task.messages, None), "label": task.answer}
+    observation = str((await episode.ask("reset", states=states, seed=task.seed))["observation"])
+    conversation = episode.begin(observation)
+    total = 0.0
+    while (wrote := await episode.turn()) is not None:
+        action = template.spoken(wrote.response_N.tolist())
+        states = {"observation_text": observation, "action_text": action, "label": task.answer}
+        told = await episode.ask("step", states=states)
+        reward, feedback = float(told["reward"] or 0.0), str(told["feedback"])
+        conversation.came_of_it(reward=reward)
+        total += reward
+        if told["done"]:
+            episode.finished = True
+            break
+        observation += action + feedback
+        conversation.given(template.encode(feedback))
+    return total

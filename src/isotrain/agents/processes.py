@@ -1,0 +1,218 @@
+"""The trainer's side of environment processes: start them, talk to them within limits, end them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import uuid
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from isotrain.device.variables import child_environment
+from isotrain.errors import EpisodeError
+from isotrain.own_python import module_command
+
+LONGEST_REPLY = 1 << 22
+# Of one episode; a fork bomb has more within a second.
+MOST_PROCESSES = 64
+LOOK_SECONDS = 1.0
+START_SECONDS = 10.0
+# In the environment of all processes, in whatever session they are.
+MARK = "ISOTRAIN_ENVIRONMENT_PROCESS"
+
+
+class EpisodeFailed(Exception):
+    """An episode that cannot go on; the run can."""
+
+    def __init__(self, failure: str, detail: str) -> None:
+        super().__init__(f"{failure}: {detail}")
+        self.failure, self.detail = failure, detail
+
+
+class EnvironmentProcess:
+    """One episode's environment."""
+
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, time_limit: float
+    ) -> None:
+        self.pid, self._reader, self._writer, self._time_limit = pid, reader, writer, time_limit
+        self.ended_for = ""
+        """Why it was killed from outside."""
+
+    async def ask(self, request: str, **values: Any) -> dict[str, Any]:
+        """The reply; raises `EpisodeFailed` where there is none."""
+        line = json.dumps({"request": request, **values}).encode() + b"\n"
+        try:
+            reply = await asyncio.wait_for(self._exchange(line), self._time_limit)
+        except asyncio.TimeoutError:
+            raise EpisodeFailed("timeout", f"no reply to '{request}' after {self._time_limit:g} s") from None
+        except ValueError:  # longer than the reader's limit
+            raise EpisodeFailed("crash", f"its reply to '{request}' is endless") from None
+        except OSError:
+            reply = b""
+        if not reply.endswith(b"\n"):
+            raise EpisodeFailed("crash", self.ended_for or f"its process ended during '{request}'")
+        try:
+            message = json.loads(reply)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise EpisodeFailed("crash", f"its reply to '{request}' is invalid")
+        if "raised" in message:
+            raise EpisodeFailed("error", str(message["raised"]))
+        return message
+
+    async def _exchange(self, line: bytes) -> bytes:
+        self._writer.write(line)
+        await self._writer.drain()
+        return await self._reader.readline()
+
+    def end(self) -> None:
+        """With all that it started, unless that has left its group."""
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class EnvironmentProcesses:
+    """Forks a process for each episode from one that has imported the user's file.
+
+    All but `start` and `close` is called in one event loop.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        source: str,
+        *,
+        time_limit: float,
+        start_timeout: float,
+        memory: int | None = None,
+        passed: Collection[str] = (),
+    ) -> None:
+        self._setup = json.dumps({"path": path, "source": source, "memory": memory}).encode() + b"\n"
+        self._time_limit, self._start_timeout, self._passed = time_limit, start_timeout, passed
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+        self._running: dict[int, EnvironmentProcess] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._forking = asyncio.Lock()
+        self.known: Mapping[str, Any] = {}
+        """`kind` of environment, and its `tools` as the chat template takes them."""
+
+    def start(self) -> None:
+        """Import the user's file; raises `EpisodeError` where that fails."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                module_command("isotrain.agents.child", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={"PYTHONHASHSEED": "0", **child_environment(os.environ, self._passed), MARK: self._mark},
+            )
+        self._control = ours
+        ours.settimeout(self._start_timeout)
+        try:
+            ours.sendall(self._setup)
+            reply = json.loads(_line(ours) or "{}")
+        except TimeoutError:
+            self.close()
+            raise EpisodeError(
+                f"rollout.environment.path: the file was not imported within {self._start_timeout:g} s; "
+                "raise rollout.environment.start_timeout"
+            ) from None
+        except OSError:
+            reply = {}
+        if "ready" not in reply:
+            self.close()
+            raise EpisodeError(str(reply.get("refused", "the environment's process ended while it started")))
+        ours.settimeout(START_SECONDS)
+        self.known = reply
+
+    async def open(self) -> EnvironmentProcess:
+        """A process for one episode."""
+        async with self._forking:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                pid = await asyncio.to_thread(self._fork, theirs.fileno())
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_REPLY)
+        process = EnvironmentProcess(pid, reader, writer, self._time_limit)
+        self._running[pid] = process
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return process
+
+    def _fork(self, descriptor: int) -> int:
+        try:
+            socket.send_fds(self._control, [b"+"], [descriptor])
+            return int(_line(self._control))
+        except (OSError, ValueError):
+            # Whatever ended it: another one is started for the next episodes.
+            self.close()
+            self.start()
+            raise EpisodeFailed("crash", "the process that starts environments has ended") from None
+
+    def end(self, process: EnvironmentProcess) -> None:
+        self._running.pop(process.pid, None)
+        process.end()
+
+    async def _watch(self) -> None:
+        """Processes are counted from outside: limits of the system do not hold for root."""
+        while self._running:
+            await asyncio.sleep(LOOK_SECONDS)
+            for group, count in (await asyncio.to_thread(_group_sizes)).items():
+                if count > MOST_PROCESSES and (process := self._running.get(group)):
+                    process.ended_for = f"it started more than {MOST_PROCESSES} processes"
+                    process.end()
+        self._watching = None
+
+    def close(self) -> None:
+        """End every process; may be called twice."""
+        for process in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self._running.clear()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+            self._control.close()
+            _kill_marked(f"{MARK}={self._mark}".encode())
+
+
+def _line(connection: socket.socket) -> bytes:
+    found = bytearray()
+    while (byte := connection.recv(1)) not in (b"", b"\n"):
+        found += byte
+    return bytes(found)
+
+
+def _group_sizes() -> Counter[int]:
+    sizes: Counter[int] = Counter()
+    for name in _processes():
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+            sizes[int(file.read().rpartition(b")")[2].split()[2])] += 1
+    return sizes
+
+
+def _kill_marked(variable: bytes) -> None:
+    """End what the user's code has started in sessions of its own."""
+    for name in _processes():
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as file:
+            if variable in file.read().split(b"\0"):
+                os.kill(int(name), signal.SIGKILL)
+
+
+def _processes() -> list[str]:
+    with contextlib.suppress(OSError):
+        return [name for name in os.listdir("/proc") if name.isdigit()]
+    return []

@@ -1,0 +1,77 @@
+"""Tool calls in what the policy wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isotrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""
+    """What is wrong, where the policy tried to call and did not succeed."""
+
+
+Parser = Callable[[str], Parsed]
+
+HERMES = "hermes"
+_OPENING, _CALL = "<tool_call>", re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
+
+# In a chat template: how it shows a call, and the parser that reads it. The first that fits is meant.
+_SIGNS = (
+    ("<function=", "qwen3_xml"),
+    ("<tool_call>", HERMES),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+)
+
+
+def parser_name(template: str) -> str:
+    """The parser for models with this chat template."""
+    for sign, name in _SIGNS:
+        if sign in template:
+            return name
+    raise DataError(
+        "rollout.environment.tool_parser: the chat template does not show how tool calls are written; set "
+        "the name of a tool parser of vLLM"
+    )
+
+
+def hermes(text: str) -> Parsed:
+    """Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Qwen's and Hermes' families.
+
+    The last one may lack its closing tag. If one is malformed, none is made.
+    """
+    if _OPENING not in text:
+        return Parsed()
+    calls = []
+    for closed, rest in _CALL.findall(text):
+        try:
+            call = json.loads(closed or rest)
+            calls.append(as_call(call["name"], call["arguments"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            return Parsed(malformed=f"invalid tool call: {what}")
+    return Parsed(tuple(calls))
+
+
+def as_call(name: Any, arguments: Any) -> ToolCall:
+    """Raises `ValueError` for what cannot be called."""
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("a call needs a name and arguments by name")
+    return ToolCall(name, arguments)
