@@ -24,7 +24,8 @@ from isotrain.errors import IsotrainError
 from isotrain.lifetime import die_with_parent
 from isotrain.user_file import where
 
-LONGEST_OUTPUT = 1 << 16
+# Characters of one episode: enough to see a mistake, and little enough for a log.
+LONGEST_OUTPUT = 1 << 12
 
 
 def main(arguments: list[str]) -> None:

@@ -48,7 +48,7 @@ class Conversation:
         self, *, reward: float = 0.0, calls: int = 0, failures: int = 0, seconds: float = 0.0
     ) -> None:
         """What the environment made of the last turn; added to what is known of it."""
-        turns = self._sequences[-1].turns
+        turns = next(each.turns for each in reversed(self._sequences) if each.turns)
         last = turns[-1]
         turns[-1] = last._replace(
             reward=last.reward + reward,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from isotrain.agents.conversation import Conversation
 from isotrain.agents.interfaces import as_tool_message
 from isotrain.agents.processes import EnvironmentProcess, EpisodeFailed
 from isotrain.agents.template import Message, TurnTemplate, same_but_for_space
-from isotrain.agents.tool_calls import Parser
+from isotrain.agents.tool_calls import Parser, ToolCall
 from isotrain.data.trajectory import Trajectory
+from isotrain.errors import DataError
 
 Generate = Callable[[Sequence[int], int, int], Awaitable[Trajectory]]
 """Has the policy continue tokens, by so many at most; the last is the number of the turn."""
@@ -116,6 +118,7 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
     task, template = episode.task, episode.template
     reset = await episode.ask("reset", row=dict(task.values), seed=task.seed)
     messages = _with_observation(task.messages, reset["observation"])
+    called = list(messages)
     text = template.prompt(messages, tools)
     conversation = episode.begin(text)
     while (wrote := await episode.turn()) is not None and wrote.finished:
@@ -132,11 +135,40 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
             reply = await episode.ask("call", name=call.name, arguments=dict(call.arguments))
             conversation.came_of_it(failures=int("error" in reply))
             answers.append(as_tool_message(call.name, reply))
-        messages = [*messages, {"role": "assistant", "content": words}, *answers]
+        messages += [{"role": "assistant", "content": words}, *answers]
+        called += _with_calls(words, parsed.calls, answers)
         between = template.between(ended_by, answers, tools)
-        text = _go_on(episode, text + said, between, lambda: template.prompt(messages, tools))  # noqa: B023
+        render = partial(_render, template, messages, called, tools)
+        text = _go_on(episode, text + said, between, render)
     reward = (await episode.ask("reward"))["reward"]
     return None if reward is None else float(reward)
+
+
+def _with_calls(words: str, calls: Sequence[ToolCall], answers: Sequence[Message]) -> list[Message]:
+    """What the policy said, with its calls apart from its words, and the answers to them."""
+    if not calls:  # malformed ones: no tool has answered
+        said = {"role": "assistant", "content": words}
+        return [said, *({"role": "user", "content": answer["content"]} for answer in answers)]
+    functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    named = [
+        {"type": "function", "id": f"call{i:05d}", "function": function}
+        for i, function in enumerate(functions)
+    ]
+    spoken = words.partition("<tool_call>")[0]
+    return [{"role": "assistant", "content": spoken, "tool_calls": named}, *answers]
+
+
+def _render(
+    template: TurnTemplate, messages: list[Message], called: list[Message], tools: Sequence[Message]
+) -> str:
+    """The whole conversation. Calls are part of what was said: a template would write them in its own way.
+
+    Some templates refuse answers of tools without calls before them; these get the calls apart.
+    """
+    try:
+        return template.prompt(messages, tools)
+    except DataError:
+        return template.prompt(called, tools)
 
 
 def _with_observation(messages: Sequence[Message], observation: str | None) -> list[Message]:

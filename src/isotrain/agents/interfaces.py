@@ -162,7 +162,7 @@ def as_tool_message(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
 
 def _provide_openrlhf() -> None:
     """The names that OpenRLHF's agent files import, where OpenRLHF itself is not installed."""
-    if find_spec("openrlhf") is not None:
+    if "openrlhf" in sys.modules or find_spec("openrlhf") is not None:
         return
     for name in ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent"):
         sys.modules.setdefault(name, ModuleType(name))
