@@ -223,6 +223,6 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, source: str, mes
 def test_secrets_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("SEARCH_API_KEY", "given")
-    source = SOURCE.replace('return "done"', 'return str([os.environ.get(k) for k in what.split()])')
+    source = SOURCE.replace('return "done"', "return str([os.environ.get(k) for k in what.split()])")
     with environments(tmp_path, source, passed=["SEARCH_API_KEY"]) as processes:
         assert call(processes, "HF_TOKEN SEARCH_API_KEY") == ["[None, 'given']"]

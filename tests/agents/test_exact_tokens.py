@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def play(tiny: Path, name: str, number: int, history: str = "split") -> tuple[li
     sampler = Sampler(template, len(tokenizer), number)
     row = {"hint": " (look it up)" if number % 2 else None}
     task = Task(0, 7, number % 4, number, [{"role": "user", "content": "Wo?"}], row, None)
-    limits = Limits(turns=6, prompt=512, response=400, history=history)  # type: ignore[arg-type]
+    limits = Limits(turns=6, turn=300, prompt=512, response=400, history=history)  # type: ignore[arg-type]
     environment = factory()
     assert isinstance(environment, ToolEnvironment)
     episode = Episode(task, template, Here(environment), sampler, limits)  # type: ignore[arg-type]
@@ -155,8 +156,8 @@ def test_a_thousand_episodes(tiny: Path, name: str) -> None:
 
 def test_a_rewritten_history_is_a_sequence_of_its_own(tiny: Path) -> None:
     for number in range(40):
-        sequences, sampler = play(tiny, "thinking", number)
-        for earlier, later in zip(sequences, sequences[1:], strict=False):
+        sequences, _ = play(tiny, "thinking", number)
+        for earlier, later in pairwise(sequences):
             assert "</think>" not in tokenizer_with(tiny / "model", "thinking").decode(
                 later.tokens_T[: later.prompt_length]
             )

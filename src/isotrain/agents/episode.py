@@ -23,6 +23,8 @@ Generate = Callable[[Sequence[int], int, int], Awaitable[Trajectory]]
 @dataclass(frozen=True)
 class Limits:
     turns: int
+    turn: int
+    """Most tokens of one turn."""
     prompt: int
     """Most tokens of a prompt."""
     response: int
@@ -80,7 +82,7 @@ class Episode:
     async def turn(self) -> Trajectory | None:
         """What the policy writes next; None if it has no turn or no room left."""
         assert self.conversation is not None
-        room = self._longest - len(self.conversation.tokens)
+        room = min(self.limits.turn, self._longest - len(self.conversation.tokens))
         if self._turns == self.limits.turns or room <= 0:
             return None
         wrote = await self._generate(self.conversation.tokens, room, self._turns)

@@ -15,6 +15,8 @@ class EnvironmentSection(Section):
     `reset` and `step` as OpenRLHF takes it."""
     max_turns: Annotated[int, Affects.RESPONSES] = Field(default=8, ge=1)
     """Maximum turns of the policy in an episode."""
+    max_turn_tokens: Annotated[int | None, Affects.RESPONSES] = Field(default=None, ge=1)
+    """Longest turn in tokens; by default what `rollout.max_tokens` leaves of the episode."""
     time_limit: Annotated[float, Affects.COURSE] = Field(default=60.0, gt=0)
     """Timeout of one call of the environment in seconds; the episode then fails."""
     history: Annotated[Literal["split", "extend", "refuse"], Affects.RESPONSES] = "split"

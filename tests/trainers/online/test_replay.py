@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from isotrain.data.record import Record, read_step, read_trajectories, step_file, write_trajectories
 from isotrain.data.sampler import Sampler
-from isotrain.data.trajectory import Trajectory
+from isotrain.data.trajectory import Episode, Trajectory, Turn, with_common_prompt
 from isotrain.engine.world import open_store
 from isotrain.errors import DataError
 from isotrain.observe.console import Console
@@ -128,12 +128,33 @@ class Inventor:
 
     def _group(self, prompt_index: int, row: int) -> Group:
         group = tuple(self._trajectory(prompt_index, row, sample) for sample in range(N))
+        if self.recipe.rollout and self.recipe.rollout.environment:
+            parts = [part for trajectory in group for part in self._episode(trajectory)]
+            group = tuple(with_common_prompt(parts))
         scores = [
             Score(value, {"function": value, "form": value / 3}, None, "") for value in self.draw.random(N)
         ]
         if prompt_index == 2:
             scores[1] = Score(0.0, {}, "timeout", "too slow")
         return Group(describe(group), self.put(group), tuple(scores), "invented")
+
+    def _episode(self, trajectory: Trajectory) -> Iterator[Trajectory]:
+        """Two turns around a tool's answer; every other episode goes on in a sequence of its own."""
+        length = len(trajectory.mask_N)
+        parts = 1 + trajectory.sample % 2
+        for part in range(parts):
+            turns = (Turn(0, 1, 0.5, 1, 0, 0.25), Turn(length - 1, length, 0.25, 0, 0, 0.0))
+            mask_N = np.zeros(length, np.bool_)
+            mask_N[[0, -1]] = True
+            tokens_T = trajectory.tokens_T.copy()
+            tokens_T[trajectory.prompt_length - 2 + part : trajectory.prompt_length] += part
+            yield replace(
+                trajectory,
+                tokens_T=tokens_T,
+                mask_N=mask_N,
+                logp_N=np.where(mask_N, trajectory.logp_N, np.float32(0)),
+                episode=Episode(part, parts, turns[: 1 if length == 1 else 2], 0.5 * part, 1.0),
+            )
 
     def _trajectory(self, prompt_index: int, row: int, sample: int) -> Trajectory:
         prompt_P = self.prompts[row].tokens_P
@@ -213,6 +234,23 @@ def stable(rows: Rows) -> Rows:
     """Without what depends on the clock, and what only engines tell."""
     other = ("timing_s/", "perf/", "rollout/weight_check_diff")
     return [{name: value for name, value in row.items() if not name.startswith(other)} for row in rows]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "reinforce++"])
+def test_a_replay_of_episodes(tiny: Path, tmp_path: Path, device_type: str, name: str) -> None:
+    environment = {"path": f"{tiny / 'environment.py'}:Oracle"}
+    recipe = small(
+        tiny,
+        tmp_path / "recorded",
+        device_type,
+        algorithm=ALGORITHMS[name],
+        rollout={"environment": environment},
+        reward={"environment": {}, "answer_key": "answer"},
+    )
+    recorded, replayed = train(recipe), train(replay_of(recipe, tmp_path / "replayed"))
+    assert len(recorded) == STEPS and stable(replayed) == stable(recorded)
+    assert recorded[0]["episode/sequences/mean"] == pytest.approx((N + N // 2) / N)
+    assert recorded[0]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))

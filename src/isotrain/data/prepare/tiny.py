@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from isotrain.data.prepare import tiny_reward
+from isotrain.data.prepare import tiny_environment, tiny_reward
 from isotrain.data.prepare.tiny_reward import KINDS
 
 Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"]
@@ -70,9 +70,9 @@ def make_tiny(
 ) -> None:
     """Write a model and two tasks for it; the same arguments give the same bytes.
 
-    `train.jsonl` and `validation.jsonl` are for supervised training, `prompts.jsonl` and `reward.py` for
-    reinforcement learning; `pairs.jsonl`, `responses.jsonl` and `steps.jsonl` are preference data for these
-    prompts. Each has a `-validation` one beside it.
+    `train.jsonl` and `validation.jsonl` are for supervised training, `prompts.jsonl` with `reward.py` and
+    `questions.jsonl` with `environment.py` for reinforcement learning; `pairs.jsonl`, `responses.jsonl` and
+    `steps.jsonl` are preference data for the prompts. Each has a `-validation` one beside it.
     """
     out.mkdir(parents=True, exist_ok=True)
     for rows, own_seed, suffix in (
@@ -83,9 +83,11 @@ def make_tiny(
         _write_rows(out / f"{supervised}.jsonl", toy_rows(rows, seed=own_seed))
         prompts = list(toy_prompts(rows, seed=own_seed))
         _write_rows(out / f"prompts{suffix}.jsonl", prompts)
+        _write_rows(out / f"questions{suffix}.jsonl", map(_hidden, prompts))
         for kind, items in toy_preferences(prompts, own_seed).items():
             _write_rows(out / f"{kind}{suffix}.jsonl", items)
     (out / "reward.py").write_bytes(Path(tiny_reward.__file__).read_bytes())
+    (out / "environment.py").write_bytes(Path(tiny_environment.__file__).read_bytes())
     size = make_tokenizer(out / "model", vocab=vocab, seed=seed)
     make_model(
         out / "model",
@@ -222,6 +224,15 @@ def make_model(
     finally:
         if shown:
             hf.logging.enable_progress_bar()
+
+
+def _hidden(row: dict[str, Any]) -> dict[str, Any]:
+    """A prompt that does not say what is wanted: an environment does."""
+    said = [
+        {**message, "content": message["content"].replace(row["answer"], "something")}
+        for message in row["prompt"]
+    ]
+    return {**row, "prompt": said}
 
 
 Rows = list[dict[str, Any]]

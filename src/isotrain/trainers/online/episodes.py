@@ -46,8 +46,13 @@ class Episodes:
         self._prompt_key = recipe.data.prompt_key
         self._answer_key = recipe.reward.answer_key if recipe.reward else ""
         self._template = TurnTemplate(tokenizer)
+        longest = recipe.rollout.max_tokens
         self._limits = Limits(
-            section.max_turns, recipe.data.max_length, recipe.rollout.max_tokens, section.history
+            turns=section.max_turns,
+            turn=section.max_turn_tokens or longest,
+            prompt=recipe.data.max_length,
+            response=longest,
+            history=section.history,
         )
         self._processes = EnvironmentProcesses(
             section.path,
