@@ -186,7 +186,7 @@ def test_an_episode_counts_once_however_many_sequences_it_has() -> None:
     metrics = episode_metrics(groups)
     assert metrics["episode/turns/mean"] == pytest.approx(4 / 3) and metrics["episode/turns/max"] == 2.0
     assert metrics["episode/sequences/mean"] == pytest.approx(4 / 3)
-    assert metrics["episode/environment_seconds/max"] == 1.0
+    assert metrics["timing_s/environment/max"] == 1.0
 
 
 def test_what_differs_between_prompts_is_part_of_the_response() -> None:

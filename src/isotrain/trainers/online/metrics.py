@@ -62,7 +62,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     calls = sum(episode.calls for episode in facts)
     return {
         **extent("episode/turns", np.array([episode.turns for episode in facts], float)),
-        **extent("episode/environment_seconds", np.array([episode.seconds for episode in facts])),
+        **extent("timing_s/environment", np.array([episode.seconds for episode in facts])),
         "episode/sequences/mean": float(np.mean([episode.sequences for episode in facts])),
         "episode/calls/mean": calls / len(facts),
         "episode/calls/failed_ratio": sum(episode.failed_calls for episode in facts) / max(1, calls),
