@@ -10,19 +10,19 @@ from isotrain.recipe.section import Affects, Section
 
 
 class EnvironmentSection(Section):
-    path: Annotated[str, Affects.RESPONSES] = Field(pattern=r"^[^:\x00]+\.py:[A-Za-z_]\w*$")
+    path: str = Field(pattern=r"^[^:\x00]+\.py:[A-Za-z_]\w*$")
     """A Python file and a class in it, `env.py:Calculator`: an environment as TRL takes it, or an agent with
     `reset` and `step` as OpenRLHF takes it."""
-    max_turns: Annotated[int, Affects.RESPONSES] = Field(default=8, ge=1)
+    max_turns: int = Field(default=8, ge=1)
     """Maximum turns of the policy in an episode."""
-    max_turn_tokens: Annotated[int | None, Affects.RESPONSES] = Field(default=None, ge=1)
+    max_turn_tokens: int | None = Field(default=None, ge=1)
     """Longest turn in tokens; by default what `rollout.max_tokens` leaves of the episode."""
     time_limit: Annotated[float, Affects.COURSE] = Field(default=60.0, gt=0)
     """Timeout of one call of the environment in seconds; the episode then fails."""
-    history: Annotated[Literal["split", "extend", "refuse"], Affects.RESPONSES] = "split"
+    history: Literal["split", "extend", "refuse"] = "split"
     """What to do where the chat template rewrites earlier turns, such as to drop their thinking: train the
     turn as a sequence of its own, extend the tokens nevertheless, or fail the episode."""
-    tool_parser: Annotated[str, Affects.RESPONSES] = "auto"
+    tool_parser: str = "auto"
     """How tool calls are written: `hermes`, or the name of one of vLLM's tool parsers; `auto` tells it from
     the chat template."""
     concurrency: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)

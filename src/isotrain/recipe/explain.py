@@ -20,6 +20,7 @@ EXAMPLES = {
     "data.train": "train: data/train.jsonl",
     "algorithm.name": "name: sft",
     "reward.function.path": "path: rewards.py:score",
+    "rollout.environment.path": "path: env.py:Calculator",
     "reward.plugin.name": "name: my-reward",
     "algorithm.advantage.name": "name: my-advantage",
     "algorithm.loss.plugin.name": "name: my-loss",

@@ -368,8 +368,6 @@ class ProcessRewardSection(Section):
 
 
 class RewardSection(Section):
-    environment: EnvironmentRewardSection | None = None
-    """The reward that the environment gives (`rollout.environment`)."""
     gsm8k: Gsm8kSection | None = None
     """Compare GSM8K's final answers as text."""
     math: MathSection | None = None
@@ -382,6 +380,8 @@ class RewardSection(Section):
     """A process reward model, which scores the steps of responses."""
     plugin: RewardPluginSection | None = None
     """A reward from an installed package."""
+    environment: EnvironmentRewardSection | None = None
+    """The reward that the environment gives (`rollout.environment`)."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the reference answer; a dotted path reaches into structures."""
     timeout: Annotated[float, Affects.COURSE] = Field(default=10.0, gt=0)
@@ -393,7 +393,7 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        names = ("environment", "gsm8k", "math", "function", "plugin", "model", "process")
+        names = ("gsm8k", "math", "function", "plugin", "model", "process", "environment")
         if not any(getattr(self, name) for name in names):
             raise ValueError(f"no reward is set; add one of {', '.join(names)}, such as gsm8k: {{}}")
         return self

@@ -37,7 +37,7 @@ def agent(tiny: Path, output: Path, file: str = "", **sections: dict[str, Any]) 
             "max_length": 64,
             "tokens_per_micro_batch": 4096,
         },
-        "reward": {"environment": {}, "answer_key": "answer"},
+        "reward": {"environment": {}, "function": None, "answer_key": "answer"},
         "trainer": {"steps": STEPS, "save_every": 2},
         "rollout": rollout,
     }
@@ -96,7 +96,15 @@ def test_a_killed_run_goes_on_exactly(tiny: Path, work: Path, whole: Path) -> No
     second = OnlineRun(recipe, work, "killed-2")
     run = second.finish()
     assert "resuming after step" in second.text
-    assert stable_metrics(run) == stable_metrics(whole)
+    # When an environment answers decides with what a turn shares its batch, and so how its logits round.
+    wanted, found = (
+        [
+            {k: v for k, v in row.items() if not k.startswith("training/rollout")}
+            for row in stable_metrics(each)
+        ]
+        for each in (whole, run)
+    )
+    assert found == wanted
     for step in range(1, STEPS + 1):
         for one, other in zip(
             read_step(whole / "trajectories", step), read_step(run / "trajectories", step), strict=True

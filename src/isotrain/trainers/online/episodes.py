@@ -40,7 +40,7 @@ class Episodes:
     def __init__(self, recipe: Recipe, source: str, loop: EngineLoop) -> None:
         """`source` is the text of the environment's file."""
         assert recipe.rollout is not None and recipe.rollout.environment is not None
-        section = recipe.rollout.environment
+        environment = recipe.rollout.environment
         tokenizer = load_tokenizer(model_directory(recipe.model.path))
         self._loop, self._seed = loop, recipe.seed
         self._prompt_key = recipe.data.prompt_key
@@ -48,23 +48,23 @@ class Episodes:
         self._template = TurnTemplate(tokenizer)
         longest = recipe.rollout.max_tokens
         self._limits = Limits(
-            turns=section.max_turns,
-            turn=section.max_turn_tokens or longest,
+            turns=environment.max_turns,
+            turn=environment.max_turn_tokens or longest,
             prompt=recipe.data.max_length,
             response=longest,
-            history=section.history,
+            history=environment.history,
         )
         self._processes = EnvironmentProcesses(
-            section.path,
+            environment.path,
             source,
-            time_limit=section.time_limit,
-            start_timeout=section.start_timeout,
-            memory=int(section.memory_gb * 2**30) if section.memory_gb else None,
-            passed=section.variables,
+            time_limit=environment.time_limit,
+            start_timeout=environment.start_timeout,
+            memory=int(environment.memory_gb * 2**30) if environment.memory_gb else None,
+            passed=environment.variables,
         )
         self._processes.start()
-        self._parse = self._parser(section.tool_parser, tokenizer)
-        self.at_once = section.concurrency or loop.engine.at_once
+        self._parse = self._parser(environment.tool_parser, tokenizer)
+        self.at_once = environment.concurrency or loop.engine.at_once
         """Episodes under way at a time."""
         self._turn_numbers = itertools.count()
         self._events = asyncio.new_event_loop()
