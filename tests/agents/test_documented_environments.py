@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +29,16 @@ def documented(name: str) -> str:
 
 
 def play(
-    tiny: Path, tmp_path: Path, name: str, cls: str, answer: str, sayings: Sequence[str]
+    tiny: Path,
+    tmp_path: Path,
+    name: str,
+    cls: str,
+    answer: str,
+    sayings: Sequence[str],
+    tokenizer: Any = None,
 ) -> tuple[list[Trajectory], str]:
     """An episode in which the policy says these things, with a real process; also all tokens as text."""
-    tokenizer = tokenizer_with(tiny / "model", "chatml")
+    tokenizer = tokenizer or tokenizer_with(tiny / "model", "chatml")
     template, said = TurnTemplate(tokenizer), iter(sayings)
     source = documented(name)
     processes = EnvironmentProcesses(
@@ -70,8 +77,6 @@ def play(
 
 
 def call(name: str, **arguments: Any) -> str:
-    import json
-
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
@@ -87,7 +92,7 @@ def test_a_trl_environment(tiny: Path, tmp_path: Path) -> None:
         (0, 0),
     ]
     assert "<|im_start|>tool\n42<|im_end|>" in text
-    assert '<|im_start|>tool\n{"error": "Tool divide not found."}<|im_end|>' in text
+    assert "<|im_start|>tool\n{'error': 'Tool divide not found.'}<|im_end|>" in text
     assert "<|im_start|>tool\nThank you.<|im_end|>" in text
     assert '"name": "multiply"' in text.partition("<|im_start|>user")[0]
 

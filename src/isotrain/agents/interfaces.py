@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -156,7 +155,7 @@ def _number(value: Any) -> float | None:
 
 def as_tool_message(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
     """What the policy reads; an error as TRL writes it."""
-    content = reply["result"] if "result" in reply else json.dumps({"error": reply["error"]})
+    content = reply["result"] if "result" in reply else str({"error": reply["error"]})
     return {"role": "tool", "name": name, "content": content}
 
 
