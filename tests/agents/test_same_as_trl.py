@@ -73,7 +73,7 @@ def test_the_same_tokens_mask_and_reward(tiny: Path, tmp_path: Path) -> None:
     assert theirs["completion_ids"][0][masked].tolist() == ours.response_N.tolist()
     assert theirs["tool_mask"][0][masked].bool().tolist() == ours.mask_N.tolist()
     assert ours.episode is not None
-    assert list(theirs["rewards"][0])[0] == ours.episode.reward == 1.0
+    assert next(iter(theirs["rewards"][0])) == ours.episode.reward == 1.0
 
 
 def qwen3_template() -> str:

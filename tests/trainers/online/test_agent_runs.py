@@ -72,6 +72,7 @@ def test_it_learns_to_ask(whole: Path) -> None:
             assert len(inner_N) and not inner_N.any()
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_run(tiny: Path, work: Path, whole: Path) -> None:
     recipe = agent(tiny, work / "replayed")
     assert recipe.rollout is not None
@@ -131,6 +132,7 @@ class Oracle:
 """
 
 
+@pytest.mark.slow
 def test_hostile_environments_cost_episodes_and_not_the_run(tiny: Path, work: Path) -> None:
     file = work / "hostile.py"
     file.write_text(HOSTILE)
