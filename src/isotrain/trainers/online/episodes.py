@@ -176,7 +176,12 @@ class Episodes:
 
     def close(self) -> None:
         self._processes.close()
-        self._events.call_soon_threadsafe(self._events.stop)
+        self._events.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        for task in asyncio.all_tasks(self._events):
+            task.cancel()
+        self._events.call_soon(self._events.stop)  # after they have heard of it
 
 
 class _Call:
