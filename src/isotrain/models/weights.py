@@ -145,8 +145,8 @@ def _fill(
         shape = (conversion.stacked, *described.shape[1:])
         if shape == shard.shape:
             parts = conversion.parts(shard.part(), files.shape)
-            made = conversion.convert(model, lambda name: files.read(name, parts[name]), stacked)
-            shard.local.copy_(made[conversion.target])
+            own = conversion.convert(model, lambda name: files.read(name, parts[name]), stacked)
+            shard.local.copy_(own[conversion.target])
         return {conversion.target: shape}
     shapes = {}
     for name, made in conversion.convert(model, files.whole).items():
