@@ -36,7 +36,8 @@ def engines(models: Path, device: Device, world: World) -> dict[str, TrainingEng
         given = {"path": str(models / name / "model"), "dtype": "float32", "logits_chunk": 16, **options}
         return ModelSection.model_validate(given)
 
-    adapted = section("tiny", lora={"rank": 1})
+    # A CPU has no other memory to keep them in: there it changes nothing.
+    adapted = section("tiny", lora={"rank": 1}, offload={"weights": True})
     return {
         "mixture": build_engine(section("mixture"), OPTIMIZER, device=device, world=world, seed=0),
         "adapters": build_engine(adapted, OPTIMIZER, device=device, world=world, seed=0),

@@ -140,6 +140,14 @@ def test_copies_of_the_weights(run: Run, check: Check, device: str, cases: list[
         assert torch.equal(reader.whole(f"weights/pretrained.{name}"), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_copies_of_a_row(run: Run, check: Check, device: str) -> None:
+    """A critic's head has one: columns are split over the two ranks of each copy."""
+    for found in run(device, 4, replicas=2, only=["critic"]):
+        check(found, "auto", ["critic"])
+
+
 dispatches = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 19),
     reason="this version of transformers cannot send tokens to experts",
