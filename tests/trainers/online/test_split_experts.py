@@ -72,11 +72,11 @@ def test_engines_have_the_weights_of_all_ranks(trained: Trained, engine: str) ->
     for row in rows:
         assert row["rollout/weight_check_diff"] <= 1e-4
         assert row["training/rollout_logp_diff_mean"] <= 1e-4
-    # Both ranks' experts moved by a good part of the learning rate: older weights would not agree.
+    # Experts of both ranks moved by a good part of the learning rate; one that no token chose does not.
     first, last = (CheckpointReader(run / "checkpoints" / f"step-{step:08d}") for step in (1, STEPS))
     for name in (name for name in first.shapes() if name.startswith("weights/") and ".experts." in name):
         change_E = (last.whole(name) - first.whole(name)).abs().amax(dim=(1, 2))
-        assert len(change_E) == 8 and change_E.min() > 1e-3, name
+        assert len(change_E) == 8 and min(change_E[:4].max(), change_E[4:].max()) > 1e-3, name
 
 
 @ENGINES
