@@ -87,9 +87,11 @@ CASES: dict[str, Case] = {
     "window over shared prompts": ("windowed", SHARED, policy_objective, {}),
     "mixture": ("mixture", SHARED, policy_objective, {"router_aux_loss": 0.3}),
 }
-# On devices that have fused operators; on others it is the mixture as it is.
-FUSED: dict[str, Case] = {
+# Only where they are asked for.
+MORE: dict[str, Case] = {
+    # On devices that have fused operators; on others it is the mixture as it is.
     "fused mixture": ("mixture", SHARED, policy_objective, {"router_aux_loss": 0.3, "fused": "auto"}),
+    "few experts": ("few experts", SHARED, policy_objective, {"router_aux_loss": 0.3}),
 }
 
 
@@ -146,7 +148,7 @@ def main(
         for kind in kinds:
             as_kind = replace(world, shape=shape.model_copy(update={"context_attention": kind}))
             for name in only or CASES:
-                found = train({**CASES, **FUSED}[name], models, out, device, as_kind)
+                found = train({**CASES, **MORE}[name], models, out, device, as_kind)
                 results |= {f"{kind}/{name}/{key}": tensor.contiguous() for key, tensor in found.items()}
         save_file({name: tensor.clone() for name, tensor in results.items()}, result_file(out, world.rank))
 

@@ -15,6 +15,7 @@ from jobs import Tensors, results
 from mesh_ranks import CASES
 from safetensors.torch import load_file
 
+from few_experts import save_few_experts
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from windowed import save_windowed
@@ -27,6 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     make_tiny(path / "tiny")
     make_tiny(path / "mixture", architecture="qwen3_moe")
+    save_few_experts(path / "few experts", 2)
     save_windowed(path / "windowed" / "model", vocab=512)
     return path
 
@@ -138,6 +140,14 @@ def test_copies_of_the_weights(run: Run, check: Check, device: str, cases: list[
         assert torch.equal(reader.whole(f"weights/pretrained.{name}"), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_copies_of_a_row(run: Run, check: Check, device: str) -> None:
+    """A critic's head has one: columns are split over the two ranks of each copy."""
+    for found in run(device, 4, replicas=2, only=["critic"]):
+        check(found, "auto", ["critic"])
+
+
 dispatches = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 19),
     reason="this version of transformers cannot send tokens to experts",
@@ -170,3 +180,13 @@ def test_split_experts_of_four_ranks(run: Run, check: Check, context: int, exper
     for found in run("cpu", 4, context=context, expert=expert, only=["mixture"]):
         for kind in kinds:
             check(found, kind, ["mixture"])
+
+
+@dispatches
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_fewer_experts_than_ranks(run: Run, check: Check, device: str, expert: int) -> None:
+    """Two experts on four ranks: rows of each are split over all ranks, or over the two that have it."""
+    for found in run(device, 4, expert=expert, only=["few experts"]):
+        check(found, "auto", ["few experts"])

@@ -8,6 +8,7 @@ from torch import nn
 
 from isotrain.engine import stored_moments
 from isotrain.engine.stored_moments import StoredMoments, round_stochastically
+from isotrain.models.weights import Shard
 
 
 def optimise(
@@ -22,6 +23,10 @@ def optimise(
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
+
+
+def whole(x: torch.Tensor) -> Shard:
+    return Shard(x, tuple(x.shape), (0,) * x.ndim)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 30])
@@ -47,20 +52,43 @@ def test_bfloat16_moments_follow_the_rounded_recursion() -> None:
 
 def test_rounding_is_to_a_neighbour_and_right_on_average() -> None:
     x = torch.full((1 << 16,), 1.0 + 0.3 * 2**-7)  # three tenths of the way between two neighbours
-    rounded = round_stochastically(x, 0, salt=5)
+    rounded = round_stochastically(whole(x), salt=5)
     assert rounded.dtype == torch.bfloat16
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     up = (rounded > 1).float().mean()
     assert up == pytest.approx(0.3, abs=4 * (0.3 * 0.7 / len(x)) ** 0.5)
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**-126])
-    assert torch.equal(round_stochastically(exact, 0, salt=1), exact.bfloat16())
+    assert torch.equal(round_stochastically(whole(exact), salt=1), exact.bfloat16())
 
 
-def test_noise_is_of_element_and_update() -> None:
-    x = torch.rand(1000)
-    whole = round_stochastically(x, 0, salt=3)
-    assert torch.equal(whole[400:], round_stochastically(x[400:].clone(), 400, salt=3)), "as on another rank"
-    assert not torch.equal(whole, round_stochastically(x, 0, salt=4))
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((1000,), (slice(400, 1000),)),
+        ((40, 25), (slice(10, 30), slice(0, 25))),
+        ((5, 6, 8), (slice(0, 5), slice(2, 4), slice(0, 8))),
+        ((5, 6, 8), (slice(1, 3), slice(2, 4), slice(4, 8))),
+        ((1, 16), (slice(0, 1), slice(8, 16))),
+        ((3, 8), (slice(3, 3), slice(0, 8))),
+    ],
+)
+def test_noise_is_of_element_and_update(shape: tuple[int, ...], part: tuple[slice, ...]) -> None:
+    """A part is rounded as it is within the whole, along whatever dimension ranks split it."""
+    x = torch.rand(shape)
+    rounded = round_stochastically(whole(x), salt=3)
+    own = Shard(x[part].clone(), shape, tuple(one.start for one in part))
+    assert torch.equal(rounded[part], round_stochastically(own, salt=3)), "as on another rank"
+    assert torch.equal(rounded.flatten(), round_stochastically(whole(x.flatten()), salt=3))
+    assert not torch.equal(rounded, round_stochastically(whole(x), salt=4))
+
+
+def test_noise_of_elements_beyond_32_bits() -> None:
+    """Numbers wrap around in the same way, wherever a part begins."""
+    shape, x = (1 << 20, 1 << 14), torch.rand(2, 1 << 14)
+    both = round_stochastically(Shard(x, shape, (300_000, 0)), salt=3)
+    second = round_stochastically(Shard(x[1:], shape, (300_001, 0)), salt=3)
+    right = round_stochastically(Shard(x[:, 5000:].clone(), shape, (300_000, 5000)), salt=3)
+    assert torch.equal(both[1:], second) and torch.equal(both[:, 5000:], right)
 
 
 def test_a_second_moment_falls_when_gradients_vanish() -> None:

@@ -75,23 +75,50 @@ def test_loading_equals_transformers(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_reads_its_own_experts_only(
-    directory: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_rank_reads_its_own_part_only(
+    directory: Path, rank: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Some of the experts, or some rows or columns of each."""
     model, whole = build_causal_lm(directory, "sdpa"), own(reference(directory))
-    files, read = WeightFiles(directory), set[str]()
-    monkeypatch.setattr(files, "whole", lambda name: read.add(name) or WeightFiles.whole(files, name))
+    files, read = WeightFiles(directory), dict[str, int]()
+
+    def noted(name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        tensor = WeightFiles.read(files, name, part)
+        read[name] = tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(files, "read", noted)
     with rank_of_two(rank) as mesh:
         tensors = {
-            name: nn.Parameter(distribute_tensor(torch.zeros_like(x), mesh, [Shard(0)], src_data_rank=None))
+            name: nn.Parameter(
+                distribute_tensor(
+                    torch.zeros_like(x), mesh, [Shard(min(dim, x.ndim - 1))], src_data_rank=None
+                )
+            )
             for name, x in whole.items()
         }
         load_weights(model, tensors, files)
         for name, tensor in tensors.items():
             shard = shard_of(tensor)
             assert torch.equal(shard.local, whole[name][shard.part()]), name
-    mine = range(4 * rank, 4 * rank + 4)
-    assert {int(name.split(".experts.")[1].split(".")[0]) for name in read} == set(mine)
+    experts = {name: count for name, count in read.items() if ".experts." in name}
+    numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in experts}
+    assert numbers == set(range(8) if dim else range(4 * rank, 4 * rank + 4))
+    everything = sum(x.numel() for name, x in whole.items() if ".experts." in name)
+    assert sum(experts.values()) == everything // 2
+
+
+def test_experts_of_other_shapes_are_refused(copy: Path) -> None:
+    """Also where a part of each is read, which would fit."""
+    file, name = copy / "model.safetensors", EXPERT.format(3, "up_proj")
+    tensors = load_file(file)
+    save_file({**tensors, name: torch.cat([tensors[name]] * 2)}, file)
+    model, whole = build_causal_lm(copy, "sdpa"), own(build_causal_lm(copy, "sdpa"))
+    with rank_of_two(0) as mesh, pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts"):
+        x = torch.zeros(whole[FUSED].shape)
+        sharded = nn.Parameter(distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None))
+        load_weights(model, {FUSED: sharded}, WeightFiles(copy))
 
 
 def test_published_again_bit_for_bit(directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,17 @@ def test_what_is_sharded_over_ranks(model: str) -> None:
         assert found.parts["optimizer state"] == pytest.approx(
             8 * found.all_parameters / ranks, rel=0.05, abs=80_000
         )
+
+
+@pytest.mark.slow
+def test_experts_are_not_padded(tmp_path: Path) -> None:
+    """Eight of them on 64 ranks: rows of each are sharded, and a layer is gathered in about its size."""
+    make_tiny(tmp_path, layers=LAYERS, train_rows=1, validation_rows=1, architecture="qwen3_moe")
+    given = recipe(str(tmp_path / "model"))
+    few, many = (training_memory(given, LAYERS, ranks, micro_batches=2) for ranks in (8, 64))
+    assert many.parts["weights"] == pytest.approx(4 * many.all_parameters / 64, rel=0.05)
+    assert many.parts["gathered layers"] <= 1.1 * few.parts["gathered layers"]
+    assert many.peak < few.peak
 
 
 @pytest.mark.slow

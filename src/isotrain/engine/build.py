@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from isotrain.device.base import Device
@@ -356,7 +358,27 @@ def shard_model(model: Backbone, world: World, dtype: torch.dtype, *, on_host: b
             mp_policy=policy,
             offload_policy=place,
             reshard_after_forward=module is not model,
+            shard_placement_fn=split_dimension(mesh),
         )
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+
+
+def split_dimension(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Which dimension of a parameter is split over the last one of a mesh; None is the first.
+
+    FSDP pads rows to the number of shards: 128 experts on 1,024 ranks would take eight times their memory. A
+    parameter with fewer rows than shards is split along another dimension, which FSDP can only do evenly.
+    """
+    shards = mesh.shape[-1]
+
+    def dimension(parameter: nn.Parameter) -> Shard | None:
+        # Of split experts, a rank has some rows already: it is those that are sharded.
+        shape = shard_of(parameter.detach()).local.shape
+        if shape[0] >= shards:
+            return None
+        even = (number for number, size in enumerate(shape) if number and size % shards == 0)
+        return next((Shard(number) for number in even), None)
+
+    return dimension

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isotrain.models.weights import shard_of
+from isotrain.models.weights import Shard, shard_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -80,25 +80,34 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _put(place: torch.Tensor, fresh: torch.Tensor, salt: int) -> None:
-    target, source = shard_of(place), shard_of(fresh)
-    values = source.local
-    if target.local.dtype == torch.bfloat16:
-        whole_row = source.shape[1:]
-        first = source.offset[0] * int(torch.Size(whole_row).numel()) if source.shape else 0
-        values = round_stochastically(values, first, salt)
-    target.local.copy_(values)
+    target, source = shard_of(place).local, shard_of(fresh)
+    rounded = round_stochastically(source, salt) if target.dtype == torch.bfloat16 else source.local
+    target.copy_(rounded)
 
 
-def round_stochastically(x: torch.Tensor, first: int, salt: int) -> torch.Tensor:
+def round_stochastically(part: Shard, salt: int) -> torch.Tensor:
     """Float32 to one of the two bfloat16 neighbours, each the more likely the nearer: right on average.
 
     To the nearest, a second moment would never fall: at beta 0.999 a step is below half a unit. The noise is
     a hash of the element's number in the whole tensor: neither ranks nor devices change the result.
     """
-    number = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape) + _wrapped(first)
-    bits = _hash(number ^ _wrapped(salt * 0x9E3779B1)) & 0xFFFF
+    bits = _hash(_numbers(part) ^ _wrapped(salt * 0x9E3779B1)) & 0xFFFF
     # The upper half of a float32 is a bfloat16: noise below it carries over with the right probability.
-    return (x.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
+    return (part.local.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32).bfloat16()
+
+
+def _numbers(part: Shard) -> torch.Tensor:
+    """The low 32 bits of each element's number in the whole tensor."""
+    device, numbers, step = part.local.device, None, 1
+    # From the last dimension outwards: only the last sum is as large as the part.
+    for size, start, whole in zip(
+        reversed(part.local.shape), reversed(part.offset), reversed(part.shape), strict=True
+    ):
+        own = torch.arange(size, device=device, dtype=torch.int32)
+        own = own.mul_(_wrapped(step)).add_(_wrapped(start * step))
+        numbers = own if numbers is None else own.view(-1, *[1] * numbers.ndim) + numbers
+        step *= whole
+    return torch.zeros((), device=device, dtype=torch.int32) if numbers is None else numbers
 
 
 def _hash(number: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,4 @@ class BaseWeights:
         if conversion.converter is None or len(conversion.converter.target_patterns) == 1:
             return [conversion.target]
         # Which parameters come of it is found out without reading anything.
-        return list(conversion.convert(self._model, self._shape_only))
-
-    def _shape_only(self, name: str) -> torch.Tensor:
-        return torch.empty(self._files.shape(name), device="meta")
+        return list(conversion.convert(self._model, self._files.described))

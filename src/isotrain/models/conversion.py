@@ -52,6 +52,7 @@ class Conversion:
         return (
             isinstance(first, MergeModulelist)
             and first.dim == 0
+            and len(rest) <= 1
             and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in rest)
         )
 
@@ -59,6 +60,28 @@ class Conversion:
     def stacked(self) -> int:
         """How many: the least of all patterns, so that a missing tensor is noticed."""
         return min(len(names) for names in self.sources.values())
+
+    def parts(
+        self, part: tuple[slice, ...], shape: Callable[[str], tuple[int, ...]]
+    ) -> dict[str, tuple[slice, ...]]:
+        """Of each stacked tensor that a part of the parameter is made of, the part to read.
+
+        `shape` is that of a published tensor; one that gives nothing to the part has an empty one.
+        """
+        assert self.converter is not None and self.stacks
+        stacked, *rest = part
+        joined = [cast(Concatenate, operation).dim - 1 for operation in self.converter.operations[1:]]
+        found, start = dict[str, tuple[slice, ...]](), 0
+        # transformers joins patterns in this order, whatever the order in which they were found.
+        for pattern in filter(self.sources.__contains__, self.converter.source_patterns):
+            names, own = self.sources[pattern], list(rest)
+            for dim in joined:
+                size = shape(names[0])[dim]
+                begin, end = (min(max(at - start, 0), size) for at in (rest[dim].start, rest[dim].stop))
+                own[dim] = slice(begin, end)
+                start += size
+            found |= dict.fromkeys(names[stacked], tuple(own))
+        return found
 
     def convert(
         self, model: PreTrainedModel, read: Read, stacked: slice = slice(None)

@@ -66,6 +66,10 @@ class WeightFiles:
         tensor: torch.Tensor = self._slice(name)[...]
         return tensor
 
+    def described(self, name: str) -> torch.Tensor:
+        """Its shape, without reading it."""
+        return torch.empty(self.shape(name), device="meta")
+
     def _index(self) -> dict[str, str]:
         index = self.directory / INDEX
         if index.is_file():
@@ -104,7 +108,7 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], fi
     """Fill each tensor's local shard; `tensors` are some of the model's, by their Hugging Face names.
 
     A fused parameter is put together by transformers' own conversion, one at a time. Of stacked experts, a
-    rank reads its own only.
+    rank reads its own only, or its part of each.
     """
     missing = set(tensors)
     for conversion in conversions(model, tensors, files.file_of):
@@ -136,10 +140,14 @@ def _fill(
     if conversion.stacks and conversion.stacked == shard.shape[0]:
         if not shard.local.numel():
             return {conversion.target: shard.shape}
-        made = conversion.convert(model, files.whole, shard.part()[0])[conversion.target]
-        if made.shape == shard.local.shape:
-            shard.local.copy_(made)
-        return {conversion.target: (conversion.stacked, *made.shape[1:])}
+        stacked = shard.part()[0]
+        described = conversion.convert(model, files.described, stacked)[conversion.target]
+        shape = (conversion.stacked, *described.shape[1:])
+        if shape == shard.shape:
+            parts = conversion.parts(shard.part(), files.shape)
+            own = conversion.convert(model, lambda name: files.read(name, parts[name]), stacked)
+            shard.local.copy_(own[conversion.target])
+        return {conversion.target: shape}
     shapes = {}
     for name, made in conversion.convert(model, files.whole).items():
         if name in tensors:
