@@ -67,7 +67,12 @@ def run(ranks: int, **setting: Any) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as job:
         out = Path(job) / "told.json"
-        run_ranks((SCRIPT, "--rank", json.dumps({**setting, "out": str(out)})), ranks, Path(job), {})
+        run_ranks(
+            (SCRIPT, "--rank", json.dumps({**setting, "out": str(out)})),
+            ranks,
+            Path(job),
+            {"NPU_SIM_DEVICES": str(ranks)},
+        )
         told: dict[str, float] = json.loads(out.read_text())
     return told
 
