@@ -129,10 +129,11 @@ def test_padded_checkpoints_are_resumed(trained: Trained, device: str, ranks: in
     one = trained(device, ranks // 2, 1)
     for name in ENGINES:
         whole = saved(one, name, STEPS)
-        for rank in range(ranks):
-            writer = CheckpointWriter(tmp_path / name, rank, ranks, keep=1)
+        writers = [CheckpointWriter(tmp_path / name, rank, ranks, keep=1) for rank in range(ranks)]
+        for rank, writer in enumerate(writers):
             parts = checkpoint_files.shards(whole, rank, ranks)
             writer.save(STEPS, parts, {}, {"updates": STEPS})
+        for writer in writers:  # the first waits for the others
             writer.wait()
     resumed, alone = trained(device, ranks // 2, ranks, tmp_path), trained(device, ranks // 2, 1, one)
     for name in ENGINES:
