@@ -109,7 +109,7 @@ def check_arrows(path: Path, root: Path) -> Iterator[str]:
 
 
 def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
-    """`algorithms` is torch and the standard library; `recipe` and `view` work where torch is not installed."""
+    """`algorithms` is torch and the standard library; `recipe` and `view` work without torch."""
     package = room(path, root)
     for line, name in file_imports(path, root):
         top = name.split(".")[0]

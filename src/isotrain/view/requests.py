@@ -43,7 +43,8 @@ def _metrics(run: RunView, query: Query) -> dict[str, Any]:
         raise BadRequest(f"more than {_MOST_NAMES} metrics at a time")
     # What the page has of another epoch is worth nothing: it gets all.
     same = _whole(query, "epoch", default=-1, least=-1) == run.metrics.epoch
-    return run.metrics.curves(names, _whole(query, "after", default=0) if same else 0)
+    after = _whole(query, "after", default=0)
+    return run.metrics.curves(names, after if same else 0)
 
 
 def _rows(run: RunView, query: Query) -> dict[str, Any]:

@@ -45,15 +45,17 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, runs: Sequence[RunView], port: int = 0) -> None:
-        try:
-            super().__init__((ADDRESS, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise RecipeError(f"--port: cannot use port {port} ({error}); 0 takes any free one") from error
         self.runs = runs
         self.key = secrets.token_urlsafe(24)
         self._ended = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, name="view-refresh", daemon=True)
         self._refresher.start()
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except OSError as error:
+            raise RecipeError(
+                f"--port: cannot use port {port} ({error.strerror or error}); 0 takes any free one"
+            ) from error
 
     @property
     def url(self) -> str:
@@ -81,7 +83,6 @@ class ViewServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ViewServer
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "isotrain", ""
     timeout = _SECONDS_FOR_A_REQUEST
 
     def do_GET(self) -> None:
@@ -124,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def version_string(self) -> str:
+        return "isotrain"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: an address holds the key."""
