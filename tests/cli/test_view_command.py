@@ -10,11 +10,11 @@ from pathlib import Path
 
 import npusim
 import pytest
-from support import command
 from typer.testing import CliRunner
 
 from isotrain.cli.main import app
 from isotrain.observe.metrics import MetricsLog
+from support import command
 
 
 @pytest.fixture

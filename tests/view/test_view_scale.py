@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support import command
 from view_runs import make_run, response
 
 from isotrain.data.record import step_file, write_trajectories
+from support import command
 
 STEPS, RANKS, ROWS = 25, 4, 1000
 SECONDS, MEGABYTES = 2.0, 500
