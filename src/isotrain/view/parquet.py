@@ -60,9 +60,10 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
             if missing := [name for name in REQUIRED if name not in file.schema_arrow.names]:
                 raise DataError(f"{path.name} has no column {missing[0]!r}")
             yield file
-    except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    # Anybody may have written the file: its types and lengths need not fit together.
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, pyarrow.ArrowException) as error:
         raise DataError(f"{path.name} cannot be read as recorded trajectories: {error}") from error
 
 
@@ -91,20 +92,23 @@ def _of_batch(batch: pyarrow.RecordBatch, lengths: str) -> dict[str, Column]:
     names, rows = batch.schema.names, batch.num_rows
     found: dict[str, Column] = {}
     for name, (dtype, absent) in _NUMBERS.items():
-        values = batch.column(name).to_pylist() if name in names else [None] * rows
-        found[name] = np.array([absent if value is None else value for value in values], dtype)
-    size = batch.column(lengths).value_lengths().to_numpy(zero_copy_only=False)
-    found["length"] = size.astype(np.int32)
-    found["trained"] = found["length"]
+        if name not in names:
+            found[name] = np.full(rows, absent, dtype)
+        elif batch.column(name).null_count:
+            values = batch.column(name).to_pylist()
+            found[name] = np.array([absent if value is None else value for value in values], dtype)
+        else:
+            found[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(dtype)
+    size = found["length"] = found["trained"] = _lengths(batch, lengths)
     if lengths == "mask":
         ends = np.cumsum(size)
         total = np.concatenate([[0], np.cumsum(_flat(batch, "mask"))])
         found["trained"] = (total[ends] - total[ends - size]).astype(np.int32)
-    prompts = batch.column("prompt").value_lengths() if "prompt" in names else None
-    found["prompt_length"] = np.full(rows, -1, np.int32) if prompts is None else _int32(prompts)
+    prompts = "prompt" in names
+    found["prompt_length"] = _lengths(batch, "prompt") if prompts else np.full(rows, -1, np.int32)
     found["version"], found["newest"] = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
     if "version" in names:
-        size = _int32(batch.column("version").value_lengths())
+        size = _lengths(batch, "version")
         some = size > 0
         if some.any():
             flat, starts = _flat(batch, "version"), (np.cumsum(size) - size)[some]
@@ -118,9 +122,9 @@ def _flat(batch: pyarrow.RecordBatch, name: str) -> Column:
     return flat
 
 
-def _int32(lengths: pyarrow.Array) -> Column:
-    found: Column = lengths.to_numpy(zero_copy_only=False).astype(np.int32)
-    return found
+def _lengths(batch: pyarrow.RecordBatch, name: str) -> Column:
+    found: Column = batch.column(name).value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    return found.astype(np.int32)
 
 
 def _text(value: object) -> str | None:

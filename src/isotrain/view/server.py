@@ -115,6 +115,10 @@ class _Handler(BaseHTTPRequestHandler):
             content, status = {"error": str(error)}, HTTPStatus.NOT_FOUND
         except (BadRequest, ValueError) as error:
             content, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
+        except Exception:  # without a reply the page could not say what is wrong
+            logger.exception("%s cannot be shown", name)
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            content = {"error": "this cannot be shown; the terminal of isotrain view says why"}
         self._send(status, "application/json", json.dumps(content, allow_nan=False).encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:

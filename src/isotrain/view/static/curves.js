@@ -125,13 +125,13 @@ const curves = {
     if (signature === this.listed) return; // a rebuilt list would lose the focus
     this.listed = signature;
     byId("metric-list").replaceChildren(...[...groups].map(([prefix, names]) =>
-      element("fieldset", {}, element("legend", { textContent: prefix || "other" }), ...names.map((name) => {
+      element("fieldset", {}, element("legend", { textContent: visible(prefix || "other") }), ...names.map((name) => {
         const box = element("input", { type: "checkbox", checked: shown.has(name) });
         box.addEventListener("change", () => {
           const kept = this.shown().filter((other) => other !== name);
           this.choose(box.checked ? [...kept, name] : kept);
         });
-        return element("label", { title: name }, box, name.slice(prefix ? prefix.length + 1 : 0));
+        return element("label", { title: visible(name) }, box, visible(name.slice(prefix ? prefix.length + 1 : 0)));
       }))));
   },
 
@@ -147,7 +147,7 @@ const curves = {
     const close = element("button", { type: "button", textContent: "×", title: "Remove this chart" });
     close.addEventListener("click", () => this.choose(this.shown().filter((other) => other !== name)));
     const figure = element("figure", { className: "chart" },
-      element("figcaption", {}, element("span", { className: "name", textContent: name, title: name }),
+      element("figcaption", {}, element("span", { className: "name", textContent: visible(name), title: visible(name) }),
         element("span", { className: "values" }), close));
     const plot = drawPlot(series, { smoothing: this.smoothing, logarithmic: this.logarithmic });
     figure.append(plot.svg);
@@ -176,7 +176,7 @@ const curves = {
         const at = step === null ? curve.steps.length - 1 : nearest(curve.steps, step, points);
         const value = element("span", {
           textContent: `${points ? "◯ " : ""}${at < 0 ? "–" : short(curve.values[at])}`,
-          title: `${page.states[run]?.name ?? ""} ${metric}`,
+          title: `${page.states[run]?.name ?? ""} ${visible(metric)}`,
         });
         value.style.color = RUN_COLOURS[run];
         return value;

@@ -14,6 +14,9 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
+// Names of metrics come from a file: what cannot be seen, or turns the direction of text, is spelled out.
+const visible = (text) => text.replace(/[\p{C}\u2028\u2029]/gu, (sign) => `\\u{${sign.codePointAt(0).toString(16)}}`);
+
 const byId = (id) => document.getElementById(id);
 
 // Numbers that JSON cannot hold arrive as words.
@@ -45,7 +48,8 @@ function goTo(page, settings, replace) {
     if (value !== "" && value !== null && value !== undefined) query.set(name, value);
   }
   const hash = `#${page}${query.size ? `?${query}` : ""}`;
-  if (replace) history.replaceState(null, "", hash);
+  // Both tell the page of the change by the event `hashchange`.
+  if (replace) location.replace(hash);
   else location.hash = hash;
 }
 

@@ -79,7 +79,7 @@ const episode = {
     if (prompt.start > 0) made.push(this.more("prompt", `Show ${count(prompt.start, "earlier prompt token")}`));
     let turn = [];
     const endTurn = () => {
-      if (turn.length) made.push(this.block("prompt", "Prompt", turn));
+      if (turn.length) made.push(this.block("prompt", `Prompt${roleOf(turn)}`, turn));
       turn = [];
     };
     prompt.ids.forEach((id, i) => {
@@ -210,8 +210,7 @@ const episode = {
       if (here) made.setAttribute("aria-current", "true");
       made.addEventListener("click", (event) => {
         event.preventDefault();
-        goTo("episode", placeOf(row, this.run), true);
-        page.show();
+        this.replaceWith(row);
       });
       return made;
     });
@@ -305,9 +304,15 @@ const episode = {
 
   replaceWith(row) {
     goTo("episode", placeOf(row, this.run), true);
-    page.show();
   },
 };
+
+// " · user", where a turn begins with a special token and a role, as in "<|im_start|>user".
+function roleOf(turn) {
+  const beginning = turn.slice(0, 8).map((token) => token.textContent).join("");
+  const found = /^(?:<[^>]*>)*?<[^>]*?(?:\b(user|assistant|system|tool)\b[^>]*>|>(\w{1,16})(?:[⏎<]))/i.exec(beginning);
+  return found ? ` · ${(found[1] ?? found[2]).toLowerCase()}` : "";
+}
 
 const spread = (runs) => runs.flatMap(([value, number]) => Array(number).fill(value));
 

@@ -36,8 +36,9 @@ const page = {
     }));
     const rows = this.states.reduce((sum, state) => sum + state.trajectories.rows, 0);
     const pending = this.states.reduce((sum, state) => sum + state.trajectories.pending, 0);
-    const parts = [source.live ? "" : "exported", rows ? count(rows, "trajectory").replace("trajectorys", "trajectories") : "",
-      pending ? `reading ${count(pending, "file")}` : ""];
+    const shown = source.live ? "" : `${source.exportedRows.toLocaleString("en")} of `;
+    const parts = [source.live ? "" : "exported",
+      rows ? `${shown}${rows.toLocaleString("en")} trajector${rows === 1 ? "y" : "ies"}` : "", pending ? `reading ${count(pending, "file")}` : ""];
     byId("status").textContent = parts.filter(Boolean).join(" · ");
     document.title = `${this.states.map((_, i) => this.label(i)).join(", ")} · isotrain`;
     const legend = this.states.length > 1 ? this.states.map((_, i) => {
@@ -73,7 +74,7 @@ const page = {
 
   async keepPolling() {
     for (;;) {
-      const reading = this.states.some((state) => state.trajectories.pending);
+      const reading = this.states.some((state) => state.trajectories.pending || !state.metrics.rows);
       await new Promise((done) => setTimeout(done, reading ? 500 : SECONDS_BETWEEN * 1000));
       if (document.hidden) continue;
       try {
@@ -107,8 +108,8 @@ function pressed(event) {
     2: () => goTo("trajectories", table.settings({})),
     "/": () => byId(here === "curves" ? "metric-search" : "filter").focus(),
     ...(here === "trajectories" && {
-      j: () => table.select(table.selected + 1), k: () => table.select(table.selected - 1),
-      ArrowDown: () => table.select(table.selected + 1), ArrowUp: () => table.select(table.selected - 1),
+      j: () => table.select(table.selected + 1, true), k: () => table.select(table.selected - 1, true),
+      ArrowDown: () => table.select(table.selected + 1, true), ArrowUp: () => table.select(table.selected - 1, true),
       Enter: () => table.openSelected(), n: () => table.turnPage(1), p: () => table.turnPage(-1),
     }),
     ...(here === "episode" && {
@@ -143,7 +144,7 @@ function listen() {
   let typed;
   byId("filter").addEventListener("input", (event) => {
     clearTimeout(typed);
-    typed = setTimeout(() => table.change({ filter: event.target.value.trim() }), 300);
+    typed = setTimeout(() => table.change({ filter: event.target.value.trim() }, true), 300);
   });
   byId("table-run").addEventListener("change", (event) => table.change({ run: Number(event.target.value) }));
   byId("previous-page").addEventListener("click", () => table.turnPage(-1));

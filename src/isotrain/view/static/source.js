@@ -71,6 +71,7 @@ function exportedSource({ runs }) {
   }
   return {
     live: false,
+    exportedRows: runs.reduce((sum, run) => sum + run.rows.length, 0),
     state: async () => ({ runs: runs.map((run) => run.state) }),
     names: async (run) => ({ names: runs[run].names }),
     curves: async (run, names) => {

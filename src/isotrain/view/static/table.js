@@ -28,7 +28,6 @@ const table = {
     this.order = query.get("order") === "up" ? "up" : "down";
     this.offset = Math.max(0, Number(query.get("offset") ?? 0) || 0);
     if (document.activeElement !== byId("filter")) byId("filter").value = this.filter;
-    this.selected = 0;
     return this.load();
   },
 
@@ -40,8 +39,8 @@ const table = {
     };
   },
 
-  change(changes) {
-    goTo("trajectories", this.settings({ offset: 0, ...changes }));
+  change(changes, replace) {
+    goTo("trajectories", this.settings({ offset: 0, ...changes }), replace);
   },
 
   async fetchPage(offset) {
@@ -51,6 +50,7 @@ const table = {
 
   async load() {
     const problem = byId("filter-problem");
+    const before = this.rows[this.selected];
     try {
       const told = await this.fetchPage(this.offset);
       Object.assign(this, { rows: told.rows, found: told.found, revision: told.revision });
@@ -60,7 +60,9 @@ const table = {
       problem.hidden = false;
       return;
     }
-    this.selected = Math.min(this.selected, Math.max(0, this.rows.length - 1));
+    // New rows move the others: the same one stays selected.
+    const same = (row) => before && row.step === before.step && row.rank === before.rank && row.index === before.index;
+    this.selected = Math.max(0, this.rows.findIndex(same));
     this.draw();
   },
 
@@ -133,12 +135,13 @@ const table = {
     return element("td", { textContent: row[name] < 0 ? "" : row[name].toLocaleString("en") });
   },
 
-  select(i) {
+  // Only keys scroll: a page that moves while new rows come in cannot be read.
+  select(i, scroll) {
     if (!this.rows.length) return;
     this.selected = Math.min(Math.max(i, 0), this.rows.length - 1);
     const rows = byId("rows").tBodies[0].rows;
     for (const [at, row] of [...rows].entries()) row.classList.toggle("selected", at === this.selected);
-    if (!byId("trajectories").hidden) rows[this.selected]?.scrollIntoView({ block: "nearest" });
+    if (scroll) rows[this.selected]?.scrollIntoView({ block: "nearest" });
   },
 
   openSelected() {
