@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,25 @@ def test_only_files_of_the_index_are_opened(run: Path) -> None:
 def test_a_run_without_recordings(tmp_path: Path) -> None:
     index = index_of(make_run(tmp_path / "run", "nowhere"))
     assert rows(index) == [] and index.summary()["rows"] == 0 and index.groups() == []
+
+
+def test_a_directory_that_has_not_changed_is_not_listed(run: Path) -> None:
+    directory = run / "trajectories"
+    past = 1_700_000_000
+    os.utime(directory, (past, past))
+    index = index_of(run)
+    # What is there now is seen only because the directory changes with it.
+    path = write(directory, 5)
+    os.utime(directory, (past, past))
+    index.refresh()
+    assert rows(index)[0]["step"] == 2
+    path.touch()
+    write(directory, 6)
+    index.refresh()
+    assert [row["step"] for row in rows(index)[:2]] == [6, 5]
+
+
+def write(directory: Path, step: int) -> Path:
+    path = step_file(directory, step, 0)
+    write_trajectories(path, [response([1], prompt_index=50 + step)])
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from view_runs import PROMPT, make_run, response, tokenizer_of, write_metrics
 
 from isotrain.data.record import step_file, write_trajectories
 from isotrain.errors import DataError, RecipeError
+from isotrain.view.page import STATIC, static_file
 from isotrain.view.run import RunView
 from isotrain.view.server import ADDRESS, ViewServer
 
@@ -251,3 +253,13 @@ def test_two_runs(run: Path, tmp_path: Path, serve: Serve) -> None:
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run directory: give the `output`"):
         RunView(tmp_path)
+
+
+def test_no_script_makes_markup_or_code_of_text() -> None:
+    unsafe = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(|DOMParser|srcdoc"
+    )
+    scripts = [path for path in STATIC if path.endswith(".js")]
+    assert len(scripts) > 3
+    for path in scripts:
+        assert not unsafe.findall(static_file(path).decode()), path

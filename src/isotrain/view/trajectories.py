@@ -6,6 +6,7 @@ It grows while the run goes on. A file is looked at once, the newest step first,
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ COMPARISONS = {
     "ne": np.not_equal,
 }
 _MOST_PROBLEMS = 5
+_TICK_NS = 2_000_000_000
 
 
 class Condition(NamedTuple):
@@ -64,9 +66,15 @@ class TrajectoryIndex:
         self._numbers: dict[str, int] = {}
         self._lock = threading.Lock()
         self._table: _Table | None = None
+        # Of a directory of which everything is known: long runs have too many files to look at every second.
+        self._settled: int | None = None
 
     def refresh(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Look at new and replaced files until `stop` says so, and forget removed ones."""
+        changed, listed = _changed_at(self.directory), time.time_ns()
+        if changed == self._settled is not None:
+            return
+        self._settled = None
         try:
             paths = {key: path for path in self.directory.iterdir() if (key := step_and_rank(path.name))}
         except OSError:
@@ -86,6 +94,9 @@ class TrajectoryIndex:
                 self._files[key] = file
                 self.pending -= 1
                 self._changed()
+        # A directory that changes again in the same tick of the clock looks as if it had not.
+        if changed is not None and listed - changed > _TICK_NS:
+            self._settled = changed
 
     def _is_known(self, key: tuple[int, int], stamp: tuple[int, int, int]) -> bool:
         return key in self._files and self._files[key].stamp == stamp
@@ -228,6 +239,14 @@ class TrajectoryIndex:
             number = int(table.columns[name][i])
             row[name] = self._words[number] if number >= 0 else None
         return row
+
+
+def _changed_at(directory: Path) -> int | None:
+    """Every file that is renamed into the directory changes it."""
+    try:
+        return directory.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
