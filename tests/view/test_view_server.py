@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from view_runs import PROMPT, make_run, response, tokenizer_of, write_metrics
 
@@ -263,3 +265,21 @@ def test_no_script_makes_markup_or_code_of_text() -> None:
     assert len(scripts) > 3
     for path in scripts:
         assert not unsafe.findall(static_file(path).decode()), path
+
+
+def test_episodes_of_agents(run: Path, serve: Serve) -> None:
+    """A later recording says more of an episode: which sequence of it a row is, and its turns."""
+    path = step_file(run / "trajectories", 2, 0)
+    table = pyarrow.parquet.read_table(path)
+    turn = {"start": 0, "end": 2, "reward": 0.5, "calls": 1, "failures": 0, "seconds": 0.25}
+    told = {"part": 1, "parts": 2, "reward": None, "failure": HOSTILE, "detail": "", "turns": [turn]}
+    later = table.append_column("episode", pyarrow.array([told, {**told, "part": 0}]))
+    same = pyarrow.array([0, 0], pyarrow.int64())
+    later = later.set_column(later.schema.get_field_index("sample"), "sample", same)
+    pyarrow.parquet.write_table(later, path)
+    client = serve(run)
+    rows = client.get("group", run=0, step=2, prompt_index=1)["rows"]
+    assert [(row["index"], row["part"]) for row in rows] == [(1, 0), (0, 1)]
+    shown = client.get("episode", run=0, step=2, rank=0, index=0)["episode"]
+    assert shown["turns"] == [turn] and shown["parts"] == 2 and "\\u202e" in shown["failure"]
+    assert client.get("episode", run=0, step=1, rank=0, index=0)["episode"] is None

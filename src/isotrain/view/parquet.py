@@ -36,7 +36,7 @@ _NUMBERS: dict[str, tuple[type[np.generic], float]] = {
     "advantage": (np.float64, np.nan),
 }
 TEXTS = ("source", "failure")
-_SCALARS = (*_NUMBERS, *TEXTS, "seed", "greedy", "parts", "detail")
+_SCALARS = (*_NUMBERS, *TEXTS, "seed", "greedy", "parts", "detail", "episode")
 _LISTS: dict[str, type[np.generic]] = {
     "prompt": np.int64,
     "response": np.int64,
@@ -78,6 +78,7 @@ def read_index(path: Path) -> tuple[dict[str, Column], dict[str, list[str | None
         names = set(file.schema_arrow.names)
         lengths = "mask" if "mask" in names else "response"  # a bit for each token instead of four bytes
         wanted = [name for name in (*_NUMBERS, *TEXTS, lengths, "version", "prompt") if name in names]
+        wanted.append("episode.part")  # of runs with agents; elsewhere it selects nothing
         for batch in file.iter_batches(_ROWS, columns=wanted, use_threads=False):
             for name, column in _of_batch(batch, lengths).items():
                 numbers.setdefault(name, []).append(column)
@@ -106,6 +107,9 @@ def _of_batch(batch: pyarrow.RecordBatch, lengths: str) -> dict[str, Column]:
         found["trained"] = (total[ends] - total[ends - size]).astype(np.int32)
     prompts = "prompt" in names
     found["prompt_length"] = _lengths(batch, "prompt") if prompts else np.full(rows, -1, np.int32)
+    found["part"] = np.zeros(rows, np.int32)
+    if "episode" in names:
+        found["part"] = batch.column("episode").field(0).fill_null(0).to_numpy(zero_copy_only=False)
     found["version"], found["newest"] = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
     if "version" in names:
         size = _lengths(batch, "version")

@@ -23,7 +23,7 @@ MOST_TOKENS = 8_000
 PROMPT_TOKENS = 2_000
 MOST_OF_GROUP = 128
 _PREVIEW_TOKENS = 48
-_MOST_PARTS, _LONGEST_DETAIL = 100, 4_000
+_MOST_PARTS, _MOST_TURNS, _LONGEST_DETAIL = 100, 1_000, 4_000
 _LARGEST_RECIPE = 16 << 20
 
 
@@ -95,6 +95,7 @@ class RunView:
             **{name: finite_or_word(row[name]) for name in ("score", "greedy", "reward", "advantage")},
             **{name: _line(row[name]) for name in ("source", "failure", "detail")},
             "parts": [[_line(name), finite_or_word(value)] for name, value in parts[:_MOST_PARTS]],
+            "episode": _episode(row["episode"]),
             "prompt": self._tokens(row, "prompt", max(0, hidden), prompt_tokens),
             "response": self._tokens(row, "response", 0, response_tokens),
             "no_text": self.pieces()[1],
@@ -151,6 +152,19 @@ def _at(recipe: dict[str, Any], section: str, name: str) -> object:
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _episode(told: object) -> dict[str, Any] | None:
+    """What a recording with agents says of an episode and its turns."""
+    if not isinstance(told, dict):
+        return None
+    turns = told.get("turns") or []
+    numbers = ("start", "end", "reward", "calls", "failures", "seconds")
+    return {
+        **{name: finite_or_word(told.get(name)) for name in ("part", "parts", "reward")},
+        **{name: _line(told.get(name)) for name in ("failure", "detail")},
+        "turns": [{name: finite_or_word(turn.get(name)) for name in numbers} for turn in turns[:_MOST_TURNS]],
+    }
 
 
 def _line(text: object) -> str | None:

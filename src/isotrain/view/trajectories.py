@@ -20,7 +20,7 @@ from isotrain.view.parquet import TEXTS, Column, read_index
 
 NUMBERS = (
     *("step", "rank", "index", "row", "prompt_index", "sample", "finished", "score", "reward", "advantage"),
-    *("length", "trained", "prompt_length", "version", "newest"),
+    *("length", "trained", "prompt_length", "version", "newest", "part"),
 )
 COMPARISONS = {
     "lt": np.less,
@@ -72,7 +72,7 @@ class TrajectoryIndex:
     def refresh(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Look at new and replaced files until `stop` says so, and forget removed ones."""
         changed, listed = _changed_at(self.directory), time.time_ns()
-        if changed == self._settled is not None:
+        if self._settled is not None and changed == self._settled:
             return
         self._settled = None
         try:
@@ -179,7 +179,7 @@ class TrajectoryIndex:
         table = self._whole()
         same = (table.columns["step"] == step) & (table.columns["prompt_index"] == prompt_index)
         found = np.flatnonzero(same)
-        order = np.lexsort(tuple(table.columns[name][found] for name in ("index", "rank", "sample")))
+        order = np.lexsort(tuple(table.columns[name][found] for name in ("index", "rank", "part", "sample")))
         return [self._as_row(table, int(i)) for i in found[order][:most]]
 
     def groups(self) -> list[tuple[int, int, int]]:
@@ -216,7 +216,7 @@ class TrajectoryIndex:
         return [i - 1 for i, word in enumerate(words) if (word == value) == (comparison == "eq")]
 
     def _order(self, table: _Table, chosen: Column, sort: str, descending: bool) -> Column:
-        keys = [table.columns[name][chosen] for name in ("index", "rank", "sample", "prompt_index")]
+        keys = [table.columns[name][chosen] for name in ("index", "rank", "part", "sample", "prompt_index")]
         # Newest first among equals, whatever the direction; texts in the order of the alphabet.
         keys.append(-table.columns["step"][chosen])
         values = table.columns[sort][chosen]

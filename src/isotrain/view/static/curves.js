@@ -20,7 +20,7 @@ const curves = {
   // Validation metrics that belong into the chart of a training metric.
   companions(name) {
     const all = [...this.allNames()];
-    if (name === "critic/score/mean" || (name === "critic/rewards/mean" && !this.shown().includes("critic/score/mean"))) {
+    if (name === "critic/score/mean" || name === "critic/rewards/mean") {
       return all.filter((other) => other.startsWith("val-core/"));
     }
     return name.startsWith("train/") ? all.filter((other) => other === `val/${name.slice(6)}`) : [];
@@ -32,7 +32,8 @@ const curves = {
 
   shown() {
     const all = this.allNames();
-    const names = this.chosen ?? PREFERRED.filter((name) => all.has(name) && !this.isConstantZero(name)).slice(0, 12);
+    const useful = (name) => all.has(name) && !this.isConstantZero(name) && !this.isRewardAgain(name);
+    const names = this.chosen ?? PREFERRED.filter(useful).slice(0, 12);
     return names.filter((name) => all.has(name));
   },
 
@@ -40,6 +41,14 @@ const curves = {
   isConstantZero(name) {
     const drawn = this.runs.map((run) => run.curves.get(name)).filter(Boolean);
     return drawn.length > 0 && drawn.every(({ values }) => values.length > 1 && values.every((value) => value === 0));
+  },
+
+  // Without penalties the score is the reward.
+  isRewardAgain(name) {
+    return name === "critic/score/mean" && this.runs.every(({ curves: own }) => {
+      const [score, reward] = [own.get(name), own.get("critic/rewards/mean")];
+      return score && reward && score.values.every((value, i) => value === reward.values[i]);
+    });
   },
 
   async refresh(states) {
@@ -265,7 +274,7 @@ function drawPlot(series, { smoothing, logarithmic }) {
   for (const tick of niceTicks(bottomValue, topValue, 4)) {
     const value = logarithmic ? 10 ** tick : tick, y = yOf(value);
     plot.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }),
-      svg("text", { class: "tick", x: left - 5, y: y + 3.5, "text-anchor": "end" }, short(value)));
+      svg("text", { class: "tick", x: left - 5, y: y + 3.5, "text-anchor": "end" }, tickText(value)));
   }
   for (const tick of niceTicks(first, last, 6).filter(Number.isInteger)) {
     plot.append(svg("text", { class: "tick", x: xOf(tick), y: height - 6, "text-anchor": "middle" }, tick.toLocaleString("en")));

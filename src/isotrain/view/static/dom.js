@@ -34,6 +34,11 @@ function short(value) {
   return (Number.isInteger(x) ? x.toLocaleString("en") : x.toFixed(digits)).replace("-", "−");
 }
 
+// Of an axis: no more digits than it takes.
+const tickText = (value) => (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)
+  ? Number(value.toPrecision(3)).toExponential().replace("e+", "e")
+  : Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 })).replace("-", "−").replace("e−", "e-");
+
 const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
 // The part of the address behind "#": a page and its settings, so that going back and reloading work.

@@ -44,7 +44,7 @@ const episode = {
     talk.addEventListener("pointerover", (event) => this.tip(event));
     talk.addEventListener("pointerleave", () => { byId("tip").hidden = true; });
     byId("episode").replaceChildren(this.bar(),
-      element("div", { className: "columns" }, talk, element("aside", {}, this.facts(), this.rewards(), element("div", { id: "group" }))));
+      element("div", { className: "columns" }, talk, element("aside", {}, this.facts(), this.rewards(), this.turns(), element("div", { id: "group" }))));
     this.colour();
     this.drawGroup();
     byId("episode").scrollIntoView();
@@ -94,7 +94,9 @@ const episode = {
       const own = response.masks[from] ?? true;
       while (to < response.ids.length && (response.masks[to] ?? true) === own) to++;
       const tokens = response.ids.slice(from, to).map((_, i) => this.token(response, from + i, "response"));
-      made.push(this.block(own ? "policy" : "environment", own ? "Policy" : "Tool or environment", tokens));
+      const turn = own ? (this.content.episode?.turns ?? []).findIndex((one) => one.start <= from && from < one.end) : -1;
+      const title = own ? `Policy${turn < 0 ? "" : ` · turn ${turn + 1}`}` : "Tool or environment";
+      made.push(this.block(own ? "policy" : "environment", title, tokens));
       from = to;
     }
     const rest = response.all - response.start - response.ids.length;
@@ -124,7 +126,7 @@ const episode = {
     });
     made.tokens = tokens;
     made.place = i;
-    made.part = part;
+    made.shownIn = part; // elements have a `part` of their own
     return made;
   },
 
@@ -188,6 +190,24 @@ const episode = {
     return box;
   },
 
+  // What an environment made of each turn, in recordings with agents.
+  turns() {
+    const told = this.content.episode;
+    if (!told) return null;
+    const cells = (tag, values) => element("tr", {}, ...values.map((value) => element(tag, { textContent: value })));
+    const box = element("div", { className: "box" }, element("h3", {}, "Episode",
+      element("small", { textContent: told.parts > 1 ? `sequence ${told.part + 1} of ${told.parts}` : "" })));
+    if (told.reward !== null) box.append(element("p", { textContent: `Reward of the environment: ${short(told.reward)}` }));
+    if (told.failure !== null) {
+      box.append(element("p", { className: "problem", textContent: `Ended early: ${told.failure}` }));
+      if (told.detail) box.append(element("pre", { className: "detail", textContent: told.detail }));
+    }
+    box.append(element("table", {}, cells("th", ["Turn", "Tokens", "Reward", "Calls", "Failed", "Seconds"]),
+      ...told.turns.map((turn, i) => cells("td", [i + 1, turn.end - turn.start, short(turn.reward), short(turn.calls),
+        short(turn.failures), short(turn.seconds)]))));
+    return box;
+  },
+
   drawGroup() {
     const box = byId("group");
     if (!box || !this.group.length) return;
@@ -217,6 +237,8 @@ const episode = {
     box.className = "box";
     box.replaceChildren(element("h3", {}, `Group of ${group.length}`,
       element("small", { textContent: rewards.length ? `mean reward ${short(mean)}` : "" })), ...items);
+    const [side, here] = [box.closest("aside"), box.querySelector(".here")];
+    if (here) side.scrollTop = Math.max(0, here.offsetTop + here.offsetHeight + 16 - side.clientHeight);
   },
 
   colourBy(name) {
@@ -230,7 +252,7 @@ const episode = {
       button.setAttribute("aria-pressed", button.dataset.colouring === this.colouring);
     }
     for (const token of document.querySelectorAll("#talk .token")) {
-      token.style.backgroundColor = token.part === "response" ? this.colourOf(token.tokens, token.place) : "";
+      token.style.backgroundColor = token.shownIn === "response" ? this.colourOf(token.tokens, token.place) : "";
     }
     byId("colour-legend").replaceChildren(...this.legend());
   },
@@ -267,7 +289,7 @@ const episode = {
     const tip = byId("tip");
     tip.hidden = !token;
     if (!token) return;
-    const { tokens, place: i, part } = token;
+    const { tokens, place: i, shownIn: part } = token;
     const logp = number(tokens.logp?.[i]);
     const [text] = this.piece(tokens.ids[i]);
     const lines = [[`token ${tokens.start + i} of the ${part}`, `id ${tokens.ids[i]}`]];

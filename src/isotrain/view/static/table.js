@@ -117,7 +117,8 @@ const table = {
   },
 
   cell(row, name) {
-    if (name === "reward") return element("td", {}, rewardBar(row.reward, this.highest), short(row.reward));
+    if (name === "reward") return element("td", {}, rewardBar(row.reward, this.highest),
+      element("span", { className: "amount", textContent: short(row.reward) }));
     if (name === "advantage") {
       const value = number(row.advantage);
       return element("td", { textContent: Number.isNaN(value) ? "" : short(value),
