@@ -78,7 +78,8 @@ def check_all(address: str, profile: Path) -> None:
     curves = dom_of(f"{address}#curves", profile)
     drawn = part(curves, "curves")
     assert "<title>shown · isotrain</title>" in curves
-    assert drawn.count('<figure class="chart"') >= 3 and 'class="validation"' in drawn
+    # Reward and entropy; the score equals the reward, and is not drawn again.
+    assert drawn.count('<figure class="chart"') == 2 and 'class="validation"' in drawn
     assert re.search(r'<path d="M[\d.,L]+"', drawn)
 
     table = part(dom_of(f"{address}#trajectories?filter=step%3D1&sort=reward", profile), "trajectories")
@@ -94,7 +95,7 @@ def check_all(address: str, profile: Path) -> None:
     assert "\u202e" not in page and "\\u202eend" in words(shown)
     kinds = re.findall(r'<article class="turn (\w+)"', shown)
     assert kinds == ["prompt", "prompt", "policy", "environment", "policy"]
-    assert "background-color" in shown and "Group of 2" in words(shown)
+    assert re.search(r'class="token" style="background-color', shown) and "Group of 2" in words(shown)
 
     failed = words(part(dom_of(f"{address}#episode?step=1&rank=0&index=1", profile), "episode"))
     assert "Not scored: timeout" in failed and "document.title" in failed

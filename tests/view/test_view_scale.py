@@ -71,7 +71,7 @@ def test_a_hundred_thousand_trajectories(tiny: Path, tmp_path: Path) -> None:
         started = time.monotonic()
         with urllib.request.urlopen(f"{address}api/{query}", timeout=60) as reply:
             content: dict[str, object] = json.loads(reply.read())
-        slowest[query] = time.monotonic() - started
+        slowest[query] = max(slowest.get(query, 0.0), time.monotonic() - started)
         return content
 
     try:
