@@ -40,7 +40,8 @@ class Pieces:
         """
         if self._tokenizer is None:
             return {}, {}
-        pieces, joined = {}, {}
+        pieces: dict[int, list[Any]] = {}
+        joined: dict[int, str] = {}
         waiting: list[tuple[int, bytes]] = []
         for place, token in enumerate(tokens):
             piece = self._piece(token)

@@ -68,6 +68,7 @@ const episode = {
       button("← Table", "Back to the table (Esc)", () => this.leave()),
       button("‹", "Previous row of the table (k)", () => this.step(-1)), button("›", "Next row of the table (j)", () => this.step(1)),
       element("strong", { textContent: `Step ${content.step} · prompt ${content.prompt_index} · sample ${content.sample}` }),
+      element("span", { className: "soft", textContent: `reward ${short(content.reward)}` }),
       element("span", { className: "space" }), element("span", { textContent: "Colour:" }), colours,
       element("span", { id: "colour-legend", className: "legend" }));
   },
