@@ -6,9 +6,13 @@ const SECONDS_BETWEEN = 2;
 const page = {
   states: [],
 
+  // Two runs of one recipe have the same name: then as much of the end of their paths as tells them apart.
   label(run) {
-    const { name, path } = this.states[run];
-    return this.states.length > 1 && this.states[0].name === this.states[1].name ? path : name;
+    const [first, second] = this.states.map((state) => state.path.split("/").filter(Boolean));
+    if (!second || this.states[0].name !== this.states[1].name) return this.states[run].name;
+    let parts = 1;
+    while (parts < first.length && first.slice(-parts).join() === second.slice(-parts).join()) parts++;
+    return [first, second][run].slice(-parts).join("/");
   },
 
   async show() {
@@ -41,12 +45,7 @@ const page = {
       rows ? `${shown}${rows.toLocaleString("en")} trajector${rows === 1 ? "y" : "ies"}` : "", pending ? `reading ${count(pending, "file")}` : ""];
     byId("status").textContent = parts.filter(Boolean).join(" · ");
     document.title = `${this.states.map((_, i) => this.label(i)).join(", ")} · isotrain`;
-    const legend = this.states.length > 1 ? this.states.map((_, i) => {
-      const name = element("span", { textContent: `— ${this.label(i)}` });
-      name.style.color = RUN_COLOURS[i];
-      return name;
-    }) : [];
-    byId("curve-legend").replaceChildren(...legend, "◯ validation");
+    byId("curve-legend").textContent = "◯ validation";
     this.drawProblems();
   },
 

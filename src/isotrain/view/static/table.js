@@ -28,6 +28,7 @@ const table = {
     this.order = query.get("order") === "up" ? "up" : "down";
     this.offset = Math.max(0, Number(query.get("offset") ?? 0) || 0);
     if (document.activeElement !== byId("filter")) byId("filter").value = this.filter;
+    byId("table-run").value = this.run;
     return this.load();
   },
 
