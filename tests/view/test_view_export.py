@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,27 @@ def test_curves_and_pieces_are_in_it(run: Path, tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--export: .*cannot be written"):
         export([RunView(run)], tmp_path / "no" / "page.html", 1)
+
+
+PROGRAM = """
+import sys
+for name in ("pyarrow", "tokenizers", "torch", "transformers"):
+    sys.modules[name] = None  # as where they are not installed
+from pathlib import Path
+from isotrain.view.export import export
+from isotrain.view.run import RunView
+run = RunView(Path(sys.argv[1]))
+print(export([run], Path(sys.argv[2]), 10), run.state()["metrics"]["rows"], run.state()["problem"])
+"""
+
+
+def test_curves_without_the_packages_of_training(run: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(run), str(tmp_path / "page.html")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    needed = "trajectories need the package 'pyarrow': pip install 'isotrain[train]'"
+    assert done.stdout.strip() == f"(0, 0) 7 {needed}"

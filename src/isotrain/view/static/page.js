@@ -45,7 +45,6 @@ const page = {
       rows ? `${shown}${rows.toLocaleString("en")} trajector${rows === 1 ? "y" : "ies"}` : "", pending ? `reading ${count(pending, "file")}` : ""];
     byId("status").textContent = parts.filter(Boolean).join(" · ");
     document.title = `${this.states.map((_, i) => this.label(i)).join(", ")} · isotrain`;
-    byId("curve-legend").textContent = "◯ validation";
     this.drawProblems();
   },
 
