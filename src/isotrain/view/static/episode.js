@@ -214,7 +214,7 @@ const episode = {
     if (!box || !this.group.length) return;
     const { content, group } = this;
     const rewards = group.map((row) => number(row.reward)).filter(Number.isFinite);
-    const highest = Math.max(1e-9, ...rewards.map(Math.abs));
+    const highest = fullBar(group);
     const mean = rewards.reduce((sum, value) => sum + value, 0) / rewards.length;
     const seen = new Map();
     const items = group.map((row) => {

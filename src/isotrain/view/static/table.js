@@ -79,8 +79,7 @@ const table = {
     byId("next-page").disabled = last >= this.found;
     byId("rows").hidden = !this.rows.length;
     byId("rows").tHead.replaceChildren(element("tr", {}, ...HEADINGS.map((heading) => this.heading(heading))));
-    // Bars are compared with the largest reward of the page.
-    this.highest = Math.max(1e-9, ...this.rows.map((row) => Math.abs(number(row.reward))).filter(Number.isFinite));
+    this.highest = fullBar(this.rows);
     byId("rows").tBodies[0].replaceChildren(...this.rows.map((row, i) => this.row(row, i)));
     this.drawEmpty();
     this.select(this.selected);
@@ -173,6 +172,12 @@ const table = {
 };
 
 const placeOf = (row, run) => ({ run: run || null, step: row.step, rank: row.rank, index: row.index });
+
+// The reward of a full bar: 1, as most rewards have it, or the largest of these rows.
+function fullBar(rows) {
+  const largest = Math.max(0, ...rows.map((row) => Math.abs(number(row.reward))).filter(Number.isFinite));
+  return largest > 0.1 && largest < 1 ? 1 : largest || 1;
+}
 
 function rewardBar(reward, highest) {
   const value = number(reward);
