@@ -34,6 +34,8 @@ OPEN_TO_ALL = {
     "terminal",
     "user_file",
 }
+# It reads recorded trajectories besides, and works where torch is not installed.
+VIEW_MAY_IMPORT = {"recipe", "observe", "data"}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
@@ -89,6 +91,8 @@ def may_import(package: str) -> set[str] | None:
         return {"api"}
     if package in BESIDE:
         return BESIDE_MAY_IMPORT
+    if package == "view":
+        return VIEW_MAY_IMPORT
     lower: set[str] = set()
     for layer in LAYERS:
         if package in layer:
@@ -114,7 +118,7 @@ def check_arrows(path: Path, root: Path) -> Iterator[str]:
 
 
 def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
-    """`algorithms` is torch and the standard library; `recipe` works where torch is not installed."""
+    """`algorithms` is torch and the standard library; `recipe` and `view` work without torch."""
     package = room(path, root)
     for line, name in file_imports(path, root):
         top = name.split(".")[0]
@@ -122,7 +126,7 @@ def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
             inside = name == "isotrain.algorithms" or name.startswith("isotrain.algorithms.")
             wrong = not (top == "torch" or top in sys.stdlib_module_names or inside)
         else:
-            wrong = package == "recipe" and top in ("torch", "transformers")
+            wrong = package in ("recipe", "view") and top in ("torch", "transformers")
         if wrong:
             yield f"{path.relative_to(root)}:{line}: {package} may not import {name}"
 
@@ -215,6 +219,7 @@ def violations(checker: Checker, root: Path, name: str, source: str) -> list[str
         ("trainers/a.py", "import isotrain.parity"),
         ("parity/a.py", "import isotrain.device"),
         ("doctor/a.py", "import isotrain.parity"),
+        ("view/a.py", "import isotrain.models.load"),
         ("errors.py", "import isotrain.recipe"),
         ("__init__.py", "from isotrain.trainers import launch"),
         ("api/a.py", "import isotrain.cli.main"),
@@ -240,6 +245,7 @@ def test_arrows_that_point_the_wrong_way(tmp_path: Path, name: str, source: str)
         ),
         ("models/a.py", "from isotrain.models.b import c\nfrom isotrain.device import base\nimport torch"),
         ("parity/a.py", "import isotrain.observe.metrics, isotrain.recipe, isotrain.parity.b"),
+        ("view/a.py", "import isotrain.observe.metrics, isotrain.data.record"),
         ("errors.py", "import os"),
     ],
 )
@@ -257,6 +263,7 @@ def test_arrows_that_point_the_right_way(tmp_path: Path, name: str, source: str)
         ("recipe/a.py", "import yaml", 0),
         ("recipe/a.py", "def f():\n    import torch.nn", 1),
         ("recipe/a.py", "from transformers import AutoModel", 1),
+        ("view/a.py", "def f():\n    from transformers import AutoTokenizer", 1),
     ],
 )
 def test_outside_imports(tmp_path: Path, name: str, source: str, count: int) -> None:

@@ -24,6 +24,7 @@ from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
 from isotrain.cli.several_values import command_with
 from isotrain.cli.train import train
+from isotrain.cli.view import view
 from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import MAY_PASS, IsotrainError
 from isotrain.terminal import guard, guarded
@@ -70,7 +71,7 @@ app = typer.Typer(
         "Errors end with a message; ISOTRAIN_DEBUG=1 shows the traceback."
     ),
 )
-for verb in (train, recipes, doctor, plan):
+for verb in (train, view, recipes, doctor, plan):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
 for part in (record, replay, probe, sampler, contribute, verify, sign):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -67,6 +68,18 @@ class Record(NamedTuple):
 
 def step_file(directory: Path, step: int, rank: int) -> Path:
     return directory / f"step-{step:06d}-rank-{rank:05d}.parquet"
+
+
+def step_and_rank(name: str) -> tuple[int, int] | None:
+    """What the name of a step's file says; None for any other file, such as one that is being written."""
+    found = re.fullmatch(r"step-([0-9]{6,12})-rank-([0-9]{5,9})\.parquet", name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def recording_ranks(metadata: Mapping[bytes, bytes] | None) -> int | None:
+    """How many ranks wrote a file of the step, from the metadata of one of them; None if it does not say."""
+    text = (metadata or {}).get(_RANKS, b"").decode("ascii", "replace")
+    return int(text) if text.isdecimal() and 0 < int(text[:9]) <= _MOST_RANKS else None
 
 
 def write_trajectories(
@@ -163,10 +176,10 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 def _ranks(schema: pyarrow.Schema, path: Path) -> int:
-    text = (schema.metadata or {}).get(_RANKS, b"").decode("ascii", "replace")
-    if not (text.isdecimal() and 0 < int(text[:9]) <= _MOST_RANKS):
+    ranks = recording_ranks(schema.metadata)
+    if ranks is None:
         raise DataError(f"{path} does not say how many ranks recorded; record it again")
-    return int(text)
+    return ranks
 
 
 def _schema() -> pyarrow.Schema:

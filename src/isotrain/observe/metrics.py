@@ -111,7 +111,7 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, float]]]:
         if torn and not line:
             return
         try:
-            row = _decode(line)
+            row = decode_row(line)
         except ValueError as error:
             if torn:
                 return
@@ -125,7 +125,8 @@ def _encode(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _decode(line: bytes) -> dict[str, float]:
+def decode_row(line: bytes) -> dict[str, float]:
+    """What one line says, `step` included; a `ValueError` if it is not a row of a log."""
     row = json.loads(line, parse_constant=_refuse)
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")

@@ -50,6 +50,7 @@ class RunDirectory:
         self.plots = self.path / "plots"
         self.layer_trace = self.path / "layer_trace"
         self.score_tests = self.path / "score_tests"
+        self.trajectories = self.path / "trajectories"
 
     @classmethod
     def create(

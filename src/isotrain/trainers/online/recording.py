@@ -23,7 +23,7 @@ from isotrain.data.store import SampleStore
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
 from isotrain.models.load import model_directory
-from isotrain.observe.run_directory import write_atomically
+from isotrain.observe.run_directory import RunDirectory, write_atomically
 from isotrain.recipe.difference import FIXED_BY_RECORDING
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import OnlineSection, PpoSection
@@ -40,7 +40,7 @@ _LARGEST = 1 << 20
 
 def trajectories(run: str | Path) -> Path:
     """Where a run's recorded responses are."""
-    return Path(run) / "trajectories"
+    return RunDirectory(run).trajectories
 
 
 def frozen_models(recipe: Recipe) -> list[str]:

@@ -1,0 +1,1 @@
+"""`isotrain view`: curves and recorded trajectories of a run in the browser; no torch."""

@@ -1,0 +1,184 @@
+"""Recorded trajectories from their Parquet files, only the columns and rows that are asked for.
+
+The files may be of a later or earlier isotrain: columns that are not known here are ignored, and of the known
+ones only few must be there. Nothing is read whole: batches of rows of the columns that matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.data.record import recording_ranks
+from isotrain.errors import DataError
+from isotrain.terminal import visible
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+Column = npt.NDArray[Any]
+
+REQUIRED = ("prompt_index", "sample", "reward", "response")
+# What stands for a value that is not there; -1 also where a list is empty.
+_NUMBERS: dict[str, tuple[type[np.generic], float]] = {
+    "row": (np.int64, -1),
+    "prompt_index": (np.int64, -1),
+    "sample": (np.int64, -1),
+    "finished": (np.int8, -1),
+    "score": (np.float64, np.nan),
+    "reward": (np.float64, np.nan),
+    "advantage": (np.float64, np.nan),
+}
+TEXTS = ("source", "failure")
+_SCALARS = (*_NUMBERS, *TEXTS, "seed", "greedy", "parts", "detail", "episode")
+_LISTS: dict[str, type[np.generic]] = {
+    "prompt": np.int64,
+    "response": np.int64,
+    "mask": np.bool_,
+    "logp": np.float64,
+    "version": np.int64,
+}
+_ROWS, _BUFFER = 256, 1 << 18
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with (
+            path.open("rb") as stream,
+            pyarrow.parquet.ParquetFile(stream, buffer_size=_BUFFER, pre_buffer=False) as file,
+        ):
+            if missing := [name for name in REQUIRED if name not in file.schema_arrow.names]:
+                raise DataError(f"{path.name} has no column {missing[0]!r}")
+            yield file
+    except DataError:
+        raise
+    # Anybody may have written the file: its types and lengths need not fit together.
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path.name} cannot be read as recorded trajectories: {error}") from error
+
+
+def read_index(path: Path) -> tuple[dict[str, Column], dict[str, list[str | None]], int | None]:
+    """What the table shows of each row: numbers, texts, and how many ranks recorded the step.
+
+    Of token lists only their lengths and extremes are kept.
+    """
+    numbers: dict[str, list[Column]] = {}
+    texts: dict[str, list[str | None]] = {name: [] for name in TEXTS}
+    with _opened(path) as file:
+        names = set(file.schema_arrow.names)
+        lengths = "mask" if "mask" in names else "response"  # a bit for each token instead of four bytes
+        wanted = [name for name in (*_NUMBERS, *TEXTS, lengths, "version", "prompt") if name in names]
+        wanted.append("episode.part")  # of runs with agents; elsewhere it selects nothing
+        for batch in file.iter_batches(_ROWS, columns=wanted, use_threads=False):
+            for name, column in _of_batch(batch, lengths).items():
+                numbers.setdefault(name, []).append(column)
+            for name, kept in texts.items():
+                known = name in batch.schema.names
+                kept += map(_text, batch.column(name).to_pylist()) if known else [None] * batch.num_rows
+        ranks = recording_ranks(file.schema_arrow.metadata)
+    return {name: np.concatenate(parts) for name, parts in numbers.items()}, texts, ranks
+
+
+def _of_batch(batch: pyarrow.RecordBatch, lengths: str) -> dict[str, Column]:
+    names, rows = batch.schema.names, batch.num_rows
+    found: dict[str, Column] = {}
+    for name, (dtype, absent) in _NUMBERS.items():
+        if name not in names:
+            found[name] = np.full(rows, absent, dtype)
+        elif batch.column(name).null_count:
+            values = batch.column(name).to_pylist()
+            found[name] = np.array([absent if value is None else value for value in values], dtype)
+        else:
+            found[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(dtype)
+    size = found["length"] = found["trained"] = _lengths(batch, lengths)
+    if lengths == "mask":
+        ends = np.cumsum(size)
+        total = np.concatenate([[0], np.cumsum(_flat(batch, "mask"))])
+        found["trained"] = (total[ends] - total[ends - size]).astype(np.int32)
+    prompts = "prompt" in names
+    found["prompt_length"] = _lengths(batch, "prompt") if prompts else np.full(rows, -1, np.int32)
+    found["part"] = np.zeros(rows, np.int32)
+    if "episode" in names:
+        found["part"] = batch.column("episode").field(0).fill_null(0).to_numpy(zero_copy_only=False)
+    found["version"], found["newest"] = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
+    if "version" in names:
+        size = _lengths(batch, "version")
+        some = size > 0
+        if some.any():
+            flat, starts = _flat(batch, "version"), (np.cumsum(size) - size)[some]
+            found["version"][some] = np.minimum.reduceat(flat, starts)
+            found["newest"][some] = np.maximum.reduceat(flat, starts)
+    return found
+
+
+def _flat(batch: pyarrow.RecordBatch, name: str) -> Column:
+    flat: Column = batch.column(name).flatten().to_numpy(zero_copy_only=False)
+    return flat
+
+
+def _lengths(batch: pyarrow.RecordBatch, name: str) -> Column:
+    found: Column = batch.column(name).value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    return found.astype(np.int32)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else visible(str(value)[:200], one_line=True)
+
+
+def read_rows(path: Path, numbers: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """Some rows of a file, by their numbers in it; lists of tokens as arrays.
+
+    A row group is decoded only up to the last row that is wanted of it.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    with _opened(path) as file:
+        present = [name for name in columns if name in file.schema_arrow.names]
+        first = 0
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            inside = sorted(number - first for number in numbers if first <= number < first + rows)
+            at = 0
+            if inside:
+                batches = file.iter_batches(32, row_groups=[group], columns=present, use_threads=False)
+                for batch in batches:
+                    for i in inside:
+                        if at <= i < at + batch.num_rows:
+                            found[first + i] = _row(batch, i - at)
+                    at += batch.num_rows
+                    if at > inside[-1]:
+                        break
+            first += rows
+    if missing := [number for number in numbers if number not in found]:
+        raise DataError(f"{path.name} has no row {missing[0]}: it was written again; reload the page")
+    return found
+
+
+def read_row(path: Path, number: int) -> dict[str, Any]:
+    """Everything that is known of one row; what the file does not have is None, or an empty list."""
+    row = read_rows(path, [number], [*_SCALARS, *_LISTS])[number]
+    whole: dict[str, Any] = {name: row.get(name) for name in _SCALARS}
+    for name, dtype in _LISTS.items():
+        whole[name] = row[name] if row.get(name) is not None else np.zeros(0, dtype)
+    return whole
+
+
+def _row(batch: pyarrow.RecordBatch, i: int) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name in batch.schema.names:
+        value = batch.column(name)[i]
+        if name in _LISTS:
+            flat = None if value.values is None else value.values.to_numpy(zero_copy_only=False)
+            row[name] = np.zeros(0, _LISTS[name]) if flat is None else flat.astype(_LISTS[name])
+        else:
+            row[name] = value.as_py()
+    return row
