@@ -83,6 +83,10 @@ class RewardError(IsotrainError, RuntimeError):
     """A reward that cannot be computed at all; a single sample's failure is counted instead."""
 
 
+class SandboxError(IsotrainError, RuntimeError):
+    """A sandbox that cannot be made or reached; what a program does inside is never an error."""
+
+
 class ClusterError(IsotrainError, RuntimeError):
     """A Ray cluster that cannot be joined, lacks devices, or lost a worker."""
 
