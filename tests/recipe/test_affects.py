@@ -21,6 +21,7 @@ ON_RESUME_ONLY = {
     *(f"data.{name}" for name in ("tokens_per_micro_batch", "validation_rows")),
     *(f"rollout.validation.{name}" for name in ("n", "temperature")),
     *(f"reward.{name}" for name in ("timeout", "function.memory_gb", "plugin.memory_gb")),
+    *(f"reward.code.{name}" for name in ("timeout", "memory_gb")),
 }
 IN_PARITY_ONLY = {"rollout.replay"}
 BOTH = {
@@ -44,6 +45,7 @@ BOTH = {
         )
     ),
     *("reward.workers", "reward.math.processes"),
+    *(f"reward.code.{name}" for name in ("sandbox", "python", "processes")),
     *(
         f"reward.{part}.{name}"
         for part in ("function", "plugin")
