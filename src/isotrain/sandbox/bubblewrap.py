@@ -228,6 +228,8 @@ def _check_installation() -> None:
         told = subprocess.run([bubblewrap, "--help"], capture_output=True, text=True, timeout=30, env={})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"bubblewrap does not run: {error}; {INSTALL}") from None
+    if told.returncode != 0:
+        raise SandboxError(f"bubblewrap does not run: {told.stderr.strip()[-300:]}")
     lacking = [option for option in _NEEDED_OPTIONS if option not in told.stdout + told.stderr]
     if lacking:
         raise SandboxError(f"this bubblewrap has no {' and no '.join(lacking)}: {INSTALL}")
