@@ -8,7 +8,7 @@ import json
 import math
 import socket
 import time
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +22,6 @@ PAUSE = 1.0
 SLACK = 10.0
 # Overloaded, or a gateway without a server behind it: the program has not run, or its outcome is lost.
 BUSY = frozenset({429, 502, 503, 504})
-_CHUNK = 1 << 16
 # Of a reply, beyond stdout and stderr: JSON writes a character with up to six bytes.
 _ENVELOPE = 1 << 16
 
@@ -39,7 +38,7 @@ class SandboxFusion:
         self._secure, self._host, self._port = parts.scheme == "https", parts.hostname or "", parts.port
         self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
         self._closing = Event()
-        self._connections: set[http.client.HTTPConnection] = set()
+        self._sockets: set[socket.socket] = set()
 
     def start(self) -> None:
         outcome = self.run("print('isotrain')")
@@ -76,54 +75,57 @@ class SandboxFusion:
 
     def close(self) -> None:
         self._closing.set()
-        for connection in tuple(self._connections):
-            if (sock := connection.sock) is not None:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        for connected in tuple(self._sockets):
+            _cut_off(connected)
 
     def _post(self, body: bytes, seconds: float) -> Any:
         """The reply; the time is that of the whole exchange, however slowly its bytes come."""
         deadline = time.monotonic() + seconds
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         with contextlib.closing(kind(self._host, self._port, timeout=seconds)) as connection:
-            self._connections.add(connection)
             try:
-                headers = {"Content-Type": "application/json", "Accept": "application/json"}
-                connection.request("POST", self._path, body, headers)
-                reply = connection.getresponse()
-                if reply.status in BUSY:
-                    raise _Busy(f"HTTP status {reply.status}")
-                if reply.status != 200:
-                    raise SandboxError(
-                        f"{self._address} replied with HTTP status {reply.status}; is it the address of a "
-                        "SandboxFusion server?"
-                    )
-                content = self._read(connection, reply, deadline)
+                connection.connect()
+                status, content = self._exchange(connection, body, deadline)
             except (OSError, http.client.HTTPException) as error:
-                raise _Busy(f"{type(error).__name__}: {error}") from None
-            finally:
-                self._connections.discard(connection)
+                late = time.monotonic() >= deadline
+                raise _Busy(
+                    f"no reply within {seconds:g} s" if late else f"{type(error).__name__}: {error}"
+                ) from None
+        if time.monotonic() >= deadline:
+            raise _Busy(f"no reply within {seconds:g} s")
+        if status in BUSY:
+            raise _Busy(f"HTTP status {status}")
+        if status != 200:
+            raise SandboxError(
+                f"{self._address} replied with HTTP status {status}; is it the address of a SandboxFusion "
+                "server?"
+            )
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
             raise SandboxError(f"{self._address} did not reply with JSON") from None
 
-    def _read(
-        self, connection: http.client.HTTPConnection, reply: http.client.HTTPResponse, deadline: float
-    ) -> bytes:
-        most = 2 * 6 * self._limits.output + _ENVELOPE
-        content = bytearray()
-        while len(content) <= most:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the reply took too long")
-            if connection.sock is not None:
-                connection.sock.settimeout(left)
-            chunk = reply.read1(_CHUNK)
-            if not chunk:
-                return bytes(content)
-            content += chunk
-        raise SandboxError(f"{self._address} sent a reply of more than {most} bytes")
+    def _exchange(
+        self, connection: http.client.HTTPConnection, body: bytes, deadline: float
+    ) -> tuple[int, bytes]:
+        # A socket's own timeout begins again with each byte, and the connection may let go of its socket.
+        connected = connection.sock
+        timer = Timer(max(0.0, deadline - time.monotonic()), _cut_off, (connected,))
+        timer.daemon = True
+        timer.start()
+        self._sockets.add(connected)
+        try:
+            headers = {"Content-Type": "application/json", "Accept": "application/json"}
+            connection.request("POST", self._path, body, headers)
+            reply = connection.getresponse()
+            most = 2 * 6 * self._limits.output + _ENVELOPE
+            content = reply.read(most + 1)
+        finally:
+            self._sockets.discard(connected)
+            timer.cancel()
+        if len(content) > most:
+            raise SandboxError(f"{self._address} sent a reply of more than {most} bytes")
+        return reply.status, content
 
     def _outcome(self, reply: Any) -> Outcome:
         """By the server's words: `status` is about the sandbox, `run_result` about the program."""
@@ -148,6 +150,11 @@ class SandboxFusion:
         code = result.get("return_code")
         code = code if isinstance(code, int) else None
         return Outcome("memory" if ended_by_memory(code, stderr) else "exit", code, *kept)
+
+
+def _cut_off(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _text(value: Any) -> str:
