@@ -85,7 +85,9 @@ UNKNOWN_NAME = (
 )
 NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample responses: write 'rollout: {n: 4}'"
 NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score responses: write 'reward: {gsm8k: {}}'"
-NO_PART = "no reward is set; add one of gsm8k, math, function, plugin, model, process, such as gsm8k: {}"
+NO_PART = (
+    "no reward is set; add one of gsm8k, math, code, function, plugin, model, process, such as gsm8k: {}"
+)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sandboxes import bubblewrap
 
 from isotrain.errors import SandboxError
 from isotrain.sandbox.base import MIB, Limits, Outcome
 from isotrain.sandbox.bubblewrap import NOBODY, Bubblewrap
+from sandboxes import bubblewrap
 
 LIMITS = Limits(seconds=4.0, memory=512 * MIB, output=MIB, disk=8 * MIB)
 # Of the wall clock, on a machine that does other things as well: the limit, the end, and the start.

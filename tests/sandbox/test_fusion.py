@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sandboxes import FusionServer, bubblewrap, fusion_server
 
 from isotrain.errors import SandboxError
 from isotrain.sandbox import fusion
@@ -18,6 +17,7 @@ from isotrain.sandbox.base import MIB, Limits
 from isotrain.sandbox.bubblewrap import Bubblewrap
 from isotrain.sandbox.build import build_sandbox
 from isotrain.sandbox.fusion import SandboxFusion
+from sandboxes import FusionServer, bubblewrap, fusion_server
 
 LIMITS = Limits(seconds=3.0, memory=256 * MIB, output=10_000)
 

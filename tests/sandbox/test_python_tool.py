@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from sandboxes import bubblewrap, fusion_server
 
 from isotrain.errors import SandboxError
 from isotrain.sandbox.base import MIB, Limits
 from isotrain.sandbox.python_tool import PythonTool
+from sandboxes import bubblewrap, fusion_server
 
 LIMITS = Limits(seconds=3.0, memory=256 * MIB, output=100_000)
 
