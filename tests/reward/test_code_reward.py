@@ -64,7 +64,7 @@ def test_all_or_nothing() -> None:
         written("def add(a, b):\n    return a + b", CALLS),
         written(method, CALLS),
         written("def add(a, b):\n    return a + b", ASSERTS, SETUP),
-        written("def add(a, b):\n    return a + b", ASSERTS[:2] + ["assert add(1, 1) == 3"]),
+        written("def add(a, b):\n    return a + b", [*ASSERTS[:2], "assert add(1, 1) == 3"]),
         written("def add(a, b):\n    return a + b", {"test": HUMAN_EVAL, "entry_point": "add"}),
     ]
     with scorer() as rewards:
@@ -92,7 +92,7 @@ def test_all_or_nothing() -> None:
     ],
 )
 def test_ways_to_end_without_passing(code: str) -> None:
-    with scorer(score="share") as rewards:
+    with scorer(score="share", timeout=2.0) as rewards:
         scored = rewards.score([written(code, CALLS), written(code, ASSERTS, SETUP), written(code, DOUBLE)])
     assert [(one.score, one.failure) for one in scored] == [(0.0, None)] * 3
 
@@ -142,7 +142,6 @@ def test_responses_without_code_and_rows_without_tests() -> None:
 
 def test_a_broken_sandbox_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "PAUSE", 0.01)
-    section = RewardSection.model_validate({"code": {}, "failed_score": -1.0})
     with fusion_server(None) as server:
         section = RewardSection.model_validate({"code": {"sandbox": server.address}, "failed_score": -1.0})
         built = build_scorer(section, None)
