@@ -488,6 +488,14 @@ def test_an_environment_of_the_users_choice(tmp_path: Path) -> None:
     with bubblewrap(LIMITS, python="/usr/bin/python3") as sandbox:
         shown = run(sandbox, "import sys; print(sys.prefix)")
     assert shown.stdout == "/usr\n"
+    private = tmp_path / "private"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", private], check=True, timeout=60)
+    private.chmod(0o700)
+    if os.geteuid() == 0:
+        with pytest.raises(
+            SandboxError, match=r"Permission denied; name a Python in a directory that all users"
+        ):
+            Bubblewrap(LIMITS, python=str(private / "bin" / "python")).start()
     with pytest.raises(SandboxError, match=r"nowhere/python is not a Python that runs here"):
         Bubblewrap(LIMITS, python=f"{tmp_path}/nowhere/python").start()
 

@@ -318,8 +318,8 @@ class CodeSection(Section):
     )
     """Where code runs: `bubblewrap`, or the address of a SandboxFusion server as `http://host:port`."""
     python: Annotated[str | None, Affects.EXECUTION] = None
-    """With `bubblewrap`: the Python that runs the code, with the packages of its environment; by default one
-    without packages."""
+    """With `bubblewrap`: the Python that runs the code, with the packages of its environment; by default that
+    of isotrain, without the packages of its virtual environment, or else `/usr/bin/python3`."""
     score: Literal["all", "share"] = "all"
     """`all`: 1 if all tests pass, otherwise 0; `share`: the share of tests that pass."""
     timeout: Annotated[float, Affects.COURSE] = Field(default=10.0, gt=0)

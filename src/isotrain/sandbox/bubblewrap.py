@@ -19,7 +19,7 @@ from threading import Event
 from isotrain.errors import SandboxError
 from isotrain.sandbox.base import Limits, Outcome
 from isotrain.sandbox.seccomp import MACHINES, seccomp_filter
-from isotrain.sandbox.supervise import Supervised
+from isotrain.sandbox.supervise import supervise
 
 INSTALL = "install bubblewrap 0.8 or newer (apt-get install bubblewrap, or dnf install bubblewrap)"
 NAMESPACES = (
@@ -27,6 +27,7 @@ NAMESPACES = (
     "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; start a container with --security-opt "
     "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 )
+READABLE = "name a Python in a directory that all users can read: where isotrain runs as root, programs run as nobody"
 # Where this process is root the program is not: limits on processes do not hold for root.
 NOBODY = 65534
 LONGEST_PROGRAM = 4 << 20
@@ -69,7 +70,7 @@ _KERNELS = (Kernel(), Kernel(disable_userns=False), Kernel(proc=False), Kernel(F
 class Bubblewrap:
     def __init__(self, limits: Limits, python: str | None = None) -> None:
         """`python`: the interpreter for programs, with the packages of its environment; by default the one
-        that isotrain runs on, without packages, or else the system's."""
+        that isotrain runs on, without those of a virtual environment, or else the system's."""
         self._limits, self._wanted = limits, python
         self._closing = Event()
         self._chosen: tuple[Python, Kernel] | None = None
@@ -94,14 +95,16 @@ class Bubblewrap:
                 try:
                     outcome = self._run(python, kernel, f"print({_GREETING!r})", "", _FIRST_RUN)
                 except SandboxError as error:
-                    problem = problem or error
+                    remedy = READABLE if "source path" in str(error) else NAMESPACES
+                    problem = problem or SandboxError(f"{error}; {remedy}")
                     continue
                 if outcome.stdout == f"{_GREETING}\n":
                     self._chosen = python, kernel
                     return self._chosen
                 told = outcome.stderr.strip()[-300:] or f"it ended by {outcome.ended}"
                 problem = problem or SandboxError(f"{python.executable} does not run in the sandbox: {told}")
-        raise SandboxError(f"{problem or 'there is no Python for programs'}; {NAMESPACES}")
+        assert problem is not None
+        raise problem
 
     def _run(self, python: Python, kernel: Kernel, program: str, stdin: str, seconds: float) -> Outcome:
         if self._closing.is_set():
@@ -109,24 +112,17 @@ class Bubblewrap:
         source = program.encode("utf-8", "replace")
         if len(source) > LONGEST_PROGRAM:
             return Outcome("memory", None, "", f"the program has more than {LONGEST_PROGRAM} bytes", 0.0)
-        with contextlib.ExitStack() as stack:
-            files = [
-                stack.enter_context(_sealed(content))
-                for content in (source, seccomp_filter(platform.machine()), stdin.encode("utf-8", "replace"))
-            ]
-            ends = [os.pipe() for _ in range(3)]
-            for read, _ in ends:
-                stack.callback(os.close, read)
-            writes = [write for _, write in ends]
-            try:
-                process = self._start(python, kernel, files, writes)
-            except OSError as error:
-                raise SandboxError(f"bubblewrap could not be started: {error}") from None
-            finally:
-                for write in writes:
-                    os.close(write)
-            pipes = (ends[0][0], ends[1][0], ends[2][0])
-            return Supervised(process, pipes, self._limits, self._closing).outcome(seconds)
+        given = source, seccomp_filter(platform.machine()), stdin.encode("utf-8", "replace")
+        try:
+            with contextlib.ExitStack() as ours:
+                with contextlib.ExitStack() as theirs:
+                    files = [theirs.enter_context(_sealed(content)) for content in given]
+                    stdout, stderr, status = (_pipe(ours, theirs) for _ in range(3))
+                    process = self._start(python, kernel, files, [stdout[1], stderr[1], status[1]])
+                pipes = stdout[0], stderr[0], status[0]
+                return supervise(process, pipes, self._limits, self._closing, seconds)
+        except OSError as error:  # such as no more processes or open files
+            raise SandboxError(f"bubblewrap could not be started: {error}") from None
 
     def _start(
         self, python: Python, kernel: Kernel, files: list[int], writes: list[int]
@@ -197,6 +193,14 @@ def _resource_limits(limits: Limits) -> list[str]:
         "nproc": limits.processes,
     }
     return [f"--{name}={value}:{value}" for name, value in values.items()]
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    """One to read from; each end is closed with its stack."""
+    read, write = os.pipe()
+    ours.callback(os.close, read)
+    theirs.callback(os.close, write)
+    return read, write
 
 
 @contextlib.contextmanager

@@ -25,9 +25,25 @@ _CHUNK = 1 << 16
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
-class Supervised:
-    """A running bubblewrap, given by its process and the pipes of stdout, stderr and `--json-status-fd`."""
+def supervise(
+    process: subprocess.Popen[bytes],
+    pipes: tuple[int, int, int],
+    limits: Limits,
+    closing: Event,
+    seconds: float,
+) -> Outcome:
+    """Wait for bubblewrap's end, or bring it about after `seconds`, at a limit or once `closing` is set.
 
+    `pipes`: of stdout, stderr and `--json-status-fd`."""
+    try:
+        return _Supervised(process, pipes, limits, closing).outcome(seconds)
+    finally:
+        if process.poll() is None:  # it could not even be watched
+            process.kill()
+            process.wait(PATIENCE)
+
+
+class _Supervised:
     def __init__(
         self, process: subprocess.Popen[bytes], pipes: tuple[int, int, int], limits: Limits, closing: Event
     ) -> None:
@@ -40,7 +56,6 @@ class Supervised:
         self._init_pid: int | None = None
 
     def outcome(self, seconds: float) -> Outcome:
-        """Wait for the program's end, or bring it about after `seconds`."""
         begun = time.monotonic()
         try:
             for pipe in self._read:
