@@ -27,7 +27,7 @@ NAMESPACES = (
     "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; start a container with --security-opt "
     "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 )
-READABLE = "name a Python in a directory that all users can read: where isotrain runs as root, programs run as nobody"
+READABLE = "name a Python that all users can read: where isotrain runs as root, programs run as nobody"
 # Where this process is root the program is not: limits on processes do not hold for root.
 NOBODY = 65534
 LONGEST_PROGRAM = 4 << 20
