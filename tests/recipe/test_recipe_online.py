@@ -176,7 +176,7 @@ NO_PART = (
             GRPO + "rollout:\nreward: gsm8k\n",
             [
                 "r.yaml:8: 'reward' is the text 'gsm8k'; expected a section with keys such as "
-                "gsm8k, math, function, model; write 'reward: {gsm8k: {}}'"
+                "gsm8k, math, code, function; write 'reward: {gsm8k: {}}'"
             ],
         ),
         (

@@ -175,7 +175,8 @@ def test_the_same_scores_over_http() -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["docker", "ftp://host", "http://", "http://user:word@host:80", "bubblewrap2"]
+    "where",
+    ["docker", "ftp://host", "http://", "http://user:word@host:80", "bubblewrap2", "http://host:port"],
 )
 def test_addresses_that_are_none(where: str) -> None:
     with pytest.raises(ValueError, match="sandbox"):

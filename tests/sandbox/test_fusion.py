@@ -178,5 +178,10 @@ def test_close_ends_what_waits_for_a_reply() -> None:
                 waiting.result(timeout=30)
 
 
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(SandboxError, match="http://host:99999: Port out of range"):
+        SandboxFusion("http://host:99999", LIMITS)
+
+
 def test_the_default_is_bubblewrap() -> None:
     assert isinstance(build_sandbox("bubblewrap", LIMITS), Bubblewrap)

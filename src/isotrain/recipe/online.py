@@ -314,7 +314,8 @@ class MathSection(Section):
 
 class CodeSection(Section):
     sandbox: Annotated[str, Affects.EXECUTION] = Field(
-        default="bubblewrap", pattern=r"^(bubblewrap|https?://[^\s/@?#]+(/[^\s?#]*)?)$"
+        default="bubblewrap",
+        pattern=r"^(bubblewrap|https?://[^\s/@?#:]+(:\d{1,5})?(/[^\s?#]*)?)$",
     )
     """Where code runs: `bubblewrap`, or the address of a SandboxFusion server as `http://host:port`."""
     python: Annotated[str | None, Affects.EXECUTION] = None

@@ -35,7 +35,10 @@ class SandboxFusion:
         """`address`: `http://host:port`, with or without the path `/run_code`."""
         parts = urlsplit(address)
         self._address, self._limits = address, limits
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname or "", parts.port
+        try:
+            self._secure, self._host, self._port = parts.scheme == "https", parts.hostname or "", parts.port
+        except ValueError as error:
+            raise SandboxError(f"{address}: {error}") from None
         self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
         self._closing = Event()
         self._sockets: set[socket.socket] = set()
