@@ -10,6 +10,7 @@ from pathlib import Path
 from isotrain.sandbox.base import MIB, Limits, Outcome
 from isotrain.sandbox.bubblewrap import Bubblewrap
 
+# Programs bound themselves a little above these limits: a broken sandbox must fail a test, not the machine.
 LIMITS = Limits(seconds=4.0, memory=512 * MIB, output=MIB, disk=8 * MIB)
 # Of the wall clock, on a machine that does other things as well: the limit, the end, and the start.
 BOUND = LIMITS.seconds + 15

@@ -68,10 +68,12 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
     refused = {number for number in range(1024) if decide(machine, number, first=1) in (REFUSED, UNKNOWN)}
     names = {name for name, number in known.items() if number in refused}
-    assert names == {
+    expected = {
         *("add_key", "bpf", "clone3", "fsconfig", "fsmount", "fsopen", "fspick", "io_uring_enter"),
         *("io_uring_register", "io_uring_setup", "keyctl", "memfd_create", "memfd_secret", "mount"),
         *("mount_setattr", "move_mount", "msgget", "open_tree", "perf_event_open", "pivot_root"),
         *("process_vm_readv", "process_vm_writev", "ptrace", "request_key", "setns", "shmget", "umount2"),
         *("unshare", "userfaultfd"),
     }
+    # Older headers do not know all of them; `syscalls` is how many there are.
+    assert names - {"syscalls"} == expected & known.keys()
