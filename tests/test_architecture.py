@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 # Lowest first. A package may import itself and packages of lower layers; `cli` may import everything, `api`
 # everything but `cli` and `self_test`.
 LAYERS = (
-    {"device", "recipe", "observe", "compat"},
+    {"device", "recipe", "observe", "compat", "sandbox"},
     {"models", "data", "algorithms"},
     {"cluster", "rollout", "reward", "engine", "agents"},
     {"trainers"},

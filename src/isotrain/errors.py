@@ -87,6 +87,10 @@ class EpisodeError(IsotrainError, RuntimeError):
     """An environment cannot be loaded or started."""
 
 
+class SandboxError(IsotrainError, RuntimeError):
+    """A sandbox that cannot be made or reached; what a program does inside is never an error."""
+
+
 class ClusterError(IsotrainError, RuntimeError):
     """A Ray cluster that cannot be joined, lacks devices, or lost a worker."""
 

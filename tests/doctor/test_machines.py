@@ -12,7 +12,9 @@ import pytest
 
 from isotrain.doctor.checks.versions import requirements
 from isotrain.doctor.examine import Report, examine
+from isotrain.doctor.facts import BUBBLEWRAP
 from isotrain.doctor.recorded import RecordedMachine
+from isotrain.doctor.system import command_name
 from isotrain.recipe.library import locate
 from isotrain.recipe.load import load_recipe
 
@@ -186,6 +188,34 @@ def test_a_limit_of_open_files(tmp_path: Path, ranks: int, hard: int, warned: bo
     recipe = load_recipe(locate("gsm8k-sft-lora-8x"), [f"device.ranks={ranks}"])
     found = examine(RecordedMachine(tmp_path / "machine"), recipe=recipe).findings
     assert ("few-open-files" in {finding.id for finding in found}) is warned
+
+
+@pytest.mark.parametrize(
+    ("said", "overrides", "problem"),
+    [
+        (None, ["reward.code={}"], "reward.code needs bubblewrap: it is not installed"),
+        (
+            "exit 1\nbwrap: No permissions\n",
+            ["reward.code={}"],
+            "reward.code needs bubblewrap: bwrap: No permissions",
+        ),
+        ("exit 0\n", ["reward.code={}"], None),
+        (None, ["reward.code.sandbox=http://127.0.0.1:8080"], None),
+        (None, [], None),
+    ],
+)
+def test_a_sandbox_for_code(
+    tmp_path: Path, said: str | None, overrides: list[str], problem: str | None
+) -> None:
+    shutil.copytree(MACHINES / "good-cpu", tmp_path / "machine")
+    if said is not None:
+        commands = tmp_path / "machine" / "commands"
+        commands.mkdir(exist_ok=True)
+        (commands / command_name(BUBBLEWRAP)).write_text(said)
+    recipe = load_recipe(locate("gsm8k-grpo"), overrides)
+    report = examine(RecordedMachine(tmp_path / "machine"), recipe=recipe)
+    assert [finding.problem for finding in report.errors] == ([problem] if problem else [])
+    assert all("apt-get install bubblewrap" in finding.remedy for finding in report.errors)
 
 
 def test_an_odd_number_of_dies() -> None:

@@ -86,7 +86,7 @@ UNKNOWN_NAME = (
 NEEDS_ROLLOUT = "r.yaml: 'rollout' is missing; grpo needs it to sample responses: write 'rollout: {n: 4}'"
 NEEDS_REWARD = "r.yaml: 'reward' is missing; grpo needs it to score responses: write 'reward: {gsm8k: {}}'"
 NO_PART = (
-    "no reward is set; add one of gsm8k, math, function, plugin, model, process, environment, such as "
+    "no reward is set; add one of gsm8k, math, code, function, plugin, model, process, environment, such as "
     "gsm8k: {}"
 )
 
@@ -177,7 +177,7 @@ NO_PART = (
             GRPO + "rollout:\nreward: gsm8k\n",
             [
                 "r.yaml:8: 'reward' is the text 'gsm8k'; expected a section with keys such as "
-                "gsm8k, math, function, model; write 'reward: {gsm8k: {}}'"
+                "gsm8k, math, code, function; write 'reward: {gsm8k: {}}'"
             ],
         ),
         (

@@ -154,7 +154,7 @@ def _answer(row: Row, reward: RewardSection) -> Text:
     if answer is not None:
         spelled = answer if isinstance(answer, str) else repr(answer)
         return Text(f"answer ({reward.answer_key}): {_visible(spelled, newline='⏎')}")
-    if not (reward.gsm8k or reward.math or reward.function):
+    if not (reward.gsm8k or reward.math or reward.code or reward.function):
         return Text(f"no '{reward.answer_key}'; a reward model needs none")
     found = ", ".join(f"'{name}'" for name in row.values)
     problem = f"no '{reward.answer_key}' for the reward to compare with; the row has {found}"

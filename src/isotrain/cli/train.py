@@ -116,6 +116,7 @@ def _online_rows(recipe: Recipe) -> dict[str, str]:
     parts = {
         "gsm8k": reward.gsm8k and f"gsm8k ({reward.gsm8k.method})",
         "math": reward.math and "math",
+        "code": reward.code and f"code ({reward.code.score}, {reward.code.sandbox})",
         "function": reward.function and reward.function.path,
         "model": reward.model and reward.model.path,
         "process": reward.process and reward.process.path,

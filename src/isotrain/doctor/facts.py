@@ -44,6 +44,8 @@ _GPU_QUERY = "--query-gpu=index,name,driver_version,memory.total"
 NVIDIA_SMI = ("nvidia-smi", _GPU_QUERY, "--format=csv,noheader,nounits")
 # Importing torch can fail, hang or crash: it never happens in this process.
 IMPORT_TORCH = ("python", "-c", "import torch")
+# Whether namespaces can be made, in which code of responses runs.
+BUBBLEWRAP = ("bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true")
 SHARED_MEMORY = "/dev/shm"
 _TOOLKITS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 _DRIVER = "/usr/local/Ascend/driver/version.info"
@@ -82,6 +84,8 @@ class Facts:
     nvidia_smi: str | None = None
     torch_import: str | None = None
     """Error of `import torch` in a child process; empty if it worked, None if it was not tried."""
+    bubblewrap: str | None = None
+    """Its error; empty if it works, None if it was not tried."""
     container: bool = False
     ports: frozenset[int] = field(default_factory=frozenset)
     """Ports on which a process listens."""
@@ -124,12 +128,20 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
         gpus=tuple(_gpus(nvidia.text)) if nvidia and nvidia.code == 0 else (),
         nvidia_smi=None if nvidia is None else _last_line(nvidia.text) if nvidia.code else "",
         torch_import=None if imported is None else _import_error(imported.text) if imported.code else "",
+        bubblewrap=_bubblewrap(system) if commands else None,
         container=system.read("/.dockerenv") is not None
         or "containerd" in (system.read("/proc/1/cgroup") or ""),
         ports=_ports(system.read("/proc/net/tcp")) | _ports(system.read("/proc/net/tcp6")),
         open_files=_open_files(system.read("/proc/self/limits")),
         free={place: free for place in places if (free := system.free(place)) is not None},
     )
+
+
+def _bubblewrap(system: System) -> str:
+    output = system.run(BUBBLEWRAP, timeout=10)
+    if output is None:
+        return "it is not installed"
+    return _last_line(output.text) if output.code else ""
 
 
 def is_simulated(plugin: str) -> bool:

@@ -52,9 +52,14 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def version_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """`changes` of resolved recipes: a field that one version did not have yet had its default's meaning."""
+    """`changes` of resolved recipes: a field that one version did not have yet had its default's meaning.
+
+    A section that one version did not have is null in the other where that one does not use it."""
     meaningless = set()
     for leaf in leaves(Recipe):
+        parts = leaf.path.split(".")
+        for section in (".".join(parts[:depth]) for depth in range(1, len(parts))):
+            meaningless |= {f"{section}: (absent) -> null", f"{section}: null -> (absent)"}
         default = leaf.info.get_default(call_default_factory=True)
         if default is None or isinstance(default, bool | int | float | str):
             shown = _shown(default)

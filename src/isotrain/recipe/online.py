@@ -315,6 +315,28 @@ class MathSection(Section):
     """Weight of this reward in the sum."""
 
 
+class CodeSection(Section):
+    sandbox: Annotated[str, Affects.EXECUTION] = Field(
+        default="bubblewrap",
+        pattern=r"^(bubblewrap|https?://[^\s/@?#:]+(:\d{1,5})?(/[^\s?#]*)?)$",
+    )
+    """Where code runs: `bubblewrap`, or the address of a SandboxFusion server as `http://host:port`."""
+    python: Annotated[str | None, Affects.EXECUTION] = None
+    """With `bubblewrap`: the Python that runs the code, with the packages of its environment; by default that
+    of isotrain, without the packages of its virtual environment, or else `/usr/bin/python3`."""
+    score: Literal["all", "share"] = "all"
+    """`all`: 1 if all tests pass, otherwise 0; `share`: the share of tests that pass."""
+    timeout: Annotated[float, Affects.COURSE] = Field(default=10.0, gt=0)
+    """Time limit of one program in seconds, in place of `reward.timeout`; ten times that for all tests of a
+    response. A test that exceeds it has failed, and so have those after it."""
+    memory_gb: Annotated[float, Affects.COURSE] = Field(default=1.0, ge=0.0625)
+    """Memory limit of one program in GiB."""
+    processes: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
+    """Programs that run at the same time per worker; by default one per core, at most 8."""
+    weight: float = 1.0
+    """Weight of this reward in the sum."""
+
+
 class FunctionSection(Section):
     path: str = Field(pattern=r"^[^:\x00]+\.py:[A-Za-z_]\w*$")
     """A Python file and a function in it, `rewards.py:score`; it may be async."""
@@ -372,6 +394,8 @@ class RewardSection(Section):
     """Compare GSM8K's final answers as text."""
     math: MathSection | None = None
     """Compare final answers as mathematics, with math-verify."""
+    code: CodeSection | None = None
+    """Run the response's last code block against the row's tests, in a sandbox."""
     function: FunctionSection | None = None
     """Your own reward function."""
     model: RewardModelSection | None = None
@@ -393,7 +417,7 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _one_at_least(self) -> RewardSection:
-        names = ("gsm8k", "math", "function", "plugin", "model", "process", "environment")
+        names = ("gsm8k", "math", "code", "function", "plugin", "model", "process", "environment")
         if not any(getattr(self, name) for name in names):
             raise ValueError(f"no reward is set; add one of {', '.join(names)}, such as gsm8k: {{}}")
         return self

@@ -1,1 +1,1 @@
-"""Responses in, scores out: rules, mathematics, a user's function; each call bounded in time."""
+"""Responses in, scores out: rules, mathematics, tests of code, a user's function; each bounded in time."""

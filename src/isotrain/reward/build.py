@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from isotrain.recipe.online import FunctionSection, RewardPluginSection, RewardSection
+from isotrain.recipe.online import CodeSection, FunctionSection, RewardPluginSection, RewardSection
 from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
+from isotrain.reward.code import CodeReward
 from isotrain.reward.function import function_setup, plugin_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
+from isotrain.sandbox.base import Limits, Sandbox
+from isotrain.sandbox.build import build_sandbox
 
 # sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
 # machine's.
@@ -76,7 +79,14 @@ class EnvironmentReward:
         pass
 
 
-Part = Gsm8kRule | EnvironmentReward | Pool
+class Part(Protocol):
+    """One reward of several."""
+
+    def start(self) -> None: ...
+
+    def submit(self, items: Sequence[RewardInput]) -> list[Future[Scored]]: ...
+
+    def close(self) -> None: ...
 
 
 class WeightedSum:
@@ -144,6 +154,11 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
             memory=MATH_MEMORY,
         )
         parts["math"] = pool, math.weight
+    if code := reward.code:
+        code_reward = CodeReward(
+            code_sandbox(code), score=code.score, timeout=code.timeout, processes=code.processes or cores
+        )
+        parts["code"] = code_reward, code.weight
     if function := reward.function:
         assert source is not None
         setup = function_setup(function.path, source)
@@ -152,6 +167,12 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
         setup = plugin_setup(plugin.name, plugin.options)
         parts["plugin"] = _pool("reward.plugin", plugin, setup, reward.timeout, cores), plugin.weight
     return WeightedSum(parts, reward.failed_score)
+
+
+def code_sandbox(code: CodeSection) -> Sandbox:
+    """Where code of responses runs."""
+    limits = Limits(seconds=code.timeout, memory=int(code.memory_gb * 2**30))
+    return build_sandbox(code.sandbox, limits, code.python)
 
 
 def _pool(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import pytest
 from online_runs import online_recipe
 
-from isotrain.errors import IsotrainError
+from isotrain.errors import IsotrainError, SandboxError
+from isotrain.sandbox import fusion
 from isotrain.trainers.online import precheck
 from isotrain.trainers.online.precheck import check_online, look_online
 
@@ -35,11 +38,26 @@ def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.
     assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "hf"})) == []
 
 
+def test_a_sandbox_must_work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    monkeypatch.setattr(fusion, "PAUSE", 0.01)
+    recipe = online_recipe(tiny, tmp_path, "cpu", reward={"code": {"sandbox": address}})
+    told = rf"reward\.code\.sandbox: {address} failed 3 times: ConnectionRefusedError"
+    with pytest.raises(SandboxError, match=told):
+        check_online(recipe)
+    (warning,) = look_online(recipe)
+    assert re.search(f"a run on this machine would fail: {told}", warning)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"reward\.code\.sandbox: bubblewrap is not installed: install"):
+        check_online(online_recipe(tiny, tmp_path, "cpu", reward={"code": {}}))
+
+
 def test_a_replay_needs_neither_engine_nor_reward(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precheck, "find_spec", lambda name: None)
-    reward = {"function": {"path": "nowhere.py:score"}, "math": {}}
+    reward = {"function": {"path": "nowhere.py:score"}, "math": {}, "code": {"sandbox": "http://nowhere"}}
     for engine in ("vllm", "sglang"):
         rollout = {"engine": engine, "replay": "runs/recorded"}
         assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout=rollout, reward=reward)) == []

@@ -1,4 +1,4 @@
-"""What one recipe needs on a machine: devices, shared memory, disk, ports, open files."""
+"""What one recipe needs on a machine: devices, shared memory, disk, ports, open files, a sandbox."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def check(scene: Scene) -> Iterator[Finding]:
     yield from _space(scene, scene.recipe)
     yield from _ports(scene)
     yield from _open_files(scene, scene.recipe)
+    yield from _sandbox(scene, scene.recipe)
 
 
 def devices_needed(recipe: Recipe) -> int:
@@ -106,3 +107,14 @@ def _open_files(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         )
         remedy = f"raise the hard limit: ulimit -Hn {needed}, or docker run --ulimit nofile={needed}"
         yield Finding("few-open-files", "warning", problem, remedy)
+
+
+def _sandbox(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+    code, error = recipe.reward and recipe.reward.code, scene.facts.bubblewrap
+    if not code or code.sandbox != "bubblewrap" or not error:
+        return
+    remedy = (
+        "install bubblewrap 0.8 or newer (apt-get install bubblewrap), allow user namespaces, or set "
+        "reward.code.sandbox to the address of a SandboxFusion server; see docs/sandbox.md"
+    )
+    yield Finding("no-sandbox", "error", f"reward.code needs bubblewrap: {error}", remedy)

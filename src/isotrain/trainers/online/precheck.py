@@ -8,12 +8,13 @@ from shutil import which
 
 from isotrain import user_file
 from isotrain.agents.interfaces import FIELD
-from isotrain.errors import EpisodeError, IsotrainError, RecipeError, RewardError, RolloutError
+from isotrain.errors import EpisodeError, IsotrainError, RecipeError, RewardError, RolloutError, SandboxError
 from isotrain.observe.environment import package_name
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.plugins import ADVANTAGES, POLICY_LOSSES, REWARDS, find_plugin
 from isotrain.recipe.online import (
     ClusterSection,
+    CodeSection,
     Online,
     OnlineSection,
     PpoSection,
@@ -21,6 +22,7 @@ from isotrain.recipe.online import (
     RolloutSection,
 )
 from isotrain.recipe.schema import Recipe
+from isotrain.reward.build import code_sandbox
 from isotrain.reward.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import
 
@@ -152,6 +154,8 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
             yield problem
         else:
             user_file.check(path, "class", FIELD, EpisodeError)  # its text is as wrong on every machine
+    if reward.code is not None:
+        yield from _no_sandbox(reward.code)
     if reward.function is not None:
         try:
             function_file(reward.function.path)
@@ -159,3 +163,14 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
             yield problem
         else:
             check_function(reward.function.path)  # its text is as wrong on every machine
+
+
+def _no_sandbox(code: CodeSection) -> Iterator[IsotrainError]:
+    """Code of responses is never run without one."""
+    sandbox = code_sandbox(code)
+    try:
+        sandbox.start()
+    except SandboxError as problem:
+        yield SandboxError(f"reward.code.sandbox: {problem}")
+    finally:
+        sandbox.close()

@@ -1,0 +1,122 @@
+"""Code in responses, scored by the tests of its row in a sandbox."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from isotrain.errors import RewardError, SandboxError
+from isotrain.reward.base import RewardInput, Scored, one_line
+from isotrain.reward.code_program import PROGRAM, make_job, read_results
+from isotrain.reward.code_tests import (
+    CallTest,
+    CodeTests,
+    SourceTest,
+    StdinTest,
+    read_tests,
+    same_output,
+    same_value,
+)
+from isotrain.sandbox.base import Outcome, Sandbox
+
+# All tests of a response together may take this many times the limit of one.
+TESTS_IN_FULL = 10
+_FENCE = re.compile(r"[ \t]*(`{3,})[^`]*")
+
+
+def last_block(response: str) -> str | None:
+    """The last fenced code block that is closed; None where there is none."""
+    found, fence = None, ""
+    block: list[str] = []
+    for line in response.split("\n"):
+        if not fence:
+            opened = _FENCE.fullmatch(line)
+            fence, block = opened[1] if opened else "", []
+        elif (closing := line.strip()).startswith(fence) and not closing.strip("`"):
+            found, fence = "\n".join(block), ""
+        else:
+            block.append(line)
+    return found
+
+
+@dataclass(frozen=True)
+class Graded:
+    passed: int
+    total: int
+    timeout: bool = False
+    """A test took longer than allowed; those after it were not run, and have not passed."""
+
+
+class CodeReward:
+    def __init__(
+        self, sandbox: Sandbox, *, score: Literal["all", "share"], timeout: float, processes: int
+    ) -> None:
+        """`timeout`: seconds of one program; `processes`: programs at the same time."""
+        self._sandbox, self._share, self._timeout = sandbox, score == "share", timeout
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="reward.code")
+
+    def start(self) -> None:
+        try:
+            self._sandbox.start()
+        except SandboxError as error:
+            raise RewardError(f"reward.code.sandbox: {error}") from None
+
+    def submit(self, items: Sequence[RewardInput]) -> list[Future[Scored]]:
+        return [self._threads.submit(self._score, item) for item in items]
+
+    def close(self) -> None:
+        self._sandbox.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _score(self, item: RewardInput) -> Scored:
+        try:
+            tests = read_tests(item.answer, item.row)
+            code = last_block(item.response)
+            graded = Graded(0, len(tests.tests)) if code is None else self.grade(code, tests)
+        except (SandboxError, ValueError) as error:
+            return Scored(0.0, failure="error", detail=one_line(str(error)))
+        share = graded.passed / graded.total
+        parts = {"no_code": float(code is None), "timeout": float(graded.timeout)}
+        return Scored(share if self._share else float(share == 1.0), parts)
+
+    def grade(self, code: str, tests: CodeTests) -> Graded:
+        """Run the tests; where all must pass, none after the first that fails."""
+        deadline = time.monotonic() + TESTS_IN_FULL * self._timeout
+        total = len(tests.tests)
+        programs = [test for test in tests.tests if isinstance(test, StdinTest)]
+        inside = [test for test in tests.tests if not isinstance(test, StdinTest)]
+        passed, timeout = self._run_inside(code, tests.setup, inside, deadline) if inside else (0, False)
+        if timeout or (passed < len(inside) and not self._share):
+            return Graded(passed, total, timeout)
+        for test in programs:
+            outcome = self._run(code, test.stdin, deadline)
+            if outcome.ended == "time":
+                return Graded(passed, total, timeout=True)
+            right = outcome.succeeded and same_output(outcome.stdout, test.expected)
+            passed += right
+            if not right and not self._share:
+                break
+        return Graded(passed, total)
+
+    def _run_inside(
+        self, code: str, setup: str, tests: list[CallTest | SourceTest], deadline: float
+    ) -> tuple[int, bool]:
+        """All in one program: how many have passed, and whether it took too long."""
+        job, word = make_job(setup, code, tests)
+        outcome = self._run(PROGRAM, job, deadline)
+        results = read_results(outcome.stdout, word)
+        passed = sum(
+            index in results and (isinstance(test, SourceTest) or same_value(results[index], test.expected))
+            for index, test in enumerate(tests)
+        )
+        return passed, outcome.ended == "time"
+
+    def _run(self, program: str, stdin: str, deadline: float) -> Outcome:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return Outcome("time", None, "", "", 0.0)
+        return self._sandbox.run(program, stdin, min(left, self._timeout))
