@@ -122,6 +122,7 @@ def test_tools_rewards_and_errors_as_the_policy_sees_them(tmp_path: Path) -> Non
             await process.ask("call", name="say", arguments={}),
             await process.ask("call", name="reset", arguments={}),
             await process.ask("call", name="do", arguments={"what": "raise"}),
+            await process.ask("call", name="say", arguments={"text": "half \ud83d"}),
             await process.ask("reward"),
         ]
         processes.end(process)
@@ -129,9 +130,10 @@ def test_tools_rewards_and_errors_as_the_policy_sees_them(tmp_path: Path) -> Non
 
     with environments(tmp_path) as processes:
         assert [tool["function"]["name"] for tool in processes.known["tools"]] == ["do", "say", "wait"]
-        said, woke, wrong, hidden, raised, reward = asyncio.run(play(processes))
+        said, woke, wrong, hidden, raised, half, reward = asyncio.run(play(processes))
     assert said == {"result": "ü\n"} and woke == {"result": "awake"} and reward == {"reward": 0.5}
     assert "missing 1 required positional argument" in wrong["error"]
+    assert half == {"result": "half ?"}  # no tokenizer would take a half of a surrogate pair
     assert hidden == {"error": "Tool reset not found."} and raised == {"error": "no such thing"}
 
 

@@ -64,7 +64,10 @@ def _line(lines: Any) -> bytes:
 
 
 def _fork(control: socket.socket, descriptor: int, factory: Factory) -> int:
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        return 0  # told as such: there is no room for another process
     if pid:
         return pid
     try:
@@ -136,7 +139,9 @@ def _seed(seed: int) -> None:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    """As text that all of isotrain can write: halves of surrogate pairs become question marks."""
+    text = json.dumps(message, ensure_ascii=False)
+    connection.sendall(text.encode("utf-8", "replace") + b"\n")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class Episode:
     def begin(self, prompt: str) -> Conversation:
         """The policy reads its prompt."""
         tokens = self.template.encode(prompt)
+        if not tokens:
+            raise EpisodeFailed("error", "the prompt is empty")
         if len(tokens) > self.limits.prompt:
             raise EpisodeFailed(
                 "error",
@@ -102,7 +104,7 @@ class Episode:
     def trajectories(self, reward: float | None, failed: EpisodeFailed | None = None) -> list[Trajectory]:
         task, conversation = self.task, self.conversation
         if conversation is None:  # it failed before its prompt was known
-            conversation = Conversation(self.template.encode(self.template.prompt(task.messages, None)))
+            conversation = Conversation(self._plain_prompt())
         return conversation.trajectories(
             row=task.row,
             prompt_index=task.prompt_index,
@@ -113,6 +115,14 @@ class Episode:
             failure=failed.failure if failed else None,
             detail=failed.detail if failed else "",
         )
+
+    def _plain_prompt(self) -> list[int]:
+        """Of the row alone; its words, where the template refuses them."""
+        try:
+            return self.template.encode(self.template.prompt(self.task.messages, None))
+        except DataError:
+            words = "\n".join(str(message["content"]) for message in self.task.messages)
+            return self.template.encode(words) or [0]
 
 
 async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) -> float | None:

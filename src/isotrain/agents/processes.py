@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -103,11 +104,13 @@ class EnvironmentProcesses:
         self._running: dict[int, EnvironmentProcess] = {}
         self._watching: asyncio.Task[None] | None = None
         self._forking = asyncio.Lock()
+        self._closed = False
         self.known: Mapping[str, Any] = {}
         """`kind` of environment, and its `tools` as the chat template takes them."""
 
     def start(self) -> None:
         """Import the user's file; raises `EpisodeError` where that fails."""
+        _make_room_for_sockets()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -140,7 +143,10 @@ class EnvironmentProcesses:
     async def open(self) -> EnvironmentProcess:
         """A process for one episode."""
         async with self._forking:
-            ours, theirs = socket.socketpair()
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                raise EpisodeFailed("crash", f"no socket for its process: {error}") from error
             with theirs:
                 pid = await asyncio.to_thread(self._fork, theirs.fileno())
         reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_REPLY)
@@ -153,12 +159,16 @@ class EnvironmentProcesses:
     def _fork(self, descriptor: int) -> int:
         try:
             socket.send_fds(self._control, [b"+"], [descriptor])
-            return int(_line(self._control))
+            pid = int(_line(self._control))
         except (OSError, ValueError):
             # Whatever ended it: another one is started for the next episodes.
-            self.close()
-            self.start()
+            self._end_all()
+            if not self._closed:
+                self.start()
             raise EpisodeFailed("crash", "the process that starts environments has ended") from None
+        if pid == 0:
+            raise EpisodeFailed("crash", "the machine has no more processes for it")
+        return pid
 
     def end(self, process: EnvironmentProcess) -> None:
         self._running.pop(process.pid, None)
@@ -176,6 +186,10 @@ class EnvironmentProcesses:
 
     def close(self) -> None:
         """End every process; may be called twice."""
+        self._closed = True
+        self._end_all()
+
+    def _end_all(self) -> None:
         for process in list(self._running.values()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -187,6 +201,14 @@ class EnvironmentProcesses:
             self._process = None
             self._control.close()
             _kill_marked(f"{MARK}={self._mark}".encode())
+
+
+def _make_room_for_sockets() -> None:
+    """Each episode has one; the usual limit is 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _line(connection: socket.socket) -> bytes:

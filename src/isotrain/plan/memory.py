@@ -16,7 +16,7 @@ from isotrain.recipe.schema import Recipe
 
 # Layers are alike: what one more takes is what each takes. From three on, all that happens at one time does:
 # the gradients of one layer travel while the next one computes and the weights of a third arrive.
-DEPTHS = (3, 5)
+DEPTHS = (3, 4)
 
 # A step on paper takes seconds; minutes say that something is wrong.
 TIMEOUT_SECONDS = 300.0

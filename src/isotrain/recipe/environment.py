@@ -26,8 +26,8 @@ class EnvironmentSection(Section):
     """How tool calls are written: `hermes`, or the name of one of vLLM's tool parsers; `auto` tells it from
     the chat template."""
     concurrency: Annotated[int | None, Affects.EXECUTION] = Field(default=None, ge=1)
-    """Maximum episodes at a time per engine, a process each; by default as many as the engine generates
-    at once."""
+    """Maximum episodes at a time per engine and batch, a process each; by default as many as the engine
+    generates at once."""
     start_timeout: Annotated[float, Affects.EXECUTION] = Field(default=120.0, gt=0)
     """Timeout of the import of the file, in seconds."""
     memory_gb: Annotated[float | None, Affects.COURSE] = Field(default=None, gt=0)

@@ -5,6 +5,7 @@ P: prompt tokens, N: response tokens, T: both.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,14 +167,16 @@ class VllmEngine:
                 **self._plain(),
             )
 
-        asked: list[Request] = []
+        asked: dict[int, Request] = {}
+        numbers = itertools.count()  # as `_run` counts them
 
         def ask(requests: Sequence[Request]) -> list[tuple[npt.NDArray[np.int32], Any]]:
-            asked.extend(requests)
+            for request in requests:
+                asked[next(numbers)] = request
             return [(request.prompt_P, parameters(request)) for request in requests]
 
         for index, output, version_N in self._run(ask(requests), lambda: ask(more())):
-            yield _trajectory(asked[index], output.outputs[0], version_N)
+            yield _trajectory(asked.pop(index), output.outputs[0], version_N)
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         from vllm import SamplingParams

@@ -148,6 +148,27 @@ def test_weights_wait_for_the_end_of_episodes(playing: tuple[Episodes, EngineLoo
     assert all((t.version_N == 0).all() for t in group)
 
 
+def test_batches_that_overlap_do_not_wait_for_each_other(
+    playing: tuple[Episodes, EngineLoop, Quick],
+) -> None:
+    episodes, _, engine = playing
+    slow, quick = play(episodes, [1.5]), play(episodes, [0.0, 0.0])
+    ended: dict[str, float] = {}
+
+    def take(name: str, groups: Iterator[list[Trajectory]]) -> None:
+        list(groups)
+        ended[name] = time.monotonic()
+
+    threads = [threading.Thread(target=take, args=one) for one in (("slow", slow), ("quick", quick))]
+    for thread in threads:
+        thread.start()
+        while not engine.asked:  # the slow ones are first
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join(20)
+    assert ended["slow"] - ended["quick"] > 1.0
+
+
 def test_an_engine_that_fails_ends_all_episodes(playing: tuple[Episodes, EngineLoop, Quick]) -> None:
     episodes, _, engine = playing
     engine.fails = True

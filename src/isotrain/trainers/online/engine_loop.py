@@ -188,11 +188,12 @@ class EngineLoop:
         width = max((call.supply.width * call.n for call in due), default=0) if self.in_flight else 0
         for call in due:
             requests += self._begin(call, width)
-            if not call.supply.exhausted:
+            if call.supply.exhausted:
+                if not call.groups:
+                    self._remove(call)
+                    call.finished.put(None)
+            elif call.supply.ready:  # it has more than there is room for
                 break
-            if not call.groups:
-                self._remove(call)
-                call.finished.put(None)
         return requests
 
     def _begin(self, call: Prompts, width: int) -> list[Request]:

@@ -20,7 +20,7 @@ from isotrain.agents.tool_calls import HERMES, Parsed, Parser, as_call, hermes, 
 from isotrain.data.formats import Conversation, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
-from isotrain.errors import DataError, RolloutError
+from isotrain.errors import EpisodeError, RolloutError
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, Sampling
@@ -67,6 +67,7 @@ class Episodes:
         self.at_once = environment.concurrency or loop.engine.at_once
         """Episodes under way at a time."""
         self._turn_numbers = itertools.count()
+        self._closed = False
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, name="episodes", daemon=True).start()
 
@@ -82,13 +83,13 @@ class Episodes:
         read = tool_calls(name, tokenizer, self._processes.known["tools"])
 
         def parse(text: str) -> Parsed:
-            calls, tried = read(text)
             try:
+                calls, tried = read(text)
                 return Parsed(
                     tuple(as_call(called, arguments) for called, arguments in calls),
                     "invalid tool call" if tried and not calls else "",
                 )
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return Parsed(malformed=f"invalid tool call: {error}")
 
         return parse
@@ -97,7 +98,7 @@ class Episodes:
         self, supply: Supply, read_row: ReadRow, n: int, sampling: Sampling, version: int, *, urgent: bool
     ) -> Iterator[list[Trajectory]]:
         """All sequences of the `n` episodes of a draw together, as soon as the last of them has ended."""
-        turns = TurnSupply(self._loop.engine.at_once)
+        turns = TurnSupply(max(1, self._loop.engine.at_once - self._loop.in_flight))
         call = _Call(self._loop, turns, sampling, self._turn_numbers)
         self._loop.serve(Prompts(turns, turns.requests, 1, sampling, version, urgent, finished=call))
         ended: queue.SimpleQueue[list[Trajectory] | BaseException] = queue.SimpleQueue()
@@ -139,6 +140,8 @@ class Episodes:
             except BaseException as error:
                 ended(error)
 
+        if self._closed:
+            raise RolloutError("the environments were closed")
         asyncio.run_coroutine_threadsafe(group(), self._events)
 
     async def _play(
@@ -162,8 +165,10 @@ class Episodes:
                     reward = await play_steps(episode)
             except EpisodeFailed as failed:
                 return episode.trajectories(None, failed)
-            except DataError as error:
-                return episode.trajectories(None, EpisodeFailed("error", str(error)))
+            except (EpisodeError, RolloutError, OSError):
+                raise  # of the engine, or of the file: all episodes have it
+            except Exception as error:  # from text that templates, tokenizers or parsers do not take
+                return episode.trajectories(None, EpisodeFailed("error", f"{type(error).__name__}: {error}"))
             return episode.trajectories(reward)
         finally:
             if process is not None:
@@ -175,6 +180,7 @@ class Episodes:
         return [message.as_dict() for message in prompt.messages]
 
     def close(self) -> None:
+        self._closed = True
         self._processes.close()
         self._events.call_soon_threadsafe(self._stop)
 
@@ -214,7 +220,7 @@ class _Call:
             (turn,) = group
             with self._lock:
                 future = self._waiting.pop(turn.prompt_index, None)
-            if future is not None:
+            if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(turn)
             return
         self._end(group or RolloutError("the engine ended before its episodes"))
@@ -227,7 +233,8 @@ class _Call:
             self._over = self._over or error
             waiting, self._waiting = list(self._waiting.values()), {}
         for future in waiting:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 def turn_seed(seed: int, turn: int) -> int:

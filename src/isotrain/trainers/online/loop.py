@@ -327,8 +327,7 @@ class OnlineTrainer:
     def _length_shaping(self, batch: Batch) -> Numbers | float:
         if self.settings.overlong is None:
             return 0.0
-        lengths_R = [n for group in batch.groups for n in group.responses.response_lengths]
-        lengths_E = [lengths_R[i] for i in last_sequences(batch.groups)]
+        lengths_E = [n for group in batch.groups for n in group.responses.lengths]
         shaping_E: Numbers = overlong_penalty(lengths_E, **self.settings.overlong).double().numpy()
         return shaping_E
 

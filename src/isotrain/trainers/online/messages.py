@@ -40,18 +40,23 @@ class EpisodeFacts(NamedTuple):
     seconds: float
     """Time that its environment took."""
     given: int
-    """Tokens that the environment wrote into it."""
+    """Tokens that the environment wrote between its turns."""
+    length: int
+    """Tokens of its last sequence from its first turn on."""
 
 
 def episode_facts(sequences: Sequence[Trajectory]) -> EpisodeFacts:
-    turns = [turn for t in sequences if t.episode is not None for turn in t.episode.turns]
+    by_sequence = [t.episode.turns for t in sequences if t.episode is not None and t.episode.turns]
+    turns = [turn for own in by_sequence for turn in own]
+    lengths = [own[-1].end - own[0].start for own in by_sequence]
     return EpisodeFacts(
         sequences=len(sequences),
         turns=len(turns),
         calls=sum(turn.calls for turn in turns),
         failed_calls=sum(turn.failures for turn in turns),
         seconds=sum(turn.seconds for turn in turns),
-        given=sum(int((~t.mask_N).sum()) for t in sequences),
+        given=sum(lengths) - sum(turn.end - turn.start for turn in turns),
+        length=lengths[-1] if lengths else 0,
     )
 
 
@@ -72,6 +77,11 @@ class Responses(NamedTuple):
     episodes: tuple[EpisodeFacts, ...] = ()
     """Where the policy acts in an environment. Lengths and the like above are then those of sequences, in the
     order of episodes; an episode can have several."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each response; of an episode, without what its prompt has beyond the common one."""
+        return tuple(facts.length for facts in self.episodes) or self.response_lengths
 
     @property
     def sequences(self) -> tuple[int, ...]:

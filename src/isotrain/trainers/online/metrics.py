@@ -34,16 +34,17 @@ def step_metrics(
 ) -> dict[str, float]:
     """Metrics of a step before its update; `rewards_E` are scores after penalties."""
     prompts = np.array([g.responses.prompt_length for g in groups], float)
-    responses_R = np.array([n for g in groups for n in g.responses.response_lengths], float)
+    responses_E = np.array([n for g in groups for n in g.responses.lengths], float)
     cut_R = ~np.array([done for g in groups for done in g.responses.finished], bool)
-    ages = np.array([version - g.responses.version for g in groups], float)
+    # A group in which all episodes failed at once has no version.
+    ages = np.array([version - g.responses.version for g in groups if any(g.responses.written)] or [0], float)
     token_ages = np.array([version - g.responses.mean_version for g in groups])
     written = np.array([sum(g.responses.written) for g in groups], float)
     return {
         **extent("critic/score", scores_E),
         **extent("critic/rewards", rewards_E),
         **extent("prompt_length", prompts),
-        **extent("response_length", responses_R),
+        **extent("response_length", responses_E),
         "response_length/clip_ratio": float(cut_R.mean()),
         "rollout/staleness/mean": float(ages.mean()),
         "rollout/staleness/max": float(ages.max()),

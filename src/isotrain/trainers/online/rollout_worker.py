@@ -174,10 +174,12 @@ class RolloutWorker:
 
     def close(self) -> None:
         """At any time, also before `start` and again."""
-        if self._episodes is not None:
-            self._episodes.close()
-        if hasattr(self, "loop"):
-            self.loop.close()
+        try:
+            if self._episodes is not None:
+                self._episodes.close()
+        finally:
+            if hasattr(self, "loop"):
+                self.loop.close()
 
 
 @contextmanager
