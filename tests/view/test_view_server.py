@@ -268,12 +268,13 @@ def test_no_script_makes_markup_or_code_of_text() -> None:
 
 
 def test_episodes_of_agents(run: Path, serve: Serve) -> None:
-    """A later recording says more of an episode: which sequence of it a row is, and its turns."""
+    """A recording says of an episode which sequence of it a row is, and its turns."""
     path = step_file(run / "trajectories", 2, 0)
     table = pyarrow.parquet.read_table(path)
     turn = {"start": 0, "end": 2, "reward": 0.5, "calls": 1, "failures": 0, "seconds": 0.25}
-    told = {"part": 1, "parts": 2, "reward": None, "failure": HOSTILE, "detail": "", "turns": [turn]}
-    later = table.append_column("episode", pyarrow.array([told, {**told, "part": 0}]))
+    told = {"part": 1, "parts": 2, "earlier": 0.0, "failure": HOSTILE, "detail": "", "turns": [turn]}
+    place, kind = table.schema.get_field_index("episode"), table.schema.field("episode").type
+    later = table.set_column(place, "episode", pyarrow.array([told, {**told, "part": 0}], kind))
     same = pyarrow.array([0, 0], pyarrow.int64())
     later = later.set_column(later.schema.get_field_index("sample"), "sample", same)
     pyarrow.parquet.write_table(later, path)
