@@ -49,7 +49,8 @@ def read_response(reply: Any, request: Request, sampling: Sampling, version: int
     tokens = reply.get("output_ids")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise _malformed(engine, "output_ids are not a list of tokens")
-    if not 0 < len(tokens) <= (most := request.room(sampling)):
+    most = request.room(sampling)
+    if not 0 < len(tokens) <= most:
         raise _malformed(engine, f"{len(tokens)} tokens, expected 1 to {most}")
     finished = _finished(meta, tokens, engine)
     logps = _pairs(meta, "output_token_logprobs", tokens, engine)
