@@ -148,7 +148,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(
     calls: list[str] = []
 
     def sometimes_full(file: Any, *arguments: Any) -> Any:
-        calls.append(file.name)
+        calls.append(file._file.name)
         filler = disk.fill() if len(calls) == 2 else None
         try:
             return write_tensors(file, *arguments)

@@ -18,7 +18,10 @@ METRIC = re.compile(
 
 
 # Counts between ranks, controller and checkpoint, and beginnings of names: nobody sees them in a run.
-NO_METRICS = {"actor/skipped", "critic/skipped", "critic/updates", "critic/score", "critic/rewards"}
+NO_METRICS = {
+    *("actor/skipped", "critic/skipped", "critic/updates", "critic/score", "critic/rewards"),
+    "timing_s/environment",
+}
 
 
 def documented(page: str) -> set[str]:
