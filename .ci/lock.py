@@ -29,6 +29,7 @@ LOCKS = (
     ".ci/ascend-vllm.lock",
     ".ci/sglang.lock",
     ".ci/sglang-newest.lock",
+    ".ci/agents.lock",
     "requirements/ascend.txt",
     "requirements/cuda.txt",
     "requirements/vllm-cpu.txt",
