@@ -22,6 +22,7 @@ from isotrain.cli.parity_sampler import sampler
 from isotrain.cli.plan import plan
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
+from isotrain.cli.runs import logs, runs
 from isotrain.cli.several_values import command_with
 from isotrain.cli.train import train
 from isotrain.cli.view import view
@@ -71,7 +72,7 @@ app = typer.Typer(
         "Errors end with a message; ISOTRAIN_DEBUG=1 shows the traceback."
     ),
 )
-for verb in (train, view, recipes, doctor, plan):
+for verb in (train, view, recipes, doctor, plan, runs, logs):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
 for part in (record, replay, probe, sampler, contribute, verify, sign):

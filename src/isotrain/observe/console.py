@@ -56,6 +56,9 @@ class Console:
     def message(self, text: str) -> None:
         """A message for a person, between two steps."""
 
+    def ended(self, error: BaseException | None) -> None:
+        """Called once, when training has ended, with what ended it early."""
+
     def close(self) -> None: ...
 
     def __enter__(self) -> Console:

@@ -47,6 +47,8 @@ class RunDirectory:
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.log = self.path / "log.txt"
+        self.status = self.path / "status.json"
         self.plots = self.path / "plots"
         self.layer_trace = self.path / "layer_trace"
         self.score_tests = self.path / "score_tests"

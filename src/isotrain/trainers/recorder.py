@@ -67,6 +67,11 @@ def recording(
         )
     try:
         yield
+    except BaseException as error:
+        recorder.console.ended(error)
+        raise
+    else:
+        recorder.console.ended(None)
     finally:
         recorder.close()
 

@@ -14,6 +14,7 @@ from isotrain.engine.score_tests.recorder import ScoreTests
 from isotrain.engine.world import join_world
 from isotrain.models.load import model_directory
 from isotrain.observe.console import Console, open_console
+from isotrain.observe.journal import Journal
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
@@ -61,6 +62,7 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
             for complaint in determinism.complaints:
                 console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
+            console = Journal(console, run, devices=world.size) if world.leads else console
             recorder = Recorder(console)
             trainer = build_trainer(recipe, device, world, run, loader, validation, recorder, preemption)
             check_probe_in_run(recipe, trainer.steps)

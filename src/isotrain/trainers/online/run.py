@@ -14,6 +14,7 @@ from isotrain.device.determinism import profile
 from isotrain.errors import ClusterError
 from isotrain.observe.console import open_console
 from isotrain.observe.environment import differences, without_secrets
+from isotrain.observe.journal import Journal
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.build import build_trainer, devices_of
@@ -98,8 +99,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
                 "determinism": determinism.as_json(),
                 "rollout": settings,
             }
-            command = without_secrets(sys.argv)
-            environment = {**described.environment, "command": command, "device": facts}
+            environment = {**described.environment, "command": without_secrets(sys.argv), "device": facts}
             run = write_start(recipe, source, environment, digests | functions)
             run.add_to_start({"model": described.model})
             if rollout.record:
@@ -107,10 +107,11 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             goes_on = groups.ranks.call(PolicyRank.resume)[0]
             for complaint in goes_on.complaints:
                 console.message(f"warning: {complaint}")
+            console = Journal(console, run, devices=devices_of(recipe, cluster))
             recorder = Recorder(console)
             trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, goes_on, preemption)
-            console.message(_introduction(recipe, rollout, described, steps))
-            console.message(f"  {_responses(rollout, settings)}")
+            told = _introduction(recipe, rollout, described, steps)
+            console.message(f"{told}\n  {_responses(rollout, settings)}")
             if recipe.trainer.save_every is not None and not 0 < recipe.trainer.save_every < steps:
                 console.message("  no checkpoint before the last step: remove or lower trainer.save_every")
             if goes_on.step:

@@ -1,0 +1,101 @@
+"""`isotrain runs` and `isotrain logs`: how far runs are, and what they said."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from isotrain.errors import DataError
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.runs import RunState, find_runs, state_of
+
+_COLOURS = {"running": "green", "starting": "green", "failed": "red", "killed": "red", "stopped": "yellow"}
+
+
+def runs(
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to look, three directories deep.")
+    ] = Path("runs"),
+    as_json: Annotated[bool, Option("--json", help="One JSON object per run and line.")] = False,
+) -> None:
+    """List runs: state, step, last metrics, and what they wait for.
+
+    Examples:
+
+        isotrain runs
+
+        watch -n 5 isotrain runs experiments
+    """
+    if not directory.is_dir():
+        raise DataError(f"there is no directory {directory}; give the one that holds your runs")
+    found = find_runs(directory)
+    if as_json:
+        for run in found:
+            typer.echo(json.dumps({**asdict(run), "path": str(run.path)}))
+        return
+    if not found:
+        typer.echo(f"no runs in {directory}")
+        return
+    _show(found)
+
+
+def _show(found: list[RunState]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("run", "algorithm", "state", "step", "last metrics", "", "ago", box=None, pad_edge=False)
+    for run in found:
+        table.add_row(
+            Text(str(run.path), overflow="fold"),
+            Text(run.algorithm),
+            Text(run.state, style=_COLOURS.get(run.state, "")),
+            Text(f"{run.step}/{run.steps}" if run.steps else str(run.step)),
+            Text(run.metrics),
+            Text(run.waiting[:200]),
+            Text(_ago(run.seconds)),
+        )
+    Console().print(table)
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def logs(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
+    lines: Annotated[int, Option("--lines", "-n", min=1, help="The last lines.")] = 50,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on while the run does.")] = False,
+) -> None:
+    """Print what a run said: progress, warnings, and why it ended. Also of one that runs elsewhere.
+
+    Examples:
+
+        isotrain logs runs/tiny-grpo
+
+        isotrain logs runs/tiny-grpo -f
+    """
+    path = RunDirectory(run).log
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            typer.echo("".join(file.readlines()[-lines:]), nl=False)
+            while follow:
+                goes_on = state_of(run).state in ("starting", "running")
+                text = file.read()
+                typer.echo(text, nl=False)
+                if not goes_on:
+                    return
+                time.sleep(0.5)
+    except FileNotFoundError:
+        raise DataError(f"{run} has no log; is it a run directory? `isotrain runs` lists them") from None

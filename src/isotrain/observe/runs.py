@@ -1,0 +1,159 @@
+"""Runs as `isotrain runs` lists them: how far each is, whether it goes on, and what it waits for."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isotrain.observe.console import describe, describe_validation
+from isotrain.observe.run_directory import RunDirectory
+
+# How far below the given directory runs are looked for, and in how many directories.
+DEPTH = 3
+MOST_DIRECTORIES = 10_000
+# A run on another machine, whose lock cannot be seen from here, is believed for so long.
+SECONDS_BELIEVED = 120.0
+# Of the end of a file: the last row of metrics is in it.
+TAIL = 1 << 16
+
+
+@dataclass(frozen=True)
+class RunState:
+    path: Path
+    name: str
+    algorithm: str
+    state: str
+    """starting, running, finished, stopped, failed; killed if it ended without a word; ended if it is of a
+    version that did not say how."""
+    step: int
+    steps: int | None
+    metrics: str
+    waiting: str
+    """What the current step waits for, or why the run failed."""
+    seconds: float | None
+    """Since its last sign."""
+
+
+def find_runs(root: Path) -> list[RunState]:
+    """All runs in a directory and below, the newest sign first."""
+    found = [state_of(path) for path in _directories(root)]
+    return sorted(found, key=lambda run: (run.seconds is None, run.seconds, str(run.path)))
+
+
+def _directories(root: Path) -> Iterator[Path]:
+    waiting, seen = [(root, 0)], 0
+    while waiting and seen < MOST_DIRECTORIES:
+        path, depth = waiting.pop()
+        seen += 1
+        if (path / "resolved.json").is_file():
+            yield path
+            continue
+        if depth < DEPTH:
+            try:
+                entries = sorted(path.iterdir(), reverse=True)
+            except OSError:
+                continue
+            inner = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
+            waiting += [(entry, depth + 1) for entry in inner if not entry.name.startswith(".")]
+
+
+def state_of(path: Path, now: float | None = None) -> RunState:
+    run = RunDirectory(path)
+    now = time.time() if now is None else now
+    resolved, status, row = _object(run.resolved), _object(run.status), _last_row(run.metrics)
+    step, steps = _whole(status.get("step")), _whole(status.get("steps"))
+    step = max(step or 0, _whole(row.get("step")) or 0)
+    signs = [_modified(run.metrics), _modified(run.status), _modified(run.environment)]
+    seconds = min((now - sign for sign in signs if sign is not None), default=None)
+    return RunState(
+        path=path,
+        name=str(resolved.get("name", path.name)),
+        algorithm=str((resolved.get("algorithm") or {}).get("name", "?")),
+        state=_state(run, status, seconds),
+        step=step,
+        steps=steps,
+        metrics="  ".join([*describe(row), *describe_validation(row)][:5]),
+        waiting=str(status.get("waiting") or status.get("error") or "").partition("\n")[0],
+        seconds=None if seconds is None else max(0.0, seconds),
+    )
+
+
+def _state(run: RunDirectory, status: Mapping[str, Any], seconds: float | None) -> str:
+    said = str(status.get("state", ""))
+    if _is_locked(run.path / ".lock"):
+        started = _modified(run.environment) or 0.0
+        is_of_this_start = said in ("starting", "running") and float(status.get("time") or 0) >= started - 1
+        return said if is_of_this_start else "starting"
+    if said not in ("starting", "running"):
+        return said or "ended"
+    elsewhere = status.get("host") != socket.gethostname()
+    return said if elsewhere and seconds is not None and seconds < SECONDS_BELIEVED else "killed"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a job trains in this directory, see `run_lock`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_row(path: Path) -> dict[str, float]:
+    """Of the newest step; a validation after it is added."""
+    rows: list[dict[str, float]] = []
+    for line in tail(path).splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # the first line of the tail, or one that is being written
+        if isinstance(row, dict):
+            rows.append({k: v for k, v in row.items() if isinstance(v, (int, float))})
+    merged: dict[str, float] = {}
+    for row in rows:
+        merged = {**merged, **row} if row.get("step") == merged.get("step") else row
+    return merged
+
+
+def tail(path: Path) -> str:
+    """The last part of a file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, (int, float)) else None
