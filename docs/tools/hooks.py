@@ -135,19 +135,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             "en",
             f"source/{path}" + ("/index.md" if (ROOT / path).is_dir() else ".md"),
         )
-        if (ROOT / path).is_file() or (ROOT / path).is_dir():
-            if site == here:
-                return posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or ".") + mark + fragment
-            return (
-                top
-                + ("../" if here == "zh" else "zh/")
-                + url(name.replace("/index.md", ".md"))
-                + mark
-                + fragment
-            )
-        if here == "zh" and f"docs/{name}" in ENGLISH_ONLY:
-            return name + mark + fragment
-        return link
+        if not (ROOT / path).exists():
+            return link  # MkDocs tells of it
+        if site == here or (here == "zh" and path in ENGLISH_ONLY):
+            return posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or ".") + mark + fragment
+        return (
+            top + ("../" if here == "zh" else "zh/") + url(name.replace("/index.md", ".md")) + mark + fragment
+        )
 
     # The title of a page is its first line only if nothing stands above it.
     lines = [line for line in NOTE.sub("", markdown).splitlines(keepends=True) if not is_switch(line)]
