@@ -30,6 +30,7 @@ LOCKS = (
     ".ci/docs.lock",
     ".ci/sglang.lock",
     ".ci/sglang-newest.lock",
+    ".ci/agents.lock",
     "requirements/ascend.txt",
     "requirements/cuda.txt",
     "requirements/vllm-cpu.txt",

@@ -69,6 +69,18 @@ def sglang_python() -> str:
     return chosen
 
 
+def agents_python() -> str:
+    """Of an environment with frameworks for agents, whose packages do not go with vLLM's."""
+    chosen = os.environ.get("ISOTRAIN_AGENTS_PYTHON") or str(
+        Path(__file__).parents[1] / ".venv-agents/bin/python"
+    )
+    if not Path(chosen).is_file():
+        pytest.skip(
+            "no frameworks: run .ci/setup agents, or set ISOTRAIN_AGENTS_PYTHON to a Python with them"
+        )
+    return chosen
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "isotrain.cli.main", *arguments]
 

@@ -1,4 +1,4 @@
-"""Commands that run a module of isotrain in another process, with this Python."""
+"""Commands that run a module of isotrain in another process."""
 
 from __future__ import annotations
 

@@ -41,9 +41,8 @@ def play(
     tokenizer = tokenizer or tokenizer_with(tiny / "model", "chatml")
     template, said = TurnTemplate(tokenizer), iter(sayings)
     source = documented(name)
-    processes = EnvironmentProcesses(
-        f"{tmp_path / 'env.py'}:{cls}", source, time_limit=20.0, start_timeout=120.0
-    )
+    loaded = {"section": "environment", "path": f"{tmp_path / 'env.py'}:{cls}", "source": source}
+    processes = EnvironmentProcesses(loaded, time_limit=20.0, start_timeout=120.0)
     (tmp_path / "env.py").write_text(source)
 
     async def generate(tokens: Sequence[int], room: int, turn: int) -> Trajectory:

@@ -84,7 +84,9 @@ def environments(tmp_path: Path, source: str = SOURCE, **options: Any) -> Iterat
     path = tmp_path / "room.py"
     path.write_text(source)
     settings = {"time_limit": 20.0, "start_timeout": 60.0, **options}
-    found = EnvironmentProcesses(f"{path}:Room", source, **settings)
+    found = EnvironmentProcesses(
+        {"section": "environment", "path": f"{path}:Room", "source": source}, **settings
+    )
     try:
         found.start()
         yield found

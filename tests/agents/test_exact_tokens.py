@@ -79,7 +79,7 @@ class Sampler:
             tokens_T=np.array([*tokens, *written], np.int32),
             mask_N=np.ones(len(written), np.bool_),
             logp_N=np.array([-self.draw.random() for _ in written], np.float32),
-            version_N=np.full(len(written), turn, np.int32),
+            version_N=np.full(len(written), turn % 1000, np.int32),
             finished=finished,
         )
 

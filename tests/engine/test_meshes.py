@@ -47,7 +47,7 @@ def run(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         out = out or tmp_path_factory.mktemp("context")
         shape = [str(context), str(replicas), str(expert)]
         command = [sys.executable, mesh_ranks.__file__, device, str(models), str(out), *shape, *only]
-        npusim.run_ranks(command, ranks, timeout=600)
+        npusim.run_ranks(command, ranks, timeout=1200)
         return results(out, ranks)
 
     return run

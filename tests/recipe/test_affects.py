@@ -22,6 +22,7 @@ ON_RESUME_ONLY = {
     *(f"rollout.validation.{name}" for name in ("n", "temperature")),
     *(f"reward.{name}" for name in ("timeout", "function.memory_gb", "plugin.memory_gb")),
     *(f"rollout.environment.{name}" for name in ("time_limit", "memory_gb")),
+    *(f"rollout.agent.{name}" for name in ("time_limit", "memory_gb")),
     *(f"reward.code.{name}" for name in ("timeout", "memory_gb")),
 }
 IN_PARITY_ONLY = {"rollout.replay"}
@@ -47,6 +48,7 @@ BOTH = {
     ),
     *("reward.workers", "reward.math.processes"),
     *(f"rollout.environment.{name}" for name in ("concurrency", "start_timeout", "variables")),
+    *(f"rollout.agent.{name}" for name in ("concurrency", "start_timeout", "variables", "python")),
     *(f"reward.code.{name}" for name in ("sandbox", "python", "processes")),
     *(
         f"reward.{part}.{name}"

@@ -1,8 +1,9 @@
 """The process that imports the user's file, and forks one process for each episode.
 
-Its only argument is the number of a socket. The first line on it is the setup; the reply is
-`{ready: true, ...}` or `{refused: why}`. Then, for each byte that comes with a descriptor, a process is
-forked that talks lines of JSON on this descriptor, and its number is replied as a line.
+Its only argument is the number of a socket. The first line on it is the setup, `{section: "environment" or
+"agent", path, source, command, memory}`; the reply is `{ready: true, ...}` or `{refused: why}`. Then, for
+each byte that comes with a descriptor, a process is forked that talks lines of JSON on this descriptor, and
+its number is replied as a line.
 
 In an episode a request is `{request: name, ...}`, and its reply `{...}` or `{raised: what}`.
 """
@@ -19,6 +20,7 @@ import socket
 import sys
 from typing import Any, BinaryIO, TextIO
 
+from isotrain.agents.callers import load_function, load_program
 from isotrain.agents.interfaces import Factory, load_environment
 from isotrain.errors import IsotrainError
 from isotrain.lifetime import die_with_parent
@@ -38,7 +40,7 @@ def main(arguments: list[str]) -> None:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory"], setup["memory"]))
     try:
-        factory, known = load_environment(setup["path"], setup["source"])
+        factory, known = _load(setup)
     except IsotrainError as error:
         _send(control, {"refused": str(error)[:4000]})
         return
@@ -53,6 +55,14 @@ def main(arguments: list[str]) -> None:
             return
         control.sendall(f"{_fork(control, descriptors[0], factory)}\n".encode())
         os.close(descriptors[0])
+
+
+def _load(setup: dict[str, Any]) -> tuple[Factory, dict[str, Any]]:
+    if setup["section"] == "environment":
+        return load_environment(setup["path"], setup["source"])
+    if setup["command"]:
+        return load_program(setup["command"])
+    return load_function(setup["path"], setup["source"])
 
 
 def _line(lines: Any) -> bytes:
@@ -120,7 +130,7 @@ def _serve(own: socket.socket, requests: BinaryIO, factory: Factory) -> None:
     for line in requests:
         request = json.loads(line)
         if environment is None:
-            _seed(request.pop("seed"))
+            _seed(request["seed"])
         try:
             environment = environment or factory()
             reply = environment.answer(request.pop("request"), request)

@@ -6,107 +6,149 @@ N: response tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from isotrain.data.trajectory import Episode, Trajectory, Turn
 
 
-@dataclass
-class _Sequence:
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-
-
-class Conversation:
+class TokenSequence:
     """Tokens are only ever added: none that was sampled is turned into text and back."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._sequences = [_Sequence(list(prompt))]
+        self.prompt = list(prompt)
+        self.turns: list[Turn] = []
+        self._response: list[int] = []
+        self._mask: list[bool] = []
+        self._logps: list[float] = []
+        self._versions: list[int] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the policy continues."""
+        return self.prompt + self._response
+
+    def wrote(self, turn: Trajectory) -> None:
+        """A turn of the policy, as its engine gave it."""
+        start, count = len(self._response), len(turn.response_N)
+        self.turns.append(Turn(start, start + count, 0.0, 0, 0, 0.0))
+        self._response += turn.response_N.tolist()
+        self._mask += [True] * count
+        self._logps += turn.logp_N.tolist()
+        self._versions += turn.version_N.tolist()
+
+    def given(self, tokens: Sequence[int]) -> None:
+        """What the policy reads next and did not write."""
+        version = self._versions[-1] if self._versions else 0
+        self._response += tokens
+        self._mask += [False] * len(tokens)
+        self._logps += [0.0] * len(tokens)
+        self._versions += [version] * len(tokens)
+
+    def came_of_it(
+        self, turn: int = -1, *, reward: float = 0.0, calls: int = 0, failures: int = 0, seconds: float = 0.0
+    ) -> None:
+        """What the environment made of a turn; added to what is known of it."""
+        known = self.turns[turn]
+        self.turns[turn] = known._replace(
+            reward=known.reward + reward,
+            calls=known.calls + calls,
+            failures=known.failures + failures,
+            seconds=known.seconds + seconds,
+        )
+
+    def without_last_turn(self) -> None:
+        """Nobody has read what the policy wrote last."""
+        self._end_at(self.turns.pop().start)
+
+    def without_unanswered(self) -> None:
+        """What the policy was given last, and did not answer, is left out."""
+        self._end_at(self.turns[-1].end if self.turns else 0)
+
+    def _end_at(self, end: int) -> None:
+        for values in (self._response, self._mask, self._logps, self._versions):
+            del values[end:]
+
+    def trajectory(
+        self, *, row: int, prompt_index: int, sample: int, seed: int, finished: bool, episode: Episode
+    ) -> Trajectory:
+        return Trajectory(
+            row=row,
+            prompt_index=prompt_index,
+            sample=sample,
+            seed=seed,
+            prompt_length=len(self.prompt),
+            tokens_T=np.array(self.tokens, np.int32),
+            mask_N=np.array(self._mask, np.bool_),
+            logp_N=np.array(self._logps, np.float32),
+            version_N=np.array(self._versions, np.int32),
+            finished=finished,
+            episode=episode,
+        )
+
+
+class Conversation:
+    """Sequences one after the other: turns continue the last one."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.sequences = [TokenSequence(prompt)]
 
     @property
     def tokens(self) -> list[int]:
         """What the policy continues: all tokens of the current sequence."""
-        current = self._sequences[-1]
-        return current.prompt + current.tokens
+        return self.sequences[-1].tokens
 
     def wrote(self, turn: Trajectory) -> None:
         """A turn of the policy, as its engine gave it."""
-        current, count = self._sequences[-1], len(turn.response_N)
-        current.turns.append(Turn(len(current.tokens), len(current.tokens) + count, 0.0, 0, 0, 0.0))
-        current.tokens += turn.response_N.tolist()
-        current.mask += [True] * count
-        current.logps += turn.logp_N.tolist()
-        current.versions += turn.version_N.tolist()
+        self.sequences[-1].wrote(turn)
 
     def came_of_it(
         self, *, reward: float = 0.0, calls: int = 0, failures: int = 0, seconds: float = 0.0
     ) -> None:
         """What the environment made of the last turn; added to what is known of it."""
-        turns = next(each.turns for each in reversed(self._sequences) if each.turns)
-        last = turns[-1]
-        turns[-1] = last._replace(
-            reward=last.reward + reward,
-            calls=last.calls + calls,
-            failures=last.failures + failures,
-            seconds=last.seconds + seconds,
-        )
+        last = next(each for each in reversed(self.sequences) if each.turns)
+        last.came_of_it(reward=reward, calls=calls, failures=failures, seconds=seconds)
 
     def given(self, tokens: Sequence[int]) -> None:
         """What the policy reads next and did not write."""
-        current = self._sequences[-1]
-        version = current.versions[-1] if current.versions else 0
-        current.tokens += tokens
-        current.mask += [False] * len(tokens)
-        current.logps += [0.0] * len(tokens)
-        current.versions += [version] * len(tokens)
+        self.sequences[-1].given(tokens)
 
     def anew(self, prompt: Sequence[int]) -> None:
         """What the policy reads next does not begin with what it read and wrote before."""
-        self._sequences.append(_Sequence(list(prompt)))
+        self.sequences.append(TokenSequence(prompt))
 
-    def trajectories(
-        self,
-        *,
-        row: int,
-        prompt_index: int,
-        sample: int,
-        seed: int,
-        finished: bool,
-        reward: float | None = None,
-        failure: str | None = None,
-        detail: str = "",
-    ) -> list[Trajectory]:
-        """One for each sequence in which the policy wrote; the first of all, if it wrote in none.
 
-        What it was given last and did not answer is left out. A failed episode has no rewards of turns: its
-        score is the failed one.
-        """
-        kept = [each for each in self._sequences if each.turns] or self._sequences[:1]
-        earlier, found = 0.0, []
-        for part, each in enumerate(kept):
-            end = each.turns[-1].end if each.turns else 0
-            turns = tuple(turn._replace(reward=0.0) if failure else turn for turn in each.turns)
-            episode = Episode(part, len(kept), turns, earlier, reward, failure, detail)
-            earlier += sum(turn.reward for turn in turns)
-            found.append(
-                Trajectory(
-                    row=row,
-                    prompt_index=prompt_index,
-                    sample=sample,
-                    seed=seed,
-                    prompt_length=len(each.prompt),
-                    tokens_T=np.array(each.prompt + each.tokens[:end], np.int32),
-                    mask_N=np.array(each.mask[:end], np.bool_),
-                    logp_N=np.array(each.logps[:end], np.float32),
-                    version_N=np.array(each.versions[:end], np.int32),
-                    finished=finished,
-                    episode=episode,
-                )
+def as_trajectories(
+    sequences: Sequence[TokenSequence],
+    *,
+    row: int,
+    prompt_index: int,
+    sample: int,
+    seed: int,
+    finished: bool,
+    reward: float | None = None,
+    failure: str | None = None,
+    detail: str = "",
+) -> list[Trajectory]:
+    """One for each sequence in which the policy wrote; the first of all, if it wrote in none.
+
+    A failed episode has no rewards of turns: its score is the failed one.
+    """
+    kept = [each for each in sequences if each.turns] or sequences[:1]
+    earlier, found = 0.0, []
+    for part, each in enumerate(kept):
+        each.without_unanswered()
+        turns = tuple(turn._replace(reward=0.0) if failure else turn for turn in each.turns)
+        episode = Episode(part, len(kept), turns, earlier, reward, failure, detail)
+        earlier += sum(turn.reward for turn in turns)
+        found.append(
+            each.trajectory(
+                row=row,
+                prompt_index=prompt_index,
+                sample=sample,
+                seed=seed,
+                finished=finished,
+                episode=episode,
             )
-        return found
+        )
+    return found

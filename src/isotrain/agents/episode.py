@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from isotrain.agents.conversation import Conversation
+from isotrain.agents.conversation import Conversation, TokenSequence, as_trajectories
 from isotrain.agents.interfaces import as_tool_message
 from isotrain.agents.processes import EnvironmentProcess, EpisodeFailed
 from isotrain.agents.template import Message, TurnTemplate, same_but_for_space
-from isotrain.agents.tool_calls import Parser, ToolCall
+from isotrain.agents.tool_calls import Parsed, Parser
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
 
 Generate = Callable[[Sequence[int], int, int], Awaitable[Trajectory]]
-"""Has the policy continue tokens, by so many at most; the last is the number of the turn."""
+"""Has the policy continue tokens, by so many at most. The last is the number of the turn, or one that stands
+for it: the turn's seed comes from it."""
+
+
+History = Literal["split", "extend", "refuse"]
+"""What happens where the chat template rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Limits:
     """Most tokens of a prompt."""
     response: int
     """Most tokens of a sequence after its prompt."""
-    history: Literal["split", "extend", "refuse"]
+    history: History
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,26 @@ class Task:
     """All values of the row."""
     answer: Any
     """Its reference answer."""
+
+    def trajectories(
+        self,
+        sequences: Sequence[TokenSequence],
+        finished: bool,
+        reward: float | None,
+        failed: EpisodeFailed | None,
+    ) -> list[Trajectory]:
+        """What came of it."""
+        return as_trajectories(
+            sequences,
+            row=self.row,
+            prompt_index=self.prompt_index,
+            sample=self.sample,
+            seed=self.seed,
+            finished=finished,
+            reward=reward,
+            failure=failed.failure if failed else None,
+            detail=failed.detail if failed else "",
+        )
 
 
 class Episode:
@@ -102,27 +127,18 @@ class Episode:
                 self.conversation.came_of_it(seconds=time.monotonic() - started)
 
     def trajectories(self, reward: float | None, failed: EpisodeFailed | None = None) -> list[Trajectory]:
-        task, conversation = self.task, self.conversation
-        if conversation is None:  # it failed before its prompt was known
-            conversation = Conversation(self._plain_prompt())
-        return conversation.trajectories(
-            row=task.row,
-            prompt_index=task.prompt_index,
-            sample=task.sample,
-            seed=task.seed,
-            finished=self.finished,
-            reward=reward,
-            failure=failed.failure if failed else None,
-            detail=failed.detail if failed else "",
-        )
+        if self.conversation is None:  # it failed before its prompt was known
+            self.conversation = Conversation(plain_prompt(self.template, self.task.messages))
+        return self.task.trajectories(self.conversation.sequences, self.finished, reward, failed)
 
-    def _plain_prompt(self) -> list[int]:
-        """Of the row alone; its words, where the template refuses them."""
-        try:
-            return self.template.encode(self.template.prompt(self.task.messages, None))
-        except DataError:
-            words = "\n".join(str(message["content"]) for message in self.task.messages)
-            return self.template.encode(words) or [0]
+
+def plain_prompt(template: TurnTemplate, messages: Sequence[Message]) -> list[int]:
+    """Of the row alone; its words, where the template refuses them."""
+    try:
+        return template.encode(template.prompt(messages, None))
+    except DataError:
+        words = "\n".join(str(message["content"]) for message in messages)
+        return template.encode(words) or [0]
 
 
 async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) -> float | None:
@@ -148,30 +164,32 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
             conversation.came_of_it(failures=int("error" in reply))
             answers.append(as_tool_message(call.name, reply))
         messages += [{"role": "assistant", "content": words}, *answers]
-        called += _with_calls(words, parsed.calls, answers)
+        called += _with_calls(words, parsed, answers)
         between = template.between(ended_by, answers, tools)
-        render = partial(_render, template, messages, called, tools)
-        text = _go_on(episode, text + said, between, render)
+        whole = partial(render, template, messages, called, tools)
+        text = _go_on(episode, text + said, between, whole)
     reward = (await episode.ask("reward"))["reward"]
     return None if reward is None else float(reward)
 
 
-def _with_calls(words: str, calls: Sequence[ToolCall], answers: Sequence[Message]) -> list[Message]:
+def _with_calls(words: str, parsed: Parsed, answers: Sequence[Message]) -> list[Message]:
     """What the policy said, with its calls apart from its words, and the answers to them."""
-    if not calls:  # malformed ones: no tool has answered
+    if not parsed.calls:  # malformed ones: no tool has answered
         said = {"role": "assistant", "content": words}
         return [said, *({"role": "user", "content": answer["content"]} for answer in answers)]
-    functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in parsed.calls]
     named = [
         {"type": "function", "id": f"call{i:05d}", "function": function}
         for i, function in enumerate(functions)
     ]
-    spoken = words.partition("<tool_call>")[0]
-    return [{"role": "assistant", "content": spoken, "tool_calls": named}, *answers]
+    return [{"role": "assistant", "content": parsed.spoken, "tool_calls": named}, *answers]
 
 
-def _render(
-    template: TurnTemplate, messages: list[Message], called: list[Message], tools: Sequence[Message]
+def render(
+    template: TurnTemplate,
+    messages: Sequence[Message],
+    called: Sequence[Message],
+    tools: Sequence[Message] | None,
 ) -> str:
     """The whole conversation. Calls are part of what was said: a template would write them in its own way.
 
@@ -191,25 +209,29 @@ def _with_observation(messages: Sequence[Message], observation: str | None) -> l
     return [*messages[:-1], {**last, "content": f"{last['content']}{observation}"}]
 
 
-def _go_on(episode: Episode, so_far: str, between: str | None, render: Callable[[], str]) -> str:
-    """Give the policy what comes next; returns all that it has read and written as text.
-
-    The tokens so far stay as they are wherever the template would render them again as the same text.
-    """
-    conversation, history = episode.conversation, episode.limits.history
+def _go_on(episode: Episode, so_far: str, between: str | None, whole: Callable[[], str]) -> str:
+    """Give the policy what comes next; returns all that it has read and written as text."""
+    conversation = episode.conversation
     assert conversation is not None
-    if history != "extend" and between is not None and not same_but_for_space(render(), so_far + between):
-        between = None
-    if between is not None:
+    if tokens_stay(episode.limits.history, so_far, between, whole):
+        assert between is not None
         conversation.given(episode.template.encode(between))
         return so_far + between
+    text = whole()
+    conversation.anew(episode.template.encode(text))
+    return text
+
+
+def tokens_stay(history: History, so_far: str, between: str | None, whole: Callable[[], str]) -> bool:
+    """Whether the tokens so far are kept and `between` follows; otherwise a sequence begins with `whole`.
+
+    They are kept wherever the template would render them again as the same text.
+    """
+    if between is not None and (history == "extend" or same_but_for_space(whole(), so_far + between)):
+        return True
     if history != "split":
-        raise EpisodeFailed(
-            "error", "the chat template rewrites earlier turns; set rollout.environment.history to split"
-        )
-    whole = render()
-    conversation.anew(episode.template.encode(whole))
-    return whole
+        raise EpisodeFailed("error", "the chat template rewrites earlier turns; set `history` to split")
+    return False
 
 
 async def play_steps(episode: Episode) -> float | None:

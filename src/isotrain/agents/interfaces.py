@@ -39,14 +39,14 @@ def load_environment(path: str, source: str) -> tuple[Factory, dict[str, Any]]:
     name = path.rpartition(":")[2]
     agent = getattr(found, "agent_instance_cls", None) or _executed_class(found)
     if agent is not None:
-        return (lambda: SteppedAgent(agent)), {"kind": "agent", "tools": []}
+        return (lambda: SteppedAgent(agent)), {"kind": "steps", "tools": []}
     reset = getattr(found, "reset", None)
     if not callable(reset):
         raise EpisodeError(f"{file}: {name} has no method reset")
     if inspect.iscoroutinefunction(reset):
         if not callable(getattr(found, "step", None)):
             raise EpisodeError(f"{file}: {name} has an async reset, as an agent, but no method step")
-        return (lambda: SteppedAgent(found)), {"kind": "agent", "tools": []}
+        return (lambda: SteppedAgent(found)), {"kind": "steps", "tools": []}
     tools = _schemas(found, file, name)
     return (lambda: ToolEnvironment(found)), {"kind": "tools", "tools": tools}
 
@@ -95,7 +95,7 @@ class ToolEnvironment:
         if request == "call":
             return self._call(values["name"], values["arguments"])
         reward = getattr(self._instance, "get_reward", None)
-        return {"reward": None if reward is None else _number(self._awaited(reward()))}
+        return {"reward": None if reward is None else as_number(self._awaited(reward()))}
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Errors are told to the policy, as TRL does: it can try again."""
@@ -126,7 +126,7 @@ class SteppedAgent:
             return {"observation": _text(told["observation"], "observation")}
         told = self._awaited(self._instance.step({**values["states"], "sampling_params": None}))
         return {
-            "reward": _number(told["rewards"]),
+            "reward": as_number(told["rewards"]),
             "feedback": _text(told["environment_feedback"], "environment_feedback"),
             "done": bool(told["done"]),
         }
@@ -143,7 +143,7 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """Python's numbers, and tensors with one element."""
     if value is None:
         return None

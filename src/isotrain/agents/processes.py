@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from isotrain.device.variables import child_environment
 from isotrain.errors import EpisodeError
-from isotrain.own_python import module_command
+from isotrain.own_python import module_arguments
 
 LONGEST_REPLY = 1 << 22
 # Of one episode; a fork bomb has more within a second.
@@ -89,15 +90,18 @@ class EnvironmentProcesses:
 
     def __init__(
         self,
-        path: str,
-        source: str,
+        loaded: Mapping[str, Any],
         *,
         time_limit: float,
         start_timeout: float,
         memory: int | None = None,
         passed: Collection[str] = (),
+        python: str | None = None,
     ) -> None:
-        self._setup = json.dumps({"path": path, "source": source, "memory": memory}).encode() + b"\n"
+        """`loaded`: what the processes load, see `child.py`; `python`: which one runs them, if not this."""
+        self._setup = json.dumps({**loaded, "memory": memory}).encode() + b"\n"
+        self._field = f"rollout.{loaded['section']}"
+        self._python = python or sys.executable
         self._time_limit, self._start_timeout, self._passed = time_limit, start_timeout, passed
         self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
@@ -114,7 +118,7 @@ class EnvironmentProcesses:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                module_command("isotrain.agents.child", str(theirs.fileno())),
+                [self._python, *module_arguments("isotrain.agents.child", str(theirs.fileno()))],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
@@ -129,8 +133,8 @@ class EnvironmentProcesses:
         except TimeoutError:
             self.close()
             raise EpisodeError(
-                f"rollout.environment.path: the file was not imported within {self._start_timeout:g} s; "
-                "raise rollout.environment.start_timeout"
+                f"the file of {self._field} was not imported within {self._start_timeout:g} s; "
+                f"raise {self._field}.start_timeout"
             ) from None
         except OSError:
             reply = {}

@@ -22,6 +22,8 @@ class Parsed:
     calls: tuple[ToolCall, ...] = ()
     malformed: str = ""
     """What is wrong, where the policy tried to call and did not succeed."""
+    spoken: str = ""
+    """Its words without the calls, where there are such."""
 
 
 Parser = Callable[[str], Parsed]
@@ -45,7 +47,7 @@ def parser_name(template: str) -> str:
         if sign in template:
             return name
     raise DataError(
-        "rollout.environment.tool_parser: the chat template does not show how tool calls are written; set "
+        "tool_parser: the chat template does not show how tool calls are written; set "
         "the name of a tool parser of vLLM"
     )
 
@@ -65,7 +67,7 @@ def hermes(text: str) -> Parsed:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             return Parsed(malformed=f"invalid tool call: {what}")
-    return Parsed(tuple(calls))
+    return Parsed(tuple(calls), spoken=text.partition(_OPENING)[0])
 
 
 def as_call(name: Any, arguments: Any) -> ToolCall:

@@ -65,6 +65,7 @@ _OTHERS = {
     "rollout.environment.path": "environment_factory agent_func_path",
     "rollout.environment.max_turns": "max_tool_calling_iterations max_assistant_turns",
     "rollout.environment.tool_parser": "multi_turn.format",
+    "rollout.agent.concurrency": "max_concurrent_rollouts",
     "rollout.staleness": "async_train staleness_threshold",
     "rollout.in_flight": "partial_rollout",
     "rollout.engines": "vllm_num_engines",

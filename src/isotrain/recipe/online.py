@@ -7,7 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from isotrain.recipe.environment import EnvironmentRewardSection, EnvironmentSection
+from isotrain.recipe.environment import (
+    AgentSection,
+    EnvironmentRewardSection,
+    EnvironmentSection,
+)
 from isotrain.recipe.section import Affects, DefaultFor, Section
 
 # vLLM silently raises lower temperatures to this one, and the ranks would compute with another.
@@ -243,6 +247,8 @@ class RolloutSection(Section):
     """Longest response in tokens; of an episode, all that follows its prompt."""
     environment: EnvironmentSection | None = None
     """The environment that the policy acts in over several turns; by default it answers once."""
+    agent: AgentSection | None = None
+    """A program of your own that calls the policy through an OpenAI endpoint, in place of an environment."""
     temperature: Annotated[float, Affects.RESPONSES] = Field(default=1.0, ge=COLDEST)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -286,6 +292,11 @@ class RolloutSection(Section):
     replay`. No engine and no reward worker starts, and there is no validation."""
     validation: ValidationSection = ValidationSection()
     """How responses to validation prompts are sampled."""
+
+    @property
+    def episodes(self) -> EnvironmentSection | AgentSection | None:
+        """Whoever plays episodes with the policy; None where it answers once."""
+        return self.environment or self.agent
 
     @property
     def generates(self) -> bool:
@@ -405,7 +416,7 @@ class RewardSection(Section):
     plugin: RewardPluginSection | None = None
     """A reward from an installed package."""
     environment: EnvironmentRewardSection | None = None
-    """The reward that the environment gives (`rollout.environment`)."""
+    """The reward that the environment or the agent gives (`rollout.environment`, `rollout.agent`)."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the reference answer; a dotted path reaches into structures."""
     timeout: Annotated[float, Affects.COURSE] = Field(default=10.0, gt=0)

@@ -21,8 +21,10 @@ def broken_rules(
     yield from _controller(algorithm.kl, data.batch_size * rollout.n)
     yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
     yield from _rewards(algorithm, reward)
-    if reward.environment is not None and rollout.environment is None:
-        yield "reward.environment needs an environment to give it: set rollout.environment.path"
+    if reward.environment is not None and rollout.episodes is None:
+        yield "reward.environment needs one who gives it: set rollout.environment.path, or rollout.agent.path"
+    if rollout.environment is not None and rollout.agent is not None:
+        yield "rollout.agent calls the policy by itself: remove rollout.environment, or rollout.agent"
 
 
 def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int) -> Iterator[str]:

@@ -111,7 +111,7 @@ class WeightedSum:
         failed: Scored | None = None
         total = 0.0
         if environment is not None and environment.failure:
-            detail = f"rollout.environment: {environment.detail}"
+            detail = f"episode: {environment.detail}"
             return Scored(self._failed_score, parts, environment.failure, detail)
         for name, result in results.items():
             if result.failure:

@@ -113,6 +113,45 @@ def test_a_killed_run_goes_on_exactly(tiny: Path, work: Path, whole: Path) -> No
             assert np.array_equal(one.trajectory.tokens_T, other.trajectory.tokens_T)
 
 
+CALLER = """
+import json
+from urllib.request import Request, urlopen
+
+CHARACTERS = {"digits": "0123456789", "capitals": "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+
+def run(base_url, api_key, row):
+    messages = list(row["prompt"])
+
+    def say():
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        body = json.dumps({"messages": messages}).encode()
+        with urlopen(Request(f"{base_url}/chat/completions", body, headers)) as reply:
+            return json.load(reply)["choices"][0]["message"]
+
+    messages.append(say())
+    if "?" not in messages[-1]["content"]:
+        return 0.0
+    messages.append({"role": "tool", "content": row["answer"], "tool_call_id": "1"})
+    said = say()["content"]
+    return 0.5 + 0.5 * sum(letter in CHARACTERS[row["answer"]] for letter in said) / max(1, len(said))
+"""
+
+
+def test_an_agent_that_calls_the_policy_trains_it(tiny: Path, work: Path) -> None:
+    (work / "caller.py").write_text(CALLER)
+    recipe = agent(tiny, work / "called")
+    assert recipe.rollout is not None
+    called = {"path": f"{work / 'caller.py'}:run", "max_turns": 2, "max_turn_tokens": 8, "concurrency": 32}
+    values = {**recipe.rollout.model_dump(), "environment": None, "agent": called}
+    rollout = type(recipe.rollout).model_validate(values)
+    run = run_online(recipe.model_copy(update={"rollout": rollout}), work, "called")
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[0]["critic/score/mean"] < 0.2 and rows[-1]["critic/score/mean"] > 0.4
+    for row in rows:
+        assert row["reward/failures"] == 0.0 and row["episode/sequences/mean"] == 1.0
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+
+
 HOSTILE = """
 import os, time
 
@@ -147,7 +186,7 @@ def test_hostile_environments_cost_episodes_and_not_the_run(tiny: Path, work: Pa
     assert all(row["reward/failures"] < 96 for row in rows)
     failed = [r for r in read_step(run / "trajectories", 1) if r.marks.failure]
     assert {r.marks.detail for r in failed} >= {
-        "rollout.environment: no reply to 'step' after 2 s",
-        "rollout.environment: its process ended during 'step'",
-        "rollout.environment: hostile.py:15: ValueError: enough",
+        "episode: no reply to 'step' after 2 s",
+        "episode: its process ended during 'step'",
+        "episode: hostile.py:15: ValueError: enough",
     }

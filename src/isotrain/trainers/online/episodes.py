@@ -7,21 +7,24 @@ import hashlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from isotrain.agents.episode import Episode, Limits, Task, play_steps, play_tools
+from isotrain.agents.episode import Limits, Task
+from isotrain.agents.players import AgentPlayer, EnvironmentPlayer, Player, unplayed
 from isotrain.agents.processes import EnvironmentProcesses, EpisodeFailed
+from isotrain.agents.session import ParserOf
 from isotrain.agents.template import TurnTemplate
 from isotrain.agents.tool_calls import HERMES, Parsed, Parser, as_call, hermes, parser_name
 from isotrain.data.formats import Conversation, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
-from isotrain.errors import EpisodeError, RolloutError
+from isotrain.errors import RolloutError
 from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.recipe.environment import AgentSection, EnvironmentSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, Sampling
 from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
@@ -38,61 +41,26 @@ ReadRow = Callable[[int], dict[str, Any]]
 
 class Episodes:
     def __init__(self, recipe: Recipe, source: str, loop: EngineLoop) -> None:
-        """`source` is the text of the environment's file."""
-        assert recipe.rollout is not None and recipe.rollout.environment is not None
-        environment = recipe.rollout.environment
-        tokenizer = load_tokenizer(model_directory(recipe.model.path))
+        """`source` is the text of the file of the environment or agent."""
+        assert recipe.rollout is not None and recipe.rollout.episodes is not None
+        section = recipe.rollout.episodes
         self._loop, self._seed = loop, recipe.seed
         self._prompt_key = recipe.data.prompt_key
         self._answer_key = recipe.reward.answer_key if recipe.reward else ""
-        self._template = TurnTemplate(tokenizer)
-        longest = recipe.rollout.max_tokens
-        self._limits = Limits(
-            turns=environment.max_turns,
-            turn=environment.max_turn_tokens or longest,
-            prompt=recipe.data.max_length,
-            response=longest,
-            history=environment.history,
-        )
-        self._processes = EnvironmentProcesses(
-            environment.path,
-            source,
-            time_limit=environment.time_limit,
-            start_timeout=environment.start_timeout,
-            memory=int(environment.memory_gb * 2**30) if environment.memory_gb else None,
-            passed=environment.variables,
-        )
+        self._processes = _processes(section, source)
         self._processes.start()
-        self._parse = self._parser(environment.tool_parser, tokenizer)
-        self.at_once = environment.concurrency or loop.engine.at_once
+        limits = _limits(section, recipe.data.max_length, recipe.rollout.max_tokens)
+        tokenizer = load_tokenizer(model_directory(recipe.model.path))
+        self._template = TurnTemplate(tokenizer)
+        parser_of = _parser_of(section, tokenizer)
+        self._player = _player(section, self._processes.known, self._template, limits, parser_of)
+        self.at_once = _concurrency(section) or loop.engine.at_once
         """Episodes under way at a time."""
         self._turn_numbers = itertools.count()
         self._closed = False
         self._events = asyncio.new_event_loop()
         threading.Thread(target=self._events.run_forever, name="episodes", daemon=True).start()
-
-    def _parser(self, name: str, tokenizer: Any) -> Parser:
-        if self._processes.known["kind"] != "tools":
-            return hermes  # never asked
-        if name == "auto":
-            name = parser_name(str(tokenizer.chat_template))
-        if name == HERMES:
-            return hermes
-        from isotrain.rollout.vllm_tools import tool_calls
-
-        read = tool_calls(name, tokenizer, self._processes.known["tools"])
-
-        def parse(text: str) -> Parsed:
-            try:
-                calls, tried = read(text)
-                return Parsed(
-                    tuple(as_call(called, arguments) for called, arguments in calls),
-                    "invalid tool call" if tried and not calls else "",
-                )
-            except (ValueError, RecursionError) as error:
-                return Parsed(malformed=f"invalid tool call: {error}")
-
-        return parse
+        asyncio.run_coroutine_threadsafe(self._player.start(), self._events).result()
 
     def generate(
         self, supply: Supply, read_row: ReadRow, n: int, sampling: Sampling, version: int, *, urgent: bool
@@ -154,25 +122,14 @@ class Episodes:
         async def generate(tokens: Sequence[int], room: int, turn: int) -> Trajectory:
             return await call.turn(task, tokens, room, turn)
 
-        process = None
         try:
             process = await self._processes.open()
-            episode = Episode(task, self._template, process, generate, self._limits)
-            try:
-                if self._processes.known["kind"] == "tools":
-                    reward = await play_tools(episode, self._processes.known["tools"], self._parse)
-                else:
-                    reward = await play_steps(episode)
-            except EpisodeFailed as failed:
-                return episode.trajectories(None, failed)
-            except (EpisodeError, RolloutError, OSError):
-                raise  # of the engine, or of the file: all episodes have it
-            except Exception as error:  # from text that templates, tokenizers or parsers do not take
-                return episode.trajectories(None, EpisodeFailed("error", f"{type(error).__name__}: {error}"))
-            return episode.trajectories(reward)
+        except EpisodeFailed as failed:
+            return unplayed(task, self._template, failed)
+        try:
+            return await self._player.play(process, task, generate)
         finally:
-            if process is not None:
-                self._processes.end(process)
+            self._processes.end(process)
 
     def _messages(self, values: dict[str, Any]) -> list[dict[str, Any]]:
         prompt = prompt_of(Row(values, "the row"), self._prompt_key, has_template=True)
@@ -182,12 +139,87 @@ class Episodes:
     def close(self) -> None:
         self._closed = True
         self._processes.close()
-        self._events.call_soon_threadsafe(self._stop)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._events)
 
-    def _stop(self) -> None:
-        for task in asyncio.all_tasks(self._events):
+    async def _stop(self) -> None:
+        await self._player.close()
+        for task in asyncio.all_tasks(self._events) - {asyncio.current_task()}:
             task.cancel()
         self._events.call_soon(self._events.stop)  # after they have heard of it
+
+
+def _limits(section: EnvironmentSection | AgentSection, prompt: int, response: int) -> Limits:
+    turn = section.max_turn_tokens or response
+    return Limits(section.max_turns, turn, prompt, response, section.history)
+
+
+def _concurrency(section: EnvironmentSection | AgentSection) -> int | None:
+    return section.concurrency
+
+
+def _processes(section: EnvironmentSection | AgentSection, source: str) -> EnvironmentProcesses:
+    loaded: dict[str, Any] = {"section": "environment", "path": section.path, "source": source}
+    if isinstance(section, AgentSection):
+        loaded |= {"section": "agent", "command": section.command}
+    return EnvironmentProcesses(
+        loaded,
+        time_limit=section.time_limit,
+        start_timeout=section.start_timeout,
+        memory=int(section.memory_gb * 2**30) if section.memory_gb else None,
+        passed=section.variables,
+        python=section.python if isinstance(section, AgentSection) else None,
+    )
+
+
+def _player(
+    section: EnvironmentSection | AgentSection,
+    known: Mapping[str, Any],
+    template: TurnTemplate,
+    limits: Limits,
+    parser_of: ParserOf,
+) -> Player:
+    if isinstance(section, AgentSection):
+        from isotrain.agents.gateway import Gateway
+
+        return AgentPlayer(Gateway(), template, limits, parser_of)
+    # What policies write to environments without tools is never parsed.
+    parse = parser_of(known["tools"]) if known["kind"] == "tools" else hermes
+    return EnvironmentPlayer(known, template, limits, parse)
+
+
+def _parser_of(section: EnvironmentSection | AgentSection, tokenizer: Any) -> ParserOf:
+    made: dict[str, Parser] = {}
+    name = section.tool_parser
+
+    def parser_of(tools: Sequence[Mapping[str, Any]]) -> Parser:
+        chosen = parser_name(str(tokenizer.chat_template)) if name == "auto" else name
+        if chosen == HERMES:
+            return hermes
+        key = repr(tools)
+        if key not in made:
+            made[key] = _vllm_parser(chosen, tokenizer, tools)
+        return made[key]
+
+    return parser_of
+
+
+def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parser:
+    from isotrain.rollout.vllm_tools import tool_calls
+
+    read = tool_calls(name, tokenizer, [dict(tool) for tool in tools])
+
+    def parse(text: str) -> Parsed:
+        try:
+            calls, tried, spoken = read(text)
+            return Parsed(
+                tuple(as_call(called, arguments) for called, arguments in calls),
+                "invalid tool call" if tried and not calls else "",
+                spoken,
+            )
+        except (ValueError, RecursionError) as error:
+            return Parsed(malformed=f"invalid tool call: {error}")
+
+    return parse
 
 
 class _Call:

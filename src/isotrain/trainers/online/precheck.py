@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from shutil import which
 
 from isotrain import user_file
-from isotrain.agents.interfaces import FIELD
 from isotrain.errors import EpisodeError, IsotrainError, RecipeError, RewardError, RolloutError, SandboxError
 from isotrain.observe.environment import package_name
 from isotrain.observe.run_directory import RunDirectory
@@ -25,6 +24,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.reward.build import code_sandbox
 from isotrain.reward.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import
+from isotrain.trainers.online.user_files import named_file
 
 
 def check_online(recipe: Recipe) -> list[str]:
@@ -146,14 +146,7 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
         yield RolloutError(f"rollout.server_python: {python!r} is not an executable")
     if reward.math is not None and find_spec("math_verify") is None:
         yield RewardError("reward.math: math-verify is not installed; pip install 'isotrain[math]'")
-    if rollout.environment is not None and rollout.generates:
-        path = rollout.environment.path
-        try:
-            user_file.find(path, FIELD, EpisodeError)
-        except EpisodeError as problem:
-            yield problem
-        else:
-            user_file.check(path, "class", FIELD, EpisodeError)  # its text is as wrong on every machine
+    yield from _no_episodes(rollout)
     if reward.code is not None:
         yield from _no_sandbox(reward.code)
     if reward.function is not None:
@@ -163,6 +156,28 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
             yield problem
         else:
             check_function(reward.function.path)  # its text is as wrong on every machine
+
+
+def _no_episodes(rollout: RolloutSection) -> Iterator[IsotrainError]:
+    if (named := named_file(rollout)) is not None:
+        path, field = named
+        try:
+            user_file.find(path, field, EpisodeError)
+        except EpisodeError as problem:
+            yield problem
+        else:  # its text is as wrong on every machine
+            user_file.check(path, "class" if rollout.environment else "function", field, EpisodeError)
+    agent = rollout.agent
+    if agent is None:
+        return
+    if find_spec("aiohttp") is None:
+        yield EpisodeError("rollout.agent: aiohttp is not installed; pip install 'isotrain[online]'")
+    for field, program in (
+        ("command", agent.command[0] if agent.command else None),
+        ("python", agent.python),
+    ):
+        if program is not None and which(program) is None:
+            yield EpisodeError(f"rollout.agent.{field}: {program!r} is not an executable")
 
 
 def _no_sandbox(code: CodeSection) -> Iterator[IsotrainError]:

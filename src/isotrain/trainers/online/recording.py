@@ -31,7 +31,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.messages import Group, Score, TrajectoriesHandle, describe
 from isotrain.trainers.online.metrics import recorded_failures
 from isotrain.trainers.online.rollouts import Batch, Make, Seconds
-from isotrain.trainers.online.user_files import UserFiles
+from isotrain.trainers.online.user_files import UserFiles, named_file
 from isotrain.trainers.start import digest_field, model_digest
 
 DESCRIPTION = "recorded.json"
@@ -69,17 +69,20 @@ def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> di
 
 
 def function_digests(recipe: Recipe, files: UserFiles) -> dict[str, str]:
-    """Of the user's reward function and environment, where there are such."""
+    """Of the user's reward function, and environment or agent, where there are such."""
     assert recipe.rollout is not None and recipe.reward is not None
-    named = {
-        "reward.function": (recipe.reward.function, files.reward),
-        "rollout.environment": (recipe.rollout.environment, files.environment),
-    }
-    return {
-        field: hashlib.sha256(f"{section.path.rpartition(':')[2]}\n{text}".encode()).hexdigest()
-        for field, (section, text) in named.items()
-        if section is not None and text is not None
-    }
+    function, named = recipe.reward.function, named_file(recipe.rollout)
+    found = {}
+    if function is not None and files.reward is not None:
+        found["reward.function"] = _function_digest(function.path, files.reward)
+    if named is not None and files.episodes is not None:
+        path, field = named
+        found[field.removesuffix(".path")] = _function_digest(path, files.episodes)
+    return found
+
+
+def _function_digest(path: str, text: str) -> str:
+    return hashlib.sha256(f"{path.rpartition(':')[2]}\n{text}".encode()).hexdigest()
 
 
 def write_description(recipe: Recipe, digests: Mapping[str, str], steps: int) -> None:

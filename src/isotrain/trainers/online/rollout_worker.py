@@ -30,10 +30,10 @@ Written = tuple[Responses, TrajectoriesHandle]
 
 
 class RolloutWorker:
-    def __init__(self, recipe: dict[str, Any], name: str, environment: str | None = None) -> None:
-        """`environment`: the text of the file of `rollout.environment`, where there is one."""
+    def __init__(self, recipe: dict[str, Any], name: str, episodes: str | None = None) -> None:
+        """`episodes`: the text of the file of `rollout.environment` or `rollout.agent`, if there is one."""
         self.recipe = Recipe.model_validate(recipe)
-        self.name, self._environment = name, environment
+        self.name, self._source = name, episodes
         self._episodes: Episodes | None = None
         self._held: list[tuple[int, TrajectoriesHandle]] = []
         self._lock = threading.Lock()  # in flight, several calls run at a time
@@ -43,8 +43,8 @@ class RolloutWorker:
         self.stores = open_prompts(self.recipe)
         assert self.recipe.rollout is not None
         self.loop = EngineLoop(self._build, self.recipe.rollout.in_flight)
-        if self._environment is not None:
-            self._episodes = Episodes(self.recipe, self._environment, self.loop)
+        if self._source is not None:
+            self._episodes = Episodes(self.recipe, self._source, self.loop)
         return self.engine.settings
 
     @property
@@ -65,7 +65,7 @@ class RolloutWorker:
         )
 
     def _longest_prompt(self) -> int:
-        if self._environment is not None:
+        if self._source is not None:
             return self.recipe.data.max_length  # with what an environment adds to it
         return max(int(store.lengths.max()) for store in self.stores.values())
 

@@ -139,7 +139,7 @@ def assemble(
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
         common, sources = {**_passed_on(device), RUN_VARIABLE: run}, weight_sources(placement)
         learners, writers = _members(
-            values, rollout.staleness, device, placement, common, sources, files.environment
+            values, rollout.staleness, device, placement, common, sources, files.episodes
         )
         scorer = Member((values, files.reward), helper_environment(device))
         away = relay_members(placement, {RUN_VARIABLE: run})
@@ -192,11 +192,11 @@ def _members(
     placement: Placement,
     common: dict[str, str],
     sources: Sequence[Source],
-    environment: str | None,
+    episodes: str | None,
 ) -> tuple[list[Member], list[Member]]:
     """Training ranks and engines; `common` are variables of all, and `sources` say whose weights are read.
 
-    `environment` is the text of the environment's file.
+    `episodes` is the text of the file of the environment or agent.
     """
     # On-policy, ranks and engines wait for each other.
     beside = (placement.engines, placement.ranks) if staleness else ((), ())
@@ -209,7 +209,7 @@ def _members(
         for rank, (own, seat) in enumerate(zip(of_ranks, placement.ranks, strict=True))
     ]
     writers = [
-        Member((values, engine_name(index), environment), common | own, seat)
+        Member((values, engine_name(index), episodes), common | own, seat)
         for index, (own, seat) in enumerate(zip(of_engines, placement.engines, strict=True))
     ]
     return learners, writers

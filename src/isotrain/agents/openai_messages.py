@@ -1,0 +1,229 @@
+"""Requests and replies of OpenAI's chat completions, as the values that isotrain works with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isotrain.agents.template import Message
+from isotrain.agents.tool_calls import Parsed
+
+MODEL = "policy"
+"""The name of the only model; requests may name any."""
+
+# They would change what the policy samples, and with it what it learns from.
+_UNSUPPORTED = ("response_format", "logit_bias", "guided_json", "guided_regex", "structured_outputs")
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class Refused(Exception):
+    """A call that gets no completion; `code` is OpenAI's word for why."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    messages: tuple[Message, ...]
+    """As chat templates take them."""
+    tools: tuple[Message, ...]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the policy wrote in one call."""
+
+    id: str
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logps: Sequence[float]
+    pieces: Sequence[str]
+    """The text of each token."""
+    text: str
+    """Without the token that ended it, and without stop words."""
+    parsed: Parsed
+    finished: bool
+    """Not cut at a limit."""
+
+
+def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises `Refused` for what cannot be done."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused("messages: a list with at least one message is needed")
+    tools = body.get("tools") or ()
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused("tools: a list of functions is needed")
+    if body.get("tool_choice") == "none":
+        tools = ()
+    names: dict[str, str] = {}
+    return ChatRequest(tuple(_message(message, names) for message in messages), tuple(tools), *_limits(body))
+
+
+def completion_limits(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+    """Most tokens, and stop words, of a request for a completion."""
+    return _limits(body)
+
+
+def _limits(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+    if body.get("n") not in (None, 1):
+        raise Refused("n: one completion at a time; make several calls, each becomes a sequence of its own")
+    for name in _UNSUPPORTED:
+        if body.get(name) not in (None, {}, {"type": "text"}):
+            raise Refused(f"{name} is not supported: it changes what the policy samples")
+    longest = body.get("max_completion_tokens") or body.get("max_tokens")
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise Refused("max_tokens: a whole number above 0 is needed")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, (list, tuple)) or not all(isinstance(word, str) and word for word in stop):
+        raise Refused("stop: a text or a list of texts is needed")
+    return longest, tuple(stop)
+
+
+def _message(message: Any, names: dict[str, str]) -> Message:
+    """`names`: of the tools that were called so far, by the calls' ids; calls of this message are added."""
+    role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
+    if role is None:
+        raise Refused(f"messages: each needs a role; these are known: {', '.join(_ROLES)}")
+    found: Message = {"role": role, "content": _text(message.get("content"))}
+    if role == "tool":
+        name = message.get("name") or names.get(str(message.get("tool_call_id")))
+        return {**found, "name": name} if name else found
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(call, names) for call in calls]
+    return found
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise Refused("messages: only text is supported in contents")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any, names: dict[str, str]) -> Message:
+    try:
+        name, arguments = str(call["function"]["name"]), call["function"].get("arguments")
+    except (TypeError, KeyError):
+        raise Refused("messages: a tool call needs a function with a name and arguments") from None
+    names[str(call.get("id"))] = name
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # the template then gets the text
+            arguments = json.loads(arguments or "{}")
+    return {
+        "type": "function",
+        "id": str(call.get("id")),
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def identity(message: Message) -> tuple[str, ...]:
+    """Equal for a message and for what clients make of it when they send it back."""
+    role, content = str(message["role"]), str(message["content"])
+    if role != "assistant":
+        return role, content
+    calls = [
+        json.dumps([call["function"]["name"], call["function"]["arguments"]], sort_keys=True)
+        for call in message.get("tool_calls", ())
+    ]
+    return role, content.strip(), *calls
+
+
+def assistant_message(completion: Completion) -> Message:
+    """What the client sees, and sends back in its next call."""
+    calls = [
+        {
+            "id": f"call_{completion.id.rpartition('-')[2]}_{number}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for number, call in enumerate(completion.parsed.calls)
+    ]
+    if not calls:
+        return {"role": "assistant", "content": completion.text}
+    return {"role": "assistant", "content": completion.parsed.spoken or None, "tool_calls": calls}
+
+
+def finish_reason(completion: Completion) -> str:
+    if completion.parsed.calls:
+        return "tool_calls"
+    return "stop" if completion.finished else "length"
+
+
+def usage(completion: Completion) -> dict[str, int]:
+    read, wrote = len(completion.prompt), len(completion.tokens)
+    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+
+def chat_reply(completion: Completion, created: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": assistant_message(completion),
+        "finish_reason": finish_reason(completion),
+        "logprobs": {"content": _logprobs(completion)} if body.get("logprobs") else None,
+    }
+    return _reply(completion, created, "chat.completion", choice, body)
+
+
+def text_reply(completion: Completion, created: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    logprobs = None
+    if body.get("logprobs") is not None:
+        logprobs = {"tokens": list(completion.pieces), "token_logprobs": list(completion.logps)}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": completion.text,
+        "finish_reason": "stop" if completion.finished else "length",
+        "logprobs": logprobs,
+    }
+    return _reply(completion, created, "text_completion", choice, body)
+
+
+def _reply(
+    completion: Completion, created: int, kind: str, choice: dict[str, Any], body: Mapping[str, Any]
+) -> dict[str, Any]:
+    found = {"id": completion.id, "object": kind, "created": created, "model": MODEL, "choices": [choice]}
+    if body.get("return_token_ids"):  # as vLLM's server has it
+        choice["token_ids"] = list(completion.tokens)
+        (choice if kind == "text_completion" else found)["prompt_token_ids"] = list(completion.prompt)
+    return {**found, "usage": usage(completion)}
+
+
+def _logprobs(completion: Completion) -> list[dict[str, Any]]:
+    pairs = zip(completion.pieces, completion.logps, strict=True)
+    return [
+        {"token": piece, "logprob": logp, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logp in pairs
+    ]
+
+
+def chunks(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A reply as a stream has it: the beginning, what was written, the end, the count of tokens."""
+    (choice,) = reply["choices"]
+    with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    head = {key: reply[key] for key in ("id", "created", "model")}
+    rest = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
+    if reply["object"] == "text_completion":
+        yield {**head, "object": "text_completion", "choices": [{**choice, **rest}]}
+    else:
+        head["object"] = "chat.completion.chunk"
+        message = dict(choice["message"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        said = {"index": 0, "delta": message, "finish_reason": None, **rest}
+        if "prompt_token_ids" in reply:
+            head["prompt_token_ids"] = reply["prompt_token_ids"]
+        yield {**head, "choices": [said]}
+        end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield {**head, "choices": [end]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": reply["usage"]}

@@ -1,0 +1,224 @@
+"""The endpoint that agents call, with the clients that people have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from templates import tokenizer_with
+
+from isotrain.agents.episode import Limits, Task
+from isotrain.agents.gateway import Gateway
+from isotrain.agents.session import Session
+from isotrain.agents.template import TurnTemplate
+from isotrain.agents.tool_calls import hermes
+from isotrain.data.trajectory import Trajectory
+from isotrain.errors import RolloutError
+
+END = 2
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "Looks something up.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        },
+    }
+]
+ASKED = [{"role": "user", "content": "Wo?"}]
+CALL = 'I look. <tool_call>{"name": "find", "arguments": {"key": "a"}}</tool_call>'
+Play = Callable[[str, str, Session], Awaitable[Any]]
+
+
+class Policy:
+    """Says one thing after the other, and remembers what it read."""
+
+    def __init__(self, template: TurnTemplate, sayings: Sequence[str], seconds: float = 0.0) -> None:
+        self.template, self.sayings, self.seconds = template, list(sayings), seconds
+        self.read: list[str] = []
+
+    async def __call__(self, tokens: Sequence[int], room: int, turn: int) -> Trajectory:
+        self.read.append(self.template.decode(tokens))
+        await asyncio.sleep(self.seconds)
+        if not self.sayings:
+            raise RolloutError("the engine has ended")
+        wrote = [*self.template.encode(self.sayings.pop(0)), END]
+        ones = np.ones(len(wrote))
+        whole = np.array([*tokens, *wrote], np.int32)
+        versions = ones.astype(np.int32)
+        return Trajectory(0, 0, 0, 0, len(tokens), whole, ones == 1, -ones.astype(np.float32), versions, True)
+
+
+def limits(**others: Any) -> Limits:
+    return Limits(**{"turns": 6, "turn": 400, "prompt": 900, "response": 900, "history": "split", **others})
+
+
+TASK = Task(0, 0, 0, 5, ASKED, {"question": "Wo?", "answer": "a"}, "a")
+
+
+def with_gateway(tiny: Path, sayings: Sequence[str], play: Play, **others: Any) -> tuple[Session, Policy]:
+    """`play` gets the address, a key, and the session behind it."""
+    template = TurnTemplate(tokenizer_with(tiny / "model", "chatml"))
+    policy = Policy(template, sayings, others.pop("seconds", 0.0))
+
+    async def run() -> Session:
+        gateway = Gateway()
+        await gateway.start()
+        session = Session(TASK, template, lambda tools: hermes, policy, limits(**others))
+        try:
+            await asyncio.wait_for(play(gateway.base_url, gateway.open(session), session), 60)
+        finally:
+            await gateway.close()
+        return session
+
+    return asyncio.run(run()), policy
+
+
+async def post(url: str, key: str, body: Any) -> tuple[int, dict[str, Any]]:
+    """Without any client's help."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)
+
+    def send() -> tuple[int, dict[str, Any]]:
+        try:
+            with urllib.request.urlopen(request, timeout=20) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    return await asyncio.to_thread(send)
+
+
+def test_openai_client(tiny: Path) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def play(url: str, key: str, _: Session) -> None:
+        client = openai.AsyncOpenAI(base_url=url, api_key=key)
+        messages: list[Any] = list(ASKED)
+        first = await client.chat.completions.create(
+            model="any", messages=messages, tools=TOOLS, temperature=0.2, logprobs=True
+        )
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "I look. "
+        assert len(choice.logprobs.content) == first.usage.completion_tokens
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"key": "a"}
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "here"}]
+        second = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        assert second.choices[0].message.content == "It is here."
+        assert [model.id async for model in client.models.list()] == ["policy"]
+
+    session, policy = with_gateway(tiny, [CALL, "It is here."], play)
+    (trajectory,) = session.trajectories(1.0)
+    assert trajectory.episode and len(trajectory.episode.turns) == 2 and trajectory.finished
+    assert policy.read[1].startswith(policy.read[0] + CALL)
+
+
+def test_openai_client_streams(tiny: Path) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def play(url: str, key: str, _: Session) -> None:
+        client = openai.AsyncOpenAI(base_url=url, api_key=key)
+        stream = await client.chat.completions.create(
+            model="any", messages=ASKED, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == "Hello é" and chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage.completion_tokens > 1
+        async with client.chat.completions.stream(model="any", messages=ASKED, tools=TOOLS) as events:
+            final = await events.get_final_completion()
+        assert final.choices[0].message.tool_calls[0].function.name == "find"
+
+    session, _ = with_gateway(tiny, ["Hello é", CALL], play)
+    assert len(session.trajectories(None)) == 2
+
+
+def test_tokens_in_and_out(tiny: Path) -> None:
+    async def play(url: str, key: str, _: Session) -> None:
+        body = {"model": "m", "prompt": [1, 5, 6], "return_token_ids": True, "logprobs": 0}
+        status, reply = await post(f"{url}/completions", key, body)
+        (choice,) = reply["choices"]
+        assert status == 200 and choice["text"] == "ab" and choice["prompt_token_ids"] == [1, 5, 6]
+        assert choice["token_ids"][-1] == END and len(choice["logprobs"]["token_logprobs"]) == len(
+            choice["token_ids"]
+        )
+        body["prompt"] = [1, 5, 6, *choice["token_ids"], 9]
+        assert (await post(f"{url}/completions", key, body))[0] == 200
+        body = {"messages": ASKED, "return_token_ids": True}
+        _, reply = await post(f"{url}/chat/completions", key, body)
+        assert reply["prompt_token_ids"] and reply["choices"][0]["token_ids"][-1] == END
+
+    session, _ = with_gateway(tiny, ["ab", "cd", "ef"], play)
+    first, second = session.trajectories(None)
+    assert first.episode and len(first.episode.turns) == 2 and second.episode
+
+
+def test_keys(tiny: Path) -> None:
+    async def play(url: str, key: str, _: Session) -> None:
+        assert url.startswith("http://127.0.0.1:")
+        for wrong in ("", "sk-1", key[:-1]):
+            status, reply = await post(f"{url}/chat/completions", wrong, {"messages": ASKED})
+            assert status == 401 and reply["error"]["code"] == "invalid_api_key"
+
+    _, policy = with_gateway(tiny, [], play)
+    assert not policy.read
+
+
+def test_refusals_are_told_in_openais_words(tiny: Path) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def play(url: str, key: str, _: Session) -> None:
+        client = openai.AsyncOpenAI(base_url=url, api_key=key)
+        await client.chat.completions.create(model="m", messages=ASKED)
+        with pytest.raises(openai.PermissionDeniedError, match="1 calls"):
+            await client.chat.completions.create(model="m", messages=ASKED)
+        for body in (b"{", b"[]", b'{"messages": []}', b"[" * 100_000):
+            status, reply = await post(f"{url}/chat/completions", key, body)
+            assert status == 400 and reply["error"]["message"]
+        status, reply = await post(f"{url}/nothing", key, {})
+        assert status == 404 and reply["error"]
+
+    _, policy = with_gateway(tiny, ["a"], play, turns=1)
+    assert len(policy.read) == 1
+
+
+def test_posted_rewards(tiny: Path) -> None:
+    async def play(url: str, key: str, _: Session) -> None:
+        _, reply = await post(f"{url}/chat/completions", key, {"messages": ASKED})
+        assert (await post(f"{url}/reward", key, {"reward": 0.5, "completion": reply["id"]}))[0] == 200
+        assert (await post(f"{url}/reward", key, {"reward": 2}))[0] == 200
+        assert (await post(f"{url}/reward", key, {"reward": "much"}))[0] == 400
+
+    session, _ = with_gateway(tiny, ["a"], play)
+    (trajectory,) = session.trajectories(None)
+    assert trajectory.episode and trajectory.episode.reward == 2.5
+
+
+def test_a_client_that_has_gone(tiny: Path) -> None:
+    """What it did not wait for is no part of the episode."""
+
+    async def play(url: str, key: str, session: Session) -> None:
+        host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"messages": ASKED}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.sleep(0.6)
+
+    session, policy = with_gateway(tiny, ["lost", "kept"], play, seconds=0.3)
+    assert len(policy.read) == 1
+    (trajectory,) = session.trajectories(None)
+    assert not len(trajectory.mask_N)
