@@ -27,6 +27,7 @@ LOCKS = (
     ".ci/requirements.lock",
     ".ci/ascend.lock",
     ".ci/ascend-vllm.lock",
+    ".ci/docs.lock",
     ".ci/sglang.lock",
     ".ci/sglang-newest.lock",
     ".ci/agents.lock",

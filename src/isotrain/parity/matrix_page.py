@@ -25,6 +25,8 @@ CERTIFICATES = Path(__file__).parents[3] / "certificates"
 
 _HEAD = """# Support matrix
 
+[中文](zh/support-matrix.md)
+
 Which pairs of devices were shown to train the same, on what, with which error. Every row is one file in
 [`certificates/`](../certificates); this page is generated from those files alone, by
 `python -m isotrain.parity.matrix_page docs/support-matrix.md`. A row that is *claimed* has no signature of a

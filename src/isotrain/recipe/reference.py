@@ -18,6 +18,8 @@ Fields = Mapping[str, FieldInfo]
 
 _HEAD = """# Recipe reference
 
+[中文](zh/recipe-reference.md)
+
 Every field that a recipe can have. This page is generated from the schema by
 `python -m isotrain.recipe.reference docs/recipe-reference.md`; the guide is [recipe.md](recipe.md).
 
