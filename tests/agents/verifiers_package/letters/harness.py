@@ -17,7 +17,7 @@ class LettersHarness(vf.Harness[LettersHarnessConfig]):
             return vf.ProgramResult(exit_code=3, stdout="", stderr="out of letters")
         messages = [{"role": "user", "content": data.prompt}]
         headers = {"Authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=300) as client:
             for _ in range(2):
                 body = {"model": ctx.model, "messages": messages}
                 reply = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)
