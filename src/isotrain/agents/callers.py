@@ -39,7 +39,7 @@ class _Function:
         self._function, self._wanted = function, wanted
 
     def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        os.environ.update(_variables(values))
+        os.environ.update(variables(values))
         returned = self._function(**{name: values[name] for name in self._wanted})
         if inspect.isawaitable(returned):
             returned = asyncio.run(_awaited(returned))
@@ -65,7 +65,7 @@ class _Program:
             input=json.dumps(values["row"]).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, **_variables(values)},
+            env={**os.environ, **variables(values)},
             check=False,
         )
         if ended.returncode:
@@ -74,7 +74,7 @@ class _Program:
         return {"reward": None}
 
 
-def _variables(values: Mapping[str, Any]) -> dict[str, str]:
+def variables(values: Mapping[str, Any]) -> dict[str, str]:
     """What OpenAI's clients read; the endpoint is on this machine, which no proxy can reach."""
     return {
         "OPENAI_BASE_URL": values["base_url"],

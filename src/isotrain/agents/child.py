@@ -1,9 +1,9 @@
 """The process that imports the user's file, and forks one process for each episode.
 
 Its only argument is the number of a socket. The first line on it is the setup, `{section: "environment" or
-"agent", path, source, command, memory}`; the reply is `{ready: true, ...}` or `{refused: why}`. Then, for
-each byte that comes with a descriptor, a process is forked that talks lines of JSON on this descriptor, and
-its number is replied as a line.
+"agent", path, source, command, verifiers, arguments, memory}`; the reply is `{ready: true, ...}` or
+`{refused: why}`. Then, for each byte that comes with a descriptor, a process is forked that talks lines of
+JSON on this descriptor, and its number is replied as a line.
 
 In an episode a request is `{request: name, ...}`, and its reply `{...}` or `{raised: what}`.
 """
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TextIO
 
 from isotrain.agents.callers import load_function, load_program
 from isotrain.agents.interfaces import Factory, load_environment
+from isotrain.agents.verifiers_environments import load_rollouts
 from isotrain.errors import IsotrainError
 from isotrain.lifetime import die_with_parent
 from isotrain.user_file import where
@@ -60,8 +61,10 @@ def main(arguments: list[str]) -> None:
 def _load(setup: dict[str, Any]) -> tuple[Factory, dict[str, Any]]:
     if setup["section"] == "environment":
         return load_environment(setup["path"], setup["source"])
-    if setup["command"]:
+    if setup.get("command"):
         return load_program(setup["command"])
+    if setup.get("verifiers"):
+        return load_rollouts(setup["verifiers"], setup["arguments"])
     return load_function(setup["path"], setup["source"])
 
 

@@ -133,6 +133,44 @@ def tiny(
     )
 
 
+@app.command()
+def verifiers(
+    name: Annotated[str, typer.Argument(help="The environment, as verifiers names it.")],
+    out: _Out,
+    python: Annotated[
+        str | None, Option("--python", help="The Python that has the environment; by default isotrain's.")
+    ] = None,
+    arg: Annotated[
+        list[str] | None,
+        Option("--arg", help="An argument of the environment, key=value; value as in YAML. Repeatable."),
+    ] = None,
+    limit: Annotated[int, Option("--limit", min=1, help="Maximum tasks per file.")] = 1_000_000,
+    held_out: Annotated[
+        int, Option("--held-out", min=0, help="Tasks for training to use for validation instead.")
+    ] = 0,
+) -> None:
+    """Write the tasks of a verifiers environment as rows for rollout.agent.verifiers.
+
+    Example:
+
+        isotrain prepare verifiers my-env --python .venv-agents/bin/python --out work/my-env
+    """
+    import json
+
+    from isotrain.data.prepare.verifiers_tasks import prepare_verifiers, read_arguments
+
+    arguments = read_arguments(arg or [])
+    written = prepare_verifiers(name, out, arguments=arguments, python=python, limit=limit, held_out=held_out)
+    for file, rows in written.items():
+        typer.echo(f"wrote {out / file} ({rows:,} rows)")
+    # JSON is YAML too, and keeps a text like "null" a text.
+    agent = {"verifiers": name, "arguments": arguments, "python": python}
+    block = json.dumps({key: value for key, value in agent.items() if value}, ensure_ascii=False)
+    typer.echo(f"\nNext, in a recipe for online training:\n    rollout:\n      agent: {block}")
+    typer.echo("    reward:\n      environment: {}")
+    typer.echo(f"    data:\n      train: {json.dumps(str(out / 'train.jsonl'), ensure_ascii=False)}")
+
+
 def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,12 @@ class AgentSection(EpisodeSection):
     command: list[str] | None = Field(default=None, min_length=1)
     """A program instead, `[node, agent.js]`. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY`,
     reads the row as JSON from its standard input, and posts a reward."""
+    verifiers: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w./@-]*$")
+    """An environment of the package verifiers instead, by name. Its rows are written by
+    `isotrain prepare verifiers`."""
+    arguments: dict[str, Any] = Field(default={})
+    """What `verifiers` loads the environment with: from 0.4 on its block `[env]`, such as `{taskset: {split:
+    train}}`, before that the keyword arguments of `load_environment`."""
     max_turns: int = Field(default=32, ge=1)
     """Maximum calls of the policy in an episode; further ones are refused."""
     time_limit: Annotated[float, Affects.COURSE] = Field(default=600.0, gt=0)
@@ -60,8 +66,10 @@ class AgentSection(EpisodeSection):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> AgentSection:
-        if (self.path is None) == (self.command is None):
-            raise ValueError("one of path and command is needed, such as path: agent.py:run")
+        if sum(choice is not None for choice in (self.path, self.command, self.verifiers)) != 1:
+            raise ValueError("one of path, command and verifiers is needed, such as path: agent.py:run")
+        if self.arguments and self.verifiers is None:
+            raise ValueError("arguments are for verifiers: name an environment there, or remove them")
         return self
 
 

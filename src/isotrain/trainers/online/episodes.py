@@ -161,6 +161,7 @@ def _processes(section: EnvironmentSection | AgentSection, source: str) -> Envir
     loaded: dict[str, Any] = {"section": "environment", "path": section.path, "source": source}
     if isinstance(section, AgentSection):
         loaded |= {"section": "agent", "command": section.command}
+        loaded |= {"verifiers": section.verifiers, "arguments": section.arguments}
     return EnvironmentProcesses(
         loaded,
         time_limit=section.time_limit,

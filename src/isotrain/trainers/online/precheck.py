@@ -7,7 +7,16 @@ from importlib.util import find_spec
 from shutil import which
 
 from isotrain import user_file
-from isotrain.errors import EpisodeError, IsotrainError, RecipeError, RewardError, RolloutError, SandboxError
+from isotrain.data.prepare.verifiers_tasks import find_environment
+from isotrain.errors import (
+    DataError,
+    EpisodeError,
+    IsotrainError,
+    RecipeError,
+    RewardError,
+    RolloutError,
+    SandboxError,
+)
 from isotrain.observe.environment import package_name
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.plugins import ADVANTAGES, POLICY_LOSSES, REWARDS, find_plugin
@@ -178,6 +187,12 @@ def _no_episodes(rollout: RolloutSection) -> Iterator[IsotrainError]:
     ):
         if program is not None and which(program) is None:
             yield EpisodeError(f"rollout.agent.{field}: {program!r} is not an executable")
+            return
+    if agent.verifiers is not None:
+        try:
+            find_environment(agent.verifiers, agent.python)
+        except DataError as problem:
+            yield EpisodeError(str(problem))
 
 
 def _no_sandbox(code: CodeSection) -> Iterator[IsotrainError]:
