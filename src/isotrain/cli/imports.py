@@ -1,0 +1,113 @@
+"""`isotrain import`: a recipe from a script, configuration or log of another framework."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from isotrain.errors import RecipeError
+from isotrain.imports.convert import Imported, convert
+from isotrain.imports.draft import Finding
+from isotrain.imports.read import read_bytes
+
+_SHOWN = 40
+
+
+class Framework(str, Enum):
+    verl = "verl"
+    openrlhf = "openrlhf"
+
+
+def import_recipe(
+    framework: Annotated[Framework, Argument(help="Whose script it is.")],
+    source: Annotated[
+        str,
+        Argument(
+            metavar="SOURCE",
+            help="A shell script, a command line, Hydra overrides, a resolved configuration or a log; "
+            "- for standard input.",
+        ),
+    ],
+    out: Annotated[Path | None, Option(help="The file to write; standard output by default.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite that file.")] = False,
+    version: Annotated[
+        str | None,
+        Option(help="Whose defaults to write out; the newest known, or what the source reveals, by default."),
+    ] = None,
+    rows: Annotated[
+        int | None, Option(min=1, help="Rows of the training data, for what a script gives in steps.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
+) -> None:
+    """Write a recipe from a training script of verl or OpenRLHF.
+
+    The script is read, never run. Behind each field is a comment with the key that it came from. The exit
+    code is 0 if the recipe means the same training, and 1 if something that changes it was not taken over.
+
+    Examples:
+
+        isotrain import verl run_grpo.sh --out grpo.yaml
+
+        isotrain import verl train.log --out grpo.yaml
+
+        isotrain import openrlhf - < run.sh
+    """
+    result = convert(read_bytes(source), framework.value, version, rows)
+    if out is not None:
+        write_new(out, result.recipe, force)
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
+    else:
+        if out is None:
+            typer.echo(result.recipe, nl=False)
+        typer.echo(report(result, out), err=True)
+    raise typer.Exit(0 if result.same_training else 1)
+
+
+def write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file that is not there yet, or any with `force`."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(f"{path} exists: give another --out, or --force to overwrite it") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def report(result: Imported, out: Path | None) -> str:
+    """The counts, and what to do about keys that are not in the recipe."""
+    lines = [
+        f"{result.framework} {result.version} ({result.kind}): {len(result.mapped)} keys mapped, "
+        f"{len(result.no_effect)} without effect, {len(result.refused)} refused, "
+        f"{len(result.unknown)} unknown, {len(result.questions)} questions"
+    ]
+    for title, findings in (
+        ("questions", result.questions),
+        ("refused", result.refused),
+        ("unknown", result.unknown),
+    ):
+        lines += _section(title, findings)
+    lines += [f"note: {note}" for note in result.notes]
+    name = str(out) if out else "RECIPE"
+    if result.same_training:
+        lines.append(f"The same training. Next: isotrain train {name} --dry-run")
+    else:
+        lines.append(f"Not the same training yet: see the lists above, change {name}, then train it")
+    return "\n".join(lines)
+
+
+def _section(title: str, findings: list[Finding]) -> list[str]:
+    lines = [f"{title}:"] if findings else []
+    for item in findings[:_SHOWN]:
+        where = f" (line {item.line})" if item.line else ""
+        effect = "" if item.changes else " [the training is the same]"
+        lines.append(f"  {item.key}{where}: {item.why}{effect}")
+    if len(findings) > _SHOWN:
+        lines.append(f"  ... and {len(findings) - _SHOWN} more, all in the recipe's comments")
+    return lines
