@@ -1,4 +1,4 @@
-"""`isotrain import`: a recipe from a script, configuration or log of another framework."""
+"""`isotrain import` and `export-config`: recipes from scripts of other frameworks, and back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from isotrain.api import load_recipe
+from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.errors import RecipeError
 from isotrain.imports.convert import Imported, convert
 from isotrain.imports.draft import Finding
+from isotrain.imports.export import to_verl
 from isotrain.imports.read import read_bytes
 
 _SHOWN = 40
@@ -67,6 +70,41 @@ def import_recipe(
             typer.echo(result.recipe, nl=False)
         typer.echo(report(result, out), err=True)
     raise typer.Exit(0 if result.same_training else 1)
+
+
+class Target(str, Enum):
+    verl = "verl"
+
+
+def export_config(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    to: Annotated[Target, Option(help="Whose command to write.")] = Target.verl,
+    out: Annotated[Path | None, Option(help="The file to write; standard output by default.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite that file.")] = False,
+) -> None:
+    """Write a recipe as a command of verl.
+
+    The command is read back with `isotrain import`. Every field that comes back with another value is listed;
+    the exit code is 1 if one of them changes the training.
+
+    Example:
+
+        isotrain export-config gsm8k-grpo-8x --to verl --out run_verl.sh
+    """
+    result = to_verl(load_recipe(recipe, *(overrides or [])))
+    if out is not None:
+        write_new(out, result.script, force)
+    else:
+        typer.echo(result.script, nl=False)
+    lost = [item for item in result.differences if item.changes]
+    typer.echo(
+        f"{len(result.overrides)} keys, {len(result.differences)} fields are not carried over", err=True
+    )
+    for item in result.differences:
+        effect = "" if item.changes else " [the training is the same]"
+        typer.echo(f"  {item.field}: {item.here!r} would become {item.there!r}{effect}", err=True)
+    raise typer.Exit(1 if lost else 0)
 
 
 def write_new(path: Path, text: str, force: bool) -> None:

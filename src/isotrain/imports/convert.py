@@ -39,7 +39,13 @@ class Imported:
 
 def convert(data: bytes, framework: str, version: str | None = None, rows: int | None = None) -> Imported:
     """The recipe of a script, command, configuration or log of `framework`."""
-    source = read_source(data, framework)
+    return from_source(read_source(data, framework), framework, version, rows)
+
+
+def from_source(
+    source: Source, framework: str, version: str | None = None, rows: int | None = None
+) -> Imported:
+    """The same for what was read already."""
     draft = _verl(source, version, rows) if framework == "verl" else _openrlhf(source, version, rows)
     draft.notes += source.remarks
     text = to_text(draft)
