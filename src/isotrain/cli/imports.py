@@ -134,9 +134,10 @@ def report(result: Imported, out: Path | None) -> str:
     lines += [f"note: {note}" for note in result.notes]
     name = str(out) if out else "RECIPE"
     if result.same_training:
-        lines.append(f"The same training. Next: isotrain train {name} --dry-run")
+        rest = "; the notes are differences that stay" if result.notes else ""
+        lines.append(f"Everything was taken over{rest}. Next: isotrain train {name} --dry-run")
     else:
-        lines.append(f"Not the same training yet: see the lists above, change {name}, then train it")
+        lines.append(f"Not the same training yet: read the lists above and change {name}")
     return "\n".join(lines)
 
 

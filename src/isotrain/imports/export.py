@@ -197,13 +197,6 @@ def _losses(algorithm: Online) -> dict[str, Any]:
         values["algorithm.filter_groups.enable"] = True
         values["algorithm.filter_groups.metric"] = "seq_reward"
         values["algorithm.filter_groups.max_num_gen_batches"] = algorithm.dynamic_sampling.max_attempts + 1
-    if algorithm.overlong.buffer:
-        prefix = "reward.reward_kwargs.overlong_buffer_cfg"
-        values |= {f"{prefix}.enable": True, f"{prefix}.len": algorithm.overlong.buffer}
-        values |= {
-            f"{prefix}.penalty_factor": algorithm.overlong.factor,
-            "reward.reward_manager.name": "dapo",
-        }
     for name in ("gamma", "lam"):
         if hasattr(algorithm, name):
             values[f"algorithm.{name}"] = getattr(algorithm, name)
@@ -222,6 +215,13 @@ def _rewards(recipe: Recipe) -> dict[str, Any]:
     if reward is not None and reward.model is not None:
         values["reward.reward_model.enable"] = True
         values["reward.reward_model.model_path"] = reward.model.path
+    if isinstance(algorithm, OnlineSection) and algorithm.overlong.buffer and recipe.rollout is not None:
+        # They are not in verl's configuration, so Hydra wants a plus.
+        prefix = "+reward.reward_kwargs.overlong_buffer_cfg"
+        values |= {"reward.reward_manager.name": "dapo", f"{prefix}.enable": True}
+        values |= {f"{prefix}.len": algorithm.overlong.buffer, f"{prefix}.log": False}
+        values[f"{prefix}.penalty_factor"] = algorithm.overlong.factor
+        values["+reward.reward_kwargs.max_resp_len"] = recipe.rollout.max_tokens
     if isinstance(algorithm, PpoSection):
         critic = algorithm.critic
         values["critic.model.path"] = critic.path or recipe.model.path

@@ -12,6 +12,8 @@ from isotrain.recipe import document
 
 _KEY = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_QUOTED = re.compile(r"(['\"])((?:(?!\1)[^\\]|\\.)*)\1", re.S)
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _MOST_REFERENCES = 20
 _OPTIONS = {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"}
 # Their defaults are those of the tables.
@@ -79,6 +81,12 @@ def _megatron(line: int) -> Any:
 def scalar(text: str) -> Any:
     """The value of an override: YAML covers Hydra's numbers, lists and quotes; all else is text."""
     plain = text.strip()
+    if re.fullmatch(r"-?\d{1,15}", plain):
+        return int(plain)
+    if _PLAIN.fullmatch(plain):
+        return {"true": True, "false": False, "null": None}.get(plain.lower(), plain)
+    if quoted := _QUOTED.fullmatch(plain):
+        return re.sub(r"\\(['\"\\])", r"\1", quoted[2])
     if _REFERENCE.search(plain) or not plain:
         return plain or None
     try:

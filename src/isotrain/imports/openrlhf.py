@@ -304,6 +304,13 @@ def _rollout(d: Draft) -> None:
     d.put("rollout.validation.n", count, "eval.n_samples_per_prompt")
 
 
+def _agent(d: Draft, file: str) -> None:
+    """OpenRLHF's agents run as they are, and give the reward."""
+    d.put("rollout.environment.path", f"{file}:AgentExecutor", "train.agent_func_path")
+    d.put("rollout.environment.max_turns", 100, note="OpenRLHF has no bound")
+    d.put("reward.environment.weight", 1.0, "train.agent_func_path", note="what step returns as rewards")
+
+
 def _reward(d: Draft) -> None:
     remote: Any = d.value("reward.remote_url")
     model = d.value("reward.model_name_or_path")
@@ -313,7 +320,10 @@ def _reward(d: Draft) -> None:
         d.note("OpenRLHF clips rewards to -10 .. 10 (reward.clip_range), isotrain does not")
     if d.value("data.label_key"):
         d.put("reward.answer_key", d.text("data.label_key"), "data.label_key")
-    if remote:
+    agent = d.text("train.agent_func_path")
+    if re.fullmatch(r"[^:\x00]+\.py", agent):
+        _agent(d, agent)
+    elif remote:
         d.put("reward.function.path", REWARD, "reward.remote_url", note="write this file, see above")
         is_file = re.fullmatch(r"[^:]+\.py", str(remote))
         what = ADAPTER if is_file else "Write a function that asks the server: docs/rewards.md"

@@ -155,9 +155,7 @@ PPO = [
     part("train.async_enable", "rollout.staleness", False),
     part("train.async_queue_size", "rollout.staleness", 1),
     part("train.partial_rollout_enable", "rollout.in_flight", False),
-    refuses(
-        "train.agent_func_path", why="write an environment (docs/agents.md); set rollout.environment.path"
-    ),
+    part("train.agent_func_path", "rollout.environment.path"),
     part("reward.model_name_or_path", "reward.model.path"),
     part("reward.remote_url", "reward.function.path"),
     part("data.label_key", "reward.answer_key"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from isotrain.imports import syntax
 from isotrain.imports.arithmetic import calculate
 from isotrain.imports.source import SECRET, ImportSourceError, Unknown, holds_secret
 
@@ -15,6 +16,7 @@ LONGEST_SCRIPT = 1024 * 1024
 MOST_STEPS = 200_000
 MOST_DEPTH = 60
 LONGEST_WORD = 100_000
+MOST_WORDS = 10_000
 HOME = "~"
 _LOOPS = ("for_statement", "c_style_for_statement", "while_statement")
 _BRANCHES = ("elif_clause", "else_clause")
@@ -69,30 +71,32 @@ class Shell:
     # Statements
 
     def _assignment(self, node: Any) -> None:
-        name = _text(node.child_by_field_name("name"))
+        name = syntax.text(node.child_by_field_name("name"))
         value_node = node.child_by_field_name("value")
         appends = any(child.type == "+=" for child in node.children)
         value: Value
         if node.child_by_field_name("name").type == "subscript":
-            self.variables[name.partition("[")[0]] = self.gap(f"line {_line(node)} sets a part of it")
+            self.variables[name.partition("[")[0]] = self.gap(f"line {syntax.line(node)} sets a part of it")
             return
         if value_node is None:
             value = ""
         elif value_node.type == "array":
-            value = [word for item in value_node.named_children for word in self.words(item)]
+            value = self.few([word for item in value_node.named_children for word in self.words(item)])
         else:
             value = self.joined(value_node)
             if holds_secret(name, value):
                 value = SECRET
         before = self.variables.get(name, "")
         if appends and isinstance(before, list):
-            value = [*before, *(value if isinstance(value, list) else [value])]
+            value = self.few([*before, *(value if isinstance(value, list) else [value])])
         elif appends and isinstance(value, str) and isinstance(before, str):
             value = self.bounded(before + value)
         if self.unsure and name not in self.variables:
-            self.remarks.append(f"line {_line(node)} sets {name} if a condition holds: taken as if it did")
+            self.remarks.append(
+                f"line {syntax.line(node)} sets {name} if a condition holds: taken as if it did"
+            )
         elif self.unsure and self.variables[name] != value:
-            value = self.gap(f"line {_line(node)} sets it under a condition that is not known")
+            value = self.gap(f"line {syntax.line(node)} sets it under a condition that is not known")
         self.variables[name] = value
 
     def _command(self, node: Any) -> None:
@@ -103,7 +107,7 @@ class Shell:
                 continue
             found = self.words(child)
             words += found
-            lines += [_line(child)] * len(found)
+            lines += [syntax.line(child)] * len(found)
         if not words:
             return
         name = words[0]
@@ -134,7 +138,7 @@ class Shell:
     def _function(self, node: Any) -> None:
         body = node.child_by_field_name("body")
         if body is not None:
-            self.functions[_text(node.child_by_field_name("name"))] = body
+            self.functions[syntax.text(node.child_by_field_name("name"))] = body
 
     def _redirected(self, node: Any) -> None:
         """`read -r -d '' name <<EOF` puts a text into a variable; other redirections change no word."""
@@ -146,7 +150,7 @@ class Shell:
             if body.type == "heredoc_body"
         ]
         quoted = any(
-            _text(start)[:1] in "'\"\\"
+            syntax.text(start)[:1] in "'\"\\"
             for redirect in node.named_children
             if redirect.type == "heredoc_redirect"
             for start in redirect.named_children
@@ -158,8 +162,20 @@ class Shell:
             words = [word for word in self.commands[-1].words[1:] if isinstance(word, str)]
             names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)]
             if names:
-                text = _text(bodies[0]) if quoted else self._between(bodies[0], heredoc=True)
+                text = syntax.text(bodies[0]) if quoted else self._heredoc(bodies[0])
                 self.variables[names[-1]] = text.strip()
+
+    def _heredoc(self, body: Any) -> str:
+        """Expanded like a string in double quotes; the grammar does not see all expansions in it."""
+        before = "\n" * body.start_point[0]
+        text = syntax.text(body).replace('"', '\\"')
+        tree = syntax.parser().parse(f'{before}x="{text}"'.encode())
+        strings = [node for node in syntax.below(tree.root_node) if node.type == "string"]
+        return (
+            self.joined(strings[0])
+            if strings
+            else self.gap(f"line {syntax.line(body)} has a text that is not read")
+        )
 
     def _case(self, node: Any) -> None:
         subject_node = node.child_by_field_name("value")
@@ -170,7 +186,7 @@ class Shell:
                 self._maybe(item)
             return
         for item in items:
-            patterns = [_text(child) for child in item.children_by_field_name("value")]
+            patterns = [syntax.text(child) for child in item.children_by_field_name("value")]
             if any(fnmatchcase(subject, pattern.strip("'\"")) for pattern in patterns):
                 self._body(item, skip=len(patterns))
                 return
@@ -223,7 +239,9 @@ class Shell:
     def _loop(self, node: Any) -> None:
         variable = node.child_by_field_name("variable")
         if variable is not None:
-            self.variables[_text(variable)] = self.gap(f"it changes in the loop of line {_line(node)}")
+            self.variables[syntax.text(variable)] = self.gap(
+                f"it changes in the loop of line {syntax.line(node)}"
+            )
         self._maybe(node)
 
     def _body(self, item: Any, skip: int) -> None:
@@ -242,8 +260,10 @@ class Shell:
         inner = list(node.named_children)
         if node.type != "test_command" or len(inner) != 1:
             return None
-        words = [self.joined(child) if child.is_named else _text(child) for child in _flat(inner[0])]
-        return None if any(_GAPS.search(word) for word in words) else _compare(words)
+        words = [
+            self.joined(child) if child.is_named else syntax.text(child) for child in syntax.flat(inner[0])
+        ]
+        return None if any(_GAPS.search(word) for word in words) else syntax.compare(words)
 
     # Words
 
@@ -263,6 +283,11 @@ class Shell:
             raise ImportSourceError(f"a word of the script is longer than {LONGEST_WORD} characters")
         return word
 
+    def few(self, words: list[str]) -> list[str]:
+        if len(words) > MOST_WORDS:
+            raise ImportSourceError(f"a list of the script has more than {MOST_WORDS} words: it is too long")
+        return words
+
     def words(self, node: Any) -> list[str]:
         """The words that one node becomes: a list expands to several, an unquoted text is split."""
         if node.type == "command_name":
@@ -274,7 +299,7 @@ class Shell:
             inner = node.named_children
             if len(inner) == 1 and inner[0].type in ("simple_expansion", "expansion"):
                 value = self.expand(inner[0])
-                if isinstance(value, list) and len(_text(node)) == len(_text(inner[0])) + 2:
+                if isinstance(value, list) and len(syntax.text(node)) == len(syntax.text(inner[0])) + 2:
                     return value
         return [self.joined(node)]
 
@@ -292,29 +317,29 @@ class Shell:
     def _plain(self, node: Any) -> str:
         if node.named_child_count and node.type not in ("word", "extglob_pattern", "regex"):
             return self._between(node)
-        return re.sub(r"\\(.)", r"\1", _text(node).replace("\\\n", ""))
+        return re.sub(r"\\(.)", r"\1", syntax.text(node).replace("\\\n", ""))
 
     def _raw(self, node: Any) -> str:
-        return _text(node)[1:-1]
+        return syntax.text(node)[1:-1]
 
     def _ansi(self, node: Any) -> str:
-        return _text(node)[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'")
+        return syntax.text(node)[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'")
 
     def _string(self, node: Any) -> str:
         return self._between(node, quoted=True)
 
-    def _between(self, node: Any, quoted: bool = False, heredoc: bool = False) -> str:
+    def _between(self, node: Any, quoted: bool = False) -> str:
         """The expansions inside a node, and the text between them as it is."""
         source: bytes = node.text
         start, word = (1 if quoted else 0), ""
         end = len(source) - (1 if quoted else 0)
         for child in node.named_children:
-            if child.type in ("string_content", "heredoc_content"):
+            if child.type == "string_content":
                 continue
             first = child.start_byte - node.start_byte
-            word += self._literal(source[start:first], quoted or heredoc) + self.joined(child)
+            word += self._literal(source[start:first], quoted) + self.joined(child)
             start = child.end_byte - node.start_byte
-        return word + self._literal(source[start:end], quoted or heredoc)
+        return word + self._literal(source[start:end], quoted)
 
     @staticmethod
     def _literal(source: bytes, quoted: bool) -> str:
@@ -326,12 +351,12 @@ class Shell:
         return value if isinstance(value, str) else " ".join(value)
 
     def _substitution(self, node: Any) -> str:
-        return self.gap(f"line {_line(node)} runs a command for it: {_short(node)}")
+        return self.gap(f"line {syntax.line(node)} runs a command for it: {syntax.short(node)}")
 
     def _arithmetic(self, node: Any) -> str:
         inner = node.named_children
         if len(inner) != 1:
-            return self.gap(f"line {_line(node)} computes it: {_short(node)}")
+            return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
         result = calculate(inner[0], lambda name: self.joined_variable(name, node))
         return self.gap(result.why) if isinstance(result, Unknown) else str(result)
 
@@ -347,22 +372,22 @@ class Shell:
         if name == "HOME":
             return HOME
         place = "command line" if name.isdigit() else "environment"
-        return self.gap(f"line {_line(node)} takes it from the {place} (${name})")
+        return self.gap(f"line {syntax.line(node)} takes it from the {place} (${name})")
 
     def expand(self, node: Any) -> Value:
         """`$x`, `${x}`, `${x[@]}` and `${x:-default}`; other forms are unknown."""
         children = [child for child in node.children if child.type not in ("$", "${", "}")]
         if not children or children[0].type not in ("variable_name", "special_variable_name", "subscript"):
-            return self.gap(f"line {_line(node)} computes it: {_short(node)}")
+            return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
         head, rest = children[0], children[1:]
         if head.type == "subscript":
-            name, _, index = _text(head).partition("[")
+            name, _, index = syntax.text(head).partition("[")
             value = self.lookup(name, node)
             whole = index.rstrip("]").strip("\"'") in ("@", "*")
             if not (whole and isinstance(value, list)) or rest:
-                return self.gap(f"line {_line(node)} takes it from a list: {_short(node)}")
+                return self.gap(f"line {syntax.line(node)} takes it from a list: {syntax.short(node)}")
             return value
-        name = _text(head)
+        name = syntax.text(head)
         known = self.variables.get(name)
         value = self.lookup(name, node)
         if isinstance(value, list) and name not in ("@", "*"):
@@ -375,6 +400,8 @@ class Shell:
             other += self.joined(child)
         empty = known in (None, "")
         if operator in (":-", ":=") or (operator in ("-", "=") and known is None):
+            if empty and operator in (":=", "="):
+                self.variables[name] = other
             return other if empty else value
         if operator in ("-", "="):
             return value
@@ -382,7 +409,7 @@ class Shell:
             return value
         if operator in (":+", "+"):
             return "" if empty else other
-        return self.gap(f"line {_line(node)} computes it: {_short(node)}")
+        return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
 
 
 _STATEMENTS: dict[str, Callable[[Shell, Any], None]] = {
@@ -420,61 +447,7 @@ def read_script(text: str) -> Shell:
         raise ImportSourceError(f"longer than {LONGEST_SCRIPT // 1024} KiB; is this a shell script?")
     shell = Shell()
     try:
-        shell.walk(_parser().parse(data).root_node)
+        shell.walk(syntax.parser().parse(data).root_node)
     except RecursionError:
         raise ImportSourceError("the script is too deeply nested to be read") from None
     return shell
-
-
-def _parser() -> Any:
-    try:
-        import tree_sitter_bash
-        from tree_sitter import Language, Parser
-    except ModuleNotFoundError:
-        raise ImportSourceError(
-            "shell scripts need a parser: pip install 'isotrain[import]'; a resolved configuration "
-            "(.hydra/config.yaml) or a log is read without it"
-        ) from None
-    return Parser(Language(tree_sitter_bash.language()))
-
-
-def _text(node: Any) -> str:
-    return str(node.text.decode("utf-8", "replace")) if node is not None else ""
-
-
-def _line(node: Any) -> int:
-    return int(node.start_point[0]) + 1
-
-
-def _short(node: Any) -> str:
-    text = " ".join(_text(node).split())
-    hidden = re.sub(r"(?i)((?:key|token|secret|password)\w*[=\s]+)\S+", rf"\1{SECRET}", text)
-    return hidden if len(hidden) <= 60 else f"{hidden[:57]}..."
-
-
-def _flat(node: Any) -> Iterator[Any]:
-    """The parts of a test without the nesting that the grammar gives them."""
-    if node.type in ("binary_expression", "unary_expression"):
-        for child in node.children:
-            yield from _flat(child) if child.type == "unary_expression" else [child]
-    else:
-        yield node
-
-
-def _compare(words: list[str]) -> bool | None:
-    numbers = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        return (words[1] == "") == (words[0] == "-z")
-    if len(words) != 3:
-        return None
-    left, operator, right = words
-    if operator in ("=", "=="):
-        return fnmatchcase(left, right)
-    if operator == "!=":
-        return not fnmatchcase(left, right)
-    if operator in numbers and all(re.fullmatch(r"-?\d{1,15}", word) for word in (left, right)):
-        a, b = int(left), int(right)
-        return {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
-            numbers[operator]
-        ]
-    return None

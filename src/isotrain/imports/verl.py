@@ -8,7 +8,7 @@ from typing import Any
 
 from isotrain.imports.draft import Draft, as_flag, as_whole
 from isotrain.imports.hydra import shown
-from isotrain.imports.verl_algorithm import algorithm, correction, dapo, kl, loss
+from isotrain.imports.verl_algorithm import algorithm, correction, dapo, kl, loss, reward_manager
 from isotrain.imports.verl_optimizer import optimizer
 from isotrain.imports.verl_reasons import A, M, R
 
@@ -56,7 +56,7 @@ def ignored(d: Draft) -> Callable[[str], str | None]:
 def naming(d: Draft) -> None:
     name = run_name(d.text("trainer.experiment_name", "imported"))
     d.put("name", name, "trainer.experiment_name")
-    if d.given("trainer.default_local_dir") and "${" not in str(d.raw("trainer.default_local_dir")):
+    if d.given("trainer.default_local_dir"):
         d.put("output", d.text("trainer.default_local_dir"), "trainer.default_local_dir")
     else:
         d.value("trainer.default_local_dir")  # asks if it is not known
@@ -210,9 +210,7 @@ def rewards(d: Draft) -> None:
     custom = next(
         (k for k in ("reward.custom_reward_function", "custom_reward_function") if d.value(f"{k}.path")), None
     )
-    managers = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
-    manager = next((key for key in managers if d.given(key)), managers[0])
-    kind = d.text(manager, "naive")
+    manager, kind = reward_manager(d)
     if kind not in ("naive", "dapo", "prime", "None", ""):
         d.refuse(manager, f"{shown(kind, 20)}: isotrain calls a reward function once for each response")
     models = {

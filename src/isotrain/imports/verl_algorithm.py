@@ -227,22 +227,31 @@ def dapo(d: Draft) -> None:
         metric = d.text("algorithm.filter_groups.metric", "")
         if metric not in ("", "seq_reward", "seq_final_reward", "score"):
             d.note(f"algorithm.filter_groups.metric {shown(metric, 20)}: isotrain compares rewards")
-    for prefix in (
-        "reward.reward_kwargs.overlong_buffer_cfg",
-        "reward_model.reward_kwargs.overlong_buffer_cfg",
-        "reward_model.overlong_buffer",
-    ):
-        if d.flag(f"{prefix}.enable"):
-            d.put("algorithm.overlong.buffer", d.whole(f"{prefix}.len", 0, 0), f"{prefix}.len")
-            d.put(
-                "algorithm.overlong.factor",
-                d.number(f"{prefix}.penalty_factor", 1.0),
-                f"{prefix}.penalty_factor",
-            )
-            break
+    shaping(d)
+
+
+def shaping(d: Draft) -> None:
+    """DAPO's overlong penalty, which only the reward manager of that name applies."""
+    prefixes = ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.overlong_buffer_cfg")
+    prefix = next((p for p in (*prefixes, "reward_model.overlong_buffer") if d.flag(f"{p}.enable")), None)
+    if prefix is None:
+        return
+    if reward_manager(d)[1] != "dapo":
+        d.note(f"{prefix}.enable has no effect in verl without the reward manager dapo: it is left out")
+        return
+    d.put("algorithm.overlong.buffer", d.whole(f"{prefix}.len", 0, 0), f"{prefix}.len")
+    factor = d.number(f"{prefix}.penalty_factor", 1.0)
+    d.put("algorithm.overlong.factor", factor, f"{prefix}.penalty_factor")
     for key in ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len"):
         limit = d.whole(key)
         if limit is not None and limit != d.whole("data.max_response_length", 512):
             d.refuse(
                 key, "overlong shaping counts from rollout.max_tokens: set data.max_response_length to it"
             )
+
+
+def reward_manager(d: Draft) -> tuple[str, str]:
+    """Key and name of the reward manager."""
+    keys = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
+    key = next((key for key in keys if d.given(key) and d.value(key) is not None), keys[0])
+    return key, d.text(key, "naive")

@@ -29,7 +29,8 @@ def optimizer(d: Draft) -> None:
 
 
 def _megatron_schedule(d: Draft) -> None:
-    schedule(d, f"{OPTIM}.lr_decay_style", d.value(f"{OPTIM}.lr_decay_style"))
+    kinds = ("constant", "cosine", "linear")
+    schedule(d, f"{OPTIM}.lr_decay_style", d.value(f"{OPTIM}.lr_decay_style"), kinds)
     least, peak = d.number(f"{OPTIM}.min_lr", 0.0) or 0.0, d.number(f"{OPTIM}.lr", 1e-6) or 0.0
     ratio = min(1.0, least / peak) if peak else 0.0
     d.put("optimizer.min_lr_ratio", ratio, f"{OPTIM}.min_lr", note="min_lr / lr" if ratio else "")
@@ -41,8 +42,9 @@ def _megatron_schedule(d: Draft) -> None:
         )
 
 
-def schedule(d: Draft, key: str, kind: Any) -> None:
-    if kind not in ("constant", "cosine", "linear"):
+def schedule(d: Draft, key: str, kind: Any, kinds: tuple[str, ...] = ("constant", "cosine")) -> None:
+    """`kinds` are those that verl and isotrain have."""
+    if kind not in kinds:
         d.refuse(key, f"{shown(str(kind), 20)} is not a schedule of isotrain; constant is written")
         kind = "constant"
     d.put("optimizer.schedule", kind, key)

@@ -44,9 +44,8 @@ def _remove(draft: Draft, problem: str, places: dict[int, str]) -> bool:
             path = next((name for name in draft.lines if re.search(rf"\b{re.escape(name)}\b", message)), None)
         if path in draft.lines:
             line = draft.lines.pop(path)
-            draft.refused.append(
-                Finding(line.comment.partition(":")[0] or path, shown(message, 200), 0, True)
-            )
+            why = found[2] if found else message
+            draft.refused.append(Finding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
             removed = True
     return removed
 
