@@ -48,6 +48,9 @@ def from_source(
     """The same for what was read already."""
     draft = _verl(source, version, rows) if framework == "verl" else _openrlhf(source, version, rows)
     draft.notes += source.remarks
+    if "model.path" not in draft.lines:
+        draft.put("model.path", "MODEL", note="not known")
+        draft.ask("model.path", "set it to the directory or Hub name of the model")
     text = to_text(draft)
     return Imported(
         text,
@@ -77,6 +80,9 @@ def _verl(source: Source, version: str | None, rows: int | None) -> Draft:
         verl_sft.fill(draft)
         draft.sort_keys(lambda key: None)
         return draft
+    engine = source.settings.get("model_engine")
+    if engine is not None and engine.value == "megatron":
+        source.settings.setdefault("actor_rollout_ref.actor.strategy", engine)
     draft = Draft(source, verl_keys.TABLE, "verl", verl_keys.VERSIONS, chosen, rows=rows)
     verl.fill(draft)
     draft.sort_keys(verl.ignored(draft))

@@ -110,6 +110,14 @@ class Draft:
         value = self.value(key, otherwise)
         return otherwise if value is None else str(value)
 
+    def partly(self, key: str, otherwise: str) -> str:
+        """Text of which a part may be unknown, such as a date in a name: the rest of it."""
+        raw = self.raw(key)
+        if isinstance(raw, Unknown) and (rest := raw.text.partition("=")[2].replace("?", "").strip("-_ ")):
+            self.ask(key, f"{raw.why}; this part is left out", changes=False)
+            return rest
+        return self.text(key, otherwise)
+
     def written(self, path: str, otherwise: Any) -> Any:
         """The value of a field that is written already."""
         return self.lines[path].value if path in self.lines else otherwise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from isotrain.errors import RecipeError
-from isotrain.imports.source import ImportSourceError, Source, Unknown, flatten
+from isotrain.imports.source import ImportSourceError, Setting, Source, Unknown, flatten
 from isotrain.recipe import document
 
 _KEY = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
@@ -19,7 +19,8 @@ _OPTIONS = {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd
 # Their defaults are those of the tables.
 OWN_CONFIGS = {
     "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer",
-    "dapo_megatron_trainer",
+    "dapo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
+    "one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer",
 }  # fmt: skip
 
 
@@ -61,21 +62,15 @@ def _option(source: Source, name: str, word: str | Unknown, line: int) -> None:
     text = word.text if isinstance(word, Unknown) else word.strip("'\"").removesuffix(".yaml")
     if name in ("--config-name", "-cn") and text in OWN_CONFIGS:
         if "megatron" in text:
-            source.settings.setdefault("actor_rollout_ref.actor.strategy", _megatron(line))
+            source.settings.setdefault("actor_rollout_ref.actor.strategy", Setting("megatron", line))
         return
-    if name in ("--config-path", "-cp", "--config-dir", "-cd") and text in ("config", "./config"):
-        return
+    if name not in ("--config-name", "-cn"):
+        return  # where the file of that name is
     source.remarks.append(
         f"line {line}: {name} {shown(text)} names a file that is not read, so its values are missing: import "
         "the resolved configuration instead (.hydra/config.yaml of a run, or its log)"
     )
-    source.set("--config-name" if "n" in name[-4:] else "--config-path", text, line)
-
-
-def _megatron(line: int) -> Any:
-    from isotrain.imports.source import Setting
-
-    return Setting("megatron", line)
+    source.set("--config-name", text, line)
 
 
 def scalar(text: str) -> Any:

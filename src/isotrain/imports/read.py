@@ -13,7 +13,7 @@ from isotrain.imports.source import LARGEST, ImportSourceError, Setting, Source,
 
 _MODULES = {
     "verl": re.compile(
-        r"(?:verl|recipe|dapo)(?:\.\w+)*\.(?:main_\w+|\w*sft_trainer\w*|\w*fully_async\w*main)"
+        r"(?:verl|recipe|dapo)(?:\.\w+)*\.(?:main_(?!generation|eval)\w+|\w*sft_trainer\w*|\w*fully_async\w*main)"
     ),
     "openrlhf": re.compile(r"openrlhf\.cli\.train_\w+"),
 }

@@ -351,6 +351,11 @@ class Shell:
         return value if isinstance(value, str) else " ".join(value)
 
     def _substitution(self, node: Any) -> str:
+        text = syntax.text(node)
+        if re.fullmatch(r"\$\(\s*pwd\s*\)|`pwd`", text):
+            return "."
+        if re.fullmatch(r"\$\(\([^$`]*\)\)", text) and (again := syntax.arithmetic(text)) is not None:
+            return self.joined(again)  # in some places the grammar takes arithmetic for a command
         return self.gap(f"line {syntax.line(node)} runs a command for it: {syntax.short(node)}")
 
     def _arithmetic(self, node: Any) -> str:
@@ -369,8 +374,8 @@ class Shell:
             return self.variables.get("@", [])
         if name in self.variables:
             return self.variables[name]
-        if name == "HOME":
-            return HOME
+        if name in ("HOME", "PWD"):
+            return HOME if name == "HOME" else "."
         place = "command line" if name.isdigit() else "environment"
         return self.gap(f"line {syntax.line(node)} takes it from the {place} (${name})")
 

@@ -22,6 +22,12 @@ def parser() -> Any:
     return Parser(Language(tree_sitter_bash.language()))
 
 
+def arithmetic(text: str) -> Any | None:
+    """The node of `$((...))`, parsed on its own."""
+    tree = parser().parse(f"x={text}\n".encode())
+    return next((node for node in below(tree.root_node) if node.type == "arithmetic_expansion"), None)
+
+
 def below(node: Any) -> Iterator[Any]:
     waiting = [node]
     while waiting:

@@ -8,7 +8,7 @@ from typing import Any
 
 from isotrain.imports.draft import Draft, as_flag, as_whole
 from isotrain.imports.hydra import shown
-from isotrain.imports.verl_algorithm import algorithm, correction, dapo, kl, loss, reward_manager
+from isotrain.imports.verl_algorithm import algorithm, batch_size, correction, dapo, kl, loss, reward_manager
 from isotrain.imports.verl_optimizer import optimizer
 from isotrain.imports.verl_reasons import A, M, R
 
@@ -54,7 +54,7 @@ def ignored(d: Draft) -> Callable[[str], str | None]:
 
 
 def naming(d: Draft) -> None:
-    name = run_name(d.text("trainer.experiment_name", "imported"))
+    name = run_name(d.partly("trainer.experiment_name", "imported"))
     d.put("name", name, "trainer.experiment_name")
     if d.given("trainer.default_local_dir"):
         d.put("output", d.text("trainer.default_local_dir"), "trainer.default_local_dir")
@@ -106,7 +106,7 @@ def mesh(
     size = d.whole(sharded, -1)
     if size is None or size <= 0 or size >= ranks:
         return
-    if ranks % (size * context):
+    if ranks % size or size % context:
         d.refuse(sharded, f"{size} does not divide {ranks} ranks", False)
         return
     note = f"{ranks} ranks / {size}"
@@ -137,7 +137,9 @@ def lora(d: Draft, model: str = M) -> None:
 
 
 def lengths(d: Draft) -> None:
-    """Long prompts, and the size of micro-batches."""
+    """Long prompts, and the size of batches and micro-batches."""
+    note = "ppo_mini_batch_size x require_batches" if d.value("data.train_batch_size") == 0 else ""
+    d.put("data.batch_size", batch_size(d), "data.train_batch_size", note=note)
     dropped, cut = d.flag("data.filter_overlong_prompts"), d.text("data.truncation", "error")
     d.put("data.too_long", "drop" if dropped else "error", "data.filter_overlong_prompts", "data.truncation")
     if not dropped and cut != "error":

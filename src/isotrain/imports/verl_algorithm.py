@@ -43,10 +43,7 @@ def algorithm(d: Draft) -> None:
         d.put("algorithm.scale_by_std", scaled and wanted != "gpg", *([key] if wanted != "gpg" else []))
     if name in ("ppo", "reinforce++"):
         d.put("algorithm.gamma", d.number("algorithm.gamma", 1.0), "algorithm.gamma")
-    batch, mini = (
-        d.whole("data.train_batch_size", 1024, 1) or 1024,
-        d.whole(f"{A}.ppo_mini_batch_size", 256, 1) or 256,
-    )
+    batch, mini = batch_size(d), d.whole(f"{A}.ppo_mini_batch_size", 256, 1) or 256
     note = f"{batch} prompts = {-(-batch // mini)} updates of {mini} prompts, each with {n} responses"
     if mini > batch:
         note = f"{mini} is more than the {batch} prompts of a step: one update"
@@ -54,6 +51,18 @@ def algorithm(d: Draft) -> None:
     d.put("algorithm.convention", "verl")
     if name == "ppo":
         critic(d)
+
+
+def batch_size(d: Draft) -> int:
+    """Prompts of a step. verl's fully asynchronous trainer has 0 there, and fetches mini-batches."""
+    size = d.whole("data.train_batch_size", 1024)
+    if size is None or size > 0:
+        return size or 1024
+    mini, fetched = (
+        d.whole(f"{A}.ppo_mini_batch_size", 256, 1),
+        d.whole("async_training.require_batches", 1, 1),
+    )
+    return (mini or 256) * (fetched or 1)
 
 
 def critic(d: Draft) -> None:
@@ -213,7 +222,7 @@ def correction(d: Draft) -> None:
 
 def dapo(d: Draft) -> None:
     """Dynamic sampling and overlong shaping."""
-    batch = d.whole("data.train_batch_size", 1024, 1) or 1024
+    batch = batch_size(d)
     if d.flag("algorithm.filter_groups.enable"):
         rounds = d.whole("algorithm.filter_groups.max_num_gen_batches", 0) or 0
         drawn = d.whole("data.gen_batch_size", None, 1) or batch

@@ -75,6 +75,8 @@ DEVICES = [
     ),
     drops(f"{A}.fsdp_config.forward_prefetch", LAYOUT),
     part(f"{A}.strategy", "optimizer.schedule", "fsdp"),
+    part("model_engine", "optimizer.schedule"),
+    drops("*.{veomni,torchtitan,automodel}.*", LAYOUT),
     drops(
         f"{{{A}.fsdp_config,actor_rollout_ref.ref,actor_rollout_ref.ref.fsdp_config,critic,critic.fsdp,"
         f"critic.model.fsdp_config,reward_model}}.strategy",
@@ -89,6 +91,9 @@ MODEL = [
     maps(f"{M}.enable_activation_offload", "model.offload.activations", False, flag),
     part(f"{A}.fsdp_config.offload_policy", "model.offload.weights", False),
     part(f"{A}.fsdp_config.dtype", "model.dtype", "bfloat16"),
+    refuses("*.mixed_precision.param_dtype", "bf16", why="set model.dtype"),
+    refuses("*.mixed_precision.reduce_dtype", "fp32", why="gradients are always reduced in float32"),
+    drops("*.mixed_precision.buffer_dtype", "buffers keep the type that transformers gives them"),
     refuses(f"{A}.fsdp_config.model_dtype", "fp32", "float32", why="trained weights are always float32"),
     drops(
         "{actor_rollout_ref.ref.fsdp_config,critic.fsdp,critic.model.fsdp_config}.{model_dtype,dtype,"
@@ -120,6 +125,11 @@ MODEL = [
         changes=False,
     ),
     drops(f"{M}.override_config.moe_config.freeze_moe_router", MEGATRON),
+    refuses(
+        f"{M}.override_config.{{attention_dropout,embd_pdrop,resid_pdrop}}",
+        0,
+        why="edit config.json of the model directory",
+    ),
     refuses(f"{{{M},critic.model}}.override_config", why="edit config.json of the model directory"),
     refuses(f"{M}.override_config.*", why="edit config.json of the model directory"),
     drops(
@@ -157,6 +167,16 @@ MODEL = [
         "model.gradient_checkpointing recomputes every layer",
     ),
     drops(f"{A}.megatron.override_transformer_config.moe_permute_fusion", KERNELS),
+    drops(
+        "*.megatron.override_transformer_config.{*_fusion,*deepep,*_overlap,moe_token_dispatcher_type,"
+        "moe_grouped_gemm,use_flash_attn,attention_backend,persist_layer_norm,use_fused_swiglu}",
+        KERNELS,
+    ),
+    drops(
+        "*.megatron.override_transformer_config.{num_layers_in_*,account_for_*,deallocate_pipeline_outputs,"
+        "sequence_parallel,recompute_*,tp_comm_overlap}",
+        LAYOUT,
+    ),
     refuses(
         f"{A}.megatron.override_transformer_config.moe_router_dtype",
         "fp32",
@@ -177,7 +197,7 @@ DATA = [
     maps("data.val_files", "data.validation", "~/data/rlhf/gsm8k/test.parquet", texts),
     maps("data.prompt_key", "data.prompt_key", "prompt", text),
     maps("data.max_prompt_length", "data.max_length", 512, whole),
-    maps("data.train_batch_size", "data.batch_size", 1024, whole),
+    part("data.train_batch_size", "data.batch_size", 1024),
     maps("data.shuffle", "data.shuffle", True, flag),
     part("data.filter_overlong_prompts", "data.too_long", False),
     part("data.truncation", "data.too_long", "error"),

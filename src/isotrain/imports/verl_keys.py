@@ -251,7 +251,7 @@ CLUSTER = [
     refuses("async_training.{staleness_threshold,trigger_parameter_sync_step,require_batches}", why=ASYNC),
     part("async_training.partial_rollout", "rollout.in_flight"),
     refuses("async_training.*", why=ASYNC),
-    drops("rollout.test_freq", "see trainer.test_freq"),
+    drops("rollout.{test_freq,total_epochs}", "see trainer.test_freq and trainer.total_epochs"),
     refuses("trainer.v1.trainer_mode", "sync", why=ASYNC),
     drops("trainer.v1.*", "the asynchronous trainers, which trainer_mode: sync switches off"),
 ]
@@ -276,6 +276,11 @@ OPTIMIZER = [
         f"{OPTIM}.optimizer_impl",
         "torch.optim",
         why="isotrain has AdamW; optimizer.state_dtype: bfloat16 saves memory",
+    ),
+    drops(
+        f"{OPTIM}.override_optimizer_config.{{optimizer_cpu_offload,overlap_cpu_optimizer_d2h_h2d,"
+        f"optimizer_offload_fraction}}",
+        "set model.offload.optimizer",
     ),
     refuses(f"{OPTIM}.override_optimizer_config*", why="set the fields of optimizer"),
     refuses(
@@ -327,9 +332,8 @@ TRAINER = [
         "skip.{rollout,rollout_tq,async_rollout}.enable", False, why="set rollout.record and rollout.replay"
     ),
     drops("skip.*", "its switch is off"),
-    refuses(
-        "--config-{name,path}", why="its values are not known: import the resolved configuration of a run"
-    ),
+    drops("hydra.*", RAY),
+    refuses("--config-name", why="its values are not known: import the resolved configuration of a run"),
 ]
 
 OBSERVE = [

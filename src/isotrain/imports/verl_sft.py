@@ -40,6 +40,8 @@ TABLE = Table(
         part("engine.ulysses_sequence_parallel_size", "device.mesh.context", 1),
         part("engine.fsdp_size", "device.mesh.replicas", -1),
         drops("engine.strategy", LAYOUT),
+        drops("{engine,model}", LAYOUT),
+        refuses("optim", "fsdp", why="the schedule of this optimizer has other keys: check optimizer"),
         drops("model.strategy", LAYOUT),
         drops("{engine,model.fsdp_config}.{wrap_policy.*,reshard_after_forward,forward_prefetch}", LAYOUT),
         drops("engine.{use_orig_params,forward_only,param_offload,optimizer_offload,seed}", LAYOUT),
@@ -132,7 +134,7 @@ TABLE = Table(
         part("trainer.rollout_data_dir", "rollout.record"),
         drops("{profiler.*,*._target_}", LOGGED),
         drops("ray_kwargs.*", RAY),
-        refuses("--config-{name,path}", why="its values are not known: import the resolved configuration"),
+        refuses("--config-name", why="its values are not known: import the resolved configuration"),
     ],
 )
 
@@ -156,7 +158,7 @@ def trainer_of(source: Source, version: str | None) -> str:
 def fill(d: Draft) -> None:
     """All fields of the recipe."""
     d.put("algorithm.name", "sft", note="verl's SFT trainer")
-    name = run_name(d.text("trainer.experiment_name", "imported"))
+    name = run_name(d.partly("trainer.experiment_name", "imported"))
     d.put("name", name, "trainer.experiment_name")
     output = d.text("trainer.default_local_dir")
     d.put("output", output or f"runs/{name}", *(["trainer.default_local_dir"] if output else []))

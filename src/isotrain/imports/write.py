@@ -17,6 +17,12 @@ from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
 
 _MOST_TRIES = 20
+_REQUIRED = {
+    "name": "imported",
+    "output": "runs/imported",
+    "model.path": "MODEL",
+    "data.train": "train.parquet",
+}
 _ORDER = {name: place for place, name in enumerate(dict.fromkeys(all_names(Recipe)))}
 
 
@@ -44,6 +50,8 @@ def _remove(draft: Draft, problem: str, places: dict[int, str]) -> bool:
             path = next((name for name in draft.lines if re.search(rf"\b{re.escape(name)}\b", message)), None)
         if path in draft.lines:
             line = draft.lines.pop(path)
+            if path in _REQUIRED:
+                draft.lines[path] = Line(_REQUIRED[path], "set this")
             why = found[2] if found else message
             draft.refused.append(Finding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
             removed = True
