@@ -23,6 +23,7 @@ SAME_AS_BASH = {
     "set and empty": 'x=""; y=v; run a${x:+no}b ${y:+yes} "${x:-d}" ${x-e}e',
     "arithmetic": "n=3; run $((n * 4 + 2)) $(((n + 1) / 2)) $((2 * -n)) $((7 % n)) $((-7 / 2)) $((n*(n-1)))",
     "arithmetic with braces": "n=3; m=4; run $(( ${n} * $m ))",
+    "arithmetic in a default": "run ${x:-$((2 * 3))} a${y:-$((1 + 1))}b",
     "continued lines": "run a \\\n  b=c\\\n  d",
     "append text": "x=a; x+=b; run $x",
     "case": 'k=b; case "$k" in a) v=1 ;; b|c) v=2 ;; *) v=3 ;; esac; run $v',
@@ -98,9 +99,9 @@ def test_arguments_of_the_script_are_left_out() -> None:
     assert command.words == ("run", "a", "b")
 
 
-def test_home_stays_home() -> None:
-    [command] = read_script('run "$HOME/data" ~/x').commands
-    assert command.words == ("run", "~/data", "~/x")
+def test_directories_stay_relative_to_where_the_script_runs() -> None:
+    [command] = read_script('run "$HOME/data" ~/x $PWD/y $(pwd)/z').commands
+    assert command.words == ("run", "~/data", "~/x", "./y", "./z")
 
 
 def test_secrets_of_variables_are_not_kept() -> None:

@@ -246,6 +246,29 @@ def test_steps_of_a_warm_up_need_the_number_of_steps() -> None:
     assert fields(result)["optimizer.warmup_ratio"] == pytest.approx(10 / 20)
 
 
+def test_a_step_of_the_asynchronous_trainer_is_what_it_fetches() -> None:
+    result = imported(
+        "data.train_batch_size=0", f"{ACTOR}.ppo_mini_batch_size=32", "async_training.require_batches=4"
+    )
+    assert fields(result)["data.batch_size"] == 128 and fields(result)["algorithm.mini_batch_size"] == 32
+    assert refused(result)["async_training.require_batches"] is True
+
+
+def test_a_choice_of_engine_is_a_strategy() -> None:
+    result = imported("model_engine=megatron", f"{ACTOR}.optim.lr_decay_style=linear")
+    assert fields(result)["optimizer.schedule"] == "linear" and result.same_training
+
+
+def test_a_name_with_a_date_keeps_the_rest() -> None:
+    pytest.importorskip("tree_sitter_bash")
+    command = 'python3 -m verl.trainer.main_ppo data.train_files=gsm8k trainer.experiment_name="a-$(date)"'
+    result = convert(command.encode(), "verl")
+    assert fields(result)["name"] == "a"
+    assert [(item.key, item.changes) for item in result.questions if "name" in item.key] == [
+        ("trainer.experiment_name", False)
+    ]
+
+
 def test_rows_without_a_known_reward_are_a_question() -> None:
     result = imported("data.train_files=math.parquet")
     assert [item.key for item in result.questions] == ["reward"]
