@@ -22,7 +22,7 @@ LAYERS = (
     {"trainers"},
 )
 # They stand beside the layers and read run directories and machines.
-BESIDE = {"parity", "doctor", "simulate"}
+BESIDE = {"parity", "doctor", "simulate", "imports"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
 OPEN_TO_ALL = {
     "abandoned",
@@ -40,10 +40,11 @@ VIEW_MAY_IMPORT = {"recipe", "observe", "data"}
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
 # The names of the acceptance rules are those of the community that has them; what a certificate claims of a
-# device is held against what its vendor calls it.
+# device is held against what its vendor calls it; other frameworks have vendors in the names of their keys.
 NAMES_VENDORS = (
     *("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py"),
     *("parity/acceptance.py", "parity/backends.py", "parity/plausible.py"),
+    *("imports/verl_data_keys.py", "imports/verl_keys.py"),
 )
 
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -118,7 +119,7 @@ def check_arrows(path: Path, root: Path) -> Iterator[str]:
 
 
 def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
-    """`algorithms` is torch and the standard library; `recipe` and `view` work without torch."""
+    """`algorithms` is torch and the standard library; `recipe`, `view` and `imports` work without torch."""
     package = room(path, root)
     for line, name in file_imports(path, root):
         top = name.split(".")[0]
@@ -126,7 +127,7 @@ def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
             inside = name == "isotrain.algorithms" or name.startswith("isotrain.algorithms.")
             wrong = not (top == "torch" or top in sys.stdlib_module_names or inside)
         else:
-            wrong = package in ("recipe", "view") and top in ("torch", "transformers")
+            wrong = package in ("recipe", "view", "imports") and top in ("torch", "transformers")
         if wrong:
             yield f"{path.relative_to(root)}:{line}: {package} may not import {name}"
 

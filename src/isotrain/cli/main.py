@@ -13,6 +13,7 @@ from isotrain.api.child import missing_package
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
+from isotrain.cli.imports import export_config, import_recipe
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certificates import sign, verify
 from isotrain.cli.parity_certify import certify
@@ -94,6 +95,8 @@ def preview(
 
 
 app.command()(export)
+app.command("import")(import_recipe)
+app.command()(export_config)
 
 
 def _version(wanted: bool) -> None:

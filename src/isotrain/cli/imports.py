@@ -1,0 +1,152 @@
+"""`isotrain import` and `export-config`: recipes from scripts of other frameworks, and back."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from isotrain.api import load_recipe
+from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.errors import RecipeError
+from isotrain.imports.convert import Imported, convert
+from isotrain.imports.draft import Finding
+from isotrain.imports.export import to_verl
+from isotrain.imports.read import read_bytes
+
+_SHOWN = 40
+
+
+class Framework(str, Enum):
+    verl = "verl"
+    openrlhf = "openrlhf"
+
+
+def import_recipe(
+    framework: Annotated[Framework, Argument(help="Whose script it is.")],
+    source: Annotated[
+        str,
+        Argument(
+            metavar="SOURCE",
+            help="A shell script, a command line, Hydra overrides, a resolved configuration or a log; "
+            "- for standard input.",
+        ),
+    ],
+    out: Annotated[Path | None, Option(help="The file to write; standard output by default.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite that file.")] = False,
+    version: Annotated[
+        str | None,
+        Option(help="Whose defaults to write out; the newest known, or what the source reveals, by default."),
+    ] = None,
+    rows: Annotated[
+        int | None, Option(min=1, help="Rows of the training data, for what a script gives in steps.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
+) -> None:
+    """Write a recipe from a training script of verl or OpenRLHF.
+
+    The script is read, never run. Behind each field is a comment with the key that it came from. The exit
+    code is 0 if the recipe means the same training, and 1 if something that changes it was not taken over.
+
+    Examples:
+
+        isotrain import verl run_grpo.sh --out grpo.yaml
+
+        isotrain import verl train.log --out grpo.yaml
+
+        isotrain import openrlhf - < run.sh
+    """
+    result = convert(read_bytes(source), framework.value, version, rows)
+    if out is not None:
+        write_new(out, result.recipe, force)
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), indent=2, ensure_ascii=False))
+    else:
+        if out is None:
+            typer.echo(result.recipe, nl=False)
+        typer.echo(report(result, out), err=True)
+    raise typer.Exit(0 if result.same_training else 1)
+
+
+class Target(str, Enum):
+    verl = "verl"
+
+
+def export_config(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    to: Annotated[Target, Option(help="Whose command to write.")] = Target.verl,
+    out: Annotated[Path | None, Option(help="The file to write; standard output by default.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite that file.")] = False,
+) -> None:
+    """Write a recipe as a command of verl.
+
+    The command is read back with `isotrain import`. Every field that comes back with another value is listed;
+    the exit code is 1 if one of them changes the training.
+
+    Example:
+
+        isotrain export-config gsm8k-grpo-8x --to verl --out run_verl.sh
+    """
+    result = to_verl(load_recipe(recipe, *(overrides or [])))
+    if out is not None:
+        write_new(out, result.script, force)
+    else:
+        typer.echo(result.script, nl=False)
+    lost = [item for item in result.differences if item.changes]
+    typer.echo(
+        f"{len(result.overrides)} keys, {len(result.differences)} fields are not carried over", err=True
+    )
+    for item in result.differences:
+        effect = "" if item.changes else " [the training is the same]"
+        typer.echo(f"  {item.field}: {item.here!r} would become {item.there!r}{effect}", err=True)
+    raise typer.Exit(1 if lost else 0)
+
+
+def write_new(path: Path, text: str, force: bool) -> None:
+    """Write a file that is not there yet, or any with `force`."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(f"{path} exists: give another --out, or --force to overwrite it") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def report(result: Imported, out: Path | None) -> str:
+    """The counts, and what to do about keys that are not in the recipe."""
+    lines = [
+        f"{result.framework} {result.version} ({result.kind}): {len(result.mapped)} keys mapped, "
+        f"{len(result.no_effect)} without effect, {len(result.refused)} refused, "
+        f"{len(result.unknown)} unknown, {len(result.questions)} questions"
+    ]
+    for title, findings in (
+        ("questions", result.questions),
+        ("refused", result.refused),
+        ("unknown", result.unknown),
+    ):
+        lines += _section(title, findings)
+    lines += [f"note: {note}" for note in result.notes]
+    name = str(out) if out else "RECIPE"
+    if result.same_training:
+        rest = "; the notes are differences that stay" if result.notes else ""
+        lines.append(f"Everything was taken over{rest}. Next: isotrain train {name} --dry-run")
+    else:
+        lines.append(f"Not the same training yet: read the lists above and change {name}")
+    return "\n".join(lines)
+
+
+def _section(title: str, findings: list[Finding]) -> list[str]:
+    lines = [f"{title}:"] if findings else []
+    for item in findings[:_SHOWN]:
+        where = f" (line {item.line})" if item.line else ""
+        effect = "" if item.changes else " [the training is the same]"
+        lines.append(f"  {item.key}{where}: {item.why}{effect}")
+    if len(findings) > _SHOWN:
+        lines.append(f"  ... and {len(findings) - _SHOWN} more, all in the recipe's comments")
+    return lines

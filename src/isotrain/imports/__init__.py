@@ -1,0 +1,1 @@
+"""Recipes from the scripts, configurations and logs of other frameworks, and back."""

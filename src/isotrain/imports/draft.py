@@ -1,0 +1,279 @@
+"""A recipe in the making: its fields with the keys they came from, and what could not be taken over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from isotrain.imports.hydra import resolve, shown
+from isotrain.imports.rules import NONE, Rule, Table, default_of
+from isotrain.imports.source import SECRET, Source, Unknown, secret_name, without_secrets
+from isotrain.recipe.fields import leaves
+from isotrain.recipe.schema import Recipe
+from isotrain.recipe.section import Affects
+
+
+@dataclass(frozen=True)
+class Line:
+    """A field of the recipe: its value, and the comment behind it."""
+
+    value: Any
+    comment: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A key that is not in the recipe, or only in part."""
+
+    key: str
+    why: str
+    line: int = 0
+    changes: bool = False
+
+
+@dataclass
+class Draft:
+    """Reads keys by name, given or default, and collects what becomes of them."""
+
+    source: Source
+    table: Table
+    framework: str
+    versions: tuple[str, ...]
+    version: str
+    rows: int | None = None
+    lines: dict[str, Line] = field(default_factory=dict)
+    mapped: list[str] = field(default_factory=list)
+    no_effect: list[Finding] = field(default_factory=list)
+    refused: list[Finding] = field(default_factory=list)
+    unknown: list[Finding] = field(default_factory=list)
+    questions: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def given(self, key: str) -> bool:
+        """Whether the source has a value for the key that is known."""
+        setting = self.source.settings.get(key)
+        return setting is not None and not isinstance(self.raw(key), Unknown)
+
+    def raw(self, key: str) -> Any:
+        setting = self.source.settings.get(key)
+        return setting.value if setting is not None else None
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        """What the training uses: the value given, or else the default of its version."""
+        rule = self.table.exact.get(key)
+        setting = self.source.settings.get(key)
+        default = default_of(rule, self.versions.index(self.version)) if rule else NONE
+        default = otherwise if default is NONE else default
+        if setting is None:
+            return resolve(default, self._lookup)
+        value = resolve(setting.value, self._lookup)
+        if isinstance(value, Unknown):
+            self.ask(key, f"{value.why}; {self._instead(default)}", rule is None or changes(rule.field))
+            return resolve(default, self._lookup)
+        return without_secrets(value)
+
+    @staticmethod
+    def _instead(default: Any) -> str:
+        return "set it" if default in (None, "") else f"{shown(str(default), 40)} is written"
+
+    def _lookup(self, key: str) -> Any:
+        rule = self.table.exact.get(key)
+        if key in self.source.settings:
+            return self.source.settings[key].value
+        default = default_of(rule, self.versions.index(self.version)) if rule else NONE
+        return None if default is NONE else default
+
+    def whole(self, key: str, otherwise: int | None = None, least: int | None = None) -> int | None:
+        """A whole number, or `otherwise` with a finding if the value is none."""
+        value = self.value(key, otherwise)
+        number = as_whole(value)
+        if number is None and value is not None:
+            self.refuse(key, f"{shown(str(value), 40)} is not a whole number: set the field yourself")
+            return otherwise
+        return otherwise if number is not None and least is not None and number < least else number
+
+    def number(self, key: str, otherwise: float | None = None) -> float | None:
+        value = self.value(key, otherwise)
+        result = as_number(value)
+        if result is None and value is not None:
+            self.refuse(key, f"{shown(str(value), 40)} is not a number: set the field yourself")
+            return otherwise
+        return result
+
+    def flag(self, key: str) -> bool:
+        return as_flag(self.value(key)) is True
+
+    def text(self, key: str, otherwise: str = "") -> str:
+        value = self.value(key, otherwise)
+        return otherwise if value is None else str(value)
+
+    def partly(self, key: str, otherwise: str) -> str:
+        """Text of which a part may be unknown, such as a date in a name: the rest of it."""
+        raw = self.raw(key)
+        if isinstance(raw, Unknown) and (rest := raw.text.partition("=")[2].replace("?", "").strip("-_ ")):
+            self.ask(key, f"{raw.why}; this part is left out", changes=False)
+            return rest
+        return self.text(key, otherwise)
+
+    def written(self, path: str, otherwise: Any) -> Any:
+        """The value of a field that is written already."""
+        return self.lines[path].value if path in self.lines else otherwise
+
+    def launched(self, name: str) -> int | None:
+        """A number that torchrun or deepspeed got; it is a question if it is not known."""
+        setting = self.source.launcher.get(name)
+        if setting is None:
+            return None
+        if isinstance(setting.value, Unknown):
+            question = f"{setting.value.why}: set device.ranks to the number of devices"
+            self.questions.append(Finding(f"--{name}", question, setting.line))
+        return as_whole(setting.value)
+
+    def put(self, path: str, value: Any, *keys: str, note: str = "") -> None:
+        """Write a field; the comment names the keys that were given, or whose default it is."""
+        given = [self.aliases.get(key, key) for key in keys if self.given(key)]
+        names = ", ".join(given)
+        if keys and not given:
+            names = f"default of {self.aliases.get(keys[0], keys[0])}"
+        comment = ": ".join(text for text in (names, note) if text)
+        self.lines[path] = Line(value, comment)
+
+    def refuse(self, key: str, why: str, changes: bool = True) -> None:
+        setting = self.source.settings.get(key)
+        finding = Finding(self.aliases.get(key, key), why, setting.line if setting else 0, changes)
+        if finding not in self.refused:
+            self.refused.append(finding)
+
+    def ask(self, key: str, question: str, changes: bool = True) -> None:
+        setting = self.source.settings.get(key)
+        name = self.aliases.get(key, key)
+        if all(item.key != name for item in self.questions):
+            self.questions.append(Finding(name, question, setting.line if setting else 0, changes))
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def sort_keys(self, ignore: Callable[[str], str | None]) -> None:
+        """Put every key that was given under mapped, no effect, refused or unknown.
+
+        `ignore` gives the reason why a key has no effect in this training, if it has none.
+        """
+        for key, setting in self.source.settings.items():
+            name, rule, reason = self.aliases.get(key, key), self.table.find(key), ignore(key)
+            if rule is None and reason is None:
+                self.unknown.append(
+                    Finding(shown(name), f"value {_safe(name, setting.value)}", setting.line, True)
+                )
+            elif reason is not None or (rule is not None and rule.kind == "no effect"):
+                why = reason or (rule.why if rule else "")
+                self.no_effect.append(Finding(name, why, setting.line))
+            elif rule is not None and rule.kind == "refused":
+                self._refused(rule, key)
+            else:
+                self.mapped.append(name)
+
+    def _refused(self, rule: Rule, key: str) -> None:
+        value = self.value(key)
+        if any(_same(value, neutral) for neutral in (*rule.neutral, {}, [])):
+            self.no_effect.append(Finding(self.aliases.get(key, key), "the value is what isotrain does"))
+        elif not any(item.key == self.aliases.get(key, key) for item in self.refused):
+            self.refuse(key, rule.why, rule.changes)
+
+    def simple(self, skip: Callable[[str], bool]) -> None:
+        """Write all fields that are one key each."""
+        for rule in self.table.exact.values():
+            if rule.kind != "mapped" or rule.together or skip(rule.key):
+                continue
+            value = self.value(rule.key)
+            if value is None:
+                continue
+            if rule.convert is not None:
+                try:
+                    value = rule.convert(value)
+                except (ValueError, TypeError, OverflowError) as error:
+                    self.refuse(rule.key, f"{shown(str(error))}: set {rule.field} yourself")
+                    continue
+            if value is not None and rule.field not in self.lines:
+                self.put(rule.field, value, rule.key)
+
+
+def changes(path: str) -> bool:
+    """Whether a field changes what the model learns, rather than where and how fast."""
+    found = [leaf for leaf in leaves(Recipe) if leaf.path == path]
+    return not found or any(leaf.affects not in (Affects.EXECUTION, Affects.PACKING) for leaf in found)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """1 is 1.0, but not True."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _safe(key: str, value: Any) -> str:
+    if isinstance(value, Unknown):
+        return value.why
+    return SECRET if secret_name(key) else shown(str(without_secrets(value)), 60)
+
+
+def as_whole(value: Any) -> int | None:
+    number = as_number(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+def as_number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and abs(number) < 2**53 else None
+
+
+def as_flag(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
+
+
+def whole(value: Any) -> int:
+    number = as_whole(value)
+    if number is None:
+        raise ValueError(f"{value} is not a whole number")
+    return number
+
+
+def number(value: Any) -> float:
+    result = as_number(value)
+    if result is None:
+        raise ValueError(f"{value} is not a number")
+    return result
+
+
+def flag(value: Any) -> bool:
+    result = as_flag(value)
+    if result is None:
+        raise ValueError(f"{value} is neither true nor false")
+    return result
+
+
+def text(value: Any) -> str:
+    if isinstance(value, dict | list):
+        raise ValueError(f"{value} is not text")
+    return str(value)
+
+
+def texts(value: Any) -> str | list[str]:
+    """One name, or a list of them."""
+    if isinstance(value, list):
+        names = [text(item) for item in value]
+        return names[0] if len(names) == 1 else names
+    return text(value)
+
+
+def every(value: Any) -> int:
+    """Steps between two events: -1 (never) is 0 here."""
+    return max(0, whole(value))

@@ -1,0 +1,313 @@
+"""A recipe from verl's keys of PPO and its relatives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from isotrain.imports.draft import Draft, as_flag, as_whole
+from isotrain.imports.hydra import shown
+from isotrain.imports.verl_algorithm import algorithm, batch_size, correction, dapo, kl, loss, reward_manager
+from isotrain.imports.verl_optimizer import optimizer
+from isotrain.imports.verl_reasons import A, M, R
+
+LOGGERS = ("console", "tensorboard", "wandb", "swanlab")
+VERL_REWARD = "verl_reward.py:compute_score"
+
+
+def fill(d: Draft) -> None:
+    """All fields of the recipe."""
+    naming(d)
+    devices(d)
+    d.simple(skip=lambda key: False)
+    precision(d)
+    lora(d)
+    lengths(d)
+    algorithm(d)
+    loss(d)
+    kl(d)
+    correction(d)
+    dapo(d)
+    rollout(d)
+    rewards(d)
+    cluster(d)
+    optimizer(d)
+    trainer(d)
+    observe(d)
+
+
+def ignored(d: Draft) -> Callable[[str], str | None]:
+    """Why a key has no effect in this training: that of a critic where there is none, and so on."""
+    ppo = d.value("algorithm.adv_estimator") == "gae"
+
+    def reason(key: str) -> str | None:
+        if key.startswith("critic.") and not ppo:
+            return "only PPO (adv_estimator: gae) has a critic"
+        if key.startswith(("reward_model.model.", "reward_model.rollout.")) and not d.flag(
+            "reward_model.enable"
+        ):
+            return "reward_model.enable is off"
+        return None
+
+    return reason
+
+
+def naming(d: Draft) -> None:
+    name = run_name(d.partly("trainer.experiment_name", "imported"))
+    d.put("name", name, "trainer.experiment_name")
+    if d.given("trainer.default_local_dir"):
+        d.put("output", d.text("trainer.default_local_dir"), "trainer.default_local_dir")
+    else:
+        d.value("trainer.default_local_dir")  # asks if it is not known
+        d.put("output", f"runs/{name}")
+    seed = d.whole("data.seed")
+    if seed is not None and 0 <= seed < 2**32:
+        d.put("seed", seed, "data.seed")
+
+
+def run_name(text: str) -> str:
+    """Text as a name that files can have."""
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-._+")[:120]
+    return name if re.match(r"[A-Za-z0-9]", name) else "imported"
+
+
+def devices(d: Draft) -> None:
+    nodes, per_node = d.whole("trainer.nnodes", 1, 1) or 1, d.whole("trainer.n_gpus_per_node", 8, 1) or 8
+    ranks = nodes * per_node
+    note = f"{nodes} x {per_node}" if nodes > 1 else ""
+    d.put("device.ranks", ranks, "trainer.n_gpus_per_node", "trainer.nnodes", note=note)
+    megatron = d.value(f"{A}.strategy") == "megatron"
+    ulysses = (f"{A}.ulysses_sequence_parallel_size", f"{A}.fsdp_config.ulysses_sequence_parallel_size")
+    keys = (f"{A}.megatron.context_parallel_size",) if megatron else ulysses
+    mesh(d, ranks, keys, "auto" if megatron else "ulysses")
+    if megatron:
+        expert = d.whole(f"{A}.megatron.expert_model_parallel_size", 1, 1) or 1
+        if expert > 1 and ranks % expert == 0:
+            d.put("device.mesh.expert", expert, f"{A}.megatron.expert_model_parallel_size")
+    if d.flag(f"{A}.fsdp_config.full_determinism"):
+        d.put("device.determinism", "on", f"{A}.fsdp_config.full_determinism")
+    strategy = d.text(f"{A}.strategy", "fsdp")
+    if strategy not in ("fsdp", "fsdp2"):
+        d.note(f"{A}.strategy is {shown(strategy, 20)}; isotrain has FSDP2, which computes the same losses")
+
+
+def mesh(
+    d: Draft, ranks: int, keys: tuple[str, ...], attention: str, sharded: str = f"{A}.fsdp_config.fsdp_size"
+) -> None:
+    """Context parallelism and copies of the weights."""
+    context = max([1, *(d.whole(key, 1, 1) or 1 for key in keys)])
+    if context > 1 and ranks % context:
+        d.refuse(keys[0], f"{context} does not divide device.ranks ({ranks}): set device.mesh.context", False)
+        context = 1
+    if context > 1:
+        d.put("device.mesh.context", context, *keys)
+        d.put("device.mesh.context_attention", attention, *keys)
+    size = d.whole(sharded, -1)
+    if size is None or size <= 0 or size >= ranks:
+        return
+    if ranks % size or size % context:
+        d.refuse(sharded, f"{size} does not divide {ranks} ranks", False)
+        return
+    note = f"{ranks} ranks / {size}"
+    d.put("device.mesh.replicas", ranks // size, sharded, note=note)
+
+
+def precision(d: Draft) -> None:
+    dtype = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+    key = f"{A}.fsdp_config.dtype"
+    wanted = d.text(key, "bfloat16")
+    if wanted not in dtype:
+        d.refuse(key, f"model.dtype is bfloat16 or float32, not {shown(wanted, 20)}; bfloat16 is written")
+    d.put("model.dtype", dtype.get(wanted, "bfloat16"), key)
+    if d.flag(f"{A}.fsdp_config.offload_policy"):
+        d.put("model.offload.weights", True, f"{A}.fsdp_config.offload_policy")
+
+
+def lora(d: Draft, model: str = M) -> None:
+    rank = d.whole(f"{model}.lora_rank", 0, 0)
+    if not rank:
+        return
+    d.put("model.lora.rank", rank, f"{model}.lora_rank")
+    d.put("model.lora.alpha", d.whole(f"{model}.lora_alpha", 16, 1), f"{model}.lora_alpha")
+    targets = d.value(f"{model}.target_modules")
+    if targets != "all-linear":
+        targets = [str(item) for item in targets] if isinstance(targets, list) else [str(targets)]
+    d.put("model.lora.targets", targets, f"{model}.target_modules")
+
+
+def lengths(d: Draft) -> None:
+    """Long prompts, and the size of batches and micro-batches."""
+    note = "ppo_mini_batch_size x require_batches" if d.value("data.train_batch_size") == 0 else ""
+    d.put("data.batch_size", batch_size(d), "data.train_batch_size", note=note)
+    dropped, cut = d.flag("data.filter_overlong_prompts"), d.text("data.truncation", "error")
+    d.put("data.too_long", "drop" if dropped else "error", "data.filter_overlong_prompts", "data.truncation")
+    if not dropped and cut != "error":
+        d.refuse(
+            "data.truncation",
+            f"isotrain does not cut prompts ({shown(cut, 20)}): too_long: error stops the run if one is "
+            "longer than data.max_length; raise that, or set drop to leave them out",
+        )
+    longest = (d.whole("data.max_prompt_length", 512, 1) or 512) + (
+        d.whole("data.max_response_length", 512, 1) or 512
+    )
+    rows = d.whole("data.val_max_samples", -1)
+    if rows is not None and rows > 0:
+        d.put("data.validation_rows", rows, "data.val_max_samples", note="the first rows")
+    context = d.written("device.mesh.context", 1)
+    if d.flag(f"{A}.use_dynamic_bsz"):
+        size = d.whole(f"{A}.ppo_max_token_len_per_gpu", 16384, 1) or 16384
+        budget, keys = size * context, [f"{A}.ppo_max_token_len_per_gpu"]
+        note = f"{size} x {context} ranks of a context" if context > 1 else ""
+    else:
+        samples, keys = micro_batch(d)
+        budget, note = samples * longest, f"{samples} x (prompt + response of {longest} tokens)"
+    if budget < longest:
+        note, budget = f"{budget} is raised to hold the longest sample", longest
+    d.put("data.tokens_per_micro_batch", budget, *keys, note=note)
+
+
+def micro_batch(d: Draft) -> tuple[int, list[str]]:
+    """Samples on one device at a time."""
+    per_device = f"{A}.ppo_micro_batch_size_per_gpu"
+    samples = d.whole(per_device, None, 1)
+    if samples:
+        return samples, [per_device]
+    overall = d.whole(f"{A}.ppo_micro_batch_size", None, 1)
+    if overall:
+        return max(1, overall // int(d.lines["device.ranks"].value)), [f"{A}.ppo_micro_batch_size"]
+    return 1, [per_device]
+
+
+def rollout(d: Draft) -> None:
+    engine = d.text(f"{R}.name", "vllm")
+    if engine not in ("vllm", "sglang", "hf"):
+        d.refuse(
+            f"{R}.name", f"{shown(engine, 20)} is not an engine of isotrain; vllm is written", changes=False
+        )
+        engine = "vllm"
+    d.put("rollout.engine", engine, f"{R}.name")
+    if engine == "hf":
+        d.lines.pop("rollout.tensor_parallel", None)
+    tensor, ranks = d.lines.get("rollout.tensor_parallel"), int(d.lines["device.ranks"].value)
+    if tensor is not None and int(tensor.value) > ranks:
+        note = f"{tensor.value} is more than the {ranks} device(s)"
+        d.put("rollout.tensor_parallel", ranks, f"{R}.tensor_model_parallel_size", note=note)
+    temperature = d.number(f"{R}.val_kwargs.temperature", 0.0) or 0.0
+    if not d.flag(f"{R}.val_kwargs.do_sample"):
+        temperature = 0.0
+    count = d.whole(f"{R}.val_kwargs.n", 1, 1) or 1
+    if temperature == 0:
+        count = 1
+    d.put(
+        "rollout.validation.temperature",
+        temperature,
+        f"{R}.val_kwargs.do_sample",
+        f"{R}.val_kwargs.temperature",
+    )
+    d.put("rollout.validation.n", count, f"{R}.val_kwargs.n")
+
+
+def rewards(d: Draft) -> None:
+    custom = next(
+        (k for k in ("reward.custom_reward_function", "custom_reward_function") if d.value(f"{k}.path")), None
+    )
+    manager, kind = reward_manager(d)
+    if kind not in ("naive", "dapo", "prime", "None", ""):
+        d.refuse(manager, f"{shown(kind, 20)}: isotrain calls a reward function once for each response")
+    models = {
+        "reward.reward_model": "reward.reward_model.model_path",
+        "reward_model": "reward_model.model.path",
+    }
+    for section, path in models.items():
+        if d.flag(f"{section}.enable") and d.value(path):
+            d.put("reward.model.path", d.text(path), path)
+            return
+    if custom:
+        path, name = d.text(f"{custom}.path"), d.text(f"{custom}.name", "compute_score")
+        if re.fullmatch(r"[^:\x00]+\.py", path) and re.fullmatch(r"[A-Za-z_]\w*", name):
+            d.put("reward.function.path", f"{path}:{name}", f"{custom}.path", f"{custom}.name")
+            return
+        d.refuse(f"{custom}.path", "reward.function.path is FILE.py:NAME of a local file")
+    files = [*_list(d.value("data.train_files")), *_list(d.value("data.val_files"))]
+    if files and all("gsm8k" in str(file).lower() for file in files):
+        d.put(
+            "reward.gsm8k.method",
+            "strict",
+            note="verl's reward of data_source openai/gsm8k, taken from the file names",
+        )
+        return
+    d.put("reward.function.path", VERL_REWARD, note="write this file, see above")
+    d.ask(
+        "reward",
+        "verl chooses the reward by the data_source of each row. For the same rewards write verl_reward.py "
+        "with the line `from verl.utils.reward_score import default_compute_score as compute_score`, or set "
+        "reward.gsm8k, reward.math or reward.function",
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def cluster(d: Draft) -> None:
+    actor = "megatron" if d.value(f"{A}.strategy") == "megatron" else "fsdp_config"
+    switches = [
+        *(f"{A}.{actor}.{name}" for name in ("param_offload", "optimizer_offload")),
+        f"actor_rollout_ref.ref.{actor}.param_offload",
+        *(["critic.model.fsdp_config.param_offload", "critic.fsdp.param_offload"]),
+    ]
+    on = [key for key in switches if d.flag(key)]
+    d.put("cluster.offload", bool(on), *(on or switches[:1]))
+    if as_flag(d.value("actor_rollout_ref.hybrid_engine")) is False or d.given("rollout.n_gpus_per_node"):
+        d.put("cluster.placement", "separate", "actor_rollout_ref.hybrid_engine", "rollout.n_gpus_per_node")
+        free = (d.whole("rollout.nnodes", 1, 1) or 1) * (d.whole("rollout.n_gpus_per_node", 8, 1) or 8)
+        tensor = d.lines.get("rollout.tensor_parallel")
+        engines = max(1, free // (int(tensor.value) if tensor else 1))
+        d.put("rollout.engines", engines, "rollout.n_gpus_per_node", note=f"{free} devices / tensor_parallel")
+        d.put(
+            "rollout.staleness", 1, note="verl's thresholds count samples: choose a number of weight versions"
+        )
+        if d.flag("async_training.partial_rollout") and d.lines["rollout.engine"].value != "sglang":
+            d.put("rollout.in_flight", True, "async_training.partial_rollout")
+    else:
+        d.put("cluster.placement", "colocated", "actor_rollout_ref.hybrid_engine")
+
+
+def trainer(d: Draft) -> None:
+    steps = as_whole(d.value("trainer.total_training_steps"))
+    epochs = d.whole("trainer.total_epochs", 30, 1) or 30
+    if steps:
+        d.put("trainer.steps", steps, "trainer.total_training_steps")
+    elif d.source.total_steps:
+        note = f"{d.source.total_steps} steps, verl drops the last, smaller batch of each of {epochs} epochs"
+        d.put("trainer.steps", d.source.total_steps, "trainer.total_epochs", note=note)
+    elif d.given("rollout.total_rollout_steps"):
+        prompts, batch = (
+            d.whole("rollout.total_rollout_steps", 0, 1) or 1,
+            int(d.lines["data.batch_size"].value),
+        )
+        note = f"{prompts} prompts / {batch}"
+        d.put("trainer.steps", max(1, prompts // batch), "rollout.total_rollout_steps", note=note)
+    else:
+        d.put("trainer.epochs", epochs, "trainer.total_epochs")
+    keep = d.whole("trainer.max_actor_ckpt_to_keep", None, 1)
+    if keep:
+        d.put("trainer.keep_checkpoints", keep, "trainer.max_actor_ckpt_to_keep")
+    mode = d.text("trainer.resume_mode", "auto")
+    if mode not in ("auto", "disable"):
+        d.refuse(
+            "trainer.resume_mode", "resume is auto or never: copy the run directory to output", changes=False
+        )
+    d.put("trainer.resume", "never" if mode == "disable" else "auto", "trainer.resume_mode")
+
+
+def observe(d: Draft) -> None:
+    wanted = [str(item) for item in _list(d.value("trainer.logger"))]
+    kept = [name for name in wanted if name in LOGGERS]
+    d.put("observe.loggers", kept or ["console"], "trainer.logger")
+    if set(wanted) - set(LOGGERS):
+        missing = ", ".join(sorted(set(wanted) - set(LOGGERS)))
+        d.refuse("trainer.logger", f"{shown(missing, 60)}: metrics.jsonl is always written", changes=False)
+    if d.value("trainer.rollout_data_dir"):
+        d.put("rollout.record", True, "trainer.rollout_data_dir")

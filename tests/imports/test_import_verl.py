@@ -1,0 +1,308 @@
+"""What verl's keys become, value by value, and what is told of the rest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from isotrain.cli.main import app
+from isotrain.errors import IsotrainError
+from isotrain.imports.convert import Imported, convert
+from isotrain.imports.source import flatten
+from isotrain.recipe.load import parse_recipe, resolved
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RUNNER = CliRunner()
+ACTOR = "actor_rollout_ref.actor"
+ONLINE = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "data.train_files=gsm8k.parquet",
+          "data.val_files=gsm8k-test.parquet", "actor_rollout_ref.rollout.name=vllm")  # fmt: skip
+
+
+def imported(*overrides: str, version: str | None = None, rows: int | None = None) -> Imported:
+    return convert("\n".join([*ONLINE, *overrides]).encode(), "verl", version, rows)
+
+
+def fields(result: Imported) -> dict[str, Any]:
+    return flatten(resolved(parse_recipe(result.recipe, "recipe")))
+
+
+def script(name: str) -> Imported:
+    pytest.importorskip("tree_sitter_bash")
+    return convert((SCRIPTS / name).read_bytes(), "verl")
+
+
+def refused(result: Imported) -> dict[str, bool]:
+    return {item.key: item.changes for item in result.refused}
+
+
+def test_grpo_script() -> None:
+    result = script("verl-grpo.sh")
+    found = fields(result)
+    expected = {
+        "name": "grpo-3B",
+        "device.ranks": 16,
+        "device.mesh.context": 2,
+        "device.mesh.context_attention": "ulysses",
+        "model.path": "Qwen/Qwen2.5-3B-Instruct",
+        "data.train": "~/data/gsm8k/train.parquet",
+        "data.max_length": 2048,
+        "data.batch_size": 256,
+        "data.shuffle": False,
+        "data.too_long": "drop",
+        # 2 (2048 + 4096) tokens on each of two ranks of a context
+        "data.tokens_per_micro_batch": 2 * 6144 * 2,
+        "algorithm.mini_batch_size": 64,
+        "algorithm.kl.place": "loss",
+        "algorithm.kl.coefficient": 0.005,
+        "algorithm.kl.estimator": "k3",
+        "rollout.max_tokens": 4096,
+        "rollout.n": 8,
+        "rollout.tensor_parallel": 2,
+        "reward.gsm8k.method": "strict",
+        "optimizer.lr": 2e-6,
+        "optimizer.warmup_ratio": 0.05,
+        "trainer.epochs": 3,
+        "trainer.validate_every": 10,
+        "observe.loggers": ["console", "tensorboard"],
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert result.same_training and not result.unknown
+    assert "lr: 2e-6  # actor_rollout_ref.actor.optim.lr\n" in result.recipe
+    assert "256 prompts = 4 updates of 64 prompts, each with 8 responses" in result.recipe
+
+
+def test_ppo_script() -> None:
+    found = fields(script("verl-ppo.sh"))
+    expected = {
+        "algorithm.name": "ppo",
+        "algorithm.gamma": 0.99,
+        "algorithm.lam": 0.95,
+        "algorithm.ppo_epochs": 2,
+        "algorithm.kl.place": "reward",
+        "algorithm.kl.estimator": "k1",
+        "algorithm.kl.controller": "adaptive",
+        "algorithm.kl.target": 0.05,
+        "algorithm.critic.lr": 2e-5,
+        "algorithm.critic.clip": 0.3,
+        "algorithm.critic.warmup_steps": 5,
+        "data.tokens_per_micro_batch": 4 * 1024,
+        "trainer.steps": 200,
+        "optimizer.warmup_ratio": 0.1,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_dapo_script() -> None:
+    result = script("verl-dapo.sh")
+    found = fields(result)
+    expected = {
+        "algorithm.loss.clip_ratio_low": 0.2,
+        "algorithm.loss.clip_ratio_high": 0.28,
+        "algorithm.loss.dual_clip": 10.0,
+        # 10 rounds of 384 prompts are 30 steps of 128: the first, and 29 times again
+        "algorithm.dynamic_sampling.max_attempts": 29,
+        "algorithm.overlong.buffer": 2048,
+        "algorithm.overlong.factor": 1.0,
+        "rollout.validation.n": 4,
+        "rollout.validation.temperature": 1.0,
+        "reward.function.path": "rewards/dapo.py:compute_score",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert any("filter_groups.metric acc" in note for note in result.notes)
+
+
+def test_other_scripts() -> None:
+    plus = fields(script("verl-reinforce++.sh"))
+    assert plus["algorithm.name"] == "reinforce++" and plus["rollout.engine"] == "sglang"
+    assert plus["algorithm.rollout_correction.level"] == "token"
+    assert plus["algorithm.rollout_correction.upper"] == 2.5
+    rloo = fields(script("verl-rloo-lora.sh"))
+    assert rloo["model.lora.targets"] == ["q_proj", "v_proj"] and rloo["device.mesh.replicas"] == 2
+    sft = fields(script("verl-sft.sh"))
+    assert (sft["device.ranks"], sft["data.format"], sft["seed"]) == (4, "messages", 1111)
+    assert (sft["optimizer.schedule"], sft["optimizer.betas"]) == ("cosine", [0.9, 0.999])
+
+
+def test_saved_configuration_resolves_its_references() -> None:
+    result = convert((SCRIPTS / "verl-config.yaml").read_bytes(), "verl")
+    found = fields(result)
+    assert result.kind == "config"
+    assert found["output"] == "checkpoints/import-tests/gspo"
+    assert found["algorithm.loss.name"] == "gspo" and found["algorithm.loss.clip_ratio_low"] == 0.0003
+    assert found["algorithm.loss.aggregation"] == "seq-mean-token-mean"
+    assert found["data.tokens_per_micro_batch"] == 4096
+
+
+@pytest.mark.parametrize("name", ["gpg-qwen2-7b-fsdp.log", "gpg-qwen2-7b-megatron.log"])
+def test_real_logs(name: str, shared_data: Path, tmp_path: Path) -> None:
+    """Both print their configuration; GPG's advantages are the only thing that isotrain does not have."""
+    result = convert((shared_data / "verl-logs" / name).read_bytes(), "verl")
+    assert result.kind == "log" and not result.unknown
+    assert {key for key, changed in refused(result).items() if changed} == {"algorithm.adv_estimator"}
+    found = fields(result)
+    assert found["algorithm.loss.name"] == "reinforce" and found["algorithm.scale_by_std"] is False
+    assert found["trainer.steps"] in (210, 105)
+    assert found["optimizer.schedule"] == ("linear" if "megatron" in name else "constant")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(result.recipe)
+    assert RUNNER.invoke(app, ["train", str(path), "--dry-run"]).exit_code == 0
+
+
+def test_published_scripts(shared_data: Path) -> None:
+    """The two runs that verl's first Ascend support was published with equal our recipes for them."""
+    pytest.importorskip("tree_sitter_bash")
+    pages = list((shared_data.parent / "seeds").glob("004*"))
+    if not pages:
+        pytest.skip("no published scripts in the shared data")
+    sft, grpo = re.findall(r"```shell\n(.*?)```", pages[0].read_text(), re.S)
+    supervised = convert(sft.encode(), "verl")
+    found = fields(supervised)
+    assert found["data.prompt_key"] == "extra_info.question" and found["model.lora.rank"] == 32
+    assert (found["optimizer.schedule"], found["optimizer.warmup_ratio"]) == ("cosine", 0.1)
+    assert {item.key for item in supervised.questions} == {"trainer.default_local_dir", "--nproc_per_node"}
+    assert supervised.same_training  # directories and numbers of devices do not change it
+    ours = Path(__file__).parents[2] / "recipes" / "gsm8k-grpo-2x8.yaml"
+    theirs, own = (
+        fields(convert(grpo.encode(), "verl")),
+        flatten(resolved(parse_recipe(ours.read_text(), "x"))),
+    )
+    same = [name for name in own if name.startswith(("algorithm.kl", "optimizer", "rollout.n", "data.max"))]
+    assert len(same) > 12
+    assert {name: theirs[name] for name in same} == {name: own[name] for name in same}
+
+
+def test_defaults_are_those_of_the_version() -> None:
+    assert fields(imported(version="0.5.0"))["rollout.eager"] is True
+    assert fields(imported(version="0.7.0"))["rollout.eager"] is False
+    assert "default of actor_rollout_ref.rollout.enforce_eager" in imported().recipe
+    with pytest.raises(IsotrainError, match=r"0\.5\.0, 0\.7\.0, 2026-08"):
+        imported(version="0.1")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("algorithm.adv_estimator=opo", "algorithm.adv_estimator"),
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.loss_mode"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "actor_rollout_ref.actor.loss_agg_mode"),
+        ("data.truncation=left", "data.truncation"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", "actor_rollout_ref.actor.optim.lr_warmup_steps"),
+        ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
+        ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.multi_turn.enable"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.fsdp_config.model_dtype"),
+        ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
+        ("data.train_max_samples=100", "data.train_max_samples"),
+        ("actor_rollout_ref.actor.optim.optimizer=AdamW8bit", "actor_rollout_ref.actor.optim.optimizer"),
+        ("critic.model.lora_rank=8", ""),
+    ],
+)  # fmt: skip
+def test_refused_values_change_the_training(override: str, key: str) -> None:
+    result = imported(override)
+    if not key:  # a critic's key, where there is no critic
+        assert result.same_training and "only PPO" in result.no_effect[-1].why
+        return
+    assert refused(result).get(key) is True and not result.same_training
+    assert f"# REFUSED {key}" in result.recipe
+
+
+def test_both_kinds_of_kl_are_refused() -> None:
+    result = imported("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
+    assert refused(result) == {"algorithm.use_kl_in_reward": True}
+    assert fields(result)["algorithm.kl.place"] == "loss"
+
+
+def test_clip_ratio_alone_has_no_effect_as_in_verl() -> None:
+    result = imported("actor_rollout_ref.actor.clip_ratio=0.1")
+    assert fields(result)["algorithm.loss.clip_ratio_low"] == 0.2
+    assert any("clip_ratio (0.1) has no effect in verl" in note for note in result.notes)
+    without = imported(
+        "actor_rollout_ref.actor.clip_ratio=0.1",
+        "actor_rollout_ref.actor.clip_ratio_low=null",
+        "actor_rollout_ref.actor.clip_ratio_high=null",
+    )
+    assert fields(without)["algorithm.loss.clip_ratio_high"] == 0.1
+
+
+def test_the_old_sum_over_sequences_is_refused_only_in_old_versions() -> None:
+    mode = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+    assert imported(mode).same_training
+    assert refused(imported(mode, version="0.7.0")) == {"actor_rollout_ref.actor.loss_agg_mode": True}
+
+
+def test_steps_of_a_warm_up_need_the_number_of_steps() -> None:
+    warmup = (
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        "data.train_batch_size=100",
+        "trainer.total_epochs=2",
+    )
+    assert not imported(*warmup).same_training
+    result = imported(*warmup, rows=1050)
+    assert result.same_training
+    assert fields(result)["optimizer.warmup_ratio"] == pytest.approx(10 / 20)
+
+
+def test_a_step_of_the_asynchronous_trainer_is_what_it_fetches() -> None:
+    result = imported(
+        "data.train_batch_size=0", f"{ACTOR}.ppo_mini_batch_size=32", "async_training.require_batches=4"
+    )
+    assert fields(result)["data.batch_size"] == 128 and fields(result)["algorithm.mini_batch_size"] == 32
+    assert refused(result)["async_training.require_batches"] is True
+
+
+def test_a_choice_of_engine_is_a_strategy() -> None:
+    result = imported("model_engine=megatron", f"{ACTOR}.optim.lr_decay_style=linear")
+    assert fields(result)["optimizer.schedule"] == "linear" and result.same_training
+
+
+def test_a_name_with_a_date_keeps_the_rest() -> None:
+    pytest.importorskip("tree_sitter_bash")
+    command = 'python3 -m verl.trainer.main_ppo data.train_files=gsm8k trainer.experiment_name="a-$(date)"'
+    result = convert(command.encode(), "verl")
+    assert fields(result)["name"] == "a"
+    assert [(item.key, item.changes) for item in result.questions if "name" in item.key] == [
+        ("trainer.experiment_name", False)
+    ]
+
+
+def test_rows_without_a_known_reward_are_a_question() -> None:
+    result = imported("data.train_files=math.parquet")
+    assert [item.key for item in result.questions] == ["reward"]
+    assert "default_compute_score as compute_score" in result.recipe
+    assert fields(result)["reward.function.path"] == "verl_reward.py:compute_score"
+
+
+def test_unknown_keys_are_told_without_their_secrets() -> None:
+    result = imported(
+        "+my.option=3", "+my.api_key=abcdefghijklmnop1", "trainer.project_name=hf_abcdefghijklmnopqrst"
+    )
+    assert {item.key for item in result.unknown} == {"my.option", "my.api_key"}
+    assert not result.same_training
+    everything = result.recipe + str(result.as_json())
+    assert "abcdefghijklmnop1" not in everything and "hf_abc" not in everything
+
+
+def test_a_named_configuration_file_is_not_guessed() -> None:
+    pytest.importorskip("tree_sitter_bash")
+    command = "python3 -m verl.trainer.main_ppo --config-name={} algorithm.adv_estimator=grpo"
+    own = convert(command.format("ppo_megatron_trainer").encode(), "verl")
+    assert "--config-name" not in refused(own)
+    assert "megatron; isotrain has FSDP2" in " ".join(own.notes)
+    assert "--config-name" in refused(convert(command.format("mine").encode(), "verl"))
+
+
+def test_every_key_that_was_given_is_told() -> None:
+    """Mapped, without effect, refused or unknown: never in two of them, never in none."""
+    result = imported(
+        "data.return_raw_chat=True", "trainer.balance_batch=False", "a.b=1", "data.truncation=left"
+    )
+    told = [*result.mapped, *(item.key for item in (*result.no_effect, *result.unknown))]
+    expected = {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n", "data.train_files",
+                "data.val_files",
+                "actor_rollout_ref.rollout.name", "data.return_raw_chat", "trainer.balance_batch", "a.b",
+                "data.truncation"}  # fmt: skip
+    assert sorted(told) == sorted(expected)
