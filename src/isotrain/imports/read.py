@@ -87,10 +87,10 @@ def _is_config(text: str) -> bool:
 
 
 def _is_overrides(text: str) -> bool:
-    """One override per line, as in `.hydra/overrides.yaml`."""
+    """One override per line, as in `.hydra/overrides.yaml`; few keys, such as `model_engine`, have no dot."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    pattern = re.compile(r"(?:- )?(?:\+{1,2}|~)?[a-z_]\w*(?:\.\w+)+=[^\\]*")
-    return len(lines) > 1 and all(pattern.fullmatch(line) for line in lines)
+    found = [re.fullmatch(r"(?:- )?(?:\+{1,2}|~)?[a-z_]\w*(\.\w+)*=[^\\]*", line) for line in lines]
+    return len(lines) > 1 and all(found) and any(match[1] for match in found if match)
 
 
 def _from_script(text: str, framework: str) -> Source:
