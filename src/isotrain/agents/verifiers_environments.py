@@ -8,6 +8,7 @@ its configuration. A row carries its task as plain values, in the column `verifi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -62,6 +63,9 @@ def check(name: str) -> None:
 
 def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
     check(name)
+    with contextlib.suppress(ImportError):
+        # The first progress bar, such as of a data set, would start a thread that watches all bars.
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0
     old = getattr(importlib.import_module("verifiers"), "load_environment", None)
     module = importlib.import_module(module_name(name)) if find_spec(module_name(name)) else None
     if old is not None and hasattr(module, "load_environment"):
