@@ -100,4 +100,4 @@ def test_the_same_question_is_there_without_the_tool(tmp_path: Path) -> None:
     assert plain[-1] == row["prompt"][-1]
     assert not any(message["role"] == "tool" or "tool_call" in message["content"] for message in plain)
     answers = [message for message in row["prompt"] if message["role"] == "assistant"]
-    assert [m for m in plain if m["role"] == "assistant"] == answers[1::2]
+    assert [message for message in plain if message["role"] == "assistant"] == answers[1::2]
