@@ -1,4 +1,4 @@
-"""Chains of calculations out of GSM8K's solutions: hard for small models, easy with a calculator."""
+"""Chains of calculations out of GSM8K's solutions, as questions for a model with a calculator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATA_SOURCE = "gsm8k-tool"
 
 # Solutions have their calculations marked as <<48/2=24>>.
 _MARK = re.compile(r"<<(\d+)([+\-*/])(\d+)=(\d+)>>")
-# Smaller results are learned without a tool, and longer ones are rare.
+# Small results could be guessed, and longer ones are rare.
 _DIGITS_OF_RESULTS = (3, 5)
 _OPERATIONS = (2, 3)
 
