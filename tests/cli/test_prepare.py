@@ -45,6 +45,19 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert online in result.output
 
 
+def test_gsm8k_tool(tmp_path: Path) -> None:
+    for split, first in (("train", 20), ("test", 30)):
+        solution = f"<<{first}*6={first * 6}>> <<{first * 6}+67={first * 6 + 67}>>"
+        line = json.dumps({"question": "How many?", "answer": solution})
+        (tmp_path / f"{split}.jsonl").write_text(line + "\n")
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["gsm8k-tool", "--out", str(out), "--source", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote {out / 'test.jsonl'} (1 rows)" in result.output
+    assert f"wrote {out / 'calculator.py'}" in result.output
+    assert f"rollout.environment.path={out / 'calculator.py'}:Calculator" in result.output
+
+
 def test_preferences(tmp_path: Path) -> None:
     source = tmp_path / "prefs.jsonl"
     source.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")

@@ -198,3 +198,12 @@ def test_recipes_of_accelerator_size_are_valid_on_each_kind(recipe: str) -> None
     for device in ("npu", "cuda", "cpu"):
         done = RUNNER.invoke(app, ["train", recipe, f"device.type={device}", "--dry-run"])
         assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("tool", [True, False])
+def test_the_recipe_with_a_tool_is_valid_with_it_and_without(tool: bool) -> None:
+    without = ["rollout.environment=null", "data.prompt_key=prompt_without_tool"]
+    done = RUNNER.invoke(app, ["train", "gsm8k-tool", *([] if tool else without), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert ("calculator.py:Calculator" in done.output) == tool
+    assert ('"prompt_without_tool"' in done.output) != tool

@@ -59,6 +59,27 @@ def gsm8k_sums(out: _Out, source: _Gsm8k = None) -> None:
 
 
 @app.command()
+def gsm8k_tool(out: _Out, source: _Gsm8k = None) -> None:
+    """Write chains of calculations from GSM8K's solutions as prompts, and a calculator as a tool for them.
+
+    Example:
+
+        isotrain prepare gsm8k-tool --out work/gsm8k-tool
+    """
+    from isotrain.data.prepare.gsm8k_tool import prepare_gsm8k_tool
+
+    for name, rows in prepare_gsm8k_tool(source, out).items():
+        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    typer.echo(f"wrote {out / 'calculator.py'}")
+    online = {
+        "data.train": "train.jsonl",
+        "data.validation": "test.jsonl",
+        "rollout.environment.path": "calculator.py:Calculator",
+    }
+    typer.echo(f"\nNext:\n    isotrain train gsm8k-tool{_overrides(out, online, Path('work/gsm8k-tool'))}")
+
+
+@app.command()
 def gsm8k_preferences(out: _Out, source: _Gsm8k = None, seed: _Seed = 0) -> None:
     """Write correct and corrupted GSM8K solutions: pairs, labelled responses and labelled steps.
 
