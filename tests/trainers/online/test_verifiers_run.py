@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from online_runs import online_recipe, run_online
+from online_runs import OnlineRun, online_recipe
 
 from isotrain.data.prepare.verifiers_tasks import prepare_verifiers
 from isotrain.observe.metrics import read_metrics
@@ -51,7 +51,8 @@ def test_an_environment_of_verifiers_trains_the_policy(
             },
         },
     )
-    rows = read_metrics(run_online(recipe, tmp_path, "run") / "metrics.jsonl")
+    run = OnlineRun(recipe, tmp_path, PYTHONPATH=PACKAGE).finish(900)
+    rows = read_metrics(run / "metrics.jsonl")
     assert len(rows) == STEPS
     for row in rows:
         assert row["reward/failures"] == 0.0 and row["episode/turns/mean"] == 2.0
