@@ -254,6 +254,15 @@ def test_a_step_of_the_asynchronous_trainer_is_what_it_fetches() -> None:
     assert refused(result)["async_training.require_batches"] is True
 
 
+def test_arguments_without_their_command_are_all_taken() -> None:
+    pytest.importorskip("tree_sitter_bash")
+    lines = (
+        b"algorithm.adv_estimator=rloo data.train_files=gsm8k\nactor_rollout_ref.rollout.n=6 \\\n  a.b=1\n"
+    )
+    result = convert(lines, "verl")
+    assert fields(result)["rollout.n"] == 6 and [item.key for item in result.unknown] == ["a.b"]
+
+
 def test_a_choice_of_engine_is_a_strategy() -> None:
     result = imported("model_engine=megatron", f"{ACTOR}.optim.lr_decay_style=linear")
     assert fields(result)["optimizer.schedule"] == "linear" and result.same_training
