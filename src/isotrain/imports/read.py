@@ -89,8 +89,9 @@ def _is_config(text: str) -> bool:
 def _is_overrides(text: str) -> bool:
     """One override per line, as in `.hydra/overrides.yaml`; few keys, such as `model_engine`, have no dot."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    found = [re.fullmatch(r"(?:- )?(?:\+{1,2}|~)?[a-z_]\w*(\.\w+)*=[^\\]*", line) for line in lines]
-    return len(lines) > 1 and all(found) and any(match[1] for match in found if match)
+    pattern = re.compile(r"(?:- )?(?:\+{1,2}|~)?[a-z_]\w*(\.\w+)*=[^\\]*")
+    found = [pattern.fullmatch(line) for line in lines]
+    return len(lines) > 1 and all(found) and any(match and match[1] for match in found)
 
 
 def _from_script(text: str, framework: str) -> Source:
@@ -143,14 +144,17 @@ def _module(command: Command, framework: str) -> int:
 
 
 def _bare(commands: Iterable[Command], framework: str) -> Command | None:
-    """A command that is arguments only, such as overrides pasted from a script."""
-    for command in commands:
-        texts = [word.text if isinstance(word, Unknown) else word for word in command.words]
-        if framework == "verl" and sum(bool(re.match(r"\+{0,2}[a-z_]+\.[\w.]+=", t)) for t in texts) >= 1:
-            return command
-        if framework == "openrlhf" and texts[0].startswith("--"):
-            return command
-    return None
+    """Commands that are arguments only, such as overrides pasted from a script, as one."""
+    pattern = re.compile(r"\+{0,2}[a-z_]+\.[\w.]+=" if framework == "verl" else "--")
+    found = [
+        command
+        for command in commands
+        if pattern.match(first.text if isinstance(first := command.words[0], Unknown) else first)
+    ]
+    if not found:
+        return None
+    words = tuple(word for command in found for word in command.words)
+    return Command(words, tuple(line for command in found for line in command.lines), found[0].certain)
 
 
 def _launcher(source: Source, words: list[tuple[str | Unknown, int]]) -> None:
