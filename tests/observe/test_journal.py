@@ -124,6 +124,9 @@ def test_whether_a_run_goes_on_is_told_by_its_lock(tmp_path: Path) -> None:
         later = run.status.stat().st_mtime + 60
         os.utime(run.environment, (later, later))
         assert state_of(run.path).state == "starting"
+        run.metrics.write_text('{"step": 1}\n')  # a version that wrote no status
+        os.utime(run.metrics, (later + 60, later + 60))
+        assert state_of(run.path).state == "running"
         job.kill()
     assert state_of(run.path).state == "killed"
 

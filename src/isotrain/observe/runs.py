@@ -89,8 +89,9 @@ def _state(run: RunDirectory, status: Mapping[str, Any], seconds: float | None) 
     said = str(status.get("state", ""))
     if _is_locked(run.path / ".lock"):
         started = _modified(run.environment) or 0.0
-        is_of_this_start = said in ("starting", "running") and float(status.get("time") or 0) >= started - 1
-        return said if is_of_this_start else "starting"
+        if said in ("starting", "running") and float(status.get("time") or 0) >= started - 1:
+            return said
+        return "running" if (_modified(run.metrics) or 0.0) > started + 1 else "starting"
     if said not in ("starting", "running"):
         return said or "ended"
     elsewhere = status.get("host") != socket.gethostname()
