@@ -160,17 +160,18 @@ def main() -> None:
 
         def build() -> RolloutEngine:
             assert recipe.rollout is not None
-            return Timed(
-                build_rollout(
-                    recipe.rollout,
-                    recipe.model.path,
-                    recipe.model.dtype,
-                    device=choose_device("cpu"),
-                    max_prompt=recipe.data.max_length,
-                    seed=recipe.seed,
-                    name="engine 1",
-                )
+            engine = build_rollout(
+                recipe.rollout,
+                recipe.model.path,
+                recipe.model.dtype,
+                device=choose_device("cpu"),
+                max_prompt=recipe.data.max_length,
+                seed=recipe.seed,
+                name="engine 1",
             )
+            # vLLM waits for its first update; random weights generate as fast as others.
+            vars(engine)["_unusable"] = ""
+            return Timed(engine)
 
         loop = EngineLoop(build)
         episodes = Episodes(recipe, TOOL, loop)
