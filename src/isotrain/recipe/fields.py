@@ -17,6 +17,7 @@ _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": "of letters, digits and . _ + -, starting with a letter or digit",
     r"^[^:\x00]+\.py:[A-Za-z_]\w*$": "of the form FILE.py:FUNCTION",
     r"^(bubblewrap|https?://[^\s/@?#:]+(:\d{1,5})?(/[^\s?#]*)?)$": "that is http://HOST:PORT or bubblewrap",
+    r"^[A-Za-z0-9][\w./@-]*$": "of letters, digits and . _ / @ -, starting with a letter or digit",
     r"^(auto|local|[^/\s]+:\d+)$": "of the form HOST:PORT (a ray:// client does not work), local or auto",
 }
 
