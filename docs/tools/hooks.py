@@ -159,6 +159,8 @@ def on_config(config: Any) -> Any:
     config["extra"]["alternate"] = [
         {"name": name, "lang": code, "link": f"#language-{code}"} for name, code in languages.items()
     ]
+    if os.environ.get("DOCS_VERSION"):
+        config["extra"]["version"] = {"provider": "mike"}  # as publish.py writes versions
     return config
 
 
