@@ -87,6 +87,7 @@ def test_a_replay_is_the_run(tiny: Path, work: Path, whole: Path) -> None:
         assert {k: other[k] for k in kept} == kept
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_exactly(tiny: Path, work: Path, whole: Path) -> None:
     """With episodes under way: nothing of them is left, and the same come again."""
     recipe = agent(tiny, work / "killed")

@@ -101,6 +101,7 @@ def score(response):
 """
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_end_costs_only_its_checkpoint(tiny: Path, tmp_path: Path) -> None:
     function, output = tmp_path / "slow.py", tmp_path / "run"
     function.write_text(SLOW.format(metrics=str(output / "metrics.jsonl")))

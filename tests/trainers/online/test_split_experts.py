@@ -79,6 +79,7 @@ def test_engines_have_the_weights_of_all_ranks(trained: Trained, engine: str) ->
         assert len(change_E) == 8 and min(change_E[:4].max(), change_E[4:].max()) > 1e-3, name
 
 
+@pytest.mark.slow
 @ENGINES
 def test_they_learn_what_ranks_with_all_experts_learn(trained: Trained, engine: str) -> None:
     runs = [trained(engine, expert) for expert in (1, 2)]

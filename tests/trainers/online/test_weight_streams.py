@@ -54,7 +54,8 @@ def recipe(tiny: Path, output: Path, placement: str, steps: int = 3, **rollout: 
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("placement", [pytest.param("colocated", marks=pytest.mark.slow), "separate"])
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
 def test_it_learns_as_from_files(tiny: Path, tmp_path: Path, placement: str) -> None:
     """Two ranks that share their devices with two engines; one rank beside the device of an engine."""
     sent = OnlineRun(recipe(tiny, tmp_path / "sent", placement), tmp_path, "sent").finish()
