@@ -127,6 +127,13 @@ def test_other_scripts() -> None:
     assert (sft["optimizer.schedule"], sft["optimizer.betas"]) == ("cosine", [0.9, 0.999])
 
 
+@pytest.mark.parametrize("keys", [ONLINE, ("optim.lr=1e-5",)], ids=["online", "sft"])
+def test_a_run_goes_on_from_its_own_directory_only(keys: tuple[str, ...]) -> None:
+    result = convert("\n".join([*keys, "trainer.resume_mode=resume_path"]).encode(), "verl")
+    assert refused(result) == {"trainer.resume_mode": False}
+    assert fields(result)["trainer.resume"] == "auto"
+
+
 def test_saved_configuration_resolves_its_references() -> None:
     result = convert((SCRIPTS / "verl-config.yaml").read_bytes(), "verl")
     found = fields(result)

@@ -291,9 +291,13 @@ def trainer(d: Draft) -> None:
         d.put("trainer.steps", max(1, prompts // batch), "rollout.total_rollout_steps", note=note)
     else:
         d.put("trainer.epochs", epochs, "trainer.total_epochs")
-    keep = d.whole("trainer.max_actor_ckpt_to_keep", None, 1)
-    if keep:
-        d.put("trainer.keep_checkpoints", keep, "trainer.max_actor_ckpt_to_keep")
+    checkpoints(d, "trainer.max_actor_ckpt_to_keep")
+
+
+def checkpoints(d: Draft, kept: str) -> None:
+    """How many are kept, and whether a run begins with the last."""
+    if keep := d.whole(kept, None, 1):
+        d.put("trainer.keep_checkpoints", keep, kept)
     mode = d.text("trainer.resume_mode", "auto")
     if mode not in ("auto", "disable"):
         d.refuse(

@@ -6,7 +6,7 @@ from isotrain.imports.draft import Draft, every, flag, number, text, texts, whol
 from isotrain.imports.hydra import shown
 from isotrain.imports.rules import ByVersion, Table, drops, maps, part, refuses
 from isotrain.imports.source import Source
-from isotrain.imports.verl import lora, mesh, observe, run_name
+from isotrain.imports.verl import checkpoints, lora, mesh, observe, run_name
 from isotrain.imports.verl_optimizer import schedule, total_steps, warmup
 from isotrain.imports.verl_reasons import (
     ALWAYS,
@@ -251,8 +251,4 @@ def _trainer(d: Draft) -> None:
         d.put("trainer.steps", total_steps(d), "trainer.total_epochs", note=f"{epochs} epochs")
     else:
         d.put("trainer.epochs", epochs, "trainer.total_epochs")
-    keep = d.whole("trainer.max_ckpt_to_keep", None, 1)
-    if keep:
-        d.put("trainer.keep_checkpoints", keep, "trainer.max_ckpt_to_keep")
-    mode = d.text("trainer.resume_mode", "auto")
-    d.put("trainer.resume", "never" if mode == "disable" else "auto", "trainer.resume_mode")
+    checkpoints(d, "trainer.max_ckpt_to_keep")
