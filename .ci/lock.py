@@ -31,6 +31,7 @@ LOCKS = (
     ".ci/sglang.lock",
     ".ci/sglang-newest.lock",
     ".ci/agents.lock",
+    ".ci/trackers.lock",
     "requirements/ascend.txt",
     "requirements/cuda.txt",
     "requirements/vllm-cpu.txt",

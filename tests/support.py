@@ -81,6 +81,18 @@ def agents_python() -> str:
     return chosen
 
 
+def trackers_python() -> str:
+    """Of an environment with all trackers; MLflow wants an older cachetools than the lock of the tests."""
+    chosen = os.environ.get("ISOTRAIN_TRACKERS_PYTHON") or str(
+        Path(__file__).parents[1] / ".venv-trackers/bin/python"
+    )
+    if not Path(chosen).is_file():
+        pytest.skip(
+            "no trackers: run .ci/setup trackers, or set ISOTRAIN_TRACKERS_PYTHON to a Python with them"
+        )
+    return chosen
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "isotrain.cli.main", *arguments]
 

@@ -130,8 +130,8 @@ def test_a_missing_package_says_what_to_install(
 
 
 def test_an_unknown_logger_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="use console, tensorboard, wandb, swanlab"):
-        open_one("mlflow", tmp_path)
+    with pytest.raises(RecipeError, match="use console, tensorboard, wandb, swanlab, mlflow"):
+        open_one("neptune", tmp_path)
 
 
 class Fragile:

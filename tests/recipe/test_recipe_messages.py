@@ -64,7 +64,7 @@ r.yaml:18: 'optimizer.betas' is the list [0.9]; expected a list of 2 numbers
 r.yaml:19: unknown key 'trainr'; did you mean 'trainer'?
 r.yaml:22: 'trainer.steps' is 2.5; expected a whole number, at least 1, or null
 r.yaml:23: unknown key 'trainer.logger'; did you mean 'observe.loggers'?
-r.yaml:25: 'observe.loggers' is the text 'console'; expected a list of 'console', 'tensorboard', 'wandb', 'swanlab'; write [console]
+r.yaml:25: 'observe.loggers' is the text 'console'; expected a list of 'console', 'tensorboard', 'wandb', 'swanlab', 'mlflow'; write [console]
 r.yaml:26: unknown key 'optimizer.lr'; write 'lr' inside the section 'optimizer'
 override 'device.ranks=0': 'device.ranks' is 0; expected a whole number, at least 1
 """  # noqa: E501

@@ -47,6 +47,7 @@ _EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "swanlab": "swanlab",
+    "mlflow": "mlflow",
     "ray": "online",
 }
 

@@ -12,7 +12,7 @@ from isotrain.imports.verl_algorithm import algorithm, batch_size, correction, d
 from isotrain.imports.verl_optimizer import optimizer
 from isotrain.imports.verl_reasons import A, M, R
 
-LOGGERS = ("console", "tensorboard", "wandb", "swanlab")
+LOGGERS = ("console", "tensorboard", "wandb", "swanlab", "mlflow")
 VERL_REWARD = "verl_reward.py:compute_score"
 
 

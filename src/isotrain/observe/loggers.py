@@ -6,10 +6,11 @@ import importlib
 import json
 import logging
 import os
+import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,10 +94,81 @@ def _swanlab(run_directory: Path, project: str, name: str, config: Mapping[str, 
     return TrackerLogger(run)
 
 
+class MlflowLogger:
+    """A run of MLflow, in `mlflow/mlflow.db` unless `MLFLOW_TRACKING_URI` names a server.
+
+    MLflow chooses a run's id, so this one is found again by a tag. A second tag has the last step, in
+    the same request as the metrics: a resumed run does not repeat the steps that a killed start sent.
+    """
+
+    _ID, _STEP = "isotrain.id", "isotrain.step"
+
+    def __init__(self, run_directory: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
+        # Nothing leaves the machine unless the user named a server. Its log would show the database's setup.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        mlflow = _package("mlflow")
+        self._entities = _package("mlflow", "mlflow.entities")
+        artifacts = None
+        if mlflow.is_tracking_uri_set():
+            self._client = mlflow.MlflowClient()
+        else:
+            _package(
+                "mlflow", "mlflow.store.tracking.sqlalchemy_store"
+            )  # `mlflow-skinny` alone has no database
+            directory = (run_directory / "mlflow").resolve()
+            directory.mkdir(parents=True, exist_ok=True)
+            self._client = mlflow.MlflowClient(f"sqlite:///{directory / 'mlflow.db'}")
+            artifacts = (directory / "artifacts").as_uri()
+        experiment = self._client.get_experiment_by_name(project)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(project, artifacts)
+        identity = _tracker_id(run_directory)
+        known = self._client.search_runs([place], f"tags.`{self._ID}` = '{identity}'", max_results=1)
+        if known:
+            self._run, self._next_step = known[0].info.run_id, int(known[0].data.tags[self._STEP]) + 1
+            self._client.update_run(self._run, status="RUNNING")
+        else:
+            tags = {self._ID: identity, self._STEP: "-1"}
+            self._run = self._client.create_run(place, tags=tags, run_name=name).info.run_id
+            self._next_step = 0
+            # Only at the first start: MLflow refuses another value of a parameter.
+            params = [self._entities.Param(key, value) for key, value in _flat(config)]
+            for start in range(0, len(params), 100):
+                self._client.log_batch(self._run, params=params[start : start + 100])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step < self._next_step:
+            return
+        now, tag = int(time.time() * 1000), self._entities.RunTag(self._STEP, str(step))
+        metrics = [
+            self._entities.Metric(_mlflow_name(key), value, now, step) for key, value in values.items()
+        ]
+        self._client.log_batch(self._run, metrics=metrics, tags=[tag])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each field under its name in the recipe, cut to the length that MLflow takes."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{key}", text[:500]
+
+
+def _mlflow_name(metric: str) -> str:
+    """MLflow refuses names with other characters: `reward/mean@4` becomes `reward/mean_at_4`."""
+    return re.sub(r"[^\w.\- :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
+
+
 LOGGERS: dict[str, Callable[[Path, str, str, Mapping[str, Any]], Logger]] = {
     "tensorboard": TensorBoardLogger,
     "wandb": _wandb,
     "swanlab": _swanlab,
+    "mlflow": MlflowLogger,
 }
 
 # What to do if a tracker cannot be opened.
@@ -104,6 +176,7 @@ HINTS = {
     "tensorboard": "make the run directory writable",
     "wandb": "run `wandb login`, or set WANDB_MODE=offline",
     "swanlab": "run `swanlab login`, or set SWANLAB_MODE=offline",
+    "mlflow": "check MLFLOW_TRACKING_URI, or unset it to log into the run directory",
 }
 
 

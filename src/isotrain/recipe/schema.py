@@ -245,7 +245,9 @@ class TrainerSection(Section):
 class ObserveSection(Section):
     affects: ClassVar[Affects] = Affects.EXECUTION
 
-    loggers: list[Literal["console", "tensorboard", "wandb", "swanlab"]] = Field(default=["console"])
+    loggers: list[Literal["console", "tensorboard", "wandb", "swanlab", "mlflow"]] = Field(
+        default=["console"]
+    )
     """Where metrics go besides `metrics.jsonl`, which is always written."""
     project: str = "isotrain"
     """Project name, for trackers that have projects."""
