@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -181,3 +182,28 @@ def test_a_logger_that_cannot_be_opened_stops_the_start(
     with pytest.raises(RecipeError, match=r"not logged in.*wandb login"):
         open_loggers(["tensorboard", "wandb"], run_directory=tmp_path, project="p", name="n", config={})
     assert opened.closed, "the ones that were open already are closed"
+
+
+@pytest.mark.parametrize(
+    "variables, refused",
+    [({}, True), ({"WANDB_MODE": "offline"}, False), ({"WANDB_API_KEY": "0" * 40}, False)],
+    ids=["no key", "offline", "key"],
+)
+def test_a_missing_key_is_told_before_models_are_loaded(
+    tmp_path: Path, variables: dict[str, str], refused: bool
+) -> None:
+    pytest.importorskip("wandb")
+    check = "from isotrain.observe.loggers import check_loggers; check_loggers(['console', 'wandb'])"
+    own = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, "-c", check],
+        env={**own, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if refused:
+        assert "cannot open wandb (no API key): run `wandb login`, or set WANDB_MODE=offline" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr

@@ -207,6 +207,20 @@ class GuardedLogger:
             )
 
 
+def check_loggers(names: Iterable[str]) -> None:
+    """Before models are loaded: are the packages of the trackers there, and the key of wandb?"""
+    for kind in names:
+        if kind in LOGGERS:
+            tracker = _package(kind)
+            if kind == "wandb" and tracker.setup().settings.mode == "online":
+                try:
+                    known = tracker.login(prompt=False, verify=False)
+                except Exception as error:
+                    raise _cannot_open(kind, error) from error
+                if not known:
+                    raise _cannot_open(kind, "no API key")
+
+
 def open_loggers(
     names: Iterable[str],
     *,
@@ -243,10 +257,15 @@ def _open(kind: str, run_directory: Path, project: str, name: str, config: Mappi
     except RecipeError:
         raise
     except Exception as error:
-        raise RecipeError(
-            f"observe.loggers: cannot open {kind} ({type(error).__name__}: {error}): {HINTS[kind]}, "
-            f"or remove {kind} from observe.loggers"
-        ) from error
+        raise _cannot_open(kind, error) from error
+
+
+def _cannot_open(kind: str, why: str | Exception) -> RecipeError:
+    reason = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+    return RecipeError(
+        f"observe.loggers: cannot open {kind} ({reason}): {HINTS[kind]}, "
+        f"or remove {kind} from observe.loggers"
+    )
 
 
 def _package(extra: str, module: str | None = None) -> Any:

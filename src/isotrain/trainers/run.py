@@ -15,6 +15,7 @@ from isotrain.engine.world import join_world
 from isotrain.models.load import model_directory
 from isotrain.observe.console import Console, open_console
 from isotrain.observe.journal import Journal
+from isotrain.observe.loggers import check_loggers
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import build_trainer, place_of_reference
@@ -48,6 +49,8 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
             open_console(silent=silent, devices=world.size) if world.leads else Console() as console,
         ):
             check_run(recipe)
+            if world.leads:
+                check_loggers(recipe.observe.loggers)
             loader, validation = open_loaders(recipe, device, world, console)
             data = {"train": loader.store.digest} | (
                 {"validation": validation.store.digest} if validation else {}

@@ -18,6 +18,7 @@ from isotrain.errors import (
     SandboxError,
 )
 from isotrain.observe.environment import package_name
+from isotrain.observe.loggers import check_loggers
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.plugins import ADVANTAGES, POLICY_LOSSES, REWARDS, find_plugin
 from isotrain.recipe.online import (
@@ -134,8 +135,12 @@ def changed_plugins(recipe: Recipe) -> list[str]:
 
 
 def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
-    """What this machine lacks to make responses and scores; a replay has both."""
+    """What this machine lacks to log, and to make responses and scores; a replay has both of these."""
     _, rollout, reward = _sections(recipe)
+    try:
+        check_loggers(recipe.observe.loggers)
+    except RecipeError as problem:
+        yield problem
     for group, name, field in _plugins(recipe):
         try:
             find_plugin(group, name, field)
