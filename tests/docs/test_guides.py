@@ -20,7 +20,7 @@ from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
 from isotrain.recipe.schema import Recipe
 
-GUIDES = ("choosing-an-algorithm",)
+GUIDES = ("choosing-an-algorithm", "writing-a-reward")
 TEXTS = {name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in GUIDES}
 FIELD = re.compile(
     r"((?:device|model|data|algorithm|rollout|reward|cluster|optimizer|trainer|observe)(?:\.\w+)+)"
@@ -104,7 +104,7 @@ def described(metric: str, known: str) -> bool:
     if f"`{metric}`" in known:
         return True
     head, _, last = metric.rpartition("/")
-    part = re.sub(r"^reward/\w+/", "reward/<part>/", metric)
+    part = re.sub(r"^reward/[\w/]+/mean$", "reward/<part>/mean", metric)
     return f"`{part}`" in known or (f"`/{last}`" in known and f"`{head}/" in known)
 
 
