@@ -60,6 +60,7 @@ def leads_to(text: str, page: str) -> set[str]:
         path = link.partition("#")[0] if ":" not in link else link
         if path and ":" not in path:
             path = str((ROOT / page).parent.joinpath(path).resolve().relative_to(ROOT))
+            path = path.replace("-zh.svg", ".svg")  # a picture with words has one of its own
         found.add(chinese.get(path, path))
     return found - {page, ""}
 

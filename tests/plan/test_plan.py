@@ -83,6 +83,30 @@ def test_devices_of_engines(tiny: object, measured: dict[str, float]) -> None:
     assert "does not hold one response" in replace(plan, engines=full).problems[0]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        ({"name": "grpo"}, 0),
+        ({"name": "grpo", "mini_batch_size": 1}, 1),
+        ({"name": "grpo", "ppo_epochs": 2}, 1),
+        ({"name": "grpo", "kl": {"place": "loss"}}, 1),
+        ({"name": "grpo", "kl": {"place": "reward"}}, 2),
+        ({"name": "ppo", "kl": {"place": "loss"}, "mini_batch_size": 1}, 3),
+    ],
+)
+def test_passes_before_the_updates(
+    tiny: object, measured: dict[str, float], algorithm: dict[str, object], passes: int
+) -> None:
+    """As the loop makes them: no old log-probs for a single update."""
+    online = {"rollout": {"n": 2}, "reward": {"function": {"path": "rewards.py:score"}}}
+
+    def seconds(algorithm: dict[str, object]) -> float:
+        plan = make_plan(recipe(f"{tiny}/model", algorithm=algorithm, **online), 8, A2, 64)
+        return plan.time.seconds["log-probs"]
+
+    assert seconds(algorithm) == pytest.approx(passes * seconds({"name": "grpo", "ppo_epochs": 2}))
+
+
 def test_engines_that_stay_awake(tiny: object, measured: dict[str, float]) -> None:
     """With `cluster.offload: false`, training and engines need their memory at the same time."""
     online = {

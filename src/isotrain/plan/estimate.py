@@ -91,8 +91,7 @@ def step_time(
     gathering = _gathering(recipe, memory, device, ranks, lengths)
     if isinstance(algorithm, OnlineSection) and engines is not None:
         result.seconds["generation"] = _generation(recipe, shape, device, engines)
-        models = 1 + (algorithm.kl.place != "off") + isinstance(algorithm, PpoSection)
-        result.seconds["log-probs"] = models * forward
+        result.seconds["log-probs"] = _forward_passes(recipe, algorithm) * forward
         sync = 2 * memory.all_parameters / engines.tensor_parallel
         slow = device.inside_gb_s if ranks <= device.per_machine else device.between_gb_s
         result.seconds["weight sync"] = sync / (slow * 1e9 * BANDWIDTH_EFFICIENCY)
@@ -137,3 +136,13 @@ def _generation(recipe: Recipe, shape: Shape, device: Published, engines: Engine
     # The last ones are the longest, and run when others have ended.
     tokens = length * responses / running + recipe.rollout.max_tokens - length
     return token * tokens
+
+
+def _forward_passes(recipe: Recipe, algorithm: OnlineSection) -> int:
+    """Of a step before its updates: old log-probs, those of a reference, values of a critic."""
+    batch_size = recipe.data.batch_size
+    mini_batch_size = min(algorithm.mini_batch_size or batch_size, batch_size)
+    # With one update per step, the old log-probs are those of the update itself.
+    several = mini_batch_size < batch_size or algorithm.ppo_epochs > 1
+    old = several or algorithm.kl.place == "reward"
+    return old + (algorithm.kl.place != "off") + isinstance(algorithm, PpoSection)
