@@ -57,7 +57,7 @@ def texts_of_the_source() -> dict[str, str]:
         for line, text in given_literals(ast.parse(path.read_text(encoding="utf-8"))):
             where = f"{path.relative_to(SOURCE)}:{line}"
             assert text is not None, f"{where}: tr and listed take literals, which the catalogue can have"
-            if "\n" not in text or any(character.isalpha() for character in text):  # else it is layout
+            if text.strip() and "\n" not in text:  # else it is layout
                 found.setdefault(text, where)
     for rule in rules():
         found |= {rule.symptom: f"rules.yaml, {rule.id}", rule.fix: f"rules.yaml, {rule.id}"}
@@ -138,6 +138,28 @@ def test_texts_in_texts() -> None:
     assert outer == "add machines with 1 more devices to the Ray cluster, or write device.ranks=2"
     assert listed([inner, "b"], "; ") == "write device.ranks=2; b"
     assert capital(tr("install the driver")) == "Install the driver" == capital("install the driver")
+
+
+def test_chinese_characters_have_no_space_between_them() -> None:
+    item, number = tr("item {number} of {name!r}", number=2, name="data.train"), tr("a whole number")
+    with using(Language.zh):
+        one = tr("{name} is {found}; expected {takes}", name=item, found="3", takes=number)
+        assert said(one) == "'data.train' 的第 2 项的值是 3；应为整数"
+        other = tr(
+            "{name} is {found}; expected {takes}", name="'a'", found=tr("empty"), takes=tr("true or false")
+        )
+        assert said(other) == "'a' 的值是空；应为 true 或 false"
+        assert said(tr("{text} {form}", text=tr("text"), form=tr("matching {pattern}", pattern="^中$"))) == (
+            "匹配 ^中$ 的文本"
+        )
+        assert said(tr("{names} and {last}", names="中 文", last="b")) == "中 文和 b"  # a user's own space stays
+
+
+def test_braces_in_templates() -> None:
+    with using(Language.zh):
+        assert said(tr("nothing after '='; write '{key}={{}}' for all defaults", key="a")) == (
+            "'=' 后面没有内容；全部使用默认值请写 'a={}'"
+        )
 
 
 def test_what_the_catalogue_does_not_have_is_said_in_english() -> None:

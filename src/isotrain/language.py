@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import string
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ def said(text: str) -> str:
         return (template or text.template).join(map(said, text.parts))
     if template is None:
         return str(text)
-    return template.format(**{name: _value(value) for name, value in text.values.items()})
+    return _filled(template, text.values)
 
 
 def words_of(error: BaseException) -> str:
@@ -97,8 +98,7 @@ def words_of(error: BaseException) -> str:
 
 def padded(text: str, width: int) -> str:
     """A text filled up with spaces to columns of a terminal, where a Chinese character takes two."""
-    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
-    return text + " " * (width - len(text) - wide)
+    return text + " " * (width - len(text) - sum(map(_is_wide, text)))
 
 
 def language_of(variables: Mapping[str, str]) -> Language:
@@ -122,8 +122,39 @@ def chosen() -> Language:
     return _chosen
 
 
-def _value(value: Any) -> Any:
-    return said(value) if isinstance(value, Message) else value
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    """`template.format`, with texts of ours in the chosen language.
+
+    A template has spaces around a placeholder, which suit a name or number; between two Chinese characters
+    there is none.
+    """
+    known = {name: said(value) if isinstance(value, Message) else value for name, value in values.items()}
+    formatter = string.Formatter()
+    literals, inserted = [""], [""]
+    for literal, name, spec, conversion in formatter.parse(template):
+        literals[-1] += literal
+        if name is not None:
+            value = formatter.convert_field(known[name], conversion)  # type: ignore[arg-type]
+            inserted.append(formatter.format_field(value, spec or ""))
+            literals.append("")
+    text = ""
+    for at, literal in enumerate(literals):
+        text += inserted[at]
+        after = inserted[at + 1] if at + 1 < len(inserted) else ""
+        if literal.startswith(" ") and _are_wide(text, literal[1:] or after):
+            literal = literal[1:]
+        if literal.endswith(" ") and _are_wide(text + literal[:-1], after):
+            literal = literal[:-1]
+        text += literal
+    return text
+
+
+def _are_wide(before: str, after: str) -> bool:
+    return bool(before and after) and _is_wide(before[-1]) and _is_wide(after[0])
+
+
+def _is_wide(character: str) -> bool:
+    return unicodedata.east_asian_width(character) in "WF"
 
 
 @lru_cache(maxsize=1)

@@ -88,3 +88,75 @@ def test_a_language_that_there_is_not() -> None:
 def test_the_choice_ends_with_the_command() -> None:
     isotrain("--lang", "zh", "doctor", str(MACHINES / "good-a2"))
     assert "no problem prevents" in isotrain("doctor", str(MACHINES / "good-a2")).output
+
+
+RECIPE = """\
+name: my run
+output: out
+model: {path: x, lora: 8}
+data:
+  train: [a, 3]
+  max_lenght: 5
+  batch_size: "3"
+algorithm: {name: grpo, lam: 3}
+rollout: {n: 1.0}
+trainer: {checkpoint_storage: "s3://me:secret@host/x"}
+"""
+
+
+def test_recipe_errors_in_chinese(tmp_path: Path) -> None:
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    result = isotrain("--lang", "zh", "train", str(recipe), "--dry-run", "rollout.engine=", "no", "x=[")
+    assert result.exit_code == 1
+    assert result.output.splitlines() == [
+        f"错误：{recipe}:1: 'name' 的值是文本 'my run'；"
+        "应为由字母、数字和 . _ + - 组成、以字母或数字开头的文本",
+        f"{recipe}:3: 'model.lora' 的值是 8；应为一节，其中的 key 例如 rank, alpha, targets, dropout",
+        f"{recipe}:5: 'data.train' 的第 2 项的值是 3；应为文本；请加引号：\"3\"",
+        f"{recipe}:6: 未知的 key 'data.max_lenght'；您是否想写 'data.max_length'？",
+        f"{recipe}:7: 'data.batch_size' 的值是文本 '3'；应为整数，不小于 1；请写 3，不加引号",
+        f"{recipe}:8: 未知的 key 'algorithm.lam'；它属于 ppo，不属于 grpo：请去掉",
+        f"{recipe}:9: 'rollout.n' 的值是 1.0；应为整数，不小于 1；请写 1",
+        f"{recipe}:10: 'trainer.checkpoint_storage': 其中含有凭据或参数；请通过该存储的环境变量或文件提供",
+        f"{recipe}: 缺少 'reward'；grpo 需要它来给回复打分：请写 'reward: {{gsm8k: {{}}}}'",
+        "覆盖项 'rollout.engine=': '=' 后面没有内容；没有值请写 rollout.engine=null，"
+        "空文本请写 rollout.engine='\"\"'",
+        "覆盖项 'no': 应为 key=value，例如 optimizer.lr=1e-4",
+        "覆盖项 'x=[': 不是合法的 YAML：第 1 行打开的括号或引号没有闭合",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.n=1"], "rollout.n（1）太小：grpo 要比较回复，请设为 2 或更大"),
+        (["rollout.staleness=1"], "这需要单独的设备：请设 cluster.placement: separate"),
+        (["algorithm.kl.controller=adaptive"], "algorithm.kl: controller: adaptive 需要 place: reward"),
+        (["algorithm.name=sft"], "'reward' 不能与 sft 一起使用：它不给回复打分；请去掉"),
+        (["device.ranks=3", "device.mesh.context=2"], "device.ranks（3）不能被 device.mesh.replicas（1）"),
+    ],
+)
+def test_rules_between_fields_in_chinese(overrides: list[str], words: str) -> None:
+    result = isotrain("--lang", "zh", "train", "tiny-grpo", "--dry-run", *overrides)
+    assert result.exit_code == 1 and words in result.output, result.output
+
+
+def test_files_that_are_no_recipes_in_chinese(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- a\n", encoding="utf-8")
+    missing = tmp_path / "missing.yaml"
+    for given, words in (
+        ("tiny-grp", "错误：tiny-grp: 没有这个文件，并且 isotrain 没有自带名为 'tiny-grp' 的 recipe"),
+        (str(missing), f"错误：{missing}: 没有这个文件；`isotrain recipes` 列出可以作为起点的 recipe"),
+        (str(tmp_path / "list.yaml"), "文件是一个列表；recipe 由 'key: value' 的行组成"),
+    ):
+        assert words in isotrain("--lang", "zh", "train", given, "--dry-run").output
+
+
+def test_tracebacks_and_resolved_recipes_stay_english(tmp_path: Path) -> None:
+    result = isotrain("--lang", "zh", "train", "tiny-grpo", "rollout.n=1", ISOTRAIN_DEBUG="1")
+    assert str(result.exception) == (
+        "override 'rollout.n=1': rollout.n (1) is too small: grpo compares responses, set 2 or more"
+    )
+    one, other = (isotrain("--lang", lang, "train", "tiny-sft", "--dry-run").stdout for lang in ("en", "zh"))
+    assert one == other and json.loads(one)["name"] == "tiny-sft"
