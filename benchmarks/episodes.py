@@ -4,9 +4,10 @@
 each turn a tool takes 0.1 to 5 s. Overlapped, as isotrain plays them, a turn begins as soon as its tool has
 answered. In rounds, as loops over batches play them, a round of turns begins when all tools have answered.
 Both ways alternate, with the same seeds; `ratio` is the median over pairs of the time overlapped over that in
-rounds. `idle` is the share of the time in which the engine had nothing to generate.
+rounds. `idle` is the share of the time in which the engine had nothing to generate. `--model tiny` has a CPU
+generate as fast, beside its tools, as an accelerator generates with a model of usual size.
 
-    python benchmarks/episodes.py [--pairs 3] [--episodes 256] [--turns 4] [--tokens 32]
+    python benchmarks/episodes.py [--pairs 3] [--episodes 256] [--turns 4] [--tokens 32] [--model smollm2]
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from smollm2 import smollm2
 from isotrain.agents.episode import Generate, Task
 from isotrain.agents.players import Player
 from isotrain.agents.processes import EnvironmentProcess
+from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.recipe.schema import Recipe
@@ -37,6 +39,8 @@ from isotrain.trainers.online.prompt_queue import Supply
 
 GOAL = 0.9
 N = 4
+# For the tokens of a tool's answer.
+ROOM = 32
 TOOL = """
 import random, time
 
@@ -99,14 +103,24 @@ class InRounds:
                 one.set_result(None)
 
 
-def recipe_of(options: Any, folder: Path) -> Recipe:
+def model_and_prompts(options: Any, folder: Path) -> tuple[Path, list[Any]]:
+    groups = options.episodes // N
+    if options.model == "tiny":
+        make_tiny(folder / "tiny", train_rows=max(10, groups))
+        rows = (folder / "tiny" / "prompts.jsonl").read_text().splitlines()[:groups]
+        return folder / "tiny" / "model", [json.loads(row)["prompt"] for row in rows]
+    rows = (bench.gsm8k() / "train.jsonl").read_text().splitlines()[:groups]
+    return smollm2(), [json.loads(row)["question"][:400] for row in rows]
+
+
+def recipe_of(options: Any, folder: Path, model: Path) -> Recipe:
     (folder / "tool.py").write_text(TOOL)
-    total = options.turns * (options.tokens + 16)
+    total = options.turns * (options.tokens + ROOM)
     return Recipe.model_validate(
         {
             "name": "episodes",
             "output": str(folder / "run"),
-            "model": {"path": str(smollm2()), "dtype": bench.DTYPE},
+            "model": {"path": str(model), "dtype": bench.DTYPE},
             "data": {"train": "rows.jsonl", "max_length": 256, "tokens_per_micro_batch": 256 + total},
             "device": {"type": "cpu"},
             "algorithm": {"name": "grpo"},
@@ -126,10 +140,10 @@ def recipe_of(options: Any, folder: Path) -> Recipe:
     )
 
 
-def played(episodes: Episodes, engine: Timed, options: Any, questions: Sequence[str]) -> dict[str, float]:
+def played(episodes: Episodes, engine: Timed, options: Any, questions: Sequence[Any]) -> dict[str, float]:
     """Seconds, the share of them in which the engine was idle, and tokens that it generated."""
     draws = [PromptRequest(number, number) for number in range(options.episodes // N)]
-    sampling = Sampling(options.turns * (options.tokens + 16))
+    sampling = Sampling(options.turns * (options.tokens + ROOM))
 
     def row(number: int) -> dict[str, Any]:
         return {"prompt": questions[number % len(questions)], "turns": str(options.turns)}
@@ -151,11 +165,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
+    parser.add_argument("--model", default="smollm2", choices=["smollm2", "tiny"])
     options = parser.read()
-    lines = (bench.gsm8k() / "train.jsonl").read_text().splitlines()[: options.episodes // N]
-    questions = [json.loads(line)["question"][:400] for line in lines]
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(options, Path(folder))
+        model, questions = model_and_prompts(options, Path(folder))
+        recipe = recipe_of(options, Path(folder), model)
         assert recipe.rollout is not None
 
         def build() -> RolloutEngine:
@@ -182,7 +196,7 @@ def main() -> None:
             loop.close()
 
 
-def compare(episodes: Episodes, engine: Timed, options: Any, questions: Sequence[str]) -> None:
+def compare(episodes: Episodes, engine: Timed, options: Any, questions: Sequence[Any]) -> None:
     overlapped, found = episodes._player, {"overlapped": [], "in rounds": []}  # type: ignore[var-annotated]
     for pair in range(options.pairs):
         for way in sorted(found, reverse=bool(pair % 2)):
@@ -199,6 +213,7 @@ def compare(episodes: Episodes, engine: Timed, options: Any, questions: Sequence
             met=ratios["median"] <= GOAL,
             ratios=ratios,
             episodes=options.episodes,
+            model=options.model,
             engine_at_once=engine.at_once,
             **{
                 f"{what}_{way.replace(' ', '_')}": bench.spread([one[what] for one in found[way]])

@@ -152,7 +152,9 @@ def test_chinese_characters_have_no_space_between_them() -> None:
         assert said(tr("{text} {form}", text=tr("text"), form=tr("matching {pattern}", pattern="^中$"))) == (
             "匹配 ^中$ 的文本"
         )
-        assert said(tr("{names} and {last}", names="中 文", last="b")) == "中 文和 b"  # a user's own space stays
+        assert (
+            said(tr("{names} and {last}", names="中 文", last="b")) == "中 文和 b"
+        )  # a user's own space stays
 
 
 def test_braces_in_templates() -> None:

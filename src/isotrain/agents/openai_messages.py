@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,7 @@ class Completion:
     prompt: Sequence[int]
     tokens: Sequence[int]
     logps: Sequence[float]
-    pieces: Sequence[str]
-    """The text of each token."""
+    decode: Callable[[Sequence[int]], str]
     text: str
     """Without the token that ended it, and without stop words."""
     parsed: Parsed
@@ -64,15 +63,13 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     if body.get("tool_choice") == "none":
         tools = ()
     names: dict[str, str] = {}
-    return ChatRequest(tuple(_message(message, names) for message in messages), tuple(tools), *_limits(body))
+    return ChatRequest(
+        tuple(_message(message, names) for message in messages), tuple(tools), *completion_limits(body)
+    )
 
 
 def completion_limits(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
-    """Most tokens, and stop words, of a request for a completion."""
-    return _limits(body)
-
-
-def _limits(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+    """Most tokens, and stop words; raises `Refused` for other wishes that cannot be done."""
     if body.get("n") not in (None, 1):
         raise Refused("n: one completion at a time; make several calls, each becomes a sequence of its own")
     for name in _UNSUPPORTED:
@@ -154,6 +151,11 @@ def assistant_message(completion: Completion) -> Message:
     return {"role": "assistant", "content": completion.parsed.spoken or None, "tool_calls": calls}
 
 
+def sent_back(completion: Completion) -> Message:
+    """The same message as it is read when it comes back."""
+    return _message(assistant_message(completion), {})
+
+
 def finish_reason(completion: Completion) -> str:
     if completion.parsed.calls:
         return "tool_calls"
@@ -178,7 +180,7 @@ def chat_reply(completion: Completion, created: int, body: Mapping[str, Any]) ->
 def text_reply(completion: Completion, created: int, body: Mapping[str, Any]) -> dict[str, Any]:
     logprobs = None
     if body.get("logprobs") is not None:
-        logprobs = {"tokens": list(completion.pieces), "token_logprobs": list(completion.logps)}
+        logprobs = {"tokens": _pieces(completion), "token_logprobs": list(completion.logps)}
     choice: dict[str, Any] = {
         "index": 0,
         "text": completion.text,
@@ -198,8 +200,13 @@ def _reply(
     return {**found, "usage": usage(completion)}
 
 
+def _pieces(completion: Completion) -> list[str]:
+    """The text of each token."""
+    return [completion.decode([token]) for token in completion.tokens]
+
+
 def _logprobs(completion: Completion) -> list[dict[str, Any]]:
-    pairs = zip(completion.pieces, completion.logps, strict=True)
+    pairs = zip(_pieces(completion), completion.logps, strict=True)
     return [
         {"token": piece, "logprob": logp, "bytes": list(piece.encode()), "top_logprobs": []}
         for piece, logp in pairs
@@ -211,14 +218,14 @@ def chunks(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[dict[s
     (choice,) = reply["choices"]
     with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     head = {key: reply[key] for key in ("id", "created", "model")}
-    rest = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
     if reply["object"] == "text_completion":
-        yield {**head, "object": "text_completion", "choices": [{**choice, **rest}]}
+        yield {**head, "object": "text_completion", "choices": [choice]}
     else:
         head["object"] = "chat.completion.chunk"
         message = dict(choice["message"])
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        rest = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
         said = {"index": 0, "delta": message, "finish_reason": None, **rest}
         if "prompt_token_ids" in reply:
             head["prompt_token_ids"] = reply["prompt_token_ids"]

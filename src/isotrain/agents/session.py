@@ -20,7 +20,7 @@ import numpy as np
 
 from isotrain.agents.conversation import TokenSequence
 from isotrain.agents.episode import Generate, Limits, Task, plain_prompt, render, tokens_stay
-from isotrain.agents.openai_messages import ChatRequest, Completion, Refused, assistant_message, identity
+from isotrain.agents.openai_messages import ChatRequest, Completion, Refused, identity, sent_back
 from isotrain.agents.processes import EpisodeFailed
 from isotrain.agents.template import Message, TurnTemplate
 from isotrain.agents.tool_calls import Parsed, Parser
@@ -90,7 +90,7 @@ class Session:
         self.task, self._template, self._limits = task, template, limits
         self._parser_of, self._generate = parser_of, generate
         self._sequences: list[TokenSequence] = []
-        self._longest: dict[int, int] = {}
+        self._longest: dict[TokenSequence, int] = {}
         self._calls: dict[str, _Call] = {}
         self._by_messages: dict[_Key, _Call] = {}
         self._asked = 0
@@ -106,8 +106,9 @@ class Session:
     async def chat(self, request: ChatRequest) -> Completion:
         self._spend()
         tools = list(request.tools) or None
+        keys = _keys(request.tools, request.messages)
         try:
-            place = self._place(request, tools)
+            place = self._place(request, tools, keys)
         except DataError as error:
             raise Refused(str(error)) from None
         except EpisodeFailed as failed:
@@ -115,7 +116,7 @@ class Session:
             raise Refused(failed.detail) from None
         parse = self._parser_of(request.tools) if request.tools else None
         completion = await self._turn(place, request.max_tokens, request.stop, parse)
-        key = *_keys(request.tools, request.messages)[-1], identity(_normal(completion))
+        key = *keys[-1], identity(sent_back(completion))
         self._by_messages[key] = self._calls[completion.id]
         return completion
 
@@ -172,9 +173,9 @@ class Session:
                 403,
             )
 
-    def _place(self, request: ChatRequest, tools: list[Message] | None) -> _Place:
+    def _place(self, request: ChatRequest, tools: list[Message] | None, keys: Sequence[_Key]) -> _Place:
         template, messages = self._template, request.messages
-        known = list(self._known(request))
+        known = list(self._known(keys))
         said = [*messages]
         for number, call in known:
             said[number] = {"role": "assistant", "content": call.words}
@@ -190,9 +191,9 @@ class Session:
         text = whole()
         return _Place(self._begin(template.encode(text), after), None, text)
 
-    def _known(self, request: ChatRequest) -> Iterator[tuple[int, _Call]]:
+    def _known(self, keys: Sequence[_Key]) -> Iterator[tuple[int, _Call]]:
         """The assistant's messages that this policy wrote, up to the last."""
-        for number, key in enumerate(_keys(request.tools, request.messages)):
+        for number, key in enumerate(keys):
             if (call := self._by_messages.get(key)) is not None:
                 yield number, call
 
@@ -220,7 +221,7 @@ class Session:
     def _begin(self, tokens: Sequence[int], after: TokenSequence | None = None) -> TokenSequence:
         sequence = TokenSequence(tokens)
         longest = min(len(tokens), self._limits.prompt) + self._limits.response
-        self._longest[id(sequence)] = self._longest[id(after)] if after is not None else longest
+        self._longest[sequence] = self._longest[after] if after is not None else longest
         self._sequences.append(sequence)
         return sequence
 
@@ -228,7 +229,7 @@ class Session:
         self, place: _Place, longest: int | None, stop: Sequence[str], parse: Parser | None
     ) -> Completion:
         sequence, prompt = place.sequence, place.sequence.tokens
-        left = min(self._longest[id(sequence)] - len(prompt), self._limits.turn)
+        left = min(self._longest[sequence] - len(prompt), self._limits.turn)
         if left <= 0:
             self._cut = True
             raise Refused(
@@ -256,9 +257,8 @@ class Session:
             ended_by=ended_by,
             answered=time.monotonic(),
         )
-        pieces = [self._template.decode([token]) for token in tokens]
         logps = wrote.logp_N.tolist()
-        return Completion(name, prompt, tokens, logps, pieces, words, parsed, wrote.finished)
+        return Completion(name, prompt, tokens, logps, self._template.decode, words, parsed, wrote.finished)
 
     async def _sampled(self, prompt: Sequence[int], room: int) -> Trajectory:
         """Calls at the same time may come in any order: their seeds come from what they ask."""
@@ -312,13 +312,3 @@ def _keys(tools: Sequence[Message], messages: Sequence[Message]) -> list[_Key]:
         key = *key, identity(message)
         found.append(key)
     return found
-
-
-def _normal(completion: Completion) -> Message:
-    """The policy's message as it will come back."""
-    message = assistant_message(completion)
-    calls = [
-        {"function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call in completion.parsed.calls
-    ]
-    return {"role": "assistant", "content": message["content"] or "", "tool_calls": calls}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,8 +30,7 @@ def gsm8k(out: _Out, source: _Gsm8k = None) -> None:
     """
     from isotrain.data.prepare.gsm8k import prepare_gsm8k
 
-    for name, rows in prepare_gsm8k(source, out).items():
-        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    _tell(out, prepare_gsm8k(source, out))
     online = {"data.train": "train.parquet", "data.validation": "test.parquet"}
     typer.echo(
         "\nNext, with any supervised recipe:\n"
@@ -52,8 +52,7 @@ def gsm8k_sums(out: _Out, source: _Gsm8k = None) -> None:
     """
     from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
 
-    for name, rows in prepare_gsm8k_sums(source, out).items():
-        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    _tell(out, prepare_gsm8k_sums(source, out))
     online = {"data.train": "train.jsonl", "data.validation": "test.jsonl"}
     typer.echo(f"\nNext:\n    isotrain train gsm8k-grpo{_overrides(out, online, Path('work/gsm8k-sums'))}")
 
@@ -68,8 +67,7 @@ def gsm8k_tool(out: _Out, source: _Gsm8k = None) -> None:
     """
     from isotrain.data.prepare.gsm8k_tool import prepare_gsm8k_tool
 
-    for name, rows in prepare_gsm8k_tool(source, out).items():
-        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    _tell(out, prepare_gsm8k_tool(source, out))
     typer.echo(f"wrote {out / 'calculator.py'}")
     online = {
         "data.train": "train.jsonl",
@@ -89,8 +87,7 @@ def gsm8k_preferences(out: _Out, source: _Gsm8k = None, seed: _Seed = 0) -> None
     """
     from isotrain.data.prepare.gsm8k_preferences import prepare_gsm8k_preferences
 
-    for name, rows in prepare_gsm8k_preferences(source, out, seed).items():
-        typer.echo(f"wrote {out / name} ({rows:,} rows)")
+    _tell(out, prepare_gsm8k_preferences(source, out, seed))
 
 
 @app.command()
@@ -135,8 +132,7 @@ def tiny(
     make_tiny(out, seed=seed, train_rows=rows, validation_rows=validation, architecture=architecture)
     typer.echo(f"wrote {out / 'model'} (random weights)")
     counts = {"train": rows, "validation": validation, "prompts": rows, "prompts-validation": validation}
-    for name, count in counts.items():
-        typer.echo(f"wrote {out / name}.jsonl ({count:,} rows)")
+    _tell(out, {f"{name}.jsonl": count for name, count in counts.items()})
     for kind in ("pairs", "responses", "steps"):
         typer.echo(f"wrote {out / f'{kind}.jsonl'} ({rows:,} rows), {kind}-validation.jsonl ({validation:,})")
     typer.echo(f"wrote {out / 'reward.py'}")
@@ -182,14 +178,18 @@ def verifiers(
 
     arguments = read_arguments(arg or [])
     written = prepare_verifiers(name, out, arguments=arguments, python=python, limit=limit, held_out=held_out)
-    for file, rows in written.items():
-        typer.echo(f"wrote {out / file} ({rows:,} rows)")
+    _tell(out, written)
     # JSON is YAML too, and keeps a text like "null" a text.
     agent = {"verifiers": name, "arguments": arguments, "python": python}
     block = json.dumps({key: value for key, value in agent.items() if value}, ensure_ascii=False)
     typer.echo(f"\nNext, in a recipe for online training:\n    rollout:\n      agent: {block}")
     typer.echo("    reward:\n      environment: {}")
     typer.echo(f"    data:\n      train: {json.dumps(str(out / 'train.jsonl'), ensure_ascii=False)}")
+
+
+def _tell(out: Path, written: Mapping[str, int]) -> None:
+    for file, rows in written.items():
+        typer.echo(f"wrote {out / file} ({rows:,} rows)")
 
 
 def _quoted(path: Path) -> str:

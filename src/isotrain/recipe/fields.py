@@ -20,6 +20,7 @@ _PATTERNS = {
     r"^(bubblewrap|https?://[^\s/@?#:]+(:\d{1,5})?(/[^\s?#]*)?)$": tr(
         "that is http://HOST:PORT or bubblewrap"
     ),
+    r"^[A-Za-z0-9][\w./@-]*$": tr("of letters, digits and . _ / @ -, starting with a letter or digit"),
     r"^(auto|local|[^/\s]+:\d+)$": tr("of the form HOST:PORT (a ray:// client does not work), local or auto"),
 }
 

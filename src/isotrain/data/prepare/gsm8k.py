@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from isotrain.errors import DataError
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
+# Solutions have their calculations marked as <<48/2=24>>.
+CALCULATION = re.compile(r"<<(\d+)([+\-*/])(\d+)=(\d+)>>")
 _SOLUTION = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 
@@ -54,6 +57,13 @@ def read_split(source: Path | None, split: str) -> Rows:
     if source is None:
         return read_rows(f"{DATA_SOURCE}:main:{split}")
     return read_rows(str(source / f"{split}.jsonl"))
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """As JSON lines; returns how many."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
 
 
 def _records(rows: Rows, split: str) -> Iterator[dict[str, Any]]:

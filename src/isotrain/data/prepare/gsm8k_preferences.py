@@ -6,14 +6,13 @@ follows a mark is not its result, so it can be told from the text alone which st
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isotrain.data.prepare.gsm8k import read_split
+from isotrain.data.prepare.gsm8k import read_split, write_rows
 
 _RESULT = re.compile(r"(<<[^<>]*=(\d+)>>)(\d+)")
 _ANSWER = "\n#### "
@@ -30,7 +29,7 @@ def prepare_gsm8k_preferences(source: Path | None, out: Path, seed: int = 0) -> 
     written = {}
     for split in ("train", "test"):
         draw = random.Random(f"{seed} {split}")
-        rows: dict[str, list[str]] = {name: [] for name in shapes}
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in shapes}
         for row in read_split(source, split):
             question, solution = str(row.values["question"]), str(row.values["answer"]).split(_ANSWER)[0]
             steps = solution.split("\n")
@@ -38,11 +37,10 @@ def prepare_gsm8k_preferences(source: Path | None, out: Path, seed: int = 0) -> 
             if corrupted is None:
                 continue
             for name, shape in shapes.items():
-                rows[name].append(json.dumps(shape(question, steps, *corrupted, draw)))
-        for name, lines in rows.items():
+                rows[name].append(shape(question, steps, *corrupted, draw))
+        for name, records in rows.items():
             file = f"{name}-{split}.jsonl"
-            (out / file).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-            written[file] = len(lines)
+            written[file] = write_rows(out / file, records)
     return written
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isotrain.data.prepare.gsm8k import read_split
+from isotrain.data.prepare.gsm8k import CALCULATION, read_split, write_rows
 
 DATA_SOURCE = "gsm8k-sums"
 
-# Solutions have their calculations marked as <<48/2=24>>.
-_MARK = re.compile(r"<<(\d+)([+\-*/])(\d+)=(\d+)>>")
 _MOST_DIGITS = 2
 
 _Key = tuple[str, int, int]
@@ -28,15 +24,14 @@ def prepare_gsm8k_sums(source: Path | None, out: Path) -> dict[str, int]:
     seen: set[_Key] = set()
     written = {}
     for split in ("train", "test"):
-        lines = [json.dumps(row) for row in _records(source, split, seen)]
-        (out / f"{split}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        written[f"{split}.jsonl"] = len(lines)
+        file = f"{split}.jsonl"
+        written[file] = write_rows(out / file, _records(source, split, seen))
     return written
 
 
 def _records(source: Path | None, split: str, seen: set[_Key]) -> Iterator[dict[str, Any]]:
     for row in read_split(source, split):
-        for left, operator, right, result in _MARK.findall(str(row.values.get("answer"))):
+        for left, operator, right, result in CALCULATION.findall(str(row.values.get("answer"))):
             key = _key(int(left), operator, int(right))
             if key in seen or max(map(len, (left, right, result))) > _MOST_DIGITS:
                 continue

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isotrain.data.prepare import calculator
-from isotrain.data.prepare.gsm8k import read_split
+from isotrain.data.prepare.gsm8k import CALCULATION, read_split, write_rows
 
 DATA_SOURCE = "gsm8k-tool"
 
-# Solutions have their calculations marked as <<48/2=24>>.
-_MARK = re.compile(r"<<(\d+)([+\-*/])(\d+)=(\d+)>>")
 # Small results could be guessed, and longer ones are rare.
 _DIGITS_OF_RESULTS = (3, 5)
 _OPERATIONS = (2, 3)
@@ -55,9 +52,8 @@ def prepare_gsm8k_tool(source: Path | None, out: Path) -> dict[str, int]:
     seen: set[_Key] = set()
     written = {}
     for split in ("train", "test"):
-        lines = [json.dumps(row) for row in _records(source, split, seen)]
-        (out / f"{split}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        written[f"{split}.jsonl"] = len(lines)
+        file = f"{split}.jsonl"
+        written[file] = write_rows(out / file, _records(source, split, seen))
     (out / "calculator.py").write_bytes(Path(calculator.__file__).read_bytes())
     return written
 
@@ -102,7 +98,7 @@ def _chains(solution: str) -> Iterator[tuple[_Chain, str]]:
     Where that would be too many operations, they stay numbers.
     """
     known: dict[str, _Chain] = {}
-    for left, sign, right, result in _MARK.findall(solution):
+    for left, sign, right, result in CALCULATION.findall(solution):
         a, b = (known.get(number) or _number(number) for number in (left, right))
         if a.operations + b.operations >= _OPERATIONS[1]:
             a, b = _number(left), _number(right)

@@ -34,6 +34,7 @@ from isotrain.trainers.online.turn_supply import TurnSupply
 
 # How often prompts that other engines could take are asked for, while episodes are under way.
 LOOK_SECONDS = 0.05
+STOP_SECONDS = 10.0
 
 ReadRow = Callable[[int], dict[str, Any]]
 """All values of a row, by its number."""
@@ -59,7 +60,7 @@ class Episodes:
         self._turn_numbers = itertools.count()
         self._closed = False
         self._events = asyncio.new_event_loop()
-        threading.Thread(target=self._events.run_forever, name="episodes", daemon=True).start()
+        threading.Thread(target=self._run_events, name="episodes", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._player.start(), self._events).result()
 
     def generate(
@@ -137,15 +138,24 @@ class Episodes:
         return [message.as_dict() for message in prompt.messages]
 
     def close(self) -> None:
-        self._closed = True
-        self._processes.close()
-        asyncio.run_coroutine_threadsafe(self._stop(), self._events)
+        """May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._processes.close()
+            asyncio.run_coroutine_threadsafe(self._stop(), self._events)
+
+    def _run_events(self) -> None:
+        self._events.run_forever()
+        self._events.close()
 
     async def _stop(self) -> None:
         await self._player.close()
-        for task in asyncio.all_tasks(self._events) - {asyncio.current_task()}:
+        under_way = asyncio.all_tasks(self._events) - {asyncio.current_task()}
+        for task in under_way:
             task.cancel()
-        self._events.call_soon(self._events.stop)  # after they have heard of it
+        if under_way:
+            await asyncio.wait(under_way, timeout=STOP_SECONDS)
+        self._events.stop()
 
 
 def _limits(section: EnvironmentSection | AgentSection, prompt: int, response: int) -> Limits:
