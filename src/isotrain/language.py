@@ -12,7 +12,7 @@ import os
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache
@@ -60,8 +60,11 @@ class Message(str):
 
 
 def tr(template: str, /, **values: Any) -> str:
-    """The text of a whole sentence or label; `template` is as for `str.format`, and a literal."""
-    return Message(template.format(**values), template, values)
+    """The text of a whole sentence or label; `template` is as for `str.format`, and a literal.
+
+    What follows a `|` is not said: it tells texts apart that are one in English.
+    """
+    return Message(template.partition("|")[0].format(**values), template, values)
 
 
 def listed(parts: Iterable[str], separator: str = ", ") -> str:
@@ -84,7 +87,7 @@ def said(text: str) -> str:
         return str(text)
     template = _catalogue(_chosen).get(text.template)
     if text.parts:
-        return (template or text.template).join(map(said, text.parts))
+        return _joined(template or text.template, [said(part) for part in text.parts])
     if template is None:
         return str(text)
     return _filled(template, text.values)
@@ -134,7 +137,7 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
     for literal, name, spec, conversion in formatter.parse(template):
         literals[-1] += literal
         if name is not None:
-            value = formatter.convert_field(known[name], conversion)  # type: ignore[arg-type]
+            value = formatter.convert_field(known[name], conversion)
             inserted.append(formatter.format_field(value, spec or ""))
             literals.append("")
     text = ""
@@ -146,6 +149,15 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
         if literal.endswith(" ") and _are_wide(text + literal[:-1], after):
             literal = literal[:-1]
         text += literal
+    return text
+
+
+def _joined(separator: str, parts: Sequence[str]) -> str:
+    """`separator.join`; a Chinese full stop brings its own space, and so does a Chinese character."""
+    text = parts[0]
+    for part in parts[1:]:
+        closes = text.endswith(("。", "；", "：", "，")) or _are_wide(text, part)
+        text += part if separator == " " and closes else separator + part
     return text
 
 
