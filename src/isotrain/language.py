@@ -27,7 +27,8 @@ class Language(str, Enum):
 
 _chosen = Language.en
 # POSIX: the first that is set decides, and LC_ALL=C is English on a machine with LANG=zh_CN.UTF-8.
-_LOCALE = ("LC_ALL", "LC_MESSAGES", "LANG")
+_LOCALE_VARIABLES = ("LC_ALL", "LC_MESSAGES", "LANG")
+_CLOSES = ("。", "，", "；", "：", "！", "？")
 
 
 class Message(str):
@@ -106,7 +107,7 @@ def padded(text: str, width: int) -> str:
 
 def language_of(variables: Mapping[str, str]) -> Language:
     """The language of a locale."""
-    locale = next((variables[name] for name in _LOCALE if variables.get(name)), "")
+    locale = next((variables[name] for name in _LOCALE_VARIABLES if variables.get(name)), "")
     return Language.zh if re.match(r"zh([_.@-]|$)", locale) else Language.en
 
 
@@ -153,11 +154,15 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _joined(separator: str, parts: Sequence[str]) -> str:
-    """`separator.join`; a Chinese full stop brings its own space, and so does a Chinese character."""
+    """`separator.join`, without the spaces that Chinese has not: between characters, after a full stop."""
     text = parts[0]
     for part in parts[1:]:
-        closes = text.endswith(("。", "；", "：", "，")) or _are_wide(text, part)
-        text += part if separator == " " and closes else separator + part
+        between = separator
+        if between.startswith(" ") and (text.endswith(_CLOSES) or _are_wide(text, between[1:] or part)):
+            between = between[1:]
+        if between.endswith(" ") and _are_wide(text + between[:-1], part):
+            between = between[:-1]
+        text += between + part
     return text
 
 

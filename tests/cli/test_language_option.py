@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
@@ -160,3 +161,81 @@ def test_tracebacks_and_resolved_recipes_stay_english(tmp_path: Path) -> None:
     )
     one, other = (isotrain("--lang", lang, "train", "tiny-sft", "--dry-run").stdout for lang in ("en", "zh"))
     assert one == other and json.loads(one)["name"] == "tiny-sft"
+
+
+def log(path: Path, shift: float = 0.0) -> str:
+    """A verl console log of 30 steps."""
+    lines = [
+        f"(TaskRunner pid=7) step:{step} - actor/pg_loss:{0.5 / step + shift} - "
+        f"critic/rewards/mean:{step / 40} - perf/throughput:{1000 * (1 + shift)}"
+        for step in range(1, 31)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_parity_in_chinese(tmp_path: Path) -> None:
+    one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03)
+    result = isotrain("--lang", "zh", "parity", "compare", one, other, COLUMNS="120")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[0] == (
+        "结果：不同。actor/pg_loss 平均高 0.03（95 % 区间为 +0.03 到 +0.03），超过 0.02 的容差。"
+        "比较了全部 30 步。"
+    )
+    assert lines[1].startswith("计算：不同。actor/pg_loss 在整个训练中始终高 0.03。可能的原因：loss 本身")
+    for words in (
+        f"参考侧  {one} (verl console log)",
+        "  未通过  actor/pg_loss：verl：loss，平均绝对误差：3，上限 2 个百分之一",
+        "  通过    critic/rewards/mean：verl：奖励，平均绝对误差：0，上限 4 个百分之一",
+        "吞吐，前 4 步：参考侧的 1.030 倍（倒数 0.971）",
+        "  P2  不同         actor/pg_loss 在整个训练中始终高 0.03",
+        "  P3  未运行       未运行",
+    ):
+        assert words in lines, result.output
+
+
+def test_tables_are_aligned(tmp_path: Path) -> None:
+    """A Chinese character takes two columns."""
+    one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.001)
+    result = isotrain("--lang", "zh", "parity", "compare", one, other, COLUMNS="120")
+    lines = result.output.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.split()[:2] == ["窗口", "参考侧"])
+    rows = [columns_before(line, "整个训练") for line in lines[head:] if "整个训练" in line][:2]
+    assert len(rows) == 2 and set(rows) == {columns_before(lines[head], "窗口")}
+    first, last = lines[head + 1], lines[head + 2]
+    assert (
+        columns_before(first, "0.0666")
+        == columns_before(last, "0.17")
+        == columns_before(lines[head], "参考侧")
+    )
+
+
+def columns_before(line: str, word: str) -> int:
+    return cell_len(line[: line.index(word)])
+
+
+def test_a_report_in_chinese(tmp_path: Path) -> None:
+    one, other = log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03)
+    result = isotrain("--lang", "zh", "parity", "compare", one, other, "--report", str(tmp_path / "zh"))
+    assert f"已写入 {tmp_path / 'zh' / 'report.html'}" in result.output.replace("\n", "")
+    isotrain("parity", "compare", one, other, "--report", str(tmp_path / "en"))
+    page = (tmp_path / "zh" / "report.html").read_text(encoding="utf-8")
+    assert '<html lang="zh-CN">' in page and "<title>精度对齐：不同</title>" in page
+    for words in (
+        "<h2>结果：两次训练相差多少</h2>",
+        ">两次训练的结果一致吗？<",
+        "<td>最后四分之一段</td>",
+        ">未运行<",
+        "<figcaption>actor/pg_loss: 曲线从第 1 步起分开</figcaption>",
+    ):
+        assert words in page, words
+    # A program reads the files beside it.
+    for name in ("verdict.json", "row.md"):
+        assert (tmp_path / "zh" / name).read_text() == (tmp_path / "en" / name).read_text()
+
+
+def test_json_of_parity_stays_english(tmp_path: Path) -> None:
+    pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
+    outputs = [isotrain("--lang", lang, "parity", "compare", *pair, "--json").output for lang in ("en", "zh")]
+    assert outputs[0] == outputs[1] and json.loads(outputs[0])["words"].startswith("Outcome: different.")

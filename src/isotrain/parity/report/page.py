@@ -174,7 +174,9 @@ def _pictures(pictures: Sequence[Picture], more_metrics: int) -> Markup:
 def _figure(picture: Picture) -> Markup:
     data = base64.b64encode(picture.png).decode()
     image = Markup(f'<img src="data:image/png;base64,{data}" alt="{text(picture.words)}">')
-    return element("figure", image)
+    # The picture's own title is English: not every machine has a font with Chinese characters.
+    caption = [] if chosen() is Language.en else [element("figcaption", picture.words)]
+    return element("figure", image, *caption)
 
 
 def _css(state: str) -> str:
