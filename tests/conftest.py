@@ -20,6 +20,8 @@ npusim.load()
 from isotrain.data.prepare.tiny import make_tiny  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What tests read is English, whatever the locale of the machine.
+os.environ["ISOTRAIN_LANG"] = "en"
 # Shells start what runs in the background without it, and tests send it to processes of their own.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -28,6 +28,7 @@ OPEN_TO_ALL = {
     "abandoned",
     "errors",
     "hidden_modules",
+    "language",
     "lifetime",
     "own_python",
     "plugins",

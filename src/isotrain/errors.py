@@ -3,6 +3,8 @@
 import re
 from typing import ClassVar
 
+from isotrain.language import Message
+
 _CREDENTIALS = re.compile(r"://[^/\s'\"]*@")
 
 MAY_PASS = 75
@@ -23,8 +25,17 @@ class RecipeError(IsotrainError, ValueError):
     """
 
     def __init__(self, *words: object) -> None:
-        told = (_CREDENTIALS.sub("://***@", word) if isinstance(word, str) else word for word in words)
-        super().__init__(*told)
+        super().__init__(*(_without_credentials(word) for word in words))
+
+
+def _without_credentials(word: object) -> object:
+    if isinstance(word, Message):
+        return word.rewritten(_hide)
+    return _hide(word) if isinstance(word, str) else word
+
+
+def _hide(text: str) -> str:
+    return _CREDENTIALS.sub("://***@", text)
 
 
 class DataError(IsotrainError, ValueError):

@@ -278,7 +278,7 @@ def test_levels_and_their_evidence(tmp_path: Path) -> None:
     )
     html = report(found, tmp_path)
     text = " ".join("".join(Page(html).text).split())
-    assert all(question.partition(": ")[2] in text for question in LEVELS.values())
+    assert all(question in text for _, question in LEVELS.values())
     assert html.count('<span class="chip not-run">not run</span>') == 2
     assert html.index("aten.mm") < html.index("aten.add") < html.index("aten.exp") and "aten.sort" in html
     assert "aten.topk [3] (not in the reference)" in html

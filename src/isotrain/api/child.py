@@ -20,6 +20,7 @@ from pathlib import Path
 from isotrain import errors
 from isotrain.engine.checkpoint.pending import how_to_go_on
 from isotrain.errors import IsotrainError, LaunchError, PreemptedError
+from isotrain.language import said, tr
 from isotrain.lifetime import die_with_parent
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.own_python import module_command
@@ -57,7 +58,7 @@ def train_here(recipe: Recipe, source: str) -> None:
     from isotrain.doctor.preflight import preflight
 
     for warning in preflight(recipe):
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        print(said(tr("warning: {text}", text=warning)), file=sys.stderr, flush=True)
     closing = CLOSING_SECONDS_ONLINE if isinstance(recipe.algorithm, OnlineSection) else CLOSING_SECONDS
     checkpoints = RunDirectory(recipe.output).checkpoints
 
@@ -134,11 +135,11 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
     while True:
         ended = process.poll() is not None
         if select.select([process.stdout], [], [], 0 if ended else 0.2)[0]:
-            if not (said := os.read(process.stdout.fileno(), 1 << 16)):
+            if not (output := os.read(process.stdout.fileno(), 1 << 16)):
                 process.wait()
                 return
             # A carriage return is a library's progress; it would let a line overwrite another one.
-            lines = decoder.decode(said).replace("\r\n", "\n").replace("\r", "\n")
+            lines = decoder.decode(output).replace("\r\n", "\n").replace("\r", "\n")
             sys.stdout.write(visible(lines))
             sys.stdout.flush()
         elif ended:

@@ -13,16 +13,24 @@ from isotrain import api
 from isotrain.cli import self_test
 from isotrain.doctor.examine import Report
 from isotrain.doctor.findings import Finding
-from isotrain.doctor.matrix import TARGETS
+from isotrain.doctor.matrix import TARGETS, Status
 from isotrain.doctor.recorded import RecordedMachine, Recording
 from isotrain.doctor.summary import describe
 from isotrain.doctor.system import System, ThisMachine
+from isotrain.language import said, tr
 from isotrain.self_test.folder import clean_machine
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+_LEVELS = {"error": tr("error"), "warning": tr("warning"), "note": tr("note")}
+_STATUS: dict[Status, str] = {
+    "verified": tr("verified"),
+    "published": tr("published"),
+    "end of life": tr("end of life"),
+    "unverified": tr("unverified"),
+}
 
 
 def doctor(
@@ -66,7 +74,7 @@ def doctor(
         isotrain doctor trial             # read such a folder, on any machine
     """
     if problem := _mistake(folder, target, save, trial, cluster):
-        typer.echo(f"error: {problem}", err=True)
+        typer.echo(said(tr("error: {message}", message=problem)), err=True)
         raise typer.Exit(2)
     system: System = RecordedMachine(self_test.machine_of(folder)) if folder else ThisMachine()
     kept = save or (trial and self_test.new_folder(trial))
@@ -75,13 +83,13 @@ def doctor(
     if not as_json:
         _print(report, notes)
         if save:
-            typer.echo(f"saved in {save}; check it before you send it")
+            typer.echo(said(tr("saved in {folder}; check it before you send it", folder=save)))
         if folder and results:
             self_test.show(folder, results)
     if trial:
         clean_machine(trial)
         if report.errors:
-            typer.echo("the self-test did not run: fix the problems above first", err=True)
+            typer.echo(said(tr("the self-test did not run: fix the problems above first")), err=True)
         else:
             results = self_test.run(report, trial, cluster, quiet=as_json)
     if as_json:
@@ -96,13 +104,13 @@ def _mistake(
 ) -> str:
     """What is wrong with the options, if anything is."""
     if target is not None and target not in TARGETS:
-        return f"--for {target}: use one of {', '.join(TARGETS)}"
+        return tr("--for {target}: use one of {targets}", target=target, targets=", ".join(TARGETS))
     if folder and (save or trial):
-        return "FOLDER is read, nothing runs: remove --save and --self-test, or FOLDER"
+        return tr("FOLDER is read, nothing runs: remove --save and --self-test, or FOLDER")
     if save and trial:
-        return "--self-test saves what --save would: remove --save"
+        return tr("--self-test saves what --save would: remove --save")
     if cluster and not trial:
-        return "--cluster is for --self-test DIR"
+        return tr("--cluster is for --self-test DIR")
     return ""
 
 
@@ -114,35 +122,47 @@ def _print(report: Report, notes: bool) -> None:
     console = Console(highlight=False, markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in describe(report):
-        table.add_row(Text(name, style="bold"), Text(value))
+        table.add_row(Text(said(name), style="bold"), Text(said(value)))
     console.print(table, "")
     shown = [finding for finding in report.findings if notes or finding.level != "note"]
     if shown:
         console.print(_findings(shown))
-    if len(shown) < len(report.findings):
-        count = len(report.findings) - len(shown)
-        console.print(f"{count} more notes: isotrain doctor --notes\n", style="dim")
+    if count := len(report.findings) - len(shown):
+        console.print(
+            said(tr("{count} more notes: isotrain doctor --notes", count=count)) + "\n", style="dim"
+        )
     if report.too_old:
         newest = report.too_old[-1]
-        pairs = ", ".join(f"{name} {version}" for name, version in newest.packages.items())
-        console.print(f"published for CANN {report.facts.cann}: {pairs} ({newest.name}, {newest.status})")
-        console.print("  isotrain needs a newer torch\n")
+        published = tr(
+            "published for CANN {cann}: {pairs} ({name}, {status})",
+            cann=report.facts.cann,
+            pairs=", ".join(f"{name} {version}" for name, version in newest.packages.items()),
+            name=newest.name,
+            status=_STATUS[newest.status],
+        )
+        console.print(said(published))
+        console.print(f"  {said(tr('isotrain needs a newer torch'))}\n")
     if report.nearest is not None:
         stack = report.nearest.stack
-        console.print(f"nearest complete stack: {stack.name} ({stack.status})", style="bold")
+        nearest = tr(
+            "nearest complete stack: {name} ({status})", name=stack.name, status=_STATUS[stack.status]
+        )
+        console.print(said(nearest), style="bold")
         console.print(f"  {stack.source}", style="dim")
         for change in report.nearest.changes:
-            console.print(f"  {change}")
+            console.print(f"  {said(change)}")
         for command in report.nearest.commands:
             # Unwrapped: it is there to be copied.
-            console.print(f"    {command}", style="cyan", soft_wrap=True)
+            console.print(f"    {said(command)}", style="cyan", soft_wrap=True)
         console.print()
-    errors = len(report.errors)
-    if errors:
-        problems = "1 problem prevents" if errors == 1 else f"{errors} problems prevent"
-        console.print(f"{problems} training on {report.target}", style="red")
+    errors, target = len(report.errors), report.target
+    if errors == 1:
+        console.print(said(tr("1 problem prevents training on {target}", target=target)), style="red")
+    elif errors:
+        many = tr("{count} problems prevent training on {target}", count=errors, target=target)
+        console.print(said(many), style="red")
     else:
-        console.print(f"no problem prevents training on {report.target}", style="green")
+        console.print(said(tr("no problem prevents training on {target}", target=target)), style="green")
 
 
 def _findings(findings: list[Finding]) -> Table:
@@ -154,7 +174,7 @@ def _findings(findings: list[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        text = Text(finding.problem)
-        text.append(f"\n-> {finding.remedy}", style="bold")
-        table.add_row(Text(finding.level, style=_COLOURS[finding.level]), text)
+        text = Text(said(finding.problem))
+        text.append(f"\n-> {said(finding.remedy)}", style="bold")
+        table.add_row(Text(said(_LEVELS[finding.level]), style=_COLOURS[finding.level]), text)
     return table

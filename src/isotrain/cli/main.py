@@ -29,6 +29,7 @@ from isotrain.cli.train import train
 from isotrain.cli.view import view
 from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
 from isotrain.errors import MAY_PASS, IsotrainError
+from isotrain.language import Language, said, tr, using, words_of
 from isotrain.terminal import guard, guarded
 
 
@@ -45,17 +46,17 @@ class CleanErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except IsotrainError as error:
-            _say(f"error: {error}")
+            _say(said(tr("error: {message}", message=words_of(error))))
             # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
             code = MAY_PASS if error.may_pass else 1
             raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else code) from None
         except ModuleNotFoundError as error:
             if (words := missing_package(error)) is None:
                 raise
-            _say(f"error: {words}")
+            _say(said(tr("error: {message}", message=words)))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            _say("interrupted")
+            _say(said(tr("interrupted")))
             raise typer.Exit(130) from None
 
 
@@ -111,7 +112,15 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    lang: Annotated[
+        Language | None,
+        typer.Option(
+            envvar="ISOTRAIN_LANG",
+            help="Language of findings, parity reports and recipe errors; by default the locale's.",
+        ),
+    ] = None,
 ) -> None:
+    context.with_resource(using(lang))
     # The doctor examines broken plug-ins; every other command runs without them.
     if context.invoked_subcommand != "doctor":
         hide_a_plugin_that_cannot_load()

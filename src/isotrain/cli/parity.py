@@ -11,6 +11,7 @@ import typer
 from isotrain.cli import parity_options as options
 from isotrain.cli.several_values import command_with, paths_of
 from isotrain.errors import DataError
+from isotrain.language import padded, said, tr
 
 # numpy comes in only where runs are compared: every command reads this file.
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
         from isotrain.parity.report.write import write_report
 
         write_report(verdict, report, power=load_power())
-        typer.echo(f"wrote {report / 'report.html'}", err=as_json)
+        typer.echo(said(tr("wrote {path}", path=report / "report.html")), err=as_json)
 
 
 def show(verdict: Verdict) -> None:
@@ -151,80 +152,93 @@ def show(verdict: Verdict) -> None:
     from rich.console import Console
 
     from isotrain.parity.headline import computation_words, next_words, outcome_words
+    from isotrain.parity.levels import STATES
 
     console = Console(highlight=False, markup=False)
     for answer, words in (
         (verdict.outcome.verdict, outcome_words(verdict)),
         (verdict.computation.verdict, computation_words(verdict)),
     ):
-        console.print(words, style=_STYLES[answer], soft_wrap=True)
+        console.print(said(words), style=_STYLES[answer], soft_wrap=True)
     for words in next_words(verdict):
-        console.print(words, soft_wrap=True)
+        console.print(said(words), soft_wrap=True)
     console.print()
     _print_comparison(verdict.comparison, console)
     if verdict.outcome.effects:
-        console.print("\noutcome", style="bold")
+        console.print(f"\n{said(tr('outcome'))}", style="bold")
         console.print(_effects(verdict))
-    console.print("\ncomputation", style="bold")
+    console.print(f"\n{said(tr('computation'))}", style="bold")
     for level in verdict.computation.levels:
         style = {"same": "green", "different": "red", "cannot tell": "yellow"}.get(level.state, "dim")
-        console.print(f"  {level.name}  {level.state:<12} {level.words}", style=style, soft_wrap=True)
+        state = padded(said(STATES[level.state]), 12)
+        console.print(f"  {level.name}  {state} {said(level.words)}", style=style, soft_wrap=True)
 
 
 def _effects(verdict: Verdict) -> Table:
     from rich.table import Table
 
-    from isotrain.parity.told import number
+    from isotrain.parity.report.sections import ANSWERS
+    from isotrain.parity.told import EFFECT_COLUMNS, interval, number
 
-    table = Table(
-        "", "window", "reference", "candidate", "difference", "95 % interval", "margin", "",
-        box=None, header_style="bold", pad_edge=False,
-    )  # fmt: skip
+    columns = map(said, EFFECT_COLUMNS)
+    table = Table("", *columns, "", box=None, header_style="bold", pad_edge=False)
     for effect in verdict.outcome.effects:
         for position, one in enumerate(effect.windows):
-            interval = (
-                "-" if one.interval is None else f"{number(one.interval.low)} to {number(one.interval.high)}"
-            )
-            figures = (number(one.reference), number(one.candidate), number(one.difference), interval)
-            first = position == 0
-            name, verdict_word = (effect.metric, effect.verdict) if first else ("", "")
-            table.add_row(name, one.window, *figures, number(effect.margin), verdict_word)
+            means = (one.reference, one.candidate, one.difference)
+            figures = (*map(number, means), interval(one.interval), number(effect.margin))
+            name, answer = (effect.metric, ANSWERS[effect.verdict]) if position == 0 else ("", "")
+            table.add_row(name, *map(said, (one.window, *figures, answer)))
     return table
 
 
 def _print_comparison(found: Comparison, console: Console) -> None:
     from isotrain.parity.inputs import environment_changes
+    from isotrain.parity.run import ROLES
 
     for name, run in (("reference", found.reference), ("candidate", found.candidate)):
-        console.print(f"{name}  {run.path} ({run.format})", soft_wrap=True)
+        console.print(f"{said(ROLES[name])}  {run.path} ({run.format})", soft_wrap=True)
         for note in run.notes:
-            console.print(f"           {note}", style="yellow", soft_wrap=True)
+            console.print(f"           {said(note)}", style="yellow", soft_wrap=True)
     for one in found.allowed:
-        console.print(f"allowed: {one.message}", style="yellow", soft_wrap=True)
+        console.print(said(tr("allowed: {message}", message=one.message)), style="yellow", soft_wrap=True)
     for one in found.differences:
-        hint = f" (intended? --allow {one.name})"
-        console.print(f"differs: {one.message}{hint}", style="red", soft_wrap=True)
+        text = tr("differs: {message} (intended? --allow {name})", message=one.message, name=one.name)
+        console.print(said(text), style="red", soft_wrap=True)
     changes = environment_changes(found.reference, found.candidate)
     if changes:
-        console.print("\ndifferences in recipe and environment")
+        console.print(f"\n{said(tr('differences in recipe and environment'))}")
         for line in changes[:_SHOWN_CHANGES]:
             console.print(f"  {line}", style="dim", soft_wrap=True)
         if len(changes) > _SHOWN_CHANGES:
-            console.print(f"  and {len(changes) - _SHOWN_CHANGES} more: --json shows all", style="dim")
+            more = tr("and {count} more: --json shows all", count=len(changes) - _SHOWN_CHANGES)
+            console.print(f"  {said(more)}", style="dim")
     if not found.curves:
         return
     console.print()
     console.print(_curves(found.curves))
     console.print()
-    console.print("published rules", style="bold")
+    console.print(said(tr("published rules")), style="bold")
     for outcome in found.outcomes:
-        mark, style = ("holds", "green") if outcome.passed else ("BROKEN", "red")
-        text = f"{outcome.value:.3g} of at most {outcome.limit:g} {outcome.unit}"
-        console.print(f"  {mark:<7} {outcome.metric}: {outcome.rule}: {text}", style=style, soft_wrap=True)
+        mark, style = (tr("holds"), "green") if outcome.passed else (tr("BROKEN"), "red")
+        text = tr(
+            "{metric}: {rule}: {value:.3g} of at most {limit:g} {unit}",
+            metric=outcome.metric,
+            rule=outcome.rule,
+            value=outcome.value,
+            limit=outcome.limit,
+            unit=outcome.unit,
+        )
+        console.print(f"  {padded(said(mark), 7)} {said(text)}", style=style, soft_wrap=True)
     if not found.outcomes:
-        console.print("  none for these metrics")
+        console.print(f"  {said(tr('none for these metrics'))}")
     for what, speed in found.speed.items():
-        console.print(f"throughput, {what}: {speed.ratio:.3f} x the reference (inverse {speed.inverse:.3f})")
+        text = tr(
+            "throughput, {what}: {ratio:.3f} x the reference (inverse {inverse:.3f})",
+            what=what,
+            ratio=speed.ratio,
+            inverse=speed.inverse,
+        )
+        console.print(said(text))
 
 
 def _curves(curves: dict[str, Apart]) -> Table:
@@ -235,5 +249,5 @@ def _curves(curves: dict[str, Apart]) -> Table:
     names = list(curves)
     table = Table("", *names, box=None, header_style="bold", pad_edge=False)
     for label, show in STATISTICS:
-        table.add_row(label, *(show(curves[name]) for name in names))
+        table.add_row(said(label), *(said(show(curves[name])) for name in names))
     return table

@@ -14,6 +14,7 @@ from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.cli.restarts import check_restarts, supervise
 from isotrain.errors import MAY_PASS, IsotrainError
+from isotrain.language import chosen
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.own_python import module_command
 from isotrain.recipe.document import to_yaml
@@ -63,7 +64,8 @@ def train(
     if restarts:
         checked = api.load_recipe(recipe, *(overrides or []))
         check_restarts(checked)
-        command = module_command("isotrain.cli.main", "train", recipe, *(overrides or []))
+        language = chosen().value
+        command = module_command("isotrain.cli.main", "--lang", language, "train", recipe, *(overrides or []))
         raise typer.Exit(supervise(command, RunDirectory(checked.output).checkpoints, restarts))
     try:
         api.train(recipe, *(overrides or []), in_process=True)

@@ -13,6 +13,7 @@ from isotrain.doctor.matrix import Stack, Target
 from isotrain.doctor.nearest import Nearest, nearest, too_old_for_isotrain
 from isotrain.doctor.scene import Scene, likely_target
 from isotrain.doctor.system import System
+from isotrain.language import tr
 from isotrain.recipe.schema import Recipe
 
 # Findings of one level are shown in this order.
@@ -66,8 +67,8 @@ def examine(
 def diagnose(scene: Scene) -> Report:
     found = [finding for check in _CHECKS for finding in check(scene)]
     if scene.facts.simulated and scene.target == "npu":
-        problem = "torch_npu is isotrain's simulation: the host simulates this device"
-        remedy = "do not draw conclusions about numbers or speed on Ascend hardware"
+        problem = tr("torch_npu is isotrain's simulation: the host simulates this device")
+        remedy = tr("do not draw conclusions about numbers or speed on Ascend hardware")
         found = [Finding("simulated-device", "warning", problem, remedy)]
     if scene.facts.torch_import == "":  # it was imported: whatever a variable says, the libraries are found
         found = [finding for finding in found if finding.id != "toolkit-not-switched-on"]

@@ -8,6 +8,7 @@ from isotrain.doctor.checks.versions import within_bounds
 from isotrain.doctor.matrix import Stack, fits, is_exact, matrix
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import order
+from isotrain.language import tr
 
 # What a change costs: a driver needs the owner of the machine, a toolkit a new image, a package a minute.
 _DRIVER, _TOOLKIT, _PYTHON, _ENGINE, _PACKAGE = 16.0, 8.0, 4.0, 2.0, 1.0
@@ -103,42 +104,56 @@ def _packages_to_change(stack: Stack, scene: Scene) -> dict[str, str]:
 
 
 def _changes(stack: Stack, scene: Scene) -> list[str]:
-    facts, changes = scene.facts, []
+    facts, none = scene.facts, tr("none")
+    changes: list[str] = []
     if stack.hdk and (facts.driver is None or order(facts.driver) < order(stack.hdk)):
-        changes.append(f"driver {facts.driver or 'none'} -> {stack.hdk}")
+        changes.append(tr("driver {old} -> {new}", old=facts.driver or none, new=stack.hdk))
     if stack.cann and _differs(stack.cann, facts.cann):
-        changes.append(f"CANN {facts.cann or 'none'} -> {stack.cann}")
+        changes.append(tr("CANN {old} -> {new}", old=facts.cann or none, new=stack.cann))
     if stack.python and not fits(facts.python, stack.python):
         changes.append(f"Python {facts.python} -> {stack.python.removeprefix('==')}")
     for name, wanted in _packages_to_change(stack, scene).items():
-        changes.append(f"{name} {facts.packages.get(name, 'none')} -> {wanted}")
+        old = facts.packages.get(name, none)
+        changes.append(tr("{name} {old} -> {new}", name=name, old=old, new=wanted))
     return changes
 
 
 def _commands(stack: Stack, scene: Scene) -> list[str]:
     """torch first and alone: anything else that asks for a range of it would bring another build."""
     packages = _packages_to_change(stack, scene)
-    lines = []
+    lines: list[str] = []
     if stack.cann and _differs(stack.cann, scene.facts.cann):
-        what = f"CANN {stack.cann} (toolkit and the kernels of your chip)"
-        lines.append(f"# install {what}, then source its set_env.sh")
+        lines.append(
+            tr(
+                "# install CANN {cann} (toolkit and the kernels of your chip), then source its set_env.sh",
+                cann=stack.cann,
+            )
+        )
     torch = packages.pop("torch", None)
     if torch:
         pinned = stack.device == "npu" and scene.facts.machine == "x86_64" and is_exact(torch)
         build = "+cpu" if pinned else ""
-        note = "   # from PyTorch's index of CPU builds" if build else ""
-        lines.append(f"pip install {_pin('torch', torch + build)}{note}")
+        pin = _pin("torch", torch + build)
+        if build:
+            lines.append(tr("pip install {pin}   # from PyTorch's index of CPU builds", pin=pin))
+        else:
+            lines.append(f"pip install {pin}")
     if stack.requirements and _engines(packages):
         lines.append(
-            f"pip install --no-deps --require-hashes -r {stack.requirements}   # isotrain's repository"
+            tr(
+                "pip install --no-deps --require-hashes -r {file}   # isotrain's repository",
+                file=stack.requirements,
+            )
         )
         packages = {name: packages[name] for name in packages if name == "triton-ascend"}
     loose = {name: packages.pop(name) for name in (*stack.no_deps, "triton-ascend") if name in packages}
     if packages:
         lines.append(f"pip install {_pins(packages)}")
     if loose:
-        note = "   # triton-ascend comes from Ascend" if "triton-ascend" in loose else ""
-        lines.append(f"pip install --no-deps {_pins(loose)}{note}")
+        command = f"pip install --no-deps {_pins(loose)}"
+        if "triton-ascend" in loose:
+            command = tr("{command}   # triton-ascend comes from Ascend", command=command)
+        lines.append(command)
     if lines:
         lines.append("pip install 'isotrain[train]'")
     return lines

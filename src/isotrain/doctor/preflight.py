@@ -10,6 +10,7 @@ from isotrain.doctor.matrix import TARGETS
 from isotrain.doctor.system import System, ThisMachine
 from isotrain.errors import DeviceError
 from isotrain.hidden_modules import hide
+from isotrain.language import listed, tr
 from isotrain.recipe.schema import Recipe
 
 # Without commands it is not known what the machine has.
@@ -27,11 +28,12 @@ def preflight(recipe: Recipe, system: System | None = None) -> list[str]:
     told = [finding for finding in report.findings if finding.id not in _SEEN_ONLY_BY_COMMANDS]
     errors = [finding for finding in told if finding.level == "error"]
     if errors and target is not None:
-        lines = [f"{finding.problem}\n  -> {finding.remedy}" for finding in errors]
-        raise DeviceError("\n".join([*lines, "run `isotrain doctor` for details and the nearest stack"]))
+        lines = [listed((finding.problem, finding.remedy), "\n  -> ") for finding in errors]
+        where = tr("run `isotrain doctor` for details and the nearest stack")
+        raise DeviceError(listed([*lines, where], "\n"))
     # The simulated device says itself what it is.
     return [
-        f"{finding.problem}; {finding.remedy}"
+        listed((finding.problem, finding.remedy), "; ")
         for finding in told
         if finding.level != "note" and finding.id != "simulated-device"
     ]

@@ -14,6 +14,7 @@ from isotrain.doctor.findings import Finding, Level, milder
 from isotrain.doctor.matrix import Row, Target, fits, packaged, specifier
 from isotrain.doctor.scene import NEEDS, Scene
 from isotrain.doctor.versions import satisfies
+from isotrain.language import tr
 
 
 class When(Row):
@@ -89,7 +90,8 @@ def apply(scene: Scene) -> Iterator[Finding]:
     for rule in rules():
         if rule.when.holds(scene):
             unsure = bool(rule.when.recipe) and scene.needs is None
-            yield Finding(rule.id, milder(rule.level) if unsure else rule.level, rule.symptom, rule.fix)
+            level = milder(rule.level) if unsure else rule.level
+            yield Finding(rule.id, level, tr(rule.symptom), tr(rule.fix))
 
 
 def _version_holds(version: str | None, wanted: str | None, present: bool) -> bool:

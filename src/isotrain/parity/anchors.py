@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from isotrain.language import tr
 from isotrain.parity.levels import Check
 from isotrain.parity.run import Run, section
 
@@ -46,15 +47,15 @@ def _dpo(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check
             yield from _check(run, "train/loss", expected, rounding / beta, "IPO: 1 / (4 beta^2)")
         case _:
             return
-    yield from _check(run, "train/margin", 0.0, beta * rounding, "no response is preferred yet")
+    yield from _check(run, "train/margin", 0.0, beta * rounding, tr("no response is preferred yet"))
 
 
 def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
     weight = _number(algorithm.get("desirable_weight"), 1.0)
     if weight == _number(algorithm.get("undesirable_weight"), 1.0):
         tolerance = weight * _number(algorithm.get("beta"), 0.1) * rounding / 4
-        yield from _check(run, "train/loss", weight / 2, tolerance, "KTO: half of the responses' weight")
-    yield from _check(run, "train/kl", 0.0, rounding, "KTO: the policy is its reference")
+        yield from _check(run, "train/loss", weight / 2, tolerance, tr("KTO: half of the responses' weight"))
+    yield from _check(run, "train/kl", 0.0, rounding, tr("KTO: the policy is its reference"))
 
 
 def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
@@ -64,25 +65,26 @@ def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], roundin
     )
     if updated_once:
         for metric in ("actor/ppo_kl", "actor/pg_clipfrac"):
-            yield from _check(run, metric, 0.0, 0.0, "the only update: old and new policy are one")
-        yield from _check(run, "actor/kl_loss", 0.0, rounding / 100, "the policy is its reference")
-    yield from _check(run, "actor/reward_kl_penalty", 0.0, rounding / 100, "the policy is its reference")
+            yield from _check(run, metric, 0.0, 0.0, tr("the only update: old and new policy are one"))
+        yield from _check(run, "actor/kl_loss", 0.0, rounding / 100, tr("the policy is its reference"))
+    yield from _check(run, "actor/reward_kl_penalty", 0.0, rounding / 100, tr("the policy is its reference"))
     mean, name = "critic/advantages/mean", algorithm.get("name")
     if name in _WHITENED:
-        yield from _check(run, mean, 0.0, _WHITENED_MEAN, "whitened over the tokens of the step")
+        yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("whitened over the tokens of the step"))
     responses = _number(section(recipe, "rollout").get("n"), 1)
     # The metric is a mean over tokens: it is that over responses where all are of one length.
     lengths = {_first(run, f"response_length/{end}") for end in ("min", "max")}
     if name in _CENTRED and responses > 1 and len(lengths) == 1 and None not in lengths:
-        yield from _check(run, mean, 0.0, _WHITENED_MEAN, "advantages of a group add up to 0")
+        yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("advantages of a group add up to 0"))
 
 
 def _check(run: Run, metric: str, expected: float, tolerance: float, why: str) -> Iterator[Check]:
     found = _first(run, metric)
     if found is not None:
         distance = abs(found - expected)
-        note = f"{why}; {found:.6g} in {run.path.name}"
-        yield Check(f"{metric} at step 1", distance, tolerance, bool(distance <= tolerance), note)
+        note = tr("{why}; {found:.6g} in {run}", why=why, found=found, run=run.path.name)
+        what = tr("{metric} at step 1", metric=metric)
+        yield Check(what, distance, tolerance, bool(distance <= tolerance), note)
 
 
 def _first(run: Run, metric: str) -> float | None:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity.inputs import ALLOWED, InputDifference, differences, environment_changes, recipe_changes
 from isotrain.parity.published import Outcome, kind_of, outcomes
-from isotrain.parity.run import Numbers, Run, common, section
+from isotrain.parity.run import ROLES, Numbers, Run, common, section
 from isotrain.parity.statistics import Apart, Throughput, apart, throughput
 
 # The published ratio is over the first steps; the first of them also compile and warm up.
@@ -51,10 +52,20 @@ class NotANumber:
     @property
     def words(self) -> str:
         if self.reference_step is not None and self.candidate_step is not None:
-            return f"{self.metric} is not a number in both runs, from step {self.reference_step}"
-        role = "reference" if self.candidate_step is None else "candidate"
-        step = self.reference_step if self.candidate_step is None else self.candidate_step
-        return f"{self.metric} of the {role} is not a number from step {step} on"
+            return tr(
+                "{metric} is not a number in both runs, from step {step}",
+                metric=self.metric,
+                step=self.reference_step,
+            )
+        role, step = "reference", self.reference_step
+        if self.candidate_step is not None:
+            role, step = "candidate", self.candidate_step
+        return tr(
+            "{metric} of the {role} is not a number from step {step} on",
+            metric=self.metric,
+            role=ROLES[role],
+            step=step,
+        )
 
 
 @dataclass(frozen=True)
@@ -174,8 +185,8 @@ def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
         return {}
     a, b = reference.metrics[name].values_S, candidate.metrics[name].values_S
     parts: dict[str, tuple[Numbers, Numbers]] = {
-        f"first {FIRST_STEPS} steps": (a[:FIRST_STEPS], b[:FIRST_STEPS]),
-        f"without the first {WARM_UP} steps": (a[WARM_UP:], b[WARM_UP:]),
+        tr("first {count} steps", count=FIRST_STEPS): (a[:FIRST_STEPS], b[:FIRST_STEPS]),
+        tr("without the first {count} steps", count=WARM_UP): (a[WARM_UP:], b[WARM_UP:]),
     }
     return {
         what: throughput(one, other)

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isotrain.language import listed, tr
 from isotrain.parity.dump_errors import AGREES, Limits, Rated, coarsest, typical, worst
 from isotrain.parity.layer_errors import NOT_A_NUMBER
-from isotrain.parity.levels import Check, Level, State, not_run
+from isotrain.parity.levels import Check, Level, not_run
 from isotrain.parity.sources.msprobe_dump import Call, Part, Place, Tensor, common_places, places, read_part
 
 _KINDS = {"forward": "activation", "backward": "gradient", "parameters_grad": "parameter gradient"}
@@ -23,11 +24,16 @@ _AMPLIFIES = 16.0
 _REDUCED = 8
 # Constants are small numbers; what a mask is filled with depends on the type.
 _LARGEST_CONSTANT, _SAME_CONSTANT = 1e4, 1e-6
-_LIMITS = (
+_LIMITS = tr(
     "max, min, mean and norm do not show every difference: tensors with the same four numbers can differ"
 )
-_NO_ORACLE = "a dump has no float64 to compare with"
-_SAME_INPUT = "dump both runs from the same checkpoint, on the same batch and the same responses"
+_NO_ORACLE = tr("a dump has no float64 to compare with")
+_SAME_INPUT = tr("dump both runs from the same checkpoint, on the same batch and the same responses")
+_PLURAL = {
+    "activation": tr("activations"),
+    "gradient": tr("gradients"),
+    "parameter gradient": tr("parameter gradients"),
+}
 
 
 @dataclass(frozen=True)
@@ -97,21 +103,24 @@ def dump_levels(reference: Path, candidate: Path) -> tuple[Level, Level]:
     a, b = places(reference), places(candidate)
     both = common_places(a, b)
     if not both:
-        why = f"the dumps have no step and rank in common: {_listed(a)} and {_listed(b)}"
+        why = tr(
+            "the dumps have no step and rank in common: {one} and {other}", one=_listed(a), other=_listed(b)
+        )
         return not_run("P0", why), not_run("P1", why)
     found = _Findings()
     for one, other in both:
         if found.premise is None:
             _add(found, one, read_part(one), read_part(other), first=one.step == both[0][0].step)
     if not found.statistics:
-        why = "the dumps have no statistics; set summary_mode to statistics in msprobe's config.json"
+        why = tr("the dumps have no statistics; set summary_mode to statistics in msprobe's config.json")
         return not_run("P0", why), not_run("P1", why)
     return _apis(found), _modules(found)
 
 
 def _listed(found: Sequence[Place]) -> str:
-    names = ["/".join(place.parts) or "." for place in found[:_NAMED]]
-    return ", ".join(names) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    names = ", ".join("/".join(place.parts) or "." for place in found[:_NAMED])
+    more = len(found) - _NAMED
+    return tr("{names} and {count} more", names=names, count=more) if more > 0 else names
 
 
 def _add(found: _Findings, place: Place, a: Part, b: Part, *, first: bool) -> None:
@@ -142,7 +151,8 @@ def _add(found: _Findings, place: Place, a: Part, b: Part, *, first: bool) -> No
     if premise is None:
         found.compared += new
     elif not found.compared:
-        found.premise = f"{premise} at step {place.step}{f', {place.label}' if place.label else ''}"
+        step = f"{place.step}, {place.label}" if place.label else place.step
+        found.premise = tr("{premise} at step {step}", premise=premise, step=step)
 
 
 def _pairs(a: Part, b: Part) -> tuple[list[tuple[Call, Call]], int]:
@@ -196,7 +206,12 @@ def _constants(a: Call, b: Call) -> Iterator[str]:
             continue
         largest = max(abs(one), abs(other))
         if largest <= _LARGEST_CONSTANT and abs(one - other) > _SAME_CONSTANT * largest:
-            yield f"{name or 'its argument'} is {other:.6g} in place of {one:.6g}"
+            yield tr(
+                "{name} is {other:.6g} in place of {one:.6g}",
+                name=name or tr("its argument"),
+                other=other,
+                one=one,
+            )
 
 
 def _premises(found: Sequence[Compared]) -> Iterator[str]:
@@ -205,28 +220,37 @@ def _premises(found: Sequence[Compared]) -> Iterator[str]:
         if one.call.direction != "forward":
             return
         if not one.weights.passed and not one.later:
-            yield f"the weights of {one.name} differ ({_size(one.weights)})"
+            yield tr("the weights of {name} differ ({size})", name=one.name, size=_size(one.weights))
         integers = [tensor for tensor in one.call.inputs if tensor.is_integer]
         if integers and one.inputs.statistic in ("values", "shape") and not one.inputs.passed:
-            yield f"{one.name} gets other integers (token ids, positions or labels)"
+            yield tr("{name} gets other integers (token ids, positions or labels)", name=one.name)
         elif one.inputs.statistic == "shape" and not one.inputs.passed:
-            yield f"{one.name} gets a tensor of another shape"
+            yield tr("{name} gets a tensor of another shape", name=one.name)
         elif _is_lookup(one.call) and not one.outputs.passed:
-            yield f"{one.name} looks up other rows ({_size(one.outputs)}): other tokens or other weights"
+            yield tr(
+                "{name} looks up other rows ({size}): other tokens or other weights",
+                name=one.name,
+                size=_size(one.outputs),
+            )
 
 
 def _size(one: Rated) -> str:
     if one.error >= NOT_A_NUMBER:
-        return f"{one.statistic}: no number, or another one where nothing is rounded"
-    return f"{one.statistic} off by {one.error:.1e}, at most {one.limit:.0e}"
+        return tr("{statistic}: no number, or another one where nothing is rounded", statistic=one.statistic)
+    return tr(
+        "{statistic} off by {error:.1e}, at most {limit:.0e}",
+        statistic=one.statistic,
+        error=one.error,
+        limit=one.limit,
+    )
 
 
 def _modules(found: _Findings) -> Level:
     if found.premise is not None:
-        return Level("P1", "cannot tell", f"{found.premise}: {_SAME_INPUT}", evidence=_DUMPED)
+        return Level("P1", "cannot tell", listed((found.premise, _SAME_INPUT), ": "), evidence=_DUMPED)
     modules = found.of(modules=True)
     if not modules:
-        return not_run("P1", "the dumps have no modules in common; dump with level L0 or mix")
+        return not_run("P1", tr("the dumps have no modules in common; dump with level L0 or mix"))
     beyond = [one for one in modules if not (one.outputs.passed and one.inputs.passed)]
     blamed = next((one for one in modules if one.is_to_blame), None)
     first = blamed or next((one for one in beyond if not one.outputs.passed), None)
@@ -237,46 +261,80 @@ def _modules(found: _Findings) -> Level:
     }
     checks = tuple(_checks(modules))
     if first is None and not beyond:
-        words = f"{_what(modules, 'modules')} agree up to rounding in their statistics; {_LIMITS}"
-        return Level("P1", "same", words, checks, evidence=evidence)
+        words = tr(
+            "{modules} agree up to rounding in their statistics", modules=_what(modules, tr("modules"))
+        )
+        return Level("P1", "same", listed((words, _LIMITS), "; "), checks, evidence=evidence)
     seen = beyond[0]
-    told = f"the first difference is in the {_side(seen)} of {seen.name} at step {seen.step}"
-    told += f" ({seen.kind}s, {_size(seen.inputs if not seen.inputs.passed else seen.outputs)})"
+    told = [_first(seen)]
     causes: list[str] = []
     if blamed is not None:
-        told += f"; {blamed.name} is the smallest module with equal inputs and other outputs"
-        causes.append(f"{_pass(blamed)} of {blamed.name}: its constants (epsilon, scale) or its kernels")
+        told.append(tr("{name} is the smallest module with equal inputs and other outputs", name=blamed.name))
+        constants = tr("its constants (epsilon, scale) or its kernels")
+        causes.append(listed((_pass(blamed), constants), ": "))
     else:
-        causes.append(f"{_pass(seen)} of {seen.name}, or what is computed before it")
+        causes.append(tr("{computed}, or what is computed before it", computed=_pass(seen)))
     if seen.later:
-        causes.append("an update before it: optimizer, gradient scaling or learning rate")
+        causes.append(tr("an update before it: optimizer, gradient scaling or learning rate"))
     if modules[0].step > 1:
-        causes.append(f"the weights, if the runs trained on their own up to step {modules[0].step}")
-    return Level("P1", "different", told, checks, tuple(causes), evidence)
+        causes.append(
+            tr("the weights, if the runs trained on their own up to step {step}", step=modules[0].step)
+        )
+    return Level("P1", "different", listed(told, "; "), checks, tuple(causes), evidence)
+
+
+def _first(seen: Compared) -> str:
+    size = _size(seen.inputs if not seen.inputs.passed else seen.outputs)
+    if seen.inputs.passed:
+        return tr(
+            "the first difference is in the outputs of {name} at step {step} ({kind}, {size})",
+            name=seen.name,
+            step=seen.step,
+            kind=_PLURAL[seen.kind],
+            size=size,
+        )
+    return tr(
+        "the first difference is in the inputs of {name} at step {step} ({kind}, {size})",
+        name=seen.name,
+        step=seen.step,
+        kind=_PLURAL[seen.kind],
+        size=size,
+    )
 
 
 def _apis(found: _Findings) -> Level:
     if found.premise is not None:
-        return Level("P0", "cannot tell", f"{found.premise}: {_SAME_INPUT}", evidence=_DUMPED)
+        return Level("P0", "cannot tell", listed((found.premise, _SAME_INPUT), ": "), evidence=_DUMPED)
     apis = found.of(modules=False)
     if not apis:
-        return not_run("P0", "the dumps have no APIs in common; dump with level L1 or mix")
+        return not_run("P0", tr("the dumps have no APIs in common; dump with level L1 or mix"))
     blamed = [one for one in apis if one.is_to_blame]
     shown = [*blamed, *sorted((one for one in apis if not one.is_to_blame), key=lambda o: -o.outputs.excess)]
     evidence = {**_DUMPED, "table": {"columns": _COLUMNS, "rows": [_row(one) for one in shown[:_SHOWN]]}}
     checks = tuple(_checks(apis))
-    alone = f"; {found.one_sided} calls are made by one run only" if found.one_sided else ""
+    alone = [tr("{count} calls are made by one run only", count=found.one_sided)] if found.one_sided else []
     if not blamed:
-        state: State = "same"
-        words = f"{_what(apis, 'APIs')} give, for equal inputs, outputs whose statistics agree up to rounding"
-        return Level("P0", state, f"{words}{alone}; {_LIMITS}, and {_NO_ORACLE}", checks, evidence=evidence)
+        agree = tr(
+            "{apis} give, for equal inputs, outputs whose statistics agree up to rounding",
+            apis=_what(apis, tr("APIs")),
+        )
+        limits = tr("{limits}, and {no_oracle}", limits=_LIMITS, no_oracle=_NO_ORACLE)
+        return Level("P0", "same", listed([agree, *alone, limits], "; "), checks, evidence=evidence)
     first = blamed[0]
-    words = f"{first.name} gets equal inputs at step {first.step}, and {_wrong(first)}"
+    words = [
+        tr(
+            "{name} gets equal inputs at step {step}, and {wrong}",
+            name=first.name,
+            step=first.step,
+            wrong=_wrong(first),
+        )
+    ]
     if len(blamed) > 1:
-        words += f"; more such calls: {len(blamed) - 1}"
-    names = dict.fromkeys(f"{_pass(one)} of {one.name}: {_wrong(one)}" for one in blamed)
-    words = f"{words}{alone}; {_NO_ORACLE}, so it does not say which of the two is right"
-    return Level("P0", "different", words, checks, tuple(names)[:_NAMED], evidence)
+        words.append(tr("more such calls: {count}", count=len(blamed) - 1))
+    names = dict.fromkeys(listed((_pass(one), _wrong(one)), ": ") for one in blamed)
+    unsure = tr("{no_oracle}, so it does not say which of the two is right", no_oracle=_NO_ORACLE)
+    told = listed([*words, *alone, unsure], "; ")
+    return Level("P0", "different", told, checks, tuple(names)[:_NAMED], evidence)
 
 
 _DUMPED: dict[str, Any] = {"dump": True}
@@ -286,27 +344,36 @@ _COLUMNS = ["API", "pass", "step", "statistic", "error of outputs", "limit", "er
 def _what(found: Sequence[Compared], what: str) -> str:
     names = len({one.call.what for one in found})
     steps = len({one.step for one in found})
-    return f"{names} {what} in {len(found)} calls of {steps} step{'s' if steps > 1 else ''}"
+    if steps > 1:
+        return tr(
+            "{names} {what} in {calls} calls of {steps} steps",
+            names=names,
+            what=what,
+            calls=len(found),
+            steps=steps,
+        )
+    return tr("{names} {what} in {calls} calls of 1 step", names=names, what=what, calls=len(found))
 
 
 def _wrong(one: Compared) -> str:
-    return "; ".join(one.constants) or f"its outputs differ ({_size(one.outputs)})"
+    if one.constants:
+        return listed(one.constants, "; ")
+    return tr("its outputs differ ({size})", size=_size(one.outputs))
 
 
 def _pass(one: Compared) -> str:
-    return "the forward" if one.call.direction == "forward" else "the backward"
-
-
-def _side(one: Compared) -> str:
-    return "outputs" if one.inputs.passed else "inputs"
+    if one.call.direction == "forward":
+        return tr("the forward of {name}", name=one.name)
+    return tr("the backward of {name}", name=one.name)
 
 
 def _checks(found: Sequence[Compared]) -> Iterator[Check]:
     for kind in dict.fromkeys(one.kind for one in found):
         closest = max((one for one in found if one.kind == kind), key=lambda one: one.outputs.excess)
-        rated, note = closest.outputs, f"{closest.name} at step {closest.step}"
+        rated, note = closest.outputs, tr("{name} at step {step}", name=closest.name, step=closest.step)
         if rated is not AGREES:
-            yield Check(f"{kind}s: {rated.statistic}", rated.error, rated.limit, rated.passed, note)
+            what = tr("{kind}: {statistic}", kind=_PLURAL[kind], statistic=rated.statistic)
+            yield Check(what, rated.error, rated.limit, rated.passed, note)
 
 
 def _kept(found: Sequence[Compared], first: Compared | None) -> list[Compared]:

@@ -12,16 +12,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from isotrain.language import tr
 from isotrain.parity import thresholds
 from isotrain.parity.noise import WINDOWS, alarm_shares, window_means, windows_of
-from isotrain.parity.run import Numbers, Run, common
+from isotrain.parity.run import ROLES, Numbers, Run, common
 from isotrain.parity.statistics import Interval
 from isotrain.parity.thresholds import Kind
 
 Answer = Literal["equivalent", "different", "inconclusive"]
 
 WHOLE, LAST = WINDOWS[0], WINDOWS[-1]
-ALONE = "one run a side"
+ALONE = tr("one run a side")
 # A run is equivalent by its level and by how it ends; the other quarters can only show a difference.
 _DECIDE = (WHOLE, LAST)
 _MOST_RUNS = 1000
@@ -172,7 +173,10 @@ def _flat(reference_S: Numbers, candidate_S: Numbers) -> str:
     moves = [float(np.quantile(np.abs(np.diff(x_S)), 0.9)) for x_S in (reference_S, candidate_S)]
     for role, own, other in (("candidate", moves[1], moves[0]), ("reference", moves[0], moves[1])):
         if other > 0 and own < thresholds.FLAT * other:
-            return f"the {role}'s curve is flat: it does not change from step to step as the other does"
+            return tr(
+                "the {role}'s curve is flat: it does not change from step to step as the other does",
+                role=ROLES[role],
+            )
     return ""
 
 
@@ -223,10 +227,14 @@ def _runs_to_decide(a_K: Numbers, b_K: Numbers, room: float, *, paired: bool) ->
 
 def _evidence(references: int, candidates: int, *, paired: bool) -> str:
     if paired:
-        return f"{references} pairs of runs with the same seeds"
+        return tr("{count} pairs of runs with the same seeds", count=references)
     if candidates == 1:
-        return f"{references} runs of the reference, one of the candidate"
-    return f"{references} runs of the reference, {candidates} of the candidate"
+        return tr("{count} runs of the reference, one of the candidate", count=references)
+    return tr(
+        "{references} runs of the reference, {candidates} of the candidate",
+        references=references,
+        candidates=candidates,
+    )
 
 
 def values_of(metric: str, runs: Sequence[Run]) -> list[Numbers]:

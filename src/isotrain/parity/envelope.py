@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity import thresholds
 from isotrain.parity.levels import Check, Level, State, not_run
 from isotrain.parity.noise import windows_of
@@ -108,13 +109,19 @@ def envelope_level(
 ) -> Level:
     """The candidate among the reference and its members, in every metric that is followed."""
     if len(members) < thresholds.FEWEST_MEMBERS:
-        needed = f"an envelope needs {thresholds.FEWEST_MEMBERS} members or more"
-        return not_run("P3", f"{needed}, {len(members)} are there")
+        few = tr(
+            "an envelope needs {fewest} members or more, {count} are there",
+            fewest=thresholds.FEWEST_MEMBERS,
+            count=len(members),
+        )
+        return not_run("P3", few)
     found = _all_distances(reference, candidate, members)
     if not found:
-        return not_run("P3", "the runs have no loss or gradient norm in common")
+        return not_run("P3", tr("the runs have no loss or gradient norm in common"))
     if all((own_NT == 1).all() for _, _, own_NT in found.values()):
-        words = "the members are equal to the reference in every digit: vary the kernel, micro-batch or ranks"
+        words = tr(
+            "the members are equal to the reference in every digit: vary the kernel, micro-batch or ranks"
+        )
         return not_run("P3", words)
     names = list(found)
     rated = calibrated(
@@ -127,26 +134,39 @@ def envelope_level(
     for name in names:
         steps_S, one, _ = found[name]
         inside = ratios[name] <= rated.limit
-        checks.append(Check(f"{name}: distance / members'", ratios[name], rated.limit, inside, "at most"))
+        what = tr("{metric}: distance / members'", metric=name)
+        checks.append(Check(what, ratios[name], rated.limit, inside, tr("at most")))
         evidence[name] = _drawn(steps_S, one, len(members))
     worst = max(names, key=lambda name: ratios[name])
     if ratios[worst] > rated.limit:
         state: State = "different"
-        words = (
-            f"{worst} is {ratios[worst]:.3g} times as far from the reference as runs that only round "
-            f"otherwise are (at most {rated.limit:.2g})"
+        words = tr(
+            "{metric} is {ratio:.3g} times as far from the reference as runs that only round otherwise are "
+            "(at most {limit:.2g})",
+            metric=worst,
+            ratio=ratios[worst],
+            limit=rated.limit,
         )
     else:
         seen = {name: rated.limit * _unit(found[name]) for name in names}
         wide = [n for n in names if seen[n] > thresholds.INFORMATIVE * _margin(n, margins or {})]
         state = "cannot tell" if wide else "same"
-        words = (
-            f"{wide[0]} of runs that only round otherwise differs so much that a difference of "
-            f"{seen[wide[0]]:.2g} would not be seen"
-            if wide
-            else f"they stay within what harmless rounding does to the reference ({len(members)} runs; "
-            f"{worst} at {ratios[worst]:.2g} of {rated.limit:.2g})"
-        )
+        if wide:
+            words = tr(
+                "{metric} of runs that only round otherwise differs so much that a difference of "
+                "{difference:.2g} would not be seen",
+                metric=wide[0],
+                difference=seen[wide[0]],
+            )
+        else:
+            words = tr(
+                "they stay within what harmless rounding does to the reference ({count} runs; {metric} at "
+                "{ratio:.2g} of {limit:.2g})",
+                count=len(members),
+                metric=worst,
+                ratio=ratios[worst],
+                limit=rated.limit,
+            )
     return Level("P3", state, words, tuple(checks), (), {"envelope": evidence})
 
 

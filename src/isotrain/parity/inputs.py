@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from isotrain.language import listed, tr
 from isotrain.parity.run import Run
 from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, version_changes
 
@@ -49,10 +50,12 @@ def environment_changes(reference: Run, candidate: Run) -> list[str]:
 def _recipes(reference: Run, candidate: Run) -> Iterator[InputDifference]:
     found = recipe_changes(reference, candidate)
     if found:
-        yield InputDifference("recipe", "the recipes differ: " + "; ".join(found))
+        yield InputDifference("recipe", tr("the recipes differ: {changes}", changes=listed(found, "; ")))
 
 
 def _data(reference: Run, candidate: Run) -> Iterator[InputDifference]:
     differ = [name for name, digest in reference.data.items() if candidate.data.get(name, digest) != digest]
     if differ:
-        yield InputDifference("data", f"they were not trained on the same rows: {', '.join(differ)}")
+        yield InputDifference(
+            "data", tr("they were not trained on the same rows: {names}", names=", ".join(differ))
+        )

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity.sources.layer_trace import KINDS, Entry, Update
 
-ALL = "all of them"
+ALL = tr("all of them")
 """The name under which the common size of a kind's entries is compared."""
 
 # Of a rounding: the distance from 1 to the next number.

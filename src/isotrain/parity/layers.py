@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isotrain.language import listed, tr
 from isotrain.parity.anchors import anchors
 from isotrain.parity.layer_errors import (
     ALL,
@@ -28,13 +29,21 @@ from isotrain.parity.sources.layer_trace import KINDS, Entry, Update, read_layer
 LEVEL = "P1"
 Updates = Mapping[int, Update]
 
-_PLURAL = {"loss": "loss"} | {kind: f"{kind}s" for kind in KINDS}
-_DATA = {
-    "tokens": ("reads other tokens", "data order, chat template or tokenizer"),
-    "packing": ("packs its samples otherwise", "the size of micro-batches, or the splitting over ranks"),
-    "loss": ("takes its loss on other tokens", "the loss mask"),
+_PLURAL = {
+    "loss": tr("loss"),
+    "activation": tr("activations"),
+    "gradient": tr("gradients"),
+    "parameter gradient": tr("parameter gradients"),
+    "update": tr("updates"),
 }
-_LOSS_CAUSE = "the loss: its mask, its scale or its aggregation"
+assert set(KINDS) <= set(_PLURAL)
+_DATA = {
+    "tokens": tr("data order, chat template or tokenizer"),
+    "packing": tr("the size of micro-batches, or the splitting over ranks"),
+    "loss": tr("the loss mask"),
+}
+"""What is compared before any number is, and what is behind a difference of it."""
+_LOSS_CAUSE = tr("the loss: its mask, its scale or its aggregation")
 # A factor is common where entries with most of the squared norm have it, each within a share of its distance
 # from 1, and where little of the squared differences is left without it.
 _ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
@@ -69,13 +78,18 @@ def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, 
     named = [one.words for one in constants.different[:_NAMED]] if constants is not None else []
     if first is not None:
         found = _First(rated, first, a, b)
-        words = "; ".join([found.words(), *named])
+        words = listed([found.words(), *named], "; ")
         return Level(LEVEL, "different", words, checks, (*named, *found.causes()), evidence)
     if named:
-        words = "the layers agree up to rounding, but not their constants: " + "; ".join(named)
+        words = tr(
+            "the layers agree up to rounding, but not their constants: {named}", named=listed(named, "; ")
+        )
         return Level(LEVEL, "different", words, checks, tuple(named), evidence)
     if anchor_failures:
-        words = "the first step is not what it must be by definition: " + "; ".join(anchor_failures)
+        words = tr(
+            "the first step is not what it must be by definition: {failures}",
+            failures=listed(anchor_failures, "; "),
+        )
         return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
     return Level(LEVEL, "same", _agreement(rated), checks, (), evidence)
 
@@ -84,16 +98,22 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     """Why the layers of two runs cannot be compared."""
     for path, updates in runs:
         if not updates:
-            return f"no layers were recorded in {path}; train both runs with observe.layer_trace=2"
+            return tr(
+                "no layers were recorded in {path}; train both runs with observe.layer_trace=2", path=path
+            )
     (_, a), (_, b) = runs
     if not set(a) & set(b):
-        return "the runs recorded no common step; train both with the same observe.layer_trace"
+        return tr("the runs recorded no common step; train both with the same observe.layer_trace")
     ranks = [len(next(iter(updates.values())).digests) for updates in (a, b)]
     if ranks[0] != ranks[1]:
-        return f"{ranks[0]} and {ranks[1]} ranks compute other parts of a batch; train both on equally many"
+        return tr(
+            "{one} and {other} ranks compute other parts of a batch; train both on equally many",
+            one=ranks[0],
+            other=ranks[1],
+        )
     first = min(set(a) & set(b))
     if not any(common(a[first], b[first], kind) for kind in KINDS):
-        return "the runs have no layer in common; are they the same model?"
+        return tr("the runs have no layer in common; are they the same model?")
     return None
 
 
@@ -104,9 +124,11 @@ def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
     same_tokens = _digests(first[0], "tokens") == _digests(first[1], "tokens")
     if ways[0] == ways[1] or (same_tokens and _same_shapes(*first)):
         return None
-    return (
-        f"attention is computed in other ways ({' and '.join(ways)}), which lay tokens out otherwise; train "
-        "both with the same model.attention"
+    return tr(
+        "attention is computed in other ways ({one} and {other}), which lay tokens out otherwise; train both "
+        "with the same model.attention",
+        one=ways[0],
+        other=ways[1],
     )
 
 
@@ -152,7 +174,7 @@ def _anchor_checks(reference: Run, candidate: Run) -> tuple[tuple[Check, ...], l
     expected, found = anchors(reference), anchors(candidate)
     missed_by_both = {check.name for check in expected if not check.passed}
     failed = [check for check in found if not check.passed and check.name not in missed_by_both]
-    return found, [f"{check.name}: {check.note}" for check in failed]
+    return found, [listed((check.name, check.note), ": ") for check in failed]
 
 
 def _kind_checks(rated: Sequence[Rated]) -> Iterator[Check]:
@@ -160,29 +182,57 @@ def _kind_checks(rated: Sequence[Rated]) -> Iterator[Check]:
     for kind in dict.fromkeys(one.difference.kind for one in rated):
         own = [one for one in rated if one.difference.kind == kind]
         worst = max(own, key=lambda one: one.error / one.limit)
-        note = f"{worst.difference.name} at step {worst.difference.step}, of {len(own)}"
-        yield Check(f"{_PLURAL.get(kind, kind)}: error", worst.error, worst.limit, worst.passed, note)
+        found = worst.difference
+        note = tr("{name} at step {step}, of {count}", name=found.name, step=found.step, count=len(own))
+        what = tr("{kind}: error", kind=_PLURAL.get(kind, kind))
+        yield Check(what, worst.error, worst.limit, worst.passed, note)
 
 
 def _agreement(rated: Sequence[Rated]) -> str:
     closest = max(rated, key=lambda one: one.error / one.limit)
     found = {one.difference.step for one in rated}
     steps, first = len(found), min(found)
-    forced = f"{steps} forced step{'s' if steps > 1 else ''}" + (
-        f" from step {first} on" if first > 1 else ""
-    )
-    return (
-        f"activations, gradients and updates of {forced} agree in all "
-        f"{len(rated)} entries; closest to a limit {_place(closest)}"
+    forced = tr("{count} forced steps", count=steps) if steps > 1 else tr("1 forced step")
+    if first > 1:
+        forced = tr("{forced} from step {first} on", forced=forced, first=first)
+    return tr(
+        "activations, gradients and updates of {forced} agree in all {count} entries; closest to a limit "
+        "{place}",
+        forced=forced,
+        count=len(rated),
+        place=_place(closest),
     )
 
 
 def _place(one: Rated) -> str:
     found = one.difference
-    of = "" if found.kind == "loss" else f" of {found.name}"
-    verb = "is" if found.kind == "loss" else "are"
-    size = f"{one.error:.1e} against at most {one.limit:.0e}"
-    return f"{verb} the {_PLURAL[found.kind]}{of} at step {found.step} ({size})"
+    if found.kind == "loss":
+        return tr("is the loss at step {step} ({size})", step=found.step, size=_size(one))
+    return tr(
+        "are the {kind} of {name} at step {step} ({size})",
+        kind=_PLURAL[found.kind],
+        name=found.name,
+        step=found.step,
+        size=_size(one),
+    )
+
+
+def _size(one: Rated) -> str:
+    if one.error >= NOT_A_NUMBER:
+        return tr("no numbers, or of another shape")
+    return tr("{error:.1e} against at most {limit:.0e}", error=one.error, limit=one.limit)
+
+
+def _other_data(name: str, step: int) -> str:
+    if name == "tokens":
+        return tr("from step {step} on the candidate reads other tokens than the reference", step=step)
+    if name == "packing":
+        return tr(
+            "from step {step} on the candidate packs its samples otherwise than the reference", step=step
+        )
+    return tr(
+        "from step {step} on the candidate takes its loss on other tokens than the reference", step=step
+    )
 
 
 @dataclass(frozen=True)
@@ -209,15 +259,24 @@ class _First:
     def words(self) -> str:
         found, one = self.one.difference, self.one
         if found.kind == "data":
-            return f"from step {found.step} on the candidate {_DATA[found.name][0]} than the reference"
-        if one.error >= NOT_A_NUMBER:
-            size = "no numbers, or of another shape"
-        else:
-            size = f"{one.error:.1e} against at most {one.limit:.0e}"
-        what = f"the {_PLURAL[found.kind]}" + ("" if found.kind == "loss" else f" of {found.name}")
-        told = f"the first difference is in {what} at step {found.step} ({size})"
+            return _other_data(found.name, found.step)
+        told = tr(
+            "the first difference is in the {kind} of {name} at step {step} ({size})",
+            kind=_PLURAL[found.kind],
+            name=found.name,
+            step=found.step,
+            size=_size(one),
+        )
+        if found.kind == "loss":
+            told = tr(
+                "the first difference is in the loss at step {step} ({size})",
+                step=found.step,
+                size=_size(one),
+            )
         factor = self.factor()
-        return told if factor is None else f"{told}: each is {factor:.3f} times the reference's"
+        if factor is None:
+            return told
+        return tr("{told}: each is {factor:.3f} times the reference's", told=told, factor=factor)
 
     def factor(self) -> float | None:
         """By which all entries of this kind and step differ alike; None where they do not."""
@@ -234,36 +293,49 @@ class _First:
     def causes(self) -> tuple[str, ...]:
         found = self.one.difference
         if found.kind == "data":
-            return (_DATA[found.name][1],)
+            return (_DATA[found.name],)
         causes = self._of_kind(found)
         # All that goes from one update to the next is weights, moments and the schedule.
         later = found.step > _steps(self.a, self.b)[0]
-        return ("optimizer state or schedule", *causes) if later else causes
+        return (tr("optimizer state or schedule"), *causes) if later else causes
 
     def _of_kind(self, found: Difference) -> tuple[str, ...]:
         match found.kind:
             case "activation":
-                layer = f"layer {found.name}: its weights, its constants (epsilon, scale) or its kernel"
-                return (layer, f"what is computed between {self.before} and it") if self.before else (layer,)
+                layer = tr(
+                    "layer {name}: its weights, its constants (epsilon, scale) or its kernel", name=found.name
+                )
+                if not self.before:
+                    return (layer,)
+                return layer, tr("what is computed between {before} and it", before=self.before)
             case "loss":
                 return (_LOSS_CAUSE,)
             case "gradient":
                 if self.before is None or found.name == ALL:
                     return (_LOSS_CAUSE,)
-                return (f"the backward of {self.before}, or of what is between it and {found.name}",)
+                return (
+                    tr(
+                        "the backward of {before}, or of what is between it and {name}",
+                        before=self.before,
+                        name=found.name,
+                    ),
+                )
             case "parameter gradient":
                 if found.name == ALL or self.factor() is not None:
-                    return (f"gradient scaling (accumulation, ranks, clipping){self._times()}",)
+                    return (self._times(tr("gradient scaling (accumulation, ranks, clipping)")),)
+                module = found.name.rpartition(".")[0] or found.name
                 return (
-                    f"the backward of {found.name.rpartition('.')[0] or found.name}: its weights' gradient",
-                    "the sum of gradients over micro-batches or ranks",
+                    tr("the backward of {module}: its weights' gradient", module=module),
+                    tr("the sum of gradients over micro-batches or ranks"),
                 )
             case _:
-                return (f"the optimizer: learning rate, moments, weight decay{self._times()}",)
+                return (self._times(tr("the optimizer: learning rate, moments, weight decay")),)
 
-    def _times(self) -> str:
+    def _times(self, cause: str) -> str:
         factor = self.factor()
-        return "" if factor is None else f", by a factor of {factor:.3f}"
+        if factor is None:
+            return cause
+        return tr("{cause}, by a factor of {factor:.3f}", cause=cause, factor=factor)
 
 
 def _is_common(factor: float, entries: Mapping[str, tuple[Entry, Entry]]) -> bool:

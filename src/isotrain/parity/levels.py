@@ -5,14 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from isotrain.language import tr
+
 State = Literal["same", "different", "cannot tell", "not run"]
 
 # From the smallest part to the whole. Each asks a question that the one before cannot answer.
 LEVELS = {
-    "P0": "operators: does each operator round as well as the reference's does?",
-    "P1": "forced steps: same weights and data in, same activations, gradients and updates out?",
-    "P2": "paired curves: same seed and data order, do the curves agree?",
-    "P3": "envelope: is the difference larger than harmless rounding would cause?",
+    "P0": (tr("operators"), tr("does each operator round as well as the reference's does?")),
+    "P1": (
+        tr("forced steps"),
+        tr("same weights and data in, same activations, gradients and updates out?"),
+    ),
+    "P2": (tr("paired curves"), tr("same seed and data order, do the curves agree?")),
+    "P3": (tr("envelope"), tr("is the difference larger than harmless rounding would cause?")),
+}
+"""Names and questions."""
+STATES: dict[State, str] = {
+    "same": tr("same"),
+    "different": tr("different"),
+    "cannot tell": tr("cannot tell"),
+    "not run": tr("not run"),
 }
 
 
@@ -41,5 +53,5 @@ class Level:
     """Tables for the report, as JSON."""
 
 
-def not_run(name: str, why: str = "was not run") -> Level:
+def not_run(name: str, why: str = tr("was not run")) -> Level:
     return Level(name, "not run", why)

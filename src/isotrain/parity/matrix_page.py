@@ -93,7 +93,7 @@ def _matrix(entries: Sequence[_Entry]) -> Iterator[str]:
         f"and not verified by us. It is from: {_cell(published['source'])}."
     )
     yield ""
-    yield from (f"- {name}: {question}" for name, question in LEVELS.items())
+    yield from (f"- {name}: {title}: {question}" for name, (title, question) in LEVELS.items())
     yield ""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isotrain.parity.run import Run, section
+from isotrain.language import tr
+from isotrain.parity.run import ROLES, Run, section
 from isotrain.recipe.schema import MeshSection
 
 _WAYS = {"auto": "auto", "ulysses": "Ulysses", "ring": "ring"}
@@ -43,5 +44,7 @@ def why_untraced(reference: Run, candidate: Run) -> str | None:
     """Why two runs have no layers to compare, where a mesh divides them over ranks."""
     for role, run in (("reference", reference), ("candidate", candidate)):
         if mesh := mesh_words(section(run.recipe, "device")):
-            return f"not recorded: the {role} divides its layers over ranks ({mesh})"
+            return tr(
+                "not recorded: the {role} divides its layers over ranks ({mesh})", role=ROLES[role], mesh=mesh
+            )
     return None

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.language import tr
 from isotrain.parity import thresholds
 from isotrain.parity.run import Numbers
 from isotrain.parity.statistics import Interval
@@ -48,7 +49,13 @@ class Windows:
     weights_WS: Numbers
 
 
-WINDOWS = ("whole run", "first quarter", "second quarter", "third quarter", "last quarter")
+WINDOWS = (
+    tr("whole run"),
+    tr("first quarter"),
+    tr("second quarter"),
+    tr("third quarter"),
+    tr("last quarter"),
+)
 
 
 def windows_of(steps: int) -> Windows:

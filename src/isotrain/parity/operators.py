@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from isotrain.language import tr
 from isotrain.parity.certificate import printable, problems_of
 from isotrain.parity.levels import Check, Level, not_run
+from isotrain.parity.run import ROLES
 from isotrain.parity.sources.bounded import Source, inside
 
 RECORD = "layer_trace/operators.json"
@@ -104,9 +106,12 @@ def operators_level(reference: Path, candidate: Path) -> Level:
     """Level P0 over two run directories."""
     for run, role in ((reference, "reference"), (candidate, "candidate")):
         if not (run / RECORD).exists():
-            return not_run(
-                "P0", f"the {role} has no {RECORD}: set observe.operators=true in both recipes for it"
+            lacks = tr(
+                "the {role} has no {record}: set observe.operators=true in both recipes for it",
+                role=ROLES[role],
+                record=RECORD,
             )
+            return not_run("P0", lacks)
     (theirs, their_rest), (ours, our_rest) = _read(reference), _read(candidate)
     pairs = [Pair(theirs[key], own) for key, own in ours.items() if key in theirs]
     pairs.sort(key=lambda pair: pair.excess, reverse=True)
@@ -125,7 +130,7 @@ def operators_level(reference: Path, candidate: Path) -> Level:
 
 def _preferences(pairs: list[Pair], alone: list[Operator], evidence: dict[str, Any]) -> Level:
     if not pairs:
-        words = (
+        words = tr(
             "no operator is called with the same shapes and types in both runs: have they the same recipe?"
         )
         return Level("P0", "cannot tell", words, evidence=evidence)
@@ -134,29 +139,38 @@ def _preferences(pairs: list[Pair], alone: list[Operator], evidence: dict[str, A
     bad_alone = [operator for operator in alone if operator.excess > 1]
     if not bad and not bad_alone:
         most = max(pairs, key=lambda pair: pair.ratio)
-        words = (
-            f"all {len({pair.candidate.name for pair in pairs})} operators of a step, "
-            f"at {len(pairs)} shapes, round as well as the reference's "
-            f"(largest error ratio {most.ratio:.2g}, {_short(most.candidate)})"
+        words = tr(
+            "all {operators} operators of a step, at {shapes} shapes, round as well as the reference's "
+            "(largest error ratio {ratio:.2g}, {worst})",
+            operators=len({pair.candidate.name for pair in pairs}),
+            shapes=len(pairs),
+            ratio=most.ratio,
+            worst=_short(most.candidate),
         )
         if alone:
-            words += f"; {len(alone)} calls that the reference does not make, as well as their types allow"
+            words = tr(
+                "{words}; {count} calls that the reference does not make, as well as their types allow",
+                words=words,
+                count=len(alone),
+            )
         return Level("P0", "same", words, checks, evidence=evidence)
     found = [_worse(pair) for pair in bad] + [_wrong(operator) for operator in bad_alone]
-    words = found[0] + (f", and {len(found) - 1} more calls are too far off" if len(found) > 1 else "")
+    words = found[0]
+    if len(found) > 1:
+        words = tr("{words}, and {count} more calls are too far off", words=words, count=len(found) - 1)
     names = dict.fromkeys(_short(o) for o in (*(pair.candidate for pair in bad), *bad_alone))
-    causes = tuple(f"the candidate's kernel of {name}" for name in list(names)[:3])
+    causes = tuple(tr("the candidate's kernel of {name}", name=name) for name in list(names)[:3])
     return Level("P0", "different", words, checks, causes, evidence)
 
 
 def _checks(pairs: list[Pair], alone: list[Operator]) -> tuple[Check, ...]:
     """The pair, and the operator without one, that come closest to their limits."""
     pair = pairs[0]
-    name, place = "error over the reference's", _place(pair.candidate)
+    name, place = tr("error over the reference's"), _place(pair.candidate)
     checks = [Check(name, _finite(pair.ratio), pair.limit, pair.excess <= 1, place)]
     if alone:
         own = alone[0]
-        name, limit = "error in rounding units, not called by the reference", LARGEST_ALONE[own.result]
+        name, limit = tr("error in rounding units, not called by the reference"), LARGEST_ALONE[own.result]
         checks.append(Check(name, _finite(own.units), limit, own.excess <= 1, _place(own)))
     return tuple(checks)
 
@@ -165,21 +179,31 @@ def _worse(pair: Pair) -> str:
     if math.isinf(pair.ratio):
         return _not_finite(pair.candidate)
     own = pair.candidate
-    return f"{_short(own)} rounds {pair.ratio:.3g} times worse than the reference's, at {own.shapes}"
+    return tr(
+        "{name} rounds {ratio:.3g} times worse than the reference's, at {shapes}",
+        name=_short(own),
+        ratio=pair.ratio,
+        shapes=own.shapes,
+    )
 
 
 def _wrong(operator: Operator) -> str:
     if operator.non_finite:
         return _not_finite(operator)
-    return (
-        f"{_short(operator)}, which the reference does not call, is off by {operator.units:.3g} "
-        f"rounding units, at {operator.shapes}"
+    return tr(
+        "{name}, which the reference does not call, is off by {units:.3g} rounding units, at {shapes}",
+        name=_short(operator),
+        units=operator.units,
+        shapes=operator.shapes,
     )
 
 
 def _not_finite(operator: Operator) -> str:
-    return (
-        f"{_short(operator)} returns {operator.non_finite} values that are not finite, at {operator.shapes}"
+    return tr(
+        "{name} returns {count} values that are not finite, at {shapes}",
+        name=_short(operator),
+        count=operator.non_finite,
+        shapes=operator.shapes,
     )
 
 
@@ -192,7 +216,7 @@ def _short(operator: Operator) -> str:
 
 
 def _place(operator: Operator) -> str:
-    return f"{_short(operator)} at {operator.shapes}"
+    return tr("{name} at {shapes}", name=_short(operator), shapes=operator.shapes)
 
 
 def _shown(pair: Pair) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isotrain.language import tr
 from isotrain.parity import thresholds
 from isotrain.parity.compare import Comparison
 from isotrain.parity.levels import Check, Level, State, not_run
@@ -14,8 +15,8 @@ from isotrain.parity.noise import WINDOWS, alarm_shares, window_means
 from isotrain.parity.run import Run, common
 from isotrain.parity.statistics import Apart, apart
 
-_ONE_SIGN = "the update: learning rate, optimizer or gradient scaling"
-_FROM_THE_START = "the loss itself: its mask, its scale or the model's layers, wrong from the first step"
+_ONE_SIGN = tr("the update: learning rate, optimizer or gradient scaling")
+_FROM_THE_START = tr("the loss itself: its mask, its scale or the model's layers, wrong from the first step")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class _Signed:
 def paired_level(comparison: Comparison, members: Sequence[Run] = ()) -> Level:
     """`members` are runs that only round otherwise than the reference: what they do is allowed."""
     if not comparison.curves:
-        return not_run("P2", "the runs have no curve to compare")
+        return not_run("P2", tr("the runs have no curve to compare"))
     limits = {name: _limits(name, comparison, members) for name in comparison.curves}
     signed = {name: _signed(name, comparison) for name in comparison.curves}
     checks = tuple(
@@ -108,50 +109,72 @@ def _checks(name: str, found: Apart, limits: _Limits, signed: _Signed) -> list[C
     checks = []
     if found.change_correlation is not None:
         value = found.change_correlation
-        note = f"at least; {thresholds.SAME_CORRELATION} for the same by curves alone"
+        note = tr("at least; {limit} for the same by curves alone", limit=thresholds.SAME_CORRELATION)
         passed = value >= limits.correlation
-        checks.append(Check(f"{name}: correlation of changes", value, limits.correlation, passed, note))
+        what = tr("{metric}: correlation of changes", metric=name)
+        checks.append(Check(what, value, limits.correlation, passed, note))
     if found.share_of_flat is not None:
         share = found.share_of_flat
-        note = f"at most; {thresholds.SAME_SHARE} for the same by curves alone"
-        checks.append(
-            Check(f"{name}: share of a flat line's error", share, limits.share, share <= limits.share, note)
-        )
+        note = tr("at most; {limit} for the same by curves alone", limit=thresholds.SAME_SHARE)
+        what = tr("{metric}: share of a flat line's error", metric=name)
+        checks.append(Check(what, share, limits.share, share <= limits.share, note))
     size = abs(signed.mean)
-    words = "noise does not explain it" if signed.found else "noise explains it"
-    checks.append(
-        Check(
-            f"{name}: mean difference, {signed.window}",
-            size,
-            signed.floor,
-            not (signed.found and size > signed.floor),
-            f"at most, unless it has no lasting sign; {words}",
-        )
-    )
+    what = tr("{metric}: mean difference, {window}", metric=name, window=signed.window)
+    note = tr("at most, unless it has no lasting sign; noise explains it")
+    if signed.found:
+        note = tr("at most, unless it has no lasting sign; noise does not explain it")
+    checks.append(Check(what, size, signed.floor, not (signed.found and size > signed.floor), note))
     return checks
 
 
 def _together(name: str, found: Apart, state: State) -> str:
-    how = f"{name} is {100 * found.mean_absolute:.2g} hundredths apart on average"
-    if found.change_correlation is not None:
-        how += f", changes correlate {found.change_correlation:.5f}"
+    distance, correlation = 100 * found.mean_absolute, found.change_correlation
+    how = tr("{metric} is {distance:.2g} hundredths apart on average", metric=name, distance=distance)
+    if correlation is not None:
+        how = tr(
+            "{metric} is {distance:.2g} hundredths apart on average, changes correlate {correlation:.5f}",
+            metric=name,
+            distance=distance,
+            correlation=correlation,
+        )
     if state == "same":
-        return f"the curves agree ({how})"
-    return f"the curves are close ({how}), but small mistakes can be as close"
+        return tr("the curves agree ({how})", how=how)
+    return tr("the curves are close ({how}), but small mistakes can be as close", how=how)
 
 
 def _parting(name: str, found: Apart, limits: _Limits, signed: _Signed) -> tuple[str, tuple[str, ...]]:
     correlation = found.change_correlation
     if correlation is not None and correlation < min(thresholds.OTHER_DATA, limits.correlation):
-        words = f"{name} goes up and down at other steps (changes correlate {correlation:.2f})"
-        return words, ("other data, or another order of it",)
+        words = tr(
+            "{metric} goes up and down at other steps (changes correlate {correlation:.2f})",
+            metric=name,
+            correlation=correlation,
+        )
+        return words, (tr("other data, or another order of it"),)
     from_start = found.first * found.signed_mean > 0.5 * found.signed_mean**2
     causes = (_FROM_THE_START if from_start else _ONE_SIGN,)
     if signed.found and abs(signed.mean) > signed.floor:
-        side = "higher" if signed.mean > 0 else "lower"
-        return f"{name} is {abs(signed.mean):.2g} {side} throughout the {signed.window}", causes
-    where = f" part at step {found.parts_at}" if found.parts_at is not None else " do not agree"
-    how = f"{100 * found.mean_absolute:.2g} hundredths apart on average"
+        return _shifted(name, signed), causes
+    distance = 100 * found.mean_absolute
+    how = tr("{distance:.2g} hundredths apart on average", distance=distance)
     if correlation is not None:
-        how += f", changes correlate {correlation:.3f}"
-    return f"the curves of {name}{where} ({how})", causes
+        how = tr(
+            "{distance:.2g} hundredths apart on average, changes correlate {correlation:.3f}",
+            distance=distance,
+            correlation=correlation,
+        )
+    if found.parts_at is None:
+        return tr("the curves of {metric} do not agree ({how})", metric=name, how=how), causes
+    parting = tr(
+        "the curves of {metric} part at step {step} ({how})", metric=name, step=found.parts_at, how=how
+    )
+    return parting, causes
+
+
+def _shifted(metric: str, signed: _Signed) -> str:
+    size, window = abs(signed.mean), signed.window
+    if signed.mean > 0:
+        return tr(
+            "{metric} is {size:.2g} higher throughout the {window}", metric=metric, size=size, window=window
+        )
+    return tr("{metric} is {size:.2g} lower throughout the {window}", metric=metric, size=size, window=window)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from isotrain.language import tr
 from isotrain.parity import thresholds
 from isotrain.parity.published import kind_of
 from isotrain.parity.run import Run, common, section
 from isotrain.parity.statistics import correlation
 
 Pairing = Literal["paired", "free-running"]
+PAIRINGS: dict[Pairing, str] = {"paired": tr("paired"), "free-running": tr("free-running")}
 
 # What only runs that sample have in their logs, by their names in verl, OpenRLHF, TRL and isotrain.
 _SAMPLED = re.compile(

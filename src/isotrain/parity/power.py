@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity.effects import ALONE
 from isotrain.parity.run import section
 from isotrain.parity.statistics import Interval
@@ -22,13 +23,13 @@ _PACKAGED = "power.json"
 
 Evidence = Literal["logs", "reruns", "probes", "probes+reruns", "replay", "sampler", "dumps"]
 EVIDENCE: dict[Evidence, str] = {
-    "logs": "logs alone",
-    "reruns": "logs with reruns of the reference",
-    "probes": "probes of layers or operators",
-    "probes+reruns": "probes and reruns of the reference",
-    "replay": "probes in a replay of recorded responses",
-    "sampler": "drawn tokens",
-    "dumps": "statistics of dumped steps",
+    "logs": tr("logs alone"),
+    "reruns": tr("logs with reruns of the reference"),
+    "probes": tr("probes of layers or operators"),
+    "probes+reruns": tr("probes and reruns of the reference"),
+    "replay": tr("probes in a replay of recorded responses"),
+    "sampler": tr("drawn tokens"),
+    "dumps": tr("statistics of dumped steps"),
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity.compare import Comparison, compare
 from isotrain.parity.dumps import dump_levels
 from isotrain.parity.envelope import envelope_level, followed
@@ -30,7 +31,7 @@ from isotrain.recipe.difference import changes
 
 # What a member of an envelope may differ in besides execution: none of it is meant to change the training.
 _HARMLESS = (f"{PERTURBATION}:", f"{SPLIT}:", "seed:")
-_FREE_RUNNING = "each run sampled its own responses, which part by chance"
+_FREE_RUNNING = tr("each run sampled its own responses, which part by chance")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from isotrain.language import tr
 from isotrain.parity.statistics import Apart
 
 Kind = Literal["loss", "reward"]
@@ -61,10 +62,17 @@ def _percent_relative(found: Apart) -> float | None:
 
 
 RULES = (
-    Rule("verl: loss, mean absolute error", ("loss",), _percent_absolute, 2.0, "hundredths"),
-    Rule("verl: reward, mean absolute error", ("reward",), _percent_absolute, 4.0, "hundredths"),
-    Rule("OpenRLHF: mean absolute error", ("loss", "reward"), _percent_absolute, 2.0, "hundredths"),
-    Rule("accuracy guide: mean relative error", ("loss",), _percent_relative, 1.0, "% of the value", True),
+    Rule(tr("verl: loss, mean absolute error"), ("loss",), _percent_absolute, 2.0, tr("hundredths")),
+    Rule(tr("verl: reward, mean absolute error"), ("reward",), _percent_absolute, 4.0, tr("hundredths")),
+    Rule(tr("OpenRLHF: mean absolute error"), ("loss", "reward"), _percent_absolute, 2.0, tr("hundredths")),
+    Rule(
+        tr("accuracy guide: mean relative error"),
+        ("loss",),
+        _percent_relative,
+        1.0,
+        tr("% of the value"),
+        True,
+    ),
 )
 
 

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.language import tr
+
 Numbers = npt.NDArray[np.float64]
+ROLES = {"reference": tr("reference"), "candidate": tr("candidate")}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from isotrain.language import listed, tr
 from isotrain.parity.sources.score_tests import Estimate, Module, Record, read_score_tests
 
 State = Literal["as stated", "off", "not resolved", "unexplained"]
@@ -31,14 +32,14 @@ _RESOLVED = {"scale": 0.01, "base": 0.01, "gain": 0.01, "bias": 0.01, "epsilon":
 _LARGEST_REST = {"float32": 64.0, "bfloat16": 4.0, "float16": 4.0}
 
 _CALLED = {
-    ("attention", "scale"): "the attention scale",
-    ("norm", "epsilon"): "the norm's epsilon",
-    ("rotary", "base"): "the rotary base",
-    ("rotary", "gain"): "the gain of cosines and sines",
-    ("attention", "gain"): "the gain of the attention's output",
-    ("attention", "bias"): "the bias of the attention's output",
-    ("norm", "gain"): "the norm's gain",
-    ("norm", "bias"): "the norm's bias",
+    ("attention", "scale"): tr("the attention scale"),
+    ("norm", "epsilon"): tr("the norm's epsilon"),
+    ("rotary", "base"): tr("the rotary base"),
+    ("rotary", "gain"): tr("the gain of cosines and sines"),
+    ("attention", "gain"): tr("the gain of the attention's output"),
+    ("attention", "bias"): tr("the bias of the attention's output"),
+    ("norm", "gain"): tr("the norm's gain"),
+    ("norm", "bias"): tr("the norm's bias"),
 }
 
 
@@ -76,34 +77,59 @@ class Finding:
     def words(self) -> str:
         if self.stated_ratio != 1 and self.stated is not None:
             called, theirs = self._called, self.stated / self.stated_ratio
-            return (
-                f"{self.module}: {called} is {self.stated:.6g} by its config, {theirs:.6g} by the reference's"
+            return tr(
+                "{module}: {called} is {own:.6g} by its config, {theirs:.6g} by the reference's",
+                module=self.module,
+                called=called,
+                own=self.stated,
+                theirs=theirs,
             )
         if self.candidate.state == "off" or self.reference.state != "off":
             return self._told(self.candidate)
-        return f"{self._told(self.reference)} in the reference"
+        return tr("{told} in the reference", told=self._told(self.reference))
 
     @property
     def _called(self) -> str:
-        return _CALLED.get((self.kind, self.constant), f"the {self.constant}")
+        return _CALLED.get((self.kind, self.constant)) or tr("the {constant}", constant=self.constant)
 
     def _told(self, side: Side) -> str:
         if self.constant == "epsilon":
-            size = f"{1 + side.off:.3g} times what the config states"
+            size = tr("{ratio:.3g} times what the config states", ratio=1 + side.off)
             if self.stated is not None:
-                size = f"{(1 + side.off) * self.stated:.2g} in place of {self.stated:.2g}"
-            interval = f"{1 + side.low:.3g} to {1 + side.high:.3g} times"
+                found = (1 + side.off) * self.stated
+                size = tr("{found:.2g} in place of {stated:.2g}", found=found, stated=self.stated)
+            interval = tr("{low:.3g} to {high:.3g} times", low=1 + side.low, high=1 + side.high)
         else:
-            of = " of the output's size" if self.constant == "bias" else ""
-            direction = "too high" if side.off > 0 else "too low"
-            size = f"{_percent(abs(side.off))} %{of} {direction}"
+            size = self._share(_percent(abs(side.off)), too_high=side.off > 0)
             ends = (
                 sorted((abs(side.low), abs(side.high))) if side.low * side.high > 0 else (side.low, side.high)
             )
-            interval = f"{_percent(ends[0])} to {_percent(ends[1])} %"
+            interval = tr("{low} to {high} %", low=_percent(ends[0]), high=_percent(ends[1]))
         others = [_CALLED.get((self.kind, other), other) for other in side.confused]
-        doubt = f"; {' or '.join(others)} would explain it as well" if others else ""
-        return f"{self.module}: {self._called} is {size} (interval {interval}{doubt})"
+        if others:
+            interval = tr(
+                "{interval}; {others} would explain it as well",
+                interval=interval,
+                others=listed(others, " or "),
+            )
+        return tr(
+            "{module}: {called} is {size} (interval {interval})",
+            module=self.module,
+            called=self._called,
+            size=size,
+            interval=interval,
+        )
+
+    def _share(self, percent: str, *, too_high: bool) -> str:
+        if self.constant == "bias":
+            if too_high:
+                return tr("{percent} % of the output's size too high", percent=percent)
+            return tr("{percent} % of the output's size too low", percent=percent)
+        return (
+            tr("{percent} % too high", percent=percent)
+            if too_high
+            else tr("{percent} % too low", percent=percent)
+        )
 
 
 @dataclass(frozen=True)

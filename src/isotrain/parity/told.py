@@ -5,28 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from isotrain.parity.statistics import Apart
+from isotrain.language import tr
+from isotrain.parity.statistics import Apart, Interval
 
 
 def number(value: float | None) -> str:
     """Three digits; `-` for what is not known."""
     if value is None:
         return "-"
-    return f"{value:.3g}" if math.isfinite(value) else "not a number" if math.isnan(value) else "infinite"
+    if math.isfinite(value):
+        return f"{value:.3g}"
+    return tr("not a number") if math.isnan(value) else tr("infinite")
 
 
+def interval(one: Interval | None) -> str:
+    return "-" if one is None else tr("{low} to {high}", low=number(one.low), high=number(one.high))
+
+
+EFFECT_COLUMNS = (
+    tr("window"),
+    tr("reference"),
+    tr("candidate"),
+    tr("difference"),
+    tr("95 % interval"),
+    tr("margin"),
+)
 STATISTICS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
-    ("steps compared", lambda a: f"{a.steps:,}"),
-    ("mean absolute error, in hundredths", lambda a: number(100 * a.mean_absolute)),
-    ("mean relative error, in %", lambda a: number(a.mean_relative and 100 * a.mean_relative)),
-    ("first step", lambda a: number(a.first)),
-    ("largest (at step)", lambda a: f"{number(a.largest)} ({a.largest_at})"),
-    ("signed mean", lambda a: number(a.signed_mean)),
-    ("its 95 % interval", lambda a: f"{number(a.signed_interval.low)} to {number(a.signed_interval.high)}"),
-    ("the curves part at step", lambda a: "-" if a.parts_at is None else str(a.parts_at)),
+    (tr("steps compared"), lambda a: f"{a.steps:,}"),
+    (tr("mean absolute error, in hundredths"), lambda a: number(100 * a.mean_absolute)),
+    (tr("mean relative error, in %"), lambda a: number(a.mean_relative and 100 * a.mean_relative)),
+    (tr("first step"), lambda a: number(a.first)),
+    (tr("largest (at step)"), lambda a: f"{number(a.largest)} ({a.largest_at})"),
+    (tr("signed mean"), lambda a: number(a.signed_mean)),
+    (tr("its 95 % interval"), lambda a: interval(a.signed_interval)),
+    (tr("the curves part at step"), lambda a: "-" if a.parts_at is None else str(a.parts_at)),
     (
-        "correlation of changes",
+        tr("correlation of changes"),
         lambda a: "-" if a.change_correlation is None else f"{a.change_correlation:.4f}",
     ),
-    ("share of a flat line's error", lambda a: number(a.share_of_flat)),
+    (tr("share of a flat line's error"), lambda a: number(a.share_of_flat)),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from isotrain.language import listed
 from isotrain.parity.compare import Comparison
 from isotrain.parity.effects import Answer
 from isotrain.parity.levels import LEVELS, Level, not_run
@@ -87,7 +88,7 @@ def judge(comparison: Comparison, outcome: Outcome, found: Iterable[Level]) -> V
     levels = tuple(by_name.get(name) or not_run(name) for name in LEVELS)
     inputs = tuple(one.message for one in comparison.differences)
     broken = tuple(one.words for one in comparison.not_numbers if one.one_sided)
-    flat = tuple(f"{one.metric}: {one.reason}" for one in outcome.effects if one.reason)
+    flat = tuple(listed((one.metric, one.reason), ": ") for one in outcome.effects if one.reason)
     verdict = "different" if inputs or broken or flat else _computation(levels)
     if verdict == "same" and comparison.not_numbers:
         verdict = "inconclusive"

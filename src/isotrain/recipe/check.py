@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from isotrain.language import Message, listed, tr
 from isotrain.recipe import explain
 from isotrain.recipe.document import Document, Path, dotted
 from isotrain.recipe.fields import SectionType, field_at, may_be_null, merged, misplaced, tag, variants
@@ -100,12 +101,21 @@ class _Walk:
         """Name the sections that the chosen variant needs or has no use for."""
         for name, purpose in model.needs.items():
             if not self.is_there((name,)):
-                self.missing.append(((name,), f"{name!r} is missing; {by} needs it {purpose}"))
+                self.missing.append(
+                    (
+                        (name,),
+                        tr("{name!r} is missing; {by} needs it {purpose}", name=name, by=by, purpose=purpose),
+                    )
+                )
         for name, reason in model.refuses.items():
             if self.is_there((name,)):
-                self.document.complain(
-                    (name,), f"{name!r} cannot be used with {by}, which {reason}; remove it"
+                text = tr(
+                    "{name!r} cannot be used with {by}, which {reason}; remove it",
+                    name=name,
+                    by=by,
+                    reason=reason,
                 )
+                self.document.complain((name,), text)
 
     def unknown(self, path: Path, value: Any, known: list[str]) -> None:
         name = dotted(path)
@@ -168,7 +178,7 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails], su
             text = explain.wrong_item(path, index, value[index], spelling.get(item), info)
             document.complain(item, text)
         if not indices and by_index[None]["type"] == "value_error":
-            document.complain(path, f"{dotted(path)!r}: {_own_words(by_index[None])}")
+            document.complain(path, listed((repr(dotted(path)), *_own_words(by_index[None])), ": "))
         elif not indices:
             document.complain(path, explain.wrong_value(path, value, spelling.get(path), info))
 
@@ -176,16 +186,21 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails], su
 def _note_section(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:
     """Rules between the fields of a section, one a line, each at its first field that was written."""
     rejected = frozenset(document.rejected)
-    for text in _own_words(details).splitlines():
+    for text in _own_words(details):
         named: list[Path] = [(*path, *words.split(".")) for words in re.findall(r"\w+(?:\.\w+)*", text)]
         place = next((candidate for candidate in named if candidate in document.places), path)
         # A rule that a misspelled key breaks holds once the key is corrected.
         if not any(candidate in rejected or dotted(candidate) in suggested for candidate in named):
-            document.complain(place, f"{dotted(path)}: {text}" if path else text)
+            document.complain(place, listed((dotted(path), text), ": ") if path else text)
 
 
-def _own_words(details: ErrorDetails) -> str:
-    return details["msg"].removeprefix("Value error, ")
+def _own_words(details: ErrorDetails) -> list[str]:
+    """What a validator of ours said, a line each."""
+    error = details.get("ctx", {}).get("error")
+    words = error.args[0] if isinstance(error, ValueError) else None
+    if isinstance(words, Message):
+        return list(words.parts) or [words]
+    return details["msg"].removeprefix("Value error, ").splitlines()
 
 
 def _locate(document: Document, model: SectionType, details: ErrorDetails) -> tuple[Path, int | None]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from isotrain.errors import RecipeError
+from isotrain.language import Message, listed, tr
 
 Path = tuple[str | int, ...]
 
@@ -62,8 +63,12 @@ class Problem:
     text: str
     path: Path = ()
 
+    @property
+    def words(self) -> str:
+        return listed((self.place.label, self.text), ": ")
+
     def __str__(self) -> str:
-        return f"{self.place.label}: {self.text}"
+        return str(self.words)
 
 
 @dataclass
@@ -110,8 +115,19 @@ def dotted(path: Path) -> str:
 def named(path: Path) -> str:
     """A path as sentences call it: `'optimizer.lr'`, or `item 1 of 'optimizer.betas'`."""
     if path and isinstance(path[-1], int):
-        return f"item {path[-1] + 1} of {dotted(path[:-1])!r}"
+        return tr("item {number} of {name!r}", number=path[-1] + 1, name=dotted(path[:-1]))
     return repr(dotted(path))
+
+
+def error_at(where: str, text: str) -> RecipeError:
+    return RecipeError(listed((where, text), ": "))
+
+
+def without_place(error: RecipeError) -> str:
+    """What an `error_at` says."""
+    (message,) = error.args
+    assert isinstance(message, Message)
+    return message.parts[-1]
 
 
 def parse(text: str, source: str, override: int | None = None, root: Path = ()) -> Document:
@@ -121,20 +137,22 @@ def parse(text: str, source: str, override: int | None = None, root: Path = ()) 
     """
     document = Document(source)
     if len(text) > MAX_CHARACTERS:
-        raise RecipeError(f"{source}: longer than {MAX_CHARACTERS // 1024} KiB; is this a recipe?")
+        raise error_at(source, tr("longer than {size} KiB; is this a recipe?", size=MAX_CHARACTERS // 1024))
     reader = _Reader(document, override)
     try:
         reader.check_events(text)
         node = yaml.compose(text, Loader=RecipeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise RecipeError(f"{reader.point(mark)}: not valid YAML: {_in_our_words(error)}") from None
+        text = tr("not valid YAML: {problem}", problem=_in_our_words(error))
+        raise error_at(reader.point(mark), text) from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         where = source if override is not None else f"{source}:{line}:{column}"
         code = ord(error.character) if isinstance(error.character, str) else error.character
-        raise RecipeError(f"{where}: not valid YAML: the character U+{code:04X} is not allowed") from None
+        text = tr("not valid YAML: the character U+{code:04X} is not allowed", code=code)
+        raise error_at(where, text) from None
     if node is not None:
         document.values = reader.value(node, root)
     return document
@@ -183,19 +201,25 @@ class _Reader:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    raise RecipeError(f"{where}: a second document starts here; a recipe is one document")
+                    raise error_at(where, tr("a second document starts here; a recipe is one document"))
             elif isinstance(event, yaml.CollectionStartEvent):
                 depth += 1
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
             if depth > MAX_DEPTH:
-                raise RecipeError(f"{where}: nested more than {MAX_DEPTH} levels deep; is this a recipe?")
+                text = tr("nested more than {depth} levels deep; is this a recipe?", depth=MAX_DEPTH)
+                raise error_at(where, text)
             if getattr(event, "anchor", None) is not None:
-                hint = "write the value out, or put text that starts with '*' or '&' in quotes"
-                raise RecipeError(f"{where}: recipes have no anchors and aliases ('&name', '*name'); {hint}")
+                text = tr(
+                    "recipes have no anchors and aliases ('&name', '*name'); write the value out, or put "
+                    "text that starts with '*' or '&' in quotes"
+                )
+                raise error_at(where, text)
             if getattr(event, "tag", None) is not None:
-                hint = "leave it out, or put text that starts with '!' in quotes"
-                raise RecipeError(f"{where}: recipes have no tags ('!name'); {hint}")
+                text = tr(
+                    "recipes have no tags ('!name'); leave it out, or put text that starts with '!' in quotes"
+                )
+                raise error_at(where, text)
 
     def value(self, node: yaml.Node, path: Path) -> Any:
         self.document.places.setdefault(path, self.place(node))
@@ -213,14 +237,19 @@ class _Reader:
         for key_node, value_node in node.value:
             place = self.place(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
-                self.document.problems.append(Problem(place, "a key is a list or a section; expected a name"))
+                text = tr("a key is a list or a section; expected a name")
+                self.document.problems.append(Problem(place, text))
                 continue
             key = key_node.value
             here = (*path, key)
             if key in first:
-                line = first[key].start_mark.line + 1
-                before = "" if self.override is not None else f", first on line {line}"
-                text = f"key {dotted(here)!r} is given twice{before}; keep one"
+                text = tr("key {key!r} is given twice; keep one", key=dotted(here))
+                if self.override is None:
+                    text = tr(
+                        "key {key!r} is given twice, first on line {line}; keep one",
+                        key=dotted(here),
+                        line=first[key].start_mark.line + 1,
+                    )
                 self.document.problems.append(Problem(place, text))
                 continue
             first[key] = key_node
@@ -241,30 +270,38 @@ class _Reader:
             number = float(plain) if kind == "float" else math.inf
             if not math.isfinite(number):
                 shown = text if len(text) <= MAX_DIGITS else f"{text[:MAX_DIGITS]}..."
-                self.document.complain(path, f"{named(path)} is {shown}; expected an ordinary finite number")
+                wrong = tr(
+                    "{name} is {found}; expected an ordinary finite number", name=named(path), found=shown
+                )
+                self.document.complain(path, wrong)
             return number
         if any("\ud800" <= character <= "\udfff" for character in text):
-            self.document.complain(
-                path, f"{named(path)} contains a lone surrogate: remove this half character"
-            )
+            wrong = tr("{name} contains a lone surrogate: remove this half character", name=named(path))
+            self.document.complain(path, wrong)
         return str(text)
 
 
 def _in_our_words(error: yaml.MarkedYAMLError) -> str:
-    problem = error.problem or "it cannot be read"
+    problem = error.problem or tr("it cannot be read")
     if "'\\t'" in problem:
-        return "a tab where YAML needs spaces; indent with spaces"
+        return tr("a tab where YAML needs spaces; indent with spaces")
     if "mapping values are not allowed" in problem:
-        return "unexpected ':'; put text that contains ': ' in quotes, and check the indentation"
+        return tr("unexpected ':'; put text that contains ': ' in quotes, and check the indentation")
     if "could not find expected ':'" in problem:
-        return "a key without ':'; write 'key: value'"
+        return tr("a key without ':'; write 'key: value'")
     if "cannot start any token" in problem:
-        return f"{problem}; put text that starts with it in quotes"
+        return tr("{problem}; put text that starts with it in quotes", problem=problem)
     if "<stream end>" in problem or "end of stream" in problem:
-        line = f", opened on line {error.context_mark.line + 1}," if error.context_mark else ""
-        return f"a bracket or quote{line} is not closed"
+        if error.context_mark is None:
+            return tr("a bracket or quote is not closed")
+        line = error.context_mark.line + 1
+        return tr("a bracket or quote, opened on line {line}, is not closed", line=line)
     if any(word in (error.context or "") for word in ("an alias", "an anchor", "a tag", "a directive")):
-        return "put text that starts with '*', '&', '!' or '%' in quotes"
+        return tr("put text that starts with '*', '&', '!' or '%' in quotes")
     if "but found" in problem and error.context:
-        return f"{error.context}: {problem}; check the indentation and the brackets"
+        return tr(
+            "{context}: {problem}; check the indentation and the brackets",
+            context=error.context,
+            problem=problem,
+        )
     return problem

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from isotrain.language import tr
 from isotrain.recipe.section import Affects, Section
 
 _IN_FILE = r"^[^:\x00]+\.py:[A-Za-z_]\w*$"
@@ -67,9 +68,9 @@ class AgentSection(EpisodeSection):
     @model_validator(mode="after")
     def _one_of_them(self) -> AgentSection:
         if sum(choice is not None for choice in (self.path, self.command, self.verifiers)) != 1:
-            raise ValueError("one of path, command and verifiers is needed, such as path: agent.py:run")
+            raise ValueError(tr("one of path, command and verifiers is needed, such as path: agent.py:run"))
         if self.arguments and self.verifiers is None:
-            raise ValueError("arguments are for verifiers: name an environment there, or remove them")
+            raise ValueError(tr("arguments are for verifiers: name an environment there, or remove them"))
         return self
 
 

@@ -9,16 +9,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from isotrain.language import listed, tr
 from isotrain.recipe.section import Affects, Section
 
 SectionType = type[Section]
 
 _PATTERNS = {
-    r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": "of letters, digits and . _ + -, starting with a letter or digit",
-    r"^[^:\x00]+\.py:[A-Za-z_]\w*$": "of the form FILE.py:FUNCTION",
-    r"^(bubblewrap|https?://[^\s/@?#:]+(:\d{1,5})?(/[^\s?#]*)?)$": "that is http://HOST:PORT or bubblewrap",
-    r"^[A-Za-z0-9][\w./@-]*$": "of letters, digits and . _ / @ -, starting with a letter or digit",
-    r"^(auto|local|[^/\s]+:\d+)$": "of the form HOST:PORT (a ray:// client does not work), local or auto",
+    r"^[A-Za-z0-9][A-Za-z0-9._+-]*$": tr("of letters, digits and . _ + -, starting with a letter or digit"),
+    r"^[^:\x00]+\.py:[A-Za-z_]\w*$": tr("of the form FILE.py:FUNCTION"),
+    r"^(bubblewrap|https?://[^\s/@?#:]+(:\d{1,5})?(/[^\s?#]*)?)$": tr(
+        "that is http://HOST:PORT or bubblewrap"
+    ),
+    r"^[A-Za-z0-9][\w./@-]*$": tr("of letters, digits and . _ / @ -, starting with a letter or digit"),
+    r"^(auto|local|[^/\s]+:\d+)$": tr("of the form HOST:PORT (a ray:// client does not work), local or auto"),
 }
 
 
@@ -139,27 +142,29 @@ def field_at(model: SectionType, path: Sequence[str | int], values: Any) -> Fiel
 
 def expected(info: FieldInfo) -> str:
     """What a field takes, in plain words: `a whole number, at least 1, or null`."""
-    words = [in_words(option) for option in options(info.annotation) if option is not type(None)]
-    text = " or ".join(words)
+    text = listed(
+        [in_words(option) for option in options(info.annotation) if option is not type(None)], " or "
+    )
     pattern = next((item.pattern for item in info.metadata if getattr(item, "pattern", None)), None)
     if pattern:
-        text += f" {_PATTERNS.get(pattern, f'matching {pattern}')}"
+        form = _PATTERNS.get(pattern) or tr("matching {pattern}", pattern=pattern)
+        text = tr("{text} {form}", text=text, form=form)
     limits = _limits(info)
     if limits:
-        text += f", {limits}"
+        text = tr("{text}, {limits}", text=text, limits=listed(limits, " and "))
     if may_be_null(info.annotation):
-        text += ", or null"
+        text = tr("{text}, or null", text=text)
     return text
 
 
 def in_words(annotation: Any, plural: bool = False) -> str:
     """One member of a union in plain words."""
     simple = {
-        bool: ("true or false", "true or false values"),
-        int: ("a whole number", "whole numbers"),
-        float: ("a number", "numbers"),
-        str: ("text", "texts"),
-        dict: ("a section", "sections"),
+        bool: (tr("true or false"), tr("true or false values")),
+        int: (tr("a whole number"), tr("whole numbers")),
+        float: (tr("a number"), tr("numbers")),
+        str: (tr("text"), tr("texts")),
+        dict: (tr("a section"), tr("sections")),
     }
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -168,25 +173,24 @@ def in_words(annotation: Any, plural: bool = False) -> str:
         return simple[annotation][plural]
     if origin is Literal:
         choices = ", ".join(repr(choice) for choice in args)
-        return choices if plural or len(args) == 1 else f"one of {choices}"
+        return choices if plural or len(args) == 1 else tr("one of {choices}", choices=choices)
     if origin is list:
-        return f"a list of {in_words(args[0], plural=True)}"
+        return tr("a list of {items}", items=in_words(args[0], plural=True))
     if origin is tuple:
-        return f"a list of {len(args)} {in_words(args[0], plural=True)}"
+        return tr("a list of {count} {items}", count=len(args), items=in_words(args[0], plural=True))
     if origin in (Union, types.UnionType):
-        return " or ".join(in_words(option, plural) for option in args)
-    return "sections" if plural else "a section"
+        return listed([in_words(option, plural) for option in args], " or ")
+    return simple[dict][plural]
 
 
-def _limits(info: FieldInfo) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    limits = [
-        f"{word} {getattr(item, name)}"
-        for item in info.metadata
-        for name, word in words.items()
-        if getattr(item, name, None) is not None
+def _limits(info: FieldInfo) -> list[str]:
+    def given(name: str) -> list[Any]:
+        return [value for item in info.metadata if (value := getattr(item, name, None)) is not None]
+
+    return [
+        *(tr("at least {limit}", limit=limit) for limit in given("ge")),
+        *(tr("above {limit}", limit=limit) for limit in given("gt")),
+        *(tr("at most {limit}", limit=limit) for limit in given("le")),
+        *(tr("below {limit}", limit=limit) for limit in given("lt")),
+        *(tr("not shorter than {limit}", limit=limit) for limit in given("min_length")[:1] if limit),
     ]
-    shortest = next((item.min_length for item in info.metadata if getattr(item, "min_length", None)), None)
-    if shortest:
-        limits.append(f"not shorter than {shortest}")
-    return " and ".join(limits)

@@ -8,6 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from isotrain.errors import RecipeError
+from isotrain.language import tr
 from isotrain.recipe import document
 from isotrain.recipe.load import read_source
 
@@ -39,8 +40,17 @@ def find(name: str) -> Path:
     if name in names:
         return names[name]
     near = get_close_matches(name[:100], names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
-    raise RecipeError(f"no recipe called {name!r} comes with isotrain; {hint}")
+    raise RecipeError(_no_such(name, near[0] if near else None, list(names)))
+
+
+def _no_such(name: str, near: str | None, names: list[str]) -> str:
+    if near is not None:
+        return tr(
+            "no recipe called {name!r} comes with isotrain; did you mean {near!r}?", name=name, near=near
+        )
+    return tr(
+        "no recipe called {name!r} comes with isotrain; there are: {names}", name=name, names=", ".join(names)
+    )
 
 
 def read(name: str) -> str:
@@ -57,7 +67,8 @@ def locate(given: str) -> Path:
     try:
         return find(given)
     except RecipeError as error:
-        raise RecipeError(f"{given}: no such file, and {error}") from None
+        (reason,) = error.args
+        raise RecipeError(tr("{path}: no such file, and {reason}", path=given, reason=reason)) from None
 
 
 def _info(path: Path) -> RecipeInfo:

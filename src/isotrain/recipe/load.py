@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from isotrain.errors import RecipeError
+from isotrain.language import listed, tr
 from isotrain.recipe import document as documents
 from isotrain.recipe.check import check
-from isotrain.recipe.document import Document, Place, Problem
+from isotrain.recipe.document import Document, Place, Problem, error_at, without_place
 from isotrain.recipe.fields import section_paths
 from isotrain.recipe.schema import Recipe
 
@@ -30,28 +31,32 @@ def read_source(path: Path, longest: int = documents.MAX_CHARACTERS) -> str:
             # One byte more than is allowed, so that a device file or a model file given by mistake ends here.
             data = file.read(longest + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file; `isotrain recipes` lists recipes to start from") from None
+        text = tr("no such file; `isotrain recipes` lists recipes to start from")
+        raise error_at(str(path), text) from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+        raise error_at(str(path), tr("cannot be read: {error}", error=error.strerror)) from None
     if len(data) > longest:
-        raise RecipeError(f"{path}: longer than {longest // 1024} KiB; is this a recipe?")
+        raise error_at(str(path), tr("longer than {size} KiB; is this a recipe?", size=longest // 1024))
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise RecipeError(f"{path}:{line}:{column}: not UTF-8 text; save the file as UTF-8") from None
+        text = tr("not UTF-8 text; save the file as UTF-8")
+        raise error_at(f"{path}:{line}:{column}", text) from None
 
 
 def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in `text`; `source` is its name in messages."""
     document = documents.parse(text, source)
     if document.values is None:
-        raise RecipeError(f"{source}:1:1: the recipe is empty; `isotrain recipes tiny-sft` prints one")
+        empty = tr("the recipe is empty; `isotrain recipes tiny-sft` prints one")
+        raise error_at(f"{source}:1:1", empty)
     if not isinstance(document.values, dict):
-        kind = "a list" if isinstance(document.values, list) else "a single value"
+        kind = tr("a list") if isinstance(document.values, list) else tr("a single value")
         where = document.places[()].label
-        raise RecipeError(f"{where}:1: the file is {kind}; a recipe has 'key: value' lines")
+        wrong = tr("the file is {kind}; a recipe has 'key: value' lines", kind=kind)
+        raise error_at(f"{where}:1", wrong)
     for number, override in enumerate(overrides):
         _apply(document, override, number)
     return _checked(document)
@@ -87,9 +92,9 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path}: not a resolved recipe: {error}") from None
+        raise error_at(str(path), tr("not a resolved recipe: {error}", error=error)) from None
     if not isinstance(values, dict):
-        raise RecipeError(f"{path}: not a resolved recipe: expected a JSON object")
+        raise error_at(str(path), tr("not a resolved recipe: expected a JSON object"))
     return check_values(values, str(path), overrides)
 
 
@@ -110,33 +115,34 @@ def _checked(document: Document) -> Recipe:
     if recipe is not None:
         return recipe
     problems = sorted(document.problems, key=lambda problem: problem.place.order)
-    lines = [str(problem) for problem in problems[:_SHOWN_PROBLEMS]]
+    lines = [problem.words for problem in problems[:_SHOWN_PROBLEMS]]
     if len(problems) > len(lines):
-        lines.append(f"... and {len(problems) - len(lines)} more problems")
-    raise RecipeError("\n".join(lines))
+        lines.append(tr("... and {count} more problems", count=len(problems) - len(lines)))
+    raise RecipeError(listed(lines, "\n"))
 
 
 def _apply(document: Document, override: str, number: int) -> None:
     """Put the value of one `a.b=c` in its place; later overrides win."""
     key, equals, text = override.partition("=")
     # A URL that is refused because of the password in it must not be printed.
-    label = f"override {f'{key}=***' if 'checkpoint_storage' in override else override!r}"
+    shown = f"{key}=***" if "checkpoint_storage" in override else override
+    label = tr("override {override!r}", override=shown)
     place = Place((1, number, 0), label)
     parts = key.strip().split(".")
     if not equals or not all(parts) or key.startswith(("+", "-", "~")):
-        text = "expected key=value, for example optimizer.lr=1e-4"
+        text = tr("expected key=value, for example optimizer.lr=1e-4")
         document.problems.append(Problem(place, text))
         return
     try:
         value = documents.parse(text, label, number, root=tuple(parts))
     except RecipeError as error:
-        document.problems.append(Problem(place, str(error).removeprefix(f"{label}: ")))
+        document.problems.append(Problem(place, without_place(error)))
         return
     if value.values is None and not value.spelling.get(tuple(parts)):
-        hint = f"write {key}=null for no value, or {key}='\"\"' for empty text"
+        text = tr("nothing after '='; write {key}=null for no value, or {key}='\"\"' for empty text", key=key)
         if key.strip() in section_paths(Recipe):
-            hint = f"write '{key}={{}}' for all defaults"
-        document.problems.append(Problem(place, f"nothing after '='; {hint}"))
+            text = tr("nothing after '='; write '{key}={{}}' for all defaults", key=key)
+        document.problems.append(Problem(place, text))
         return
     _put(document, parts, value, place)
 
@@ -150,7 +156,7 @@ def _put(document: Document, parts: list[str], value: Document, place: Place) ->
             document.places.setdefault(path[:depth], place)
         inside = inside[part]
         if not isinstance(inside, dict):
-            text = f"{documents.dotted(path[:depth])!r} holds a value, not a section"
+            text = tr("{name!r} holds a value, not a section", name=documents.dotted(path[:depth]))
             document.problems.append(Problem(place, text))
             return
     document.forget(path)

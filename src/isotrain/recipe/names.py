@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 
+from isotrain.language import tr
 from isotrain.recipe.fields import SectionType, leaves, section_paths
 
 # What scripts of verl, OpenRLHF and TRL call our fields, where the spelling alone does not lead there. Looked
@@ -102,29 +103,29 @@ OTHER_NAMES = {name: field for field, names in _OTHERS.items() for name in names
 
 # Notes for names that do not map to one field with the same meaning. Looked up likewise.
 NOTES = {
-    "beta": "Also set 'algorithm.kl.place: loss'.",
-    "clip_ratio": "Above, it is 'algorithm.loss.clip_ratio_high'.",
-    "colocate_all_models": "Write 'placement: colocated'.",
-    "eps_clip_low_high": "Above, it is 'algorithm.loss.clip_ratio_high'.",
-    "epsilon": "Above, it is 'algorithm.loss.clip_ratio_high'.",
-    "generation_batch_size": "It counts prompts, not responses.",
-    "importance_sampling_level": "For sequences, write 'name: gspo'.",
-    "kl_loss_type": "low_var_kl is 'k3', kl is 'k1', mse is 'k2'.",
-    "kl_penalty": "low_var_kl is 'k3', kl is 'k1', mse is 'k2'.",
-    "loss_scale_factor": "'aggregation: seq-mean-token-sum-norm' divides by it.",
-    "loss_type": "docs/algorithms.md lists TRL's names.",
-    "micro_batch_size": "It counts tokens, not samples.",
-    "micro_batch_size_per_gpu": "It counts tokens, not samples.",
-    "micro_rollout_batch_size": "It counts tokens, not samples.",
-    "micro_train_batch_size": "It counts tokens, not samples.",
-    "partial_rollout": "Also set 'rollout.staleness' to 1 or more.",
-    "per_device_train_batch_size": "It counts tokens, not samples.",
-    "n_gpus_per_node": "For online algorithms it counts the devices of all machines.",
-    "nnodes": "It counts devices: for online algorithms write those of all machines together.",
-    "scale_rewards": "It takes true or false.",
-    "use_kl_in_reward": "Write 'place: reward'.",
-    "use_kl_loss": "Write 'place: loss'.",
-    "use_vllm": "Write 'engine: vllm'.",
+    "beta": tr("Also set 'algorithm.kl.place: loss'."),
+    "clip_ratio": tr("Above, it is 'algorithm.loss.clip_ratio_high'."),
+    "colocate_all_models": tr("Write 'placement: colocated'."),
+    "eps_clip_low_high": tr("Above, it is 'algorithm.loss.clip_ratio_high'."),
+    "epsilon": tr("Above, it is 'algorithm.loss.clip_ratio_high'."),
+    "generation_batch_size": tr("It counts prompts, not responses."),
+    "importance_sampling_level": tr("For sequences, write 'name: gspo'."),
+    "kl_loss_type": tr("low_var_kl is 'k3', kl is 'k1', mse is 'k2'."),
+    "kl_penalty": tr("low_var_kl is 'k3', kl is 'k1', mse is 'k2'."),
+    "loss_scale_factor": tr("'aggregation: seq-mean-token-sum-norm' divides by it."),
+    "loss_type": tr("docs/algorithms.md lists TRL's names."),
+    "micro_batch_size": tr("It counts tokens, not samples."),
+    "micro_batch_size_per_gpu": tr("It counts tokens, not samples."),
+    "micro_rollout_batch_size": tr("It counts tokens, not samples."),
+    "micro_train_batch_size": tr("It counts tokens, not samples."),
+    "partial_rollout": tr("Also set 'rollout.staleness' to 1 or more."),
+    "per_device_train_batch_size": tr("It counts tokens, not samples."),
+    "n_gpus_per_node": tr("For online algorithms it counts the devices of all machines."),
+    "nnodes": tr("It counts devices: for online algorithms write those of all machines together."),
+    "scale_rewards": tr("It takes true or false."),
+    "use_kl_in_reward": tr("Write 'place: reward'."),
+    "use_kl_loss": tr("Write 'place: loss'."),
+    "use_vllm": tr("Write 'engine: vllm'."),
 }
 
 # What they call the values of our fields.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from isotrain.language import listed, tr
 from isotrain.recipe.environment import (
     AgentSection,
     EnvironmentRewardSection,
@@ -63,7 +64,7 @@ class KlSection(Section):
     @model_validator(mode="after")
     def _only_rewards_adapt(self) -> KlSection:
         if self.controller == "adaptive" and self.place != "reward":
-            raise ValueError("controller: adaptive needs place: reward: set it, or use controller: fixed")
+            raise ValueError(tr("controller: adaptive needs place: reward: set it, or use controller: fixed"))
         return self
 
 
@@ -81,12 +82,19 @@ class RolloutCorrectionSection(Section):
     def _some_weights_are_inside(self) -> RolloutCorrectionSection:
         if self.lower is not None and self.lower >= self.upper:
             raise ValueError(
-                f"lower ({self.lower:g}) must be below upper ({self.upper:g}): lower it, or raise upper"
+                tr(
+                    "lower ({lower:g}) must be below upper ({upper:g}): lower it, or raise upper",
+                    lower=self.lower,
+                    upper=self.upper,
+                )
             )
         if self.mode == "mask" and self.lower is None and self.upper <= 1:
             raise ValueError(
-                f"upper ({self.upper:g}) masks every token with mode: mask, where lower is 1 / upper: "
-                "raise it above 1, or set lower"
+                tr(
+                    "upper ({upper:g}) masks every token with mode: mask, where lower is 1 / upper: raise "
+                    "it above 1, or set lower",
+                    upper=self.upper,
+                )
             )
         return self
 
@@ -118,8 +126,8 @@ class OnlineSection(Section):
     """Fields that all online algorithms share."""
 
     needs: ClassVar[Mapping[str, str]] = {
-        "rollout": "to sample responses: write 'rollout: {n: 4}'",
-        "reward": "to score responses: write 'reward: {gsm8k: {}}'",
+        "rollout": tr("to sample responses: write 'rollout: {{n: 4}}'"),
+        "reward": tr("to score responses: write 'reward: {{gsm8k: {{}}}}'"),
     }
     conventions: ClassVar[tuple[str, ...]] = ("verl", "openrlhf", "trl")
     """The frameworks that have this algorithm."""
@@ -149,8 +157,13 @@ class OnlineSection(Section):
     def _the_framework_has_it(self) -> OnlineSection:
         if self.convention not in self.conventions:
             raise ValueError(
-                f"convention ({self.convention}) names a framework that does not have {self.name}: "
-                f"write {' or '.join(self.conventions)}"
+                tr(
+                    "convention ({convention}) names a framework that does not have {name}: "
+                    "write {conventions}",
+                    convention=self.convention,
+                    name=self.name,
+                    conventions=listed(self.conventions, " or "),
+                )
             )
         return self
 
@@ -232,7 +245,10 @@ class ValidationSection(Section):
     def _greedy_or_sampled(cls, value: float) -> float:
         if 0 < value < COLDEST:
             raise ValueError(
-                f"between 0 and {COLDEST}, which engines change silently; write 0 for greedy responses"
+                tr(
+                    "between 0 and {coldest}, which engines change silently; write 0 for greedy responses",
+                    coldest=COLDEST,
+                )
             )
         return value
 
@@ -430,7 +446,9 @@ class RewardSection(Section):
     def _one_at_least(self) -> RewardSection:
         names = ("gsm8k", "math", "code", "function", "plugin", "model", "process", "environment")
         if not any(getattr(self, name) for name in names):
-            raise ValueError(f"no reward is set; add one of {', '.join(names)}, such as gsm8k: {{}}")
+            raise ValueError(
+                tr("no reward is set; add one of {names}, such as gsm8k: {{}}", names=", ".join(names))
+            )
         return self
 
     @property

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from isotrain.language import tr
 from isotrain.recipe.section import OfflineSection
 
 Kind = Literal["pairs", "responses", "steps"]
@@ -44,9 +45,9 @@ class DpoSection(PreferenceSection):
     @model_validator(mode="after")
     def _only_what_the_loss_has(self) -> DpoSection:
         if self.label_smoothing and self.loss not in ("sigmoid", "simpo"):
-            raise ValueError(f"label_smoothing cannot be used with loss {self.loss}: remove it")
+            raise ValueError(tr("label_smoothing cannot be used with loss {loss}: remove it", loss=self.loss))
         if self.length_averaged and self.loss not in ("sigmoid", "ipo"):
-            raise ValueError(f"length_averaged cannot be used with loss {self.loss}: remove it")
+            raise ValueError(tr("length_averaged cannot be used with loss {loss}: remove it", loss=self.loss))
         return self
 
 
@@ -83,7 +84,7 @@ class RmSection(PreferenceSection):
     @model_validator(mode="after")
     def _logexp_has_no_margin(self) -> RmSection:
         if self.margins and self.loss == "logexp":
-            raise ValueError("margins need loss: sigmoid: set it, or remove margins")
+            raise ValueError(tr("margins need loss: sigmoid: set it, or remove margins"))
         return self
 
 
@@ -111,7 +112,7 @@ class PrmSection(PreferenceSection):
         names = ("good_token", "bad_token", "vocabulary")
         given = [name for name in names if getattr(self, name) != fields[name].default]
         if self.head == "classifier" and given:
-            raise ValueError(f"{given[0]} needs head: tokens; remove it")
+            raise ValueError(tr("{name} needs head: tokens; remove it", name=given[0]))
         return self
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from isotrain.language import listed, tr
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, RewardSection, RolloutSection
 from isotrain.recipe.preference import DpoSection, Preference, RmSection
 from isotrain.recipe.rules import broken_rules
@@ -40,19 +41,26 @@ class MeshSection(Section):
     def problem(self, ranks: int) -> str | None:
         """Why so many ranks do not form this mesh."""
         if ranks % (self.replicas * self.context):
-            return (
-                f"device.ranks ({ranks}) cannot be divided by device.mesh.replicas ({self.replicas}) times "
-                f"device.mesh.context ({self.context}): change one of the three"
+            return tr(
+                "device.ranks ({ranks}) cannot be divided by device.mesh.replicas ({replicas}) times "
+                "device.mesh.context ({context}): change one of the three",
+                ranks=ranks,
+                replicas=self.replicas,
+                context=self.context,
             )
         if ranks % self.expert:
-            return (
-                f"device.ranks ({ranks}) cannot be divided by device.mesh.expert ({self.expert}): change one "
-                "of the two"
+            return tr(
+                "device.ranks ({ranks}) cannot be divided by device.mesh.expert ({expert}): change "
+                "one of the two",
+                ranks=ranks,
+                expert=self.expert,
             )
         if self.expert > 1 and self.replicas > 1:
-            return (
-                f"device.mesh.expert ({self.expert}) cannot be used with device.mesh.replicas "
-                f"({self.replicas}): set one of them to 1"
+            return tr(
+                "device.mesh.expert ({expert}) cannot be used with device.mesh.replicas ({replicas}): "
+                "set one of them to 1",
+                expert=self.expert,
+                replicas=self.replicas,
             )
         return None
 
@@ -135,7 +143,7 @@ class ModelSection(Section):
     def _layers_are_checkpointed(self) -> ModelSection:
         if self.offload.activations and not self.gradient_checkpointing:
             raise ValueError(
-                "offload.activations needs gradient_checkpointing: remove one of the two settings"
+                tr("offload.activations needs gradient_checkpointing: remove one of the two settings")
             )
         return self
 
@@ -169,8 +177,12 @@ class DataSection(Section):
     def _budget_holds_a_sample(self) -> DataSection:
         if self.tokens_per_micro_batch < self.max_length:
             raise ValueError(
-                f"tokens_per_micro_batch ({self.tokens_per_micro_batch}) is below "
-                f"max_length ({self.max_length}): raise it to at least {self.max_length}"
+                tr(
+                    "tokens_per_micro_batch ({tokens_per_micro_batch}) is below max_length "
+                    "({max_length}): raise it to at least {max_length}",
+                    tokens_per_micro_batch=self.tokens_per_micro_batch,
+                    max_length=self.max_length,
+                )
             )
         return self
 
@@ -268,7 +280,9 @@ class ObserveSection(Section):
     @model_validator(mode="after")
     def _traces_something(self) -> ObserveSection:
         if self.layer_trace_after and not self.layer_trace:
-            raise ValueError("layer_trace_after needs layer_trace: the number of steps to record after it")
+            raise ValueError(
+                tr("layer_trace_after needs layer_trace: the number of steps to record after it")
+            )
         return self
 
 
@@ -311,17 +325,31 @@ class Recipe(Section):
         name = self.algorithm.name
         for section, purpose in self.algorithm.needs.items():
             if getattr(self, section) is None:
-                raise ValueError(f"{section} is missing; {name} needs it {purpose}")
+                raise ValueError(
+                    tr(
+                        "{section} is missing; {name} needs it {purpose}",
+                        section=section,
+                        name=name,
+                        purpose=purpose,
+                    )
+                )
         for section, reason in self.algorithm.refuses.items():
             if getattr(self, section) is not None:
-                raise ValueError(f"{section} cannot be used with {name}, which {reason}; remove it")
+                raise ValueError(
+                    tr(
+                        "{section} cannot be used with {name}, which {reason}; remove it",
+                        section=section,
+                        name=name,
+                        reason=reason,
+                    )
+                )
         return self
 
     @model_validator(mode="after")
     def _online_sections_fit(self) -> Recipe:
         algorithm, rollout, reward = self.algorithm, self.rollout, self.reward
         if isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None:
-            problems = "\n".join(broken_rules(self, algorithm, rollout, reward))
+            problems = listed(broken_rules(self, algorithm, rollout, reward), "\n")
             if problems:
                 raise ValueError(problems)
         return self
@@ -332,8 +360,11 @@ class Recipe(Section):
         traced = "layer_trace" if observe.layer_trace else "operators" if observe.operators else None
         if traced and self.device.mesh.is_used:
             raise ValueError(
-                f"observe.{traced} records whole micro-batches and shards over all ranks: remove it, or set "
-                "device.mesh.context, device.mesh.replicas and device.mesh.expert to 1"
+                tr(
+                    "observe.{traced} records whole micro-batches and shards over all ranks: remove it, "
+                    "or set device.mesh.context, device.mesh.replicas and device.mesh.expert to 1",
+                    traced=traced,
+                )
             )
         return self
 
@@ -343,7 +374,11 @@ class Recipe(Section):
         data, longest = self.data, 2 * self.data.max_length
         if isinstance(self.algorithm, DpoSection | RmSection) and data.tokens_per_micro_batch < longest:
             raise ValueError(
-                f"data.tokens_per_micro_batch ({data.tokens_per_micro_batch}) must hold a pair, twice "
-                f"data.max_length: raise it to at least {longest}"
+                tr(
+                    "data.tokens_per_micro_batch ({tokens_per_micro_batch}) must hold a pair, twice "
+                    "data.max_length: raise it to at least {longest}",
+                    tokens_per_micro_batch=data.tokens_per_micro_batch,
+                    longest=longest,
+                )
             )
         return self

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from isotrain.language import tr
+
 _Section = TypeVar("_Section", bound="Section")  # `typing.Self` needs Python 3.11
 
 
@@ -75,7 +77,7 @@ class OfflineSection(Section):
     """An algorithm that learns from what is in its data."""
 
     refuses: ClassVar[Mapping[str, str]] = {
-        "rollout": "samples no responses",
-        "reward": "scores no responses",
-        "cluster": "runs without one",
+        "rollout": tr("samples no responses"),
+        "reward": tr("scores no responses"),
+        "cluster": tr("runs without one"),
     }

@@ -12,9 +12,10 @@ from isotrain.doctor.matrix import matrix
 from isotrain.doctor.npu_smi import is_number
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import order
+from isotrain.language import tr
 
 _MASK = "ASCEND_RT_VISIBLE_DEVICES"
-_MOUNTS = (
+_MOUNTS = tr(
     "start it with --device /dev/davinci0 (one per device) --device /dev/davinci_manager "
     "--device /dev/devmm_svm --device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver "
     "-v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
@@ -52,14 +53,18 @@ def _mask(scene: Scene) -> Iterator[Finding]:
         return
     parts = [part.strip() for part in text.split(",")]
     if not all(is_number(part) for part in parts):
-        problem = f"{_MASK}={text} is not a list of device numbers, so no device is visible"
-        remedy = f"export {_MASK}=0,1,... or unset it"
+        problem = tr(
+            "{mask}={text} is not a list of device numbers, so no device is visible", mask=_MASK, text=text
+        )
+        remedy = tr("export {mask}=0,1,... or unset it", mask=_MASK)
         yield Finding("mask-is-not-numbers", "error", problem, remedy)
         return
     numbers = [int(part) for part in parts]
     ascending = sorted(set(numbers))
     if numbers != ascending:
-        problem = f"{_MASK}={text} is not strictly ascending, so the device count is 0"
+        problem = tr(
+            "{mask}={text} is not strictly ascending, so the device count is 0", mask=_MASK, text=text
+        )
         remedy = f"export {_MASK}={','.join(map(str, ascending))}"
         yield Finding("mask-out-of-order", "error", problem, remedy)
     facts = scene.facts
@@ -68,10 +73,13 @@ def _mask(scene: Scene) -> Iterator[Finding]:
     if missing:
         # Containers count the devices that they were given from 0, whatever npu-smi calls them.
         counted = facts.container and max(numbers) < len(facts.npus)
-        problem = (
-            f"{_MASK}={text} names devices that this machine does not have: {', '.join(map(str, missing))}"
+        problem = tr(
+            "{mask}={text} names devices that this machine does not have: {missing}",
+            mask=_MASK,
+            text=text,
+            missing=", ".join(map(str, missing)),
         )
-        remedy = f"choose among {','.join(map(str, sorted(present)))}"
+        remedy = tr("choose among {devices}", devices=",".join(map(str, sorted(present))))
         yield Finding("mask-names-missing-devices", "warning" if counted else "error", problem, remedy)
     if scene.generation == "A3" and not missing and len(ascending) > 1:
         modules = {npu.number: npu.module for npu in scene.facts.npus}
@@ -81,49 +89,73 @@ def _mask(scene: Scene) -> Iterator[Finding]:
             if sum(modules[other] == modules[number] for other in ascending) == 1
         )
         if halves:
-            problem = (
-                f"{_MASK}={text} names one die of a module only ({', '.join(map(str, halves))}); "
-                "jobs on an A3 use whole modules"
+            problem = tr(
+                "{mask}={text} names one die of a module only ({dies}); jobs on an A3 use whole modules",
+                mask=_MASK,
+                text=text,
+                dies=", ".join(map(str, halves)),
             )
-            remedy = "name both dies of each module"
+            remedy = tr("name both dies of each module")
             yield Finding("half-modules", "warning", problem, remedy)
 
 
 def _npus(scene: Scene) -> Iterator[Finding]:
     facts = scene.facts
     if facts.npu_smi and "-8005" in facts.npu_smi:
-        problem = f"npu-smi has no permission to use the driver: {facts.npu_smi}"
-        remedy = "run as root or as a member of the group HwHiAiUser; in a container also mount the devices"
+        problem = tr("npu-smi has no permission to use the driver: {npu_smi}", npu_smi=facts.npu_smi)
+        remedy = tr(
+            "run as root or as a member of the group HwHiAiUser; in a container also mount the devices"
+        )
         yield Finding("no-permission-for-the-driver", "error", problem, remedy)
     elif facts.npu_smi:
-        problem = f"npu-smi fails: {facts.npu_smi}"
-        remedy = "check `dmesg` and the driver's installation (npu-smi info -t board -i 0)"
+        problem = tr("npu-smi fails: {npu_smi}", npu_smi=facts.npu_smi)
+        remedy = tr("check `dmesg` and the driver's installation (npu-smi info -t board -i 0)")
         yield Finding("npu-smi-fails", "error", problem, remedy)
     elif not facts.npus and not facts.npu_devices:
         inside = facts.container
-        problem = "no NPU is visible " + ("in this container" if inside else "on this machine")
-        remedy = _MOUNTS if inside else "install the driver and firmware, or use device.type=cpu"
+        problem = (
+            tr("no NPU is visible in this container") if inside else tr("no NPU is visible on this machine")
+        )
+        remedy = _MOUNTS if inside else tr("install the driver and firmware, or use device.type=cpu")
         yield Finding("no-npu-visible", "error", problem, remedy)
     elif facts.npu_smi is None and facts.driver is None:
-        problem = "device files exist, but npu-smi and the driver's directory are missing"
-        remedy = _MOUNTS if facts.container else "install the driver"
+        problem = tr("device files exist, but npu-smi and the driver's directory are missing")
+        remedy = _MOUNTS if facts.container else tr("install the driver")
         yield Finding("driver-not-mounted", "error", problem, remedy)
     mask = facts.variables.get(_MASK)
     used = None if mask is None else {part.strip() for part in mask.split(",")}
     for npu in facts.npus:
         if npu.health not in ("OK", "-") and (used is None or str(npu.number) in used):
-            problem = f"device {npu.number} ({npu.name}) reports {npu.health}"
-            remedy = f"leave it out of {_MASK}, and see npu-smi info -t health -i {npu.module}"
+            problem = tr(
+                "device {number} ({name}) reports {health}",
+                number=npu.number,
+                name=npu.name,
+                health=npu.health,
+            )
+            remedy = tr(
+                "leave it out of {mask}, and see npu-smi info -t health -i {module}",
+                mask=_MASK,
+                module=npu.module,
+            )
             yield Finding("unhealthy-device", "error", problem, remedy)
     if facts.npu_holders:
-        problem = f"other processes use devices: {', '.join(map(str, sorted(set(facts.npu_holders))))}"
-        remedy = f"wait for them, or choose free devices with {_MASK}"
+        problem = tr(
+            "other processes use devices: {devices}",
+            devices=", ".join(map(str, sorted(set(facts.npu_holders)))),
+        )
+        remedy = tr("wait for them, or choose free devices with {mask}", mask=_MASK)
         yield Finding("devices-in-use", "warning", problem, remedy)
     if facts.npus and scene.generation in (None, "A1", "inference only"):
         name = facts.npus[0].name
-        kind = f"{scene.generation} hardware" if scene.generation else "not in the matrix"
-        problem = f"{name} is {kind}: no published stack trains on it"
-        remedy = "expect problems; docs/stacks.md has the matrix"
+        if scene.generation:
+            problem = tr(
+                "{name} is {generation} hardware: no published stack trains on it",
+                name=name,
+                generation=scene.generation,
+            )
+        else:
+            problem = tr("{name} is not in the matrix: no published stack trains on it", name=name)
+        remedy = tr("expect problems; docs/stacks.md has the matrix")
         yield Finding("unknown-hardware", "warning", problem, remedy)
 
 
@@ -131,8 +163,12 @@ def _driver(scene: Scene) -> Iterator[Finding]:
     facts = scene.facts
     if facts.driver and facts.firmware and order(facts.driver) != order(facts.firmware):
         newer = max(facts.driver, facts.firmware, key=order)
-        problem = f"the driver is from release {facts.driver}, the firmware from {facts.firmware}"
-        remedy = f"install driver and firmware of the same release, such as {newer}"
+        problem = tr(
+            "the driver is from release {driver}, the firmware from {firmware}",
+            driver=facts.driver,
+            firmware=facts.firmware,
+        )
+        remedy = tr("install driver and firmware of the same release, such as {newer}", newer=newer)
         yield Finding("driver-and-firmware", "warning", problem, remedy)
     if not facts.driver or not facts.cann:
         return
@@ -144,8 +180,13 @@ def _driver(scene: Scene) -> Iterator[Finding]:
     # The driver of the newest stack that is not newer than this toolkit.
     wanted = max(published, key=order, default=None)
     if wanted and order(facts.driver) < order(wanted):
-        problem = f"stacks up to CANN {facts.cann} need driver {wanted}; this machine has {facts.driver}"
-        remedy = f"install driver {wanted} or newer on the host, or an older CANN"
+        problem = tr(
+            "stacks up to CANN {cann} need driver {wanted}; this machine has {driver}",
+            cann=facts.cann,
+            wanted=wanted,
+            driver=facts.driver,
+        )
+        remedy = tr("install driver {wanted} or newer on the host, or an older CANN", wanted=wanted)
         yield Finding("driver-older-than-cann", "warning", problem, remedy)
 
 
@@ -154,24 +195,31 @@ def _gpus(scene: Scene) -> Iterator[Finding]:
     torch = facts.packages.get("torch", "")
     if not facts.gpus:
         why = facts.nvidia_smi or (
-            "nvidia-smi is not installed" if facts.nvidia_smi is None else "it lists none"
+            tr("nvidia-smi is not installed") if facts.nvidia_smi is None else tr("it lists none")
         )
-        problem = f"no NVIDIA GPU is visible: {why}"
+        problem = tr("no NVIDIA GPU is visible: {why}", why=why)
         remedy = (
-            "start the container with --gpus all"
+            tr("start the container with --gpus all")
             if facts.container
-            else "install the driver, or use device.type=cpu"
+            else tr("install the driver, or use device.type=cpu")
         )
         yield Finding("no-gpu-visible", "error", problem, remedy)
         return
     if torch.endswith("+cpu"):
-        problem = f"torch {torch} is a CPU build"
-        remedy = f"pip install torch=={torch.removesuffix('+cpu')} (a CUDA build)"
+        problem = tr("torch {torch} is a CPU build", torch=torch)
+        remedy = tr("pip install torch=={version} (a CUDA build)", version=torch.removesuffix("+cpu"))
         yield Finding("cpu-build-of-torch", "error", problem, remedy)
     found = re.search(r"\+cu(\d{2})\d", torch)
     wanted = matrix().cuda_driver.get(found[1]) if found else None
     driver = facts.gpus[0].driver
     if found and wanted and Version(driver) < Version(wanted):
-        problem = f"torch {torch} needs driver {wanted} or newer; this machine has {driver}"
-        remedy = f"update the driver, or install a torch built for an older CUDA than {found[1]}"
+        problem = tr(
+            "torch {torch} needs driver {wanted} or newer; this machine has {driver}",
+            torch=torch,
+            wanted=wanted,
+            driver=driver,
+        )
+        remedy = tr(
+            "update the driver, or install a torch built for an older CUDA than {cuda}", cuda=found[1]
+        )
         yield Finding("old-nvidia-driver", "error", problem, remedy)

@@ -9,6 +9,7 @@ from isotrain.doctor.facts import SHARED_MEMORY
 from isotrain.doctor.findings import Finding, Level
 from isotrain.doctor.npu_smi import is_number
 from isotrain.doctor.scene import Scene
+from isotrain.language import tr
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 
@@ -45,38 +46,62 @@ def devices_needed(recipe: Recipe) -> int:
 def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     present, needed = visible(scene), devices_needed(recipe)
     if scene.target == "npu" and scene.generation == "A3" and needed > 1 and needed % 2:
-        problem = f"the recipe needs {needed} devices, but jobs on an A3 use whole modules of two devices"
-        remedy = f"write device.ranks={recipe.device.ranks + 1}"
+        problem = tr(
+            "the recipe needs {needed} devices, but jobs on an A3 use whole modules of two devices",
+            needed=needed,
+        )
+        remedy = tr("write device.ranks={ranks}", ranks=recipe.device.ranks + 1)
         yield Finding("half-a-module", "warning", problem, remedy)
     if scene.target == "cpu" or present is None or present >= needed:
         return
     address = (recipe.cluster or ClusterSection()).address if recipe.rollout else "local"
     levels: dict[str, Level] = {"local": "error", "auto": "warning"}
-    remedy = f"write device.ranks={present}"
+    remedy = tr("write device.ranks={ranks}", ranks=present)
     if recipe.rollout:
-        remedy += ", fewer rollout.engines or a smaller rollout.tensor_parallel"
+        remedy = tr(
+            "write device.ranks={ranks}, fewer rollout.engines or a smaller rollout.tensor_parallel",
+            ranks=present,
+        )
     # A Ray cluster may have more machines than this one; `auto` joins one that is there.
     if address != "local":
-        remedy = f"add machines with {needed - present} more devices to the Ray cluster, or {remedy}"
-    problem = f"the recipe needs {needed} devices, but {present} are visible" + (
-        " here" if address != "local" else ""
-    )
+        remedy = tr(
+            "add machines with {count} more devices to the Ray cluster, or {remedy}",
+            count=needed - present,
+            remedy=remedy,
+        )
+        problem = tr(
+            "the recipe needs {needed} devices, but {present} are visible here",
+            needed=needed,
+            present=present,
+        )
+    else:
+        problem = tr(
+            "the recipe needs {needed} devices, but {present} are visible", needed=needed, present=present
+        )
     yield Finding("too-few-devices", levels.get(address, "note"), problem, remedy)
 
 
 def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     shared, disk = scene.facts.free.get(SHARED_MEMORY), scene.facts.free.get(recipe.output)
     if recipe.rollout and shared is not None and shared < _LEAST_SHARED_MEMORY:
-        problem = f"{SHARED_MEMORY} has {shared / _GIB:.2f} GiB free; weight updates go through it"
+        problem = tr(
+            "{shared_memory} has {shared:.2f} GiB free; weight updates go through it",
+            shared_memory=SHARED_MEMORY,
+            shared=shared / _GIB,
+        )
         remedy = (
-            "start the container with --shm-size=16g"
+            tr("start the container with --shm-size=16g")
             if scene.facts.container
             else f"mount -o remount,size=16g {SHARED_MEMORY}"
         )
         yield Finding("little-shared-memory", "warning", problem, remedy)
     if disk is not None and disk < _LEAST_DISK:
-        problem = f"only {disk / _GIB:.1f} GiB are free for the run directory ({recipe.output})"
-        remedy = "set output= to a larger disk, or trainer.keep_checkpoints=1"
+        problem = tr(
+            "only {disk:.1f} GiB are free for the run directory ({output})",
+            disk=disk / _GIB,
+            output=recipe.output,
+        )
+        remedy = tr("set output= to a larger disk, or trainer.keep_checkpoints=1")
         yield Finding("little-disk", "warning", problem, remedy)
 
 
@@ -90,22 +115,29 @@ def _ports(scene: Scene) -> Iterator[Finding]:
     base = int(text)
     taken = sorted(scene.facts.ports & set(range(base, base + _HCCL_PORTS)))
     if taken:
-        problem = (
-            f"HCCL uses ports {base} to {base + _HCCL_PORTS - 1}, but another process listens on "
-            + ", ".join(map(str, taken))
+        problem = tr(
+            "HCCL uses ports {first} to {last}, but another process listens on {taken}",
+            first=base,
+            last=base + _HCCL_PORTS - 1,
+            taken=", ".join(map(str, taken)),
         )
-        remedy = "unset HCCL_IF_BASE_PORT (free ports are then chosen), or set it to 16 free ports"
+        remedy = tr("unset HCCL_IF_BASE_PORT (free ports are then chosen), or set it to 16 free ports")
         yield Finding("hccl-ports-taken", "warning", problem, remedy)
 
 
 def _open_files(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     limit, needed = scene.facts.open_files, recipe.device.ranks + _OTHER_FILES
     if recipe.device.ranks > 1 and limit is not None and limit < needed:
-        problem = (
-            f"a process may have {limit} open files here; a rank may connect to {recipe.device.ranks - 1} "
-            f"others and needs up to {needed}"
+        problem = tr(
+            "a process may have {limit} open files here; a rank may connect to {ranks} others and "
+            "needs up to {needed}",
+            limit=limit,
+            ranks=recipe.device.ranks - 1,
+            needed=needed,
         )
-        remedy = f"raise the hard limit: ulimit -Hn {needed}, or docker run --ulimit nofile={needed}"
+        remedy = tr(
+            "raise the hard limit: ulimit -Hn {needed}, or docker run --ulimit nofile={needed}", needed=needed
+        )
         yield Finding("few-open-files", "warning", problem, remedy)
 
 
@@ -113,8 +145,10 @@ def _sandbox(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
     code, error = recipe.reward and recipe.reward.code, scene.facts.bubblewrap
     if not code or code.sandbox != "bubblewrap" or not error:
         return
-    remedy = (
-        "install bubblewrap 0.8 or newer (apt-get install bubblewrap), allow user namespaces, or set "
-        "reward.code.sandbox to the address of a SandboxFusion server; see docs/sandbox.md"
+    remedy = tr(
+        "install bubblewrap 0.8 or newer (apt-get install bubblewrap), allow user namespaces, "
+        "or set reward.code.sandbox to the address of a SandboxFusion server; see "
+        "docs/sandbox.md"
     )
-    yield Finding("no-sandbox", "error", f"reward.code needs bubblewrap: {error}", remedy)
+    problem = tr("reward.code needs bubblewrap: {error}", error=error)
+    yield Finding("no-sandbox", "error", problem, remedy)

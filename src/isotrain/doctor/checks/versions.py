@@ -13,6 +13,7 @@ from isotrain.doctor.findings import Finding, Level
 from isotrain.doctor.matrix import fits, is_exact, matrix
 from isotrain.doctor.scene import Scene
 from isotrain.doctor.versions import final, order
+from isotrain.language import listed, tr
 
 # The last torch_npu whose x86 wheels ask for PyTorch's CPU build by name.
 _LAST_PINNED_BUILD = Version("2.10.99")
@@ -37,30 +38,40 @@ def own_bounds(scene: Scene) -> Iterator[Finding]:
     if rollout and rollout.server_python is not None:
         used.discard(rollout.engine)  # it is installed in an environment of its own
     if not requirements():
-        problem = "isotrain is on Python's path but not installed: its version bounds are unknown"
-        yield Finding("not-installed", "warning", problem, "pip install isotrain, or -e . in a clone")
+        problem = tr("isotrain is on Python's path but not installed: its version bounds are unknown")
+        yield Finding("not-installed", "warning", problem, tr("pip install isotrain, or -e . in a clone"))
     for extra, requirement in requirements():
         if extra not in used:
             continue
         name = requirement.name
         version = packages.get(name) or packages.get(_STAND_INS.get(name, ""))
         if version is None:
-            remedy = f"pip install 'isotrain[{extra}]'"
+            command = remedy = f"pip install 'isotrain[{extra}]'"
             if name == "sglang":
-                remedy += " in its own environment, and set rollout.server_python to the Python there"
+                remedy = tr(
+                    "{command} in its own environment, and set rollout.server_python to the Python there",
+                    command=command,
+                )
             if name == "torch" and scene.target != "cpu":
-                remedy = f"install the torch of the nearest stack first (below), then {remedy}"
-            yield Finding(f"missing-{name}", "error", f"{name} is not installed", remedy)
+                remedy = tr(
+                    "install the torch of the nearest stack first (below), then {command}", command=command
+                )
+            yield Finding(f"missing-{name}", "error", tr("{name} is not installed", name=name), remedy)
         elif not requirement.specifier.contains(version, prereleases=True):
             # Older ones lack what is called; newer ones may well work.
             level: Level = "error" if _too_old(requirement, version) else "warning"
-            wanted = f"isotrain needs {name}{requirement.specifier}"
+            problem = tr(
+                "{name} {version} is installed; isotrain needs {name}{bounds}",
+                name=name,
+                version=version,
+                bounds=requirement.specifier,
+            )
             remedy = f"pip install '{name}{requirement.specifier}'"
             if name == "vllm" and scene.target == "npu":
-                remedy = "move to a stack with a newer vllm-ascend (below), or set rollout.engine: hf"
+                remedy = tr("move to a stack with a newer vllm-ascend (below), or set rollout.engine: hf")
             elif name == "torch" and scene.target != "cpu":
-                remedy = "move to a stack with a newer torch (below)"
-            yield Finding(f"bounds-of-{name}", level, f"{name} {version} is installed; {wanted}", remedy)
+                remedy = tr("move to a stack with a newer torch (below)")
+            yield Finding(f"bounds-of-{name}", level, problem, remedy)
 
 
 def _too_old(requirement: Requirement, version: str) -> bool:
@@ -104,30 +115,41 @@ def _torch_and_plugin(scene: Scene) -> Iterator[Finding]:
         return
     wanted = _release(plugin)
     if not _release_is(torch, plugin):
-        problem = f"torch {torch} and torch_npu {plugin} are incompatible: undefined symbols at import"
+        problem = tr(
+            "torch {torch} and torch_npu {plugin} are incompatible: undefined symbols at import",
+            torch=torch,
+            plugin=plugin,
+        )
         remedy = f"pip install torch=={wanted}{_build(facts.machine, plugin)}"
         yield Finding("torch-and-torch-npu", "error", problem, remedy)
         return
     build = _built_for(torch)
     if _build(facts.machine, plugin) and build != "cpu":
-        problem = f"torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 needs {wanted}+cpu"
-        remedy = f"pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)"
+        problem = tr(
+            "torch {torch} is a CUDA build; torch_npu {plugin} on x86_64 needs {wanted}+cpu",
+            torch=torch,
+            plugin=plugin,
+            wanted=wanted,
+        )
+        remedy = tr("pip install torch=={wanted}+cpu (from PyTorch's index of CPU builds)", wanted=wanted)
         yield Finding("cuda-build-of-torch", "warning", problem, remedy)
     vision = facts.packages.get("torchvision")
     if vision and _built_for(vision) != build:
-        problem = (
-            f"torchvision {vision} and torch {torch} are builds for different devices: "
-            '"operator torchvision::nms does not exist"'
+        problem = tr(
+            'torchvision {vision} and torch {torch} are builds for different devices: "operator '
+            'torchvision::nms does not exist"',
+            vision=vision,
+            torch=torch,
         )
-        remedy = "install the torchvision that matches this torch build, or pip uninstall torchvision"
+        remedy = tr("install the torchvision that matches this torch build, or pip uninstall torchvision")
         yield Finding("torchvision-of-another-build", "error", problem, remedy)
     hidden = facts.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if facts.gpus and build != "cpu" and not hidden:
-        problem = (
-            "torch_npu in an environment that sees an NVIDIA GPU: "
-            '"Two accelerators cannot be used at the same time"'
+        problem = tr(
+            'torch_npu in an environment that sees an NVIDIA GPU: "Two accelerators cannot be '
+            'used at the same time"'
         )
-        remedy = "keep one environment per device: pip uninstall torch_npu, or set CUDA_VISIBLE_DEVICES= "
+        remedy = tr("keep one environment per device: pip uninstall torch_npu, or set CUDA_VISIBLE_DEVICES= ")
         yield Finding("two-accelerators", "error", problem, remedy)
 
 
@@ -152,24 +174,36 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[Finding]:
     belongs = sorted({toolkit for toolkit, build in pairs if Version(build).public == version}, key=order)
     fitting = _newest_for(cann)
     if not belongs:
-        problem = f"no published table gives the CANN version of torch_npu {plugin}"
-        remedy = "if import torch_npu fails, install the versions of the nearest stack (below)"
+        problem = tr("no published table gives the CANN version of torch_npu {plugin}", plugin=plugin)
+        remedy = tr("if import torch_npu fails, install the versions of the nearest stack (below)")
         yield Finding("torch-npu-not-in-the-table", "note", problem, remedy)
     elif order(final(cann)) < order(belongs[0]):
-        problem = (
-            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, but CANN {cann} is installed: "
-            "undefined symbols at import, or missing operators"
+        problem = tr(
+            "torch_npu {plugin} was built for CANN {toolkits}, but CANN {cann} is installed: "
+            "undefined symbols at import, or missing operators",
+            plugin=plugin,
+            toolkits=listed(belongs, " or "),
+            cann=cann,
         )
-        remedy = f"install CANN {belongs[0]}" + (
-            f", or torch_npu {fitting} with its torch" if fitting else ""
-        )
+        remedy = tr("install CANN {cann}", cann=belongs[0])
+        if fitting:
+            remedy = tr(
+                "install CANN {cann}, or torch_npu {fitting} with its torch", cann=belongs[0], fitting=fitting
+            )
         yield Finding("torch-npu-newer-than-cann", "error", problem, remedy)
     elif all(order(final(cann)) != order(toolkit) for toolkit in belongs):
-        problem = (
-            f"torch_npu {plugin} was built for CANN {' or '.join(belongs)}, but CANN {cann} is installed; "
-            "nobody publishes this pair"
+        problem = tr(
+            "torch_npu {plugin} was built for CANN {toolkits}, but CANN {cann} is installed; nobody "
+            "publishes this pair",
+            plugin=plugin,
+            toolkits=listed(belongs, " or "),
+            cann=cann,
         )
-        remedy = f"install torch_npu {fitting}" if fitting else f"install CANN {belongs[-1]}"
+        remedy = (
+            tr("install torch_npu {fitting}", fitting=fitting)
+            if fitting
+            else tr("install CANN {cann}", cann=belongs[-1])
+        )
         yield Finding("torch-npu-older-than-cann", "warning", problem, remedy)
 
 
@@ -193,8 +227,8 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
     engine, plugin = packages.get("vllm"), packages.get("vllm-ascend")
     wanted = scene.needs is not None and "vllm" in scene.needs
     if engine and not plugin:
-        problem = f"vLLM {engine} does not support this device without vllm-ascend"
-        remedy = "install the vllm-ascend for this vLLM, or set rollout.engine: hf"
+        problem = tr("vLLM {engine} does not support this device without vllm-ascend", engine=engine)
+        remedy = tr("install the vllm-ascend for this vLLM, or set rollout.engine: hf")
         yield Finding("vllm-without-its-plugin", "error" if wanted else "warning", problem, remedy)
     if not plugin:
         return
@@ -207,8 +241,12 @@ def _engine_and_plugin(scene: Scene) -> Iterator[Finding]:
         # Post releases of torch_npu are for other toolkits, which is looked at by itself.
         same = _release_is if name == "torch-npu" else fits
         if versions and not (have and any(same(have, version) for version in versions)):
-            problem = f"vllm-ascend {plugin} was published with {name} {' or '.join(versions)}, not with " + (
-                have or "none"
+            problem = tr(
+                "vllm-ascend {plugin} was published with {name} {versions}, not with {have}",
+                plugin=plugin,
+                name=name,
+                versions=listed(versions, " or "),
+                have=have or tr("none"),
             )
             remedy = f"pip install {name}=={versions[0] if name == 'transformers' else versions[-1]}"
             yield Finding(

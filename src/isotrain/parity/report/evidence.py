@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from isotrain.language import tr
 from isotrain.parity.levels import Level
+from isotrain.parity.run import ROLES
 
 OPERATOR_FIGURES = ("error", "cosine", "max_abs", "max_rel", "within_0.1%", "within_0.5%")
 Kind = TypeVar("Kind")
@@ -81,7 +83,12 @@ def operators(level: Level) -> list[Operator]:
 def one_sided_operators(level: Level) -> list[str]:
     """Calls that only one of the runs makes."""
     return [
-        f"{row.get('operator', '?')} {row.get('shapes', '')} (not in the {row.get('missing in', 'other')})"
+        tr(
+            "{operator} {shapes} (not in the {side})",
+            operator=row.get("operator", "?"),
+            shapes=row.get("shapes", ""),
+            side=ROLES.get(str(row.get("missing in"))) or row.get("missing in", "other"),
+        )
         for row in _each(dict[str, Any], level.evidence.get("missing"))
     ]
 

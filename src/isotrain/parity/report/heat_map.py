@@ -11,6 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from isotrain.language import tr
 from isotrain.observe.plotting import GREY, INK, Array, new_figure, plain
 from isotrain.parity.levels import Level
 from isotrain.parity.report.evidence import Layer, first_layer, layers
@@ -20,7 +21,7 @@ MOST_ROWS, MOST_COLUMNS, MOST_KINDS = 44, 16, 6
 _MOST_FIGURES, _COLUMNS_WITH_FIGURES = 200, 5
 _DECADES = 3.0
 _TICKS = {-3: "1/1000", -2: "1/100", -1: "1/10", 0: "limit", 1: "10 ×", 2: "100 ×", 3: "1000 ×"}
-_PLURALS = {"activation": "Activations", "gradient": "Gradients", "update": "Updates"}
+_PLURALS = {"activation": tr("Activations"), "gradient": tr("Gradients"), "update": tr("Updates")}
 # The colour jumps at the limit: what is past it is seen at once, however little it is.
 _COLOURS = LinearSegmentedColormap.from_list(
     "limit", [(0.0, "#eefaf5"), (0.4999, "#6cc5a1"), (0.5, "#fdba74"), (0.65, "#ea580c"), (1.0, "#991b1b")]
@@ -41,8 +42,10 @@ def _words(kind: str, found: Sequence[Layer]) -> str:
     what = _PLURALS.get(kind, clipped(kind))
     if not past:
         count = len({layer.name for layer in found})
-        return f"{what}: {'the only one is' if count == 1 else f'all {count:,} are'} within the limit"
-    return f"{what}: {clipped(past[0].name)} is past its limit"
+        if count == 1:
+            return tr("{what}: the only one is within the limit", what=what)
+        return tr("{what}: all {count:,} are within the limit", what=what, count=count)
+    return tr("{what}: {name} is past its limit", what=what, name=clipped(past[0].name))
 
 
 def _map(words: str, found: Sequence[Layer], first: Layer | None) -> Figure:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+from isotrain.language import said, tr
+
 # A name or message longer than this is an attack or an accident; verdict.json has it whole.
 LONGEST_TEXT = 1200
 MOST_ROWS = 200
@@ -17,14 +19,15 @@ class Markup(str):
 def text(value: object) -> Markup:
     if isinstance(value, Markup):
         return value
-    full = str(value)
+    full = said(value) if isinstance(value, str) else str(value)
     # What cannot be printed would hide or turn round what stands beside it.
     shown = "".join(
         letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"
         for letter in full[:LONGEST_TEXT]
     )
     left = len(full) - LONGEST_TEXT
-    return Markup(html.escape(shown) + (f" … ({left:,} more characters)" if left > 0 else ""))
+    more = said(tr(" … ({count:,} more characters)", count=left)) if left > 0 else ""
+    return Markup(html.escape(shown) + more)
 
 
 def element(tag: str, *children: object, **attributes: str) -> Markup:
@@ -55,4 +58,6 @@ def details(summary: object, *children: object) -> Markup:
 def _rest(count: int, most: int) -> Markup:
     if count <= most:
         return Markup()
-    return element("p", f"and {count - most:,} more: verdict.json has them all", class_="rest")
+    return element(
+        "p", tr("and {count:,} more: verdict.json has them all", count=count - most), class_="rest"
+    )

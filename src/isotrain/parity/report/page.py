@@ -8,8 +8,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from isotrain import __version__
-from isotrain.parity.headline import computation_words, next_words, outcome_words
-from isotrain.parity.levels import LEVELS
+from isotrain.language import Language, chosen, tr
+from isotrain.parity.headline import computation_reason, next_words, outcome_reason
+from isotrain.parity.levels import LEVELS, STATES
 from isotrain.parity.power import Power, evidence_of
 from isotrain.parity.report.facts import UNKNOWN, device_of, facts
 from isotrain.parity.report.markup import Markup, element, text
@@ -22,7 +23,7 @@ from isotrain.parity.report.sections import (
     published,
     statistics,
 )
-from isotrain.parity.run import Run
+from isotrain.parity.run import ROLES, Run
 from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
 
@@ -31,11 +32,17 @@ if TYPE_CHECKING:
     from isotrain.parity.report.pictures import Picture
 
 _OUTCOMES = {
-    "equivalent": ("\N{CHECK MARK}", "Equivalent"),
-    "different": ("\N{MULTIPLICATION X}", "Different"),
-    "inconclusive": ("?", "Inconclusive"),
+    "equivalent": ("\N{CHECK MARK}", tr("Equivalent")),
+    "different": ("\N{MULTIPLICATION X}", tr("Different")),
+    "inconclusive": ("?", tr("Inconclusive")),
 }
-_COMPUTATIONS = _OUTCOMES | {"same": ("\N{CHECK MARK}", "The same")}
+_TAGS = {Language.en: "en", Language.zh: "zh-CN"}
+_COMPUTATIONS = _OUTCOMES | {"same": ("\N{CHECK MARK}", tr("The same"))}
+_TITLES = {
+    "equivalent": tr("Parity: equivalent"),
+    "different": tr("Parity: different"),
+    "inconclusive": tr("Parity: inconclusive"),
+}
 # Nothing may be loaded and nothing may run, whatever found its way into the page.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -51,26 +58,30 @@ def page(
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{text(_POLICY)}">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
-        element("title", f"Parity: {_OUTCOMES[verdict.outcome.verdict][1].lower()}"),
+        element("title", _TITLES[verdict.outcome.verdict]),
         element("style", Markup(style)),
     )
     main = element(
         "main",
         _banner(verdict, date),
         _pictures(pictures, more_metrics),
-        _section("Outcome: by how much the runs differ", effects(verdict)),
+        _section(tr("Outcome: by how much the runs differ"), effects(verdict)),
         _section(
-            "Computation, level by level", *(level_block(level) for level in verdict.computation.levels)
+            tr("Computation, level by level"), *(level_block(level) for level in verdict.computation.levels)
         ),
-        _section("How far the curves are apart", statistics(verdict)),
-        _section("What the published rules say", published(verdict)),
-        _section("What differs around the runs", around(verdict)),
-        _section("Would this evidence have shown a real bug?", power_table(power, evidence_of(verdict))),
-        _section("What was read", inputs(verdict)),
+        _section(tr("How far the curves are apart"), statistics(verdict)),
+        _section(tr("What the published rules say"), published(verdict)),
+        _section(tr("What differs around the runs"), around(verdict)),
+        _section(tr("Would this evidence have shown a real bug?"), power_table(power, evidence_of(verdict))),
+        _section(tr("What was read"), inputs(verdict)),
     )
-    made = f"isotrain {__version__}, {date}. All figures are in verdict.json beside this page."
+    made = tr(
+        "isotrain {version}, {date}. All figures are in verdict.json beside this page.",
+        version=__version__,
+        date=date,
+    )
     body = element("body", main, element("footer", made))
-    return "<!doctype html>\n" + element("html", head, body, lang="en") + "\n"
+    return "<!doctype html>\n" + element("html", head, body, lang=_TAGS[chosen()]) + "\n"
 
 
 def _section(title: str, *children: Markup) -> Markup:
@@ -83,13 +94,8 @@ def _banner(verdict: Verdict, date: str) -> Markup:
     runs = _run("reference", verdict.comparison.reference), _run("candidate", verdict.comparison.candidate)
     outcome, computation = verdict.outcome.verdict, verdict.computation.verdict
     answers = (
-        _answer("Do the runs end up alike?", outcome, _OUTCOMES, _without_answer(outcome_words(verdict))),
-        _answer(
-            "Is it the same computation?",
-            computation,
-            _COMPUTATIONS,
-            _without_answer(computation_words(verdict)),
-        ),
+        _answer(tr("Do the runs end up alike?"), outcome, _OUTCOMES, outcome_reason(verdict)),
+        _answer(tr("Is it the same computation?"), computation, _COMPUTATIONS, computation_reason(verdict)),
     )
     return element(
         "header",
@@ -115,16 +121,11 @@ def _answer(question: str, answer: str, headlines: dict[str, tuple[str, str]], w
     )
 
 
-def _without_answer(words: str) -> str:
-    """The answer itself stands above the words."""
-    return words.partition(". ")[2]
-
-
 def _run(role: str, run: Run) -> Markup:
     device = device_of(run)
     return element(
         "div",
-        element("span", role, class_="role"),
+        element("span", ROLES[role], class_="role"),
         element("strong", run.path.name or run.path if device == UNKNOWN else device),
         element("span", f"{run.path} ({run.format})", class_="path"),
         class_="run",
@@ -133,8 +134,8 @@ def _run(role: str, run: Run) -> Markup:
 
 def _step(verdict: Verdict, name: str) -> Markup:
     state = verdict.level(name).state
-    title = LEVELS[name].partition(":")[0]
-    shown = element("span", state, class_="state")
+    title, _ = LEVELS[name]
+    shown = element("span", STATES[state], class_="state")
     return element("li", element("b", name), " ", title, shown, class_=_css(state))
 
 
@@ -142,15 +143,18 @@ def _tiles(verdict: Verdict) -> list[Markup]:
     """The figures that people ask for first; those that are not known are not shown."""
     known, curves = facts(verdict), verdict.comparison.curves
     tiles: list[Markup] = []
-    for what, metric in (("loss", known.loss), ("reward", known.reward)):
+    for unit, metric in (
+        (tr("hundredths: mean error of the loss"), known.loss),
+        (tr("hundredths: mean error of the reward"), known.reward),
+    ):
         if metric is not None:
-            unit = f"hundredths: mean error of the {what}"
             tiles.append(_tile(number(100 * curves[metric].mean_absolute), unit))
     if known.loss is not None and (together := curves[known.loss].change_correlation) is not None:
-        tiles.append(_tile(f"{together:.4f}", "the losses' changes go together (1 is fully)"))
+        tiles.append(_tile(f"{together:.4f}", tr("the losses' changes go together (1 is fully)")))
     if known.throughput is not None:
-        tiles.append(_tile(f"{known.throughput:.2f} ×", "throughput, of the reference's"))
-    tiles.append(_tile(f"{len(known.levels_run)} of {len(LEVELS)}", "levels were run"))
+        tiles.append(_tile(f"{known.throughput:.2f} ×", tr("throughput, of the reference's")))
+    ran = tr("{count} of {all}", count=len(known.levels_run), all=len(LEVELS))
+    tiles.append(_tile(ran, tr("levels were run")))
     return tiles
 
 
@@ -160,16 +164,19 @@ def _tile(figure: str, words: str) -> Markup:
 
 def _pictures(pictures: Sequence[Picture], more_metrics: int) -> Markup:
     if not pictures:
-        return _section("The curves", element("p", "There is nothing to draw: no metric is in both runs."))
+        nothing = tr("There is nothing to draw: no metric is in both runs.")
+        return _section(tr("The curves"), element("p", nothing))
     figures = element("div", *map(_figure, pictures), class_="pictures")
-    rest = element("p", f"{more_metrics:,} more metrics are not drawn.", class_="rest")
-    return _section("The curves", figures, *([rest] if more_metrics else []))
+    rest = element("p", tr("{count:,} more metrics are not drawn.", count=more_metrics), class_="rest")
+    return _section(tr("The curves"), figures, *([rest] if more_metrics else []))
 
 
 def _figure(picture: Picture) -> Markup:
     data = base64.b64encode(picture.png).decode()
     image = Markup(f'<img src="data:image/png;base64,{data}" alt="{text(picture.words)}">')
-    return element("figure", image)
+    # The picture's own title is English: not every machine has a font with Chinese characters.
+    caption = [] if chosen() is Language.en else [element("figcaption", picture.words)]
+    return element("figure", image, *caption)
 
 
 def _css(state: str) -> str:

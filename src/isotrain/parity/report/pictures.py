@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from isotrain.language import listed, tr
 from isotrain.observe.plotting import (
     BLUE,
     GREEN,
@@ -86,11 +87,11 @@ def _overlay(
     metric: str, reference: Run, candidate: Run, found: Apart | None, *, free: bool
 ) -> tuple[str, Figure]:
     if found is None:
-        words, aside = "as both runs recorded it", "these curves were not compared"
+        words, aside = tr("as both runs recorded it"), "these curves were not compared"
     else:
         words = _where_they_part(found, free=free)
         aside = f"{number(100 * found.mean_absolute)} hundredths apart on average, over {found.steps:,} steps"
-    title = f"{clipped(metric)}: {words}"
+    title = listed((clipped(metric), words), ": ")
     figure, axes = _headed(title, aside)
     for role, run, colour in (("reference", reference, BLUE), ("candidate", candidate, ORANGE)):
         series, device = run.metrics[metric], device_of(run)
@@ -104,15 +105,16 @@ def _overlay(
 
 def _where_they_part(found: Apart, *, free: bool) -> str:
     if free:  # where such curves part says nothing
-        return "each run sampled its own responses"
-    parts = found.parts_at
-    return "the curves never part" if parts is None else f"the curves part at step {parts:,}"
+        return tr("each run sampled its own responses")
+    if found.parts_at is None:
+        return tr("the curves never part")
+    return tr("the curves part at step {step:,}", step=found.parts_at)
 
 
 def _difference(metric: str, aligned: Aligned, found: Apart, band: Envelope | None) -> tuple[str, Figure]:
     steps_S, error_S = aligned.steps_S.astype(np.float64), aligned.candidate_S - aligned.reference_S
     low, high = found.signed_interval.low, found.signed_interval.high
-    title = f"{clipped(metric)}: {_side(found)}"
+    title = listed((clipped(metric), _side(found)), ": ")
     aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(found.largest)}"
     figure, axes = _headed(title, aside)
     if band is not None:
@@ -132,12 +134,14 @@ def _difference(metric: str, aligned: Aligned, found: Apart, band: Envelope | No
 
 def _side(found: Apart) -> str:
     if not found.largest:
-        return "equal at every step"
+        return tr("equal at every step")
     low, high = found.signed_interval.low, found.signed_interval.high
     if low <= 0 <= high:
-        return "neither is higher on average"
-    side = "higher" if found.signed_mean > 0 else "lower"
-    return f"the candidate is {number(abs(found.signed_mean))} {side}"
+        return tr("neither is higher on average")
+    size = number(abs(found.signed_mean))
+    if found.signed_mean > 0:
+        return tr("the candidate is {size} higher", size=size)
+    return tr("the candidate is {size} lower", size=size)
 
 
 def _headed(title: str, aside: str) -> tuple[Figure, Axes]:

@@ -7,19 +7,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from isotrain.language import capital, listed, tr
+from isotrain.parity.effects import Answer
 from isotrain.parity.inputs import environment_changes, recipe_changes
-from isotrain.parity.levels import LEVELS, Check, Level
+from isotrain.parity.levels import LEVELS, STATES, Check, Level
+from isotrain.parity.pairing import PAIRINGS
 from isotrain.parity.power import EVIDENCE, Evidence, Power
 from isotrain.parity.published import Outcome
 from isotrain.parity.report import evidence
 from isotrain.parity.report.markup import MOST_ROWS, Markup, bullets, details, element, joined, table
+from isotrain.parity.run import ROLES
 from isotrain.parity.statistics import Interval
-from isotrain.parity.told import STATISTICS, number
+from isotrain.parity.told import EFFECT_COLUMNS, STATISTICS, interval, number
 from isotrain.parity.verdict import Verdict
 
 _MOST_COLUMNS = 8
-_RESULTS = {True: "holds", False: "broken", None: "for information"}
-_NO_FIGURES = "The runs have no steps in common at which both are numbers."
+_RESULTS = {True: tr("holds"), False: tr("broken"), None: tr("for information")}
+_NO_FIGURES = tr("The runs have no steps in common at which both are numbers.")
+ANSWERS: dict[Answer, str] = {
+    "equivalent": tr("equivalent"),
+    "different": tr("different"),
+    "inconclusive": tr("inconclusive"),
+}
 # An open table of more rows than this would bury what follows.
 _OPEN_ROWS = 12
 
@@ -29,21 +38,23 @@ def chip(words: str, state: str) -> Markup:
 
 
 def level_block(level: Level) -> Markup:
-    name, _, question = LEVELS[level.name].partition(": ")
-    title = element("h3", element("b", level.name), f" {name} ", chip(level.state, level.state))
+    name, question = LEVELS[level.name]
+    state = chip(STATES[level.state], level.state)
+    title = element("h3", element("b", level.name), " ", name, " ", state)
     parts = [title, element("p", question, class_="question"), element("p", _sentence(level.words))]
     if level.causes:
-        parts += [element("p", "What may be behind it, most likely first:"), bullets(level.causes)]
+        parts += [element("p", tr("What may be behind it, most likely first:")), bullets(level.causes)]
     if level.checks:
-        columns = ("check", "value", "limit", "result", "")
-        parts.append(_folded("checks", columns, [_check(check) for check in level.checks]))
+        columns = (tr("check"), tr("value"), tr("limit"), tr("result"), "")
+        count = tr("{count:,} checks", count=len(level.checks))
+        parts.append(_folded(count, columns, [_check(check) for check in level.checks]))
     if level.state != "not run":
         parts += [*_operators(level), *_layers(level), *_table(level)]
     return element("article", *parts, class_=f"level {level.state.replace(' ', '-')}")
 
 
 def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".")
+    return capital(words) if words.endswith((".", "!", "?")) else tr("{words}.", words=capital(words))
 
 
 def _check(check: Check) -> list[object]:
@@ -54,27 +65,28 @@ def _check(check: Check) -> list[object]:
 
 def _folded(what: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
     shown = table(columns, rows)
-    return shown if len(rows) <= _OPEN_ROWS else details(f"{len(rows):,} {what}", shown)
+    return shown if len(rows) <= _OPEN_ROWS else details(what, shown)
 
 
 def _operators(level: Level) -> list[Markup]:
     found = evidence.operators(level)
     parts: list[Markup] = []
     if found:
-        columns = ["operator", "shapes", "type", "candidate's error / reference's"]
+        columns = [tr("operator"), tr("shapes"), tr("type"), tr("candidate's error / reference's")]
         sides = [
-            f"{side}: {figure.replace('_', ' ')}"
+            listed((ROLES[side], figure.replace("_", " ")), ": ")
             for figure in evidence.OPERATOR_FIGURES
             for side in ("reference", "candidate")
         ]
         rows = [[one.operator, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in found]
-        parts.append(_folded("operators, the worst first", columns + sides, rows))
+        count = tr("{count:,} operators, the worst first", count=len(rows))
+        parts.append(_folded(count, columns + sides, rows))
     for title, names in (
-        ("Called by one of the runs only", evidence.one_sided_operators(level)),
-        ("Without a float64 to be compared with", evidence.without_oracle(level)),
+        (tr("Called by one of the runs only"), evidence.one_sided_operators(level)),
+        (tr("Without a float64 to be compared with"), evidence.without_oracle(level)),
     ):
         if names:
-            parts.append(element("p", f"{title}: {len(names):,}"))
+            parts.append(element("p", listed((title, f"{len(names):,}"), ": ")))
             parts.append(bullets(names, _OPEN_ROWS))
     return parts
 
@@ -96,17 +108,26 @@ def _layers(level: Level) -> list[Markup]:
             one.step,
             number(one.error),
             number(one.limit),
-            chip("past", "different") if one.decades > 0 else chip("within", "same"),
+            chip(tr("past"), "different") if one.decades > 0 else chip(tr("within"), "same"),
         ]
         for one in (found[index] for index in sorted(worst))
     ]
-    shown = table(("layer", "of", "step", "error", "limit", ""), rows)
-    words = f"{len(found):,} comparisons of layers, in order of execution"
+    shown = table((tr("layer"), tr("of"), tr("step"), tr("error|number"), tr("limit"), ""), rows)
+    words = tr("{count:,} comparisons of layers, in order of execution", count=len(found))
     if len(found) > len(rows):
-        words += f": the {len(rows)} worst, beside their limits"
+        words = tr(
+            "{count:,} comparisons of layers, in order of execution: the {shown} worst, beside their limits",
+            count=len(found),
+            shown=len(rows),
+        )
     if first is None:
         return [details(words, shown)]
-    told = f"The first that differs: {first.name} ({first.kind}, step {first.step})."
+    told = tr(
+        "The first that differs: {name} ({kind}, step {step}).",
+        name=first.name,
+        kind=first.kind,
+        step=first.step,
+    )
     return [element("p", told, class_="first"), details(words, shown)]
 
 
@@ -115,12 +136,12 @@ def _table(level: Level) -> list[Markup]:
     if found is None:
         return []
     rows = [[_cell(cell) for cell in row] for row in found.rows]
-    return [_folded("rows", found.columns, rows)]
+    return [_folded(tr("{count:,} rows", count=len(rows)), found.columns, rows)]
 
 
 def _cell(value: object) -> str:
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return tr("yes") if value else tr("no")
     return number(value) if isinstance(value, float) else "-" if value is None else str(value)
 
 
@@ -131,10 +152,15 @@ def statistics(verdict: Verdict) -> Markup:
     names = list(curves)[:_MOST_COLUMNS]
     rows = [[label, *(tell(curves[name]) for name in names)] for label, tell in STATISTICS]
     left = len(curves) - len(names)
-    more = f"and {left:,} more metrics: verdict.json has them all"
+    more = tr("and {count:,} more metrics: verdict.json has them all", count=left)
     rest = [element("p", more, class_="rest")] if left else []
     speed = [
-        f"Throughput, {what}: {ratio.ratio:.3f} of the reference's (inverse {ratio.inverse:.3f})."
+        tr(
+            "Throughput, {what}: {ratio:.3f} of the reference's (inverse {inverse:.3f}).",
+            what=what,
+            ratio=ratio.ratio,
+            inverse=ratio.inverse,
+        )
         for what, ratio in verdict.comparison.speed.items()
     ]
     return joined([table(("", *names), rows), *rest, *(element("p", line) for line in speed)])
@@ -143,10 +169,18 @@ def statistics(verdict: Verdict) -> Markup:
 def published(verdict: Verdict) -> Markup:
     outcomes = verdict.comparison.outcomes
     if not outcomes:
-        return element("p", "No published rule is about these metrics.")
+        return element("p", tr("No published rule is about these metrics."))
     rows = [_rule(verdict, outcome) for outcome in outcomes]
-    columns = ("rule", "metric", "value", "at most", "unit", "result", "a flat line would have")
-    wide = (
+    columns = (
+        tr("rule"),
+        tr("metric"),
+        tr("value"),
+        tr("at most"),
+        tr("unit"),
+        tr("result"),
+        tr("a flat line would have"),
+    )
+    wide = tr(
         "These rules are wide and decide nothing here. Their 2 % are 0.02 in the metric's own unit, whatever "
         "its size. On published curves of 100 steps, honest pairs on devices of different makers are 0.00003 "
         "apart, and a run trained on other data 0.018: both pass. The last column is what a flat line at the "
@@ -162,7 +196,7 @@ def _rule(verdict: Verdict, outcome: Outcome) -> list[object]:
     flat: object = "-"
     if outcome.unit == "hundredths":
         size = 100 * float(np.mean(np.abs(values_S - values_S.mean())))
-        flat = f"{number(size)}: {'holds' if size <= outcome.limit else 'broken'}"
+        flat = listed((number(size), _RESULTS[size <= outcome.limit]), ": ")
     state = "same" if outcome.passed else "different"
     result = chip(_RESULTS[outcome.passed], state)
     limit = number(outcome.limit)
@@ -174,30 +208,30 @@ def around(verdict: Verdict) -> Markup:
     reference, candidate = comparison.reference, comparison.candidate
     parts: list[Markup] = []
     notes = [
-        f"{role}: {note}"
+        listed((ROLES[role], note), ": ")
         for role, run in (("reference", reference), ("candidate", candidate))
         for note in run.notes
     ]
     if notes:
-        parts += [element("h3", "Notes on the logs"), bullets(notes)]
-    for title, found in (("Differs", comparison.differences), ("Allowed", comparison.allowed)):
+        parts += [element("h3", tr("Notes on the logs")), bullets(notes)]
+    for title, found in ((tr("Differs"), comparison.differences), (tr("Allowed"), comparison.allowed)):
         if found:
-            parts += [element("h3", title), bullets([f"{one.name}: {one.message}" for one in found])]
+            parts += [element("h3", title), bullets([listed((one.name, one.message), ": ") for one in found])]
     environments = reference.environment, candidate.environment
     known = (
-        ("Recipe", recipe_changes(reference, candidate), reference.recipe, candidate.recipe),
-        ("Environment", environment_changes(reference, candidate), *environments),
+        (tr("Recipe"), recipe_changes(reference, candidate), reference.recipe, candidate.recipe),
+        (tr("Environment"), environment_changes(reference, candidate), *environments),
     )
     for title, changes, one, other in known:
         parts.append(element("h3", title))
         if one is None or other is None:
-            parts.append(element("p", "Not known of both runs, so it was not compared."))
+            parts.append(element("p", tr("Not known of both runs, so it was not compared.")))
         elif not changes:
-            parts.append(element("p", "Nothing that matters differs."))
+            parts.append(element("p", tr("Nothing that matters differs.")))
         elif len(changes) <= _OPEN_ROWS:
             parts.append(bullets(changes))
         else:
-            parts.append(details(f"{len(changes):,} differences", bullets(changes)))
+            parts.append(details(tr("{count:,} differences", count=len(changes)), bullets(changes)))
     return joined(parts)
 
 
@@ -205,55 +239,63 @@ def power_table(power: Power | None, evidence: Evidence) -> Markup:
     """Only the row of the evidence that this verdict had."""
     found = None if power is None else power.of(evidence)
     if power is None or found is None:
-        words = f"How often {EVIDENCE[evidence]} miss a bug has not been measured with this version's rules."
+        words = tr(
+            "How often {evidence} miss a bug has not been measured with this version's rules.",
+            evidence=EVIDENCE[evidence],
+        )
         return element("p", words)
-    lines = [
-        f"This verdict rests on {EVIDENCE[evidence]}. With that, {found.caught} of {found.mutations} bugs "
-        f"that were put in on purpose are called different and {found.missed} the same"
-        f"{_share(', so of such bugs it does not find', found.miss_rate)}; {found.accused} of {found.honest} "
-        "honest pairs are called different"
-        f"{_share(', so its false alarms are', found.false_alarm_rate)}. The rest is inconclusive.",
-        f"Measured {power.date}: {power.protocol}.",
-    ]
-    return joined([element("p", line) for line in lines])
+    bugs = tr(
+        "{caught} of {mutations} bugs that were put in on purpose are called different and {missed} the same",
+        caught=found.caught,
+        mutations=found.mutations,
+        missed=found.missed,
+    )
+    if found.miss_rate is not None:
+        bugs = tr(
+            "{bugs}, so of such bugs it does not find {share}", bugs=bugs, share=_share(found.miss_rate)
+        )
+    honest = tr(
+        "{accused} of {honest} honest pairs are called different", accused=found.accused, honest=found.honest
+    )
+    if found.false_alarm_rate is not None:
+        honest = tr(
+            "{honest}, so its false alarms are {share}", honest=honest, share=_share(found.false_alarm_rate)
+        )
+    rests = tr(
+        "This verdict rests on {evidence}. With that, {bugs}; {honest}. The rest is inconclusive.",
+        evidence=EVIDENCE[evidence],
+        bugs=bugs,
+        honest=honest,
+    )
+    measured = tr("Measured {date}: {protocol}.", date=power.date, protocol=power.protocol)
+    return joined([element("p", line) for line in (rests, measured)])
 
 
-def _share(words: str, found: Interval | None) -> str:
-    if found is None:
-        return ""
+def _share(found: Interval) -> str:
     low, high = math.floor(100 * found.low), math.ceil(100 * found.high)
-    return f"{words} between {low} % and {high} % (95 % interval)"
+    return tr("between {low} % and {high} % (95 % interval)", low=low, high=high)
 
 
 def effects(verdict: Verdict) -> Markup:
-    columns = (
-        "metric",
-        "window",
-        "reference",
-        "candidate",
-        "difference",
-        "95 % interval",
-        "margin",
-        "answer",
-    )
+    columns = (tr("metric"), *EFFECT_COLUMNS, tr("answer"))
     rows: list[list[object]] = []
     for effect in verdict.outcome.effects:
         for position, one in enumerate(effect.windows):
-            interval = (
-                "-" if one.interval is None else f"{number(one.interval.low)} to {number(one.interval.high)}"
-            )
-            answer: object = chip(effect.verdict, effect.verdict) if position == 0 else ""
-            figures = [number(one.reference), number(one.candidate), number(one.difference), interval]
+            answer: object = chip(ANSWERS[effect.verdict], effect.verdict) if position == 0 else ""
+            means = (one.reference, one.candidate, one.difference)
+            figures = [*map(number, means), interval(one.interval)]
             rows.append(
                 [effect.metric if position == 0 else "", one.window, *figures, number(effect.margin), answer]
             )
     if not rows:
         return element("p", _NO_FIGURES)
     from_what = verdict.outcome.effects[0].evidence
-    how = (
-        f"Estimated from {from_what}, as {verdict.outcome.pairing} curves. Equivalent: the interval of the "
-        "whole run and that of its last quarter lie within the margin. Different: the difference is larger "
-        "than the margin, and noise would make one so large in less than 1 of 100 pairs."
+    how = tr(
+        "Estimated from {evidence}, as {pairing} curves. Equivalent: the interval of the whole run and that "
+        "of its last quarter lie within the margin. Different: the difference is larger than the margin, and "
+        "noise would make one so large in less than 1 of 100 pairs.",
+        evidence=from_what,
+        pairing=PAIRINGS[verdict.outcome.pairing],
     )
     return joined([element("p", how), table(columns, rows)])
 
@@ -261,10 +303,10 @@ def effects(verdict: Verdict) -> Markup:
 def inputs(verdict: Verdict) -> Markup:
     comparison = verdict.comparison
     rows = [
-        [role, name, element("code", digest)]
+        [ROLES[role], name, element("code", digest)]
         for role, run in (("reference", comparison.reference), ("candidate", comparison.candidate))
         for name, digest in run.sha256.items()
     ]
     if not rows:
-        return element("p", "The runs were not read from files.")
-    return table(("run", "file", "SHA-256"), rows)
+        return element("p", tr("The runs were not read from files."))
+    return table((tr("run"), tr("file"), "SHA-256"), rows)

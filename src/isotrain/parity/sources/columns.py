@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.bounded import Source, clipped
 from isotrain.parity.sources.numbers import whole_number
@@ -171,12 +172,16 @@ def _same(one: float, other: float) -> bool:
 
 def _notes(resumes: Sequence[_Resume]) -> list[str]:
     told = [
-        f"resumed: line {one.line} goes back from step {one.before} to step {one.step}; "
-        "the later values stand"
+        tr(
+            "resumed: line {line} goes back from step {before} to step {step}; the later values stand",
+            line=one.line,
+            before=one.before,
+            step=one.step,
+        )
         for one in resumes[:_RESUMES_TOLD]
     ]
     more = len(resumes) - len(told)
-    return [*told, f"resumed {more} more times"] if more > 0 else told
+    return [*told, tr("resumed {count} more times", count=more)] if more > 0 else told
 
 
 def step_of(source: Source, name: str, value: object, line: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from isotrain.language import tr
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped
 from isotrain.parity.sources.columns import MAX_METRICS, Columns, step_of
@@ -55,8 +56,12 @@ def read_csv(path: Path) -> Run:
     notes = list(table.notes)
     if averages:
         notes.append(
-            f"{averages} of {rows} points are averages over several steps, as the chart had them: "
-            "export run.scan_history() for the values themselves"
+            tr(
+                "{averages} of {rows} points are averages over several steps, as the chart had them: export "
+                "run.scan_history() for the values themselves",
+                averages=averages,
+                rows=rows,
+            )
         )
     return columns.run(table.format, "no row has a step and a number", notes)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from isotrain.errors import DataError
+from isotrain.language import tr
 from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.bounded import Source, clipped, inside
 from isotrain.parity.sources.columns import MAX_VALUES, check_new_metric, too_many_values
@@ -134,7 +135,13 @@ def _join(sessions: dict[str, Curves]) -> tuple[dict[str, Series], list[str]]:
         if shared:
             first = int(min(shared))
             if any(len(series) and series.steps_S[-1] >= first for series in joined.values()):
-                notes.append(f"resumed: {clipped(name, 200)} starts at step {first}; the later values stand")
+                notes.append(
+                    tr(
+                        "resumed: {file} starts at step {step}; the later values stand",
+                        file=clipped(name, 200),
+                        step=first,
+                    )
+                )
             joined = {tag: _before(series, first) for tag, series in joined.items()}
         for tag, series in curves.items():
             before = joined.get(tag)
