@@ -186,8 +186,8 @@ def test_parity_in_chinese(tmp_path: Path) -> None:
     assert lines[1].startswith("计算：不同。actor/pg_loss 在整个训练中始终高 0.03。可能的原因：loss 本身")
     for words in (
         f"参考侧  {one} (verl console log)",
-        "  未通过  actor/pg_loss：verl：loss，平均绝对误差：3，上限 2 个百分之一",
-        "  通过    critic/rewards/mean：verl：奖励，平均绝对误差：0，上限 4 个百分之一",
+        "  未通过  actor/pg_loss：verl：loss，平均绝对误差：3，上限 2 ×0.01",
+        "  通过    critic/rewards/mean：verl：奖励，平均绝对误差：0，上限 4 ×0.01",
         "吞吐，前 4 步：参考侧的 1.030 倍（倒数 0.971）",
         "  P2  不同         actor/pg_loss 在整个训练中始终高 0.03",
         "  P3  未运行       未运行",
@@ -225,7 +225,7 @@ def test_a_report_in_chinese(tmp_path: Path) -> None:
     for words in (
         "<h2>结果：两次训练相差多少</h2>",
         ">两次训练的结果一致吗？<",
-        "<td>最后四分之一段</td>",
+        "<td>最后 25 %</td>",
         ">未运行<",
         "<figcaption>actor/pg_loss: 曲线从第 1 步起分开</figcaption>",
     ):
