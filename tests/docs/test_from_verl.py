@@ -51,7 +51,9 @@ def test_keys_and_fields_without_defaults() -> None:
 
 def test_the_recipe_is_that_of_the_command() -> None:
     pytest.importorskip("tree_sitter_bash")
-    check_recipe(blocks(PAGE, "yaml")[0], convert(blocks(PAGE, "bash")[0].encode(), "verl"))
+    imported = convert(blocks(PAGE, "bash")[0].encode(), "verl")
+    check_recipe(blocks(PAGE, "yaml")[0], imported)
+    assert imported.same_training
 
 
 def test_the_reward_functions_agree() -> None:
