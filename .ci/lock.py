@@ -33,7 +33,9 @@ LOCKS = (
     ".ci/agents.lock",
     ".ci/trackers.lock",
     "requirements/ascend.txt",
+    "requirements/build.txt",
     "requirements/cuda.txt",
+    "requirements/ray-jobs.txt",
     "requirements/vllm-cpu.txt",
 )
 # Each machine has its own build of torch, so there is no one hash.
