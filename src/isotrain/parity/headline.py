@@ -73,7 +73,7 @@ def outcome_reason(verdict: Verdict) -> str:
         )
         others = len(outcome.effects) - 1
         if others and _all_equivalent(verdict):
-            return listed((within, tr("So do {count} more metrics.", count=others), steps), " ")
+            return listed((within, tr("The same holds for {count} more metrics.", count=others), steps), " ")
         return listed((within, steps), " ")
     unclear = next((one for one in outcome.effects if one.verdict == "inconclusive"), first)
     beside = tr(
