@@ -39,7 +39,7 @@ with module.join_world(choose_device("cpu")) as world:
 """
 
 
-@pytest.mark.parametrize("case", ["is slow", "fails"])
+@pytest.mark.parametrize("case", [pytest.param("is slow", marks=pytest.mark.slow), "fails"])
 def test_the_first_rank_may_take_its_time(tmp_path: Path, case: str) -> None:
     def start(rank: int) -> subprocess.Popen[str]:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}

@@ -164,6 +164,7 @@ def test_split_experts(run: Run, check: Check, device: str) -> None:
 
 
 @dispatches
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_split_experts_over_grouped_products(run: Run, check: Check) -> None:
     """The device's own operator multiplies the rows that came from all ranks."""

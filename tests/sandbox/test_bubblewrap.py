@@ -98,7 +98,8 @@ def test_an_ordinary_user_has_the_same_sandbox(sandbox: Bubblewrap, tmp_path: Pa
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         package = Path(directory) / "isotrain"
         shutil.copytree(source / "sandbox", package / "sandbox")
-        shutil.copy(source / "errors.py", package)
+        for module in ("errors.py", "language.py"):
+            shutil.copy(source / module, package)
         (package / "__init__.py").touch()
         os.chmod(directory, 0o755)
         code = (

@@ -211,14 +211,21 @@ def check_loggers(names: Iterable[str]) -> None:
     """Before models are loaded: are the packages of the trackers there, and the key of wandb?"""
     for kind in names:
         if kind in LOGGERS:
-            tracker = _package(kind)
-            if kind == "wandb" and tracker.setup().settings.mode == "online":
-                try:
-                    known = tracker.login(prompt=False, verify=False)
-                except Exception as error:
-                    raise _cannot_open(kind, error) from error
-                if not known:
-                    raise _cannot_open(kind, "no API key")
+            _package(kind)
+        if kind == "wandb" and not _wandb_has_key():
+            raise _cannot_open(kind, "no API key")
+
+
+def _wandb_has_key() -> bool:
+    """Whether wandb could log in, or need not."""
+    wandb = _package("wandb")
+    try:
+        return wandb.setup().settings.mode != "online" or bool(wandb.login(prompt=False, verify=False))
+    except Exception as error:
+        raise _cannot_open("wandb", error) from error
+    finally:
+        if wandb.run is None:
+            wandb.teardown()  # it would keep the settings of now, and `WANDB_MODE` may change
 
 
 def open_loggers(
