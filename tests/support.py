@@ -59,38 +59,13 @@ def tiny_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str
     return Recipe.model_validate(base)
 
 
-def sglang_python() -> str:
-    """Of an environment with a real SGLang that serves on the CPU."""
-    chosen = os.environ.get("ISOTRAIN_SGLANG_PYTHON") or str(
-        Path(__file__).parents[1] / ".venv-sglang/bin/python"
-    )
-    if not Path(chosen).is_file():
-        pytest.skip("no SGLang: run .ci/setup sglang, or set ISOTRAIN_SGLANG_PYTHON to the Python of one")
-    return chosen
-
-
-def agents_python() -> str:
-    """Of an environment with frameworks for agents, whose packages do not go with vLLM's."""
-    chosen = os.environ.get("ISOTRAIN_AGENTS_PYTHON") or str(
-        Path(__file__).parents[1] / ".venv-agents/bin/python"
-    )
-    if not Path(chosen).is_file():
-        pytest.skip(
-            "no frameworks: run .ci/setup agents, or set ISOTRAIN_AGENTS_PYTHON to a Python with them"
-        )
-    return chosen
-
-
-def trackers_python() -> str:
-    """Of an environment with all trackers; MLflow wants an older cachetools than the lock of the tests."""
-    chosen = os.environ.get("ISOTRAIN_TRACKERS_PYTHON") or str(
-        Path(__file__).parents[1] / ".venv-trackers/bin/python"
-    )
-    if not Path(chosen).is_file():
-        pytest.skip(
-            "no trackers: run .ci/setup trackers, or set ISOTRAIN_TRACKERS_PYTHON to a Python with them"
-        )
-    return chosen
+def python_of(environment: str) -> str:
+    """The Python of an environment of `.ci/setup`: packages that do not go with those of the tests."""
+    variable = f"ISOTRAIN_{environment.upper()}_PYTHON"
+    python = os.environ.get(variable) or str(Path(__file__).parents[1] / f".venv-{environment}/bin/python")
+    if not Path(python).is_file():
+        pytest.skip(f"run .ci/setup {environment}, or set {variable} to a Python with its packages")
+    return python
 
 
 def command(*arguments: str) -> list[str]:

@@ -20,7 +20,7 @@ from isotrain.agents.template import TurnTemplate
 from isotrain.agents.tool_calls import hermes
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EpisodeError, RolloutError
-from support import agents_python
+from support import python_of
 
 
 def played(
@@ -190,7 +190,7 @@ async def run(base_url, api_key, row):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [LITELLM, LANGCHAIN], ids=["litellm", "langchain"])
 def test_frameworks_in_another_environment(tiny: Path, tmp_path: Path, source: str) -> None:
-    says, python = [CALL, "It is here."], agents_python()
+    says, python = [CALL, "It is here."], python_of("agents")
     (trajectory,), policy = played(tiny, tmp_path, says, source, time_limit=60.0, python=python)
     assert trajectory.episode and trajectory.episode.failure is None, trajectory.episode
     assert trajectory.episode.reward == 1.0

@@ -31,7 +31,7 @@ from isotrain.data.prepare.verifiers_tasks import find_environment, prepare_veri
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError, EpisodeError
 from isotrain.recipe.environment import AgentSection
-from support import agents_python, run_cli
+from support import python_of, run_cli
 
 PACKAGE = str(Path(__file__).parent / "verifiers_package")
 LOCAL: dict[str, Any] = {"agent": {"runtime": {"type": "subprocess"}}}
@@ -42,7 +42,7 @@ def python(monkeypatch: pytest.MonkeyPatch) -> str:
     """Of an environment that has verifiers, and these tests' environments as well."""
     found = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PACKAGE, found])))
-    return agents_python()
+    return python_of("agents")
 
 
 def play(

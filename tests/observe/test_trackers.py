@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import trackers_python
+from support import python_of
 
 pytestmark = pytest.mark.slow
 OFFLINE = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -56,7 +56,7 @@ def tracked(kind: str, directory: Path, proxy: Proxy, **variables: str) -> subpr
     own |= {name: proxy.address for lower in names for name in (lower, lower.upper())}
     source = str(Path(__file__).parents[2] / "src")
     return subprocess.run(
-        [trackers_python(), str(Path(__file__).with_name("tracked_run.py")), kind, str(directory)],
+        [python_of("trackers"), str(Path(__file__).with_name("tracked_run.py")), kind, str(directory)],
         env={**own, "HOME": str(directory), "PYTHONPATH": source, **variables},
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rollout_children import CONTRACT, run_child
 
-from support import sglang_python
+from support import python_of
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def vllm_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def sglang_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = tmp_path_factory.mktemp("sglang")
-    return run_child(CONTRACT / "sglang_child.py", work, sglang_python(), timeout=800)
+    return run_child(CONTRACT / "sglang_child.py", work, python_of("sglang"), timeout=800)
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,14 @@ from test_learning import as_shipped, check, rewards_of
 
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
-from support import sglang_python
+from support import python_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def over_sglang(recipe: Recipe) -> Recipe:
     content = recipe.model_dump(mode="json", exclude_unset=True)
-    content["rollout"] |= {"engine": "sglang", "server_python": sglang_python()}
+    content["rollout"] |= {"engine": "sglang", "server_python": python_of("sglang")}
     return Recipe.model_validate(content)
 
 

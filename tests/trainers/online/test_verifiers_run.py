@@ -10,7 +10,7 @@ from online_runs import OnlineRun, online_recipe
 
 from isotrain.data.prepare.verifiers_tasks import prepare_verifiers
 from isotrain.observe.metrics import read_metrics
-from support import agents_python
+from support import python_of
 
 PACKAGE = str(Path(__file__).parents[2] / "agents" / "verifiers_package")
 ARGUMENTS = {"taskset": {"tasks": 24}, "agent": {"runtime": {"type": "subprocess"}}}
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 def test_a_whole_run_with_an_environment_of_verifiers(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = agents_python()
+    python = python_of("agents")
     found = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PACKAGE, found])))
     prepare_verifiers("letters", tmp_path, arguments=ARGUMENTS, python=python)
