@@ -5,12 +5,14 @@ P: prompt tokens, N: response tokens, T: both.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +54,7 @@ DEFAULTS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that share a host would all take the same cores
 }
+_LIBRARY_ON_CPU = "libnuma.so.1"
 
 
 def cannot_import(error: ImportError, device_type: str) -> RolloutError:
@@ -63,6 +66,21 @@ def cannot_import(error: ImportError, device_type: str) -> RolloutError:
     install = ways.get(device_type, accelerated)
     what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
     return RolloutError(f"rollout.engine: vllm {what}; {install}, or set rollout.engine: hf")
+
+
+def lacks_library() -> RolloutError | None:
+    """vLLM's CPU build is linked with a library that is no Python package, and says nothing of it."""
+    try:
+        distribution("vllm-cpu")
+        ctypes.CDLL(_LIBRARY_ON_CPU)
+    except PackageNotFoundError:
+        return None
+    except OSError:
+        return RolloutError(
+            f"rollout.engine: vLLM's CPU build needs {_LIBRARY_ON_CPU}: apt-get install libnuma1 or "
+            "dnf install numactl-libs, or set rollout.engine: hf"
+        )
+    return None
 
 
 class VllmEngine:

@@ -13,6 +13,7 @@ from isotrain.errors import IsotrainError, SandboxError
 from isotrain.sandbox import fusion
 from isotrain.trainers.online import precheck
 from isotrain.trainers.online.precheck import check_online, look_online
+from support import needs_vllm
 
 MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
     r"reward.function.path: there is no file nowhere.py": {
@@ -29,6 +30,17 @@ MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
 def test_mistakes_are_told_before_workers_start(tiny: Path, tmp_path: Path, message: str) -> None:
     with pytest.raises(IsotrainError, match=message):
         check_online(online_recipe(tiny, tmp_path, "cpu", **MISTAKES[message]))
+
+
+@needs_vllm
+def test_the_library_that_vllm_is_linked_with_must_be_there(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "vllm"})
+    check_online(recipe)
+    monkeypatch.setattr("isotrain.rollout.vllm._LIBRARY_ON_CPU", "libabsent.so.1")
+    with pytest.raises(IsotrainError, match=r"needs libabsent\.so\.1: apt-get install libnuma1"):
+        check_online(recipe)
 
 
 def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

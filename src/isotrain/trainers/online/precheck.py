@@ -33,7 +33,7 @@ from isotrain.recipe.online import (
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.build import code_sandbox
 from isotrain.reward.function import check_function, function_file
-from isotrain.rollout.vllm import cannot_import
+from isotrain.rollout.vllm import cannot_import, lacks_library
 from isotrain.trainers.online.user_files import named_file
 
 
@@ -150,6 +150,8 @@ def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
         return
     if rollout.engine == "vllm" and find_spec("vllm") is None:
         yield cannot_import(ModuleNotFoundError(name="vllm"), recipe.device.type)
+    elif rollout.engine == "vllm" and (lacking := lacks_library()):
+        yield lacking
     python = rollout.server_python
     if rollout.engine == "sglang" and python is None and find_spec("sglang") is None:
         yield RolloutError(
