@@ -11,8 +11,8 @@ from isotrain.imports.hydra import shown
 from isotrain.imports.verl_algorithm import algorithm, batch_size, correction, dapo, kl, loss, reward_manager
 from isotrain.imports.verl_optimizer import optimizer
 from isotrain.imports.verl_reasons import A, M, R
+from isotrain.observe.loggers import LOGGERS
 
-LOGGERS = ("console", "tensorboard", "wandb", "swanlab", "mlflow")
 VERL_REWARD = "verl_reward.py:compute_score"
 
 
@@ -308,10 +308,11 @@ def checkpoints(d: Draft, kept: str) -> None:
 
 def observe(d: Draft) -> None:
     wanted = [str(item) for item in _list(d.value("trainer.logger"))]
-    kept = [name for name in wanted if name in LOGGERS]
+    known = {"console", *LOGGERS}
+    kept = [name for name in wanted if name in known]
     d.put("observe.loggers", kept or ["console"], "trainer.logger")
-    if set(wanted) - set(LOGGERS):
-        missing = ", ".join(sorted(set(wanted) - set(LOGGERS)))
+    if lacking := set(wanted) - known:
+        missing = ", ".join(sorted(lacking))
         d.refuse("trainer.logger", f"{shown(missing, 60)}: metrics.jsonl is always written", changes=False)
     if d.value("trainer.rollout_data_dir"):
         d.put("rollout.record", True, "trainer.rollout_data_dir")

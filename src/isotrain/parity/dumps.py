@@ -284,21 +284,14 @@ def _modules(found: _Findings) -> Level:
 
 
 def _first(seen: Compared) -> str:
-    size = _size(seen.inputs if not seen.inputs.passed else seen.outputs)
-    if seen.inputs.passed:
-        return tr(
-            "the first difference is in the outputs of {name} at step {step} ({kind}, {size})",
-            name=seen.name,
-            step=seen.step,
-            kind=_PLURAL[seen.kind],
-            size=size,
-        )
+    inside = seen.inputs.passed
     return tr(
-        "the first difference is in the inputs of {name} at step {step} ({kind}, {size})",
+        "the first difference is in the {side} of {name} at step {step} ({kind}, {size})",
+        side=tr("outputs") if inside else tr("inputs"),
         name=seen.name,
         step=seen.step,
         kind=_PLURAL[seen.kind],
-        size=size,
+        size=_size(seen.outputs if inside else seen.inputs),
     )
 
 

@@ -140,9 +140,7 @@ def _generation(recipe: Recipe, shape: Shape, device: Published, engines: Engine
 
 def _forward_passes(recipe: Recipe, algorithm: OnlineSection) -> int:
     """Of a step before its updates: old log-probs, those of a reference, values of a critic."""
-    batch_size = recipe.data.batch_size
-    mini_batch_size = min(algorithm.mini_batch_size or batch_size, batch_size)
     # With one update per step, the old log-probs are those of the update itself.
-    several = mini_batch_size < batch_size or algorithm.ppo_epochs > 1
+    several = algorithm.updates_per_step(recipe.data.batch_size) > 1
     old = several or algorithm.kl.place == "reward"
     return old + (algorithm.kl.place != "off") + isinstance(algorithm, PpoSection)

@@ -153,6 +153,12 @@ class OnlineSection(Section):
     overlong: OverlongSection = OverlongSection()
     """DAPO's overlong reward shaping."""
 
+    def prompts_per_update(self, batch_size: int) -> int:
+        return min(self.mini_batch_size or batch_size, batch_size)
+
+    def updates_per_step(self, batch_size: int) -> int:
+        return -(-batch_size // self.prompts_per_update(batch_size)) * self.ppo_epochs
+
     @model_validator(mode="after")
     def _the_framework_has_it(self) -> OnlineSection:
         if self.convention not in self.conventions:

@@ -187,8 +187,6 @@ def _settings(
     algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
     assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
     overlong = algorithm.overlong
-    mini_batch_size = min(algorithm.mini_batch_size or data.batch_size, data.batch_size)
-    updates = -(-data.batch_size // mini_batch_size) * algorithm.ppo_epochs
     validation_rows = 0
     if VALIDATION in stores and rollout.generates:
         rows = len(stores[VALIDATION])
@@ -199,13 +197,13 @@ def _settings(
         last_step=recipe.observe.last_step(steps),
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,
-        mini_batch_size=mini_batch_size,
+        mini_batch_size=algorithm.prompts_per_update(data.batch_size),
         budget=data.tokens_per_micro_batch,
         share_prompts=described.shares_prompts,
         context=recipe.device.mesh.context,
         devices=devices,
         estimation=advantage_settings(algorithm),
-        several_updates=updates > 1,
+        several_updates=algorithm.updates_per_step(data.batch_size) > 1,
         uses_reference=algorithm.kl.place != "off",
         kl_in_reward=algorithm.kl.place == "reward",
         critic_warmup=algorithm.critic.warmup_steps if isinstance(algorithm, PpoSection) else 0,
