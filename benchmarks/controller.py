@@ -52,6 +52,7 @@ from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, StepPlan, plan_step
 from isotrain.trainers.online.metrics import step_metrics
+from isotrain.trainers.online.prompt_queue import Draws
 from isotrain.trainers.online.reward_worker import ScoredGroup
 from isotrain.trainers.online.rollouts import Batch, Collector, RolloutProgress, Seconds, _informative
 from isotrain.trainers.online.weights import Engines, Tolerance
@@ -70,9 +71,15 @@ class Engine:
     """Makes lengths up: most responses short, a few as long as is allowed."""
 
     def generate(
-        self, store: str, prompt_requests: Sequence[PromptRequest], n: int, sampling: Sampling
+        self,
+        store: str,
+        prompts: Sequence[PromptRequest] | Draws,
+        n: int,
+        sampling: Sampling,
+        version: int = 0,
     ) -> Iterator[tuple[Responses, Handle[int]]]:
-        for prompt_index, row in prompt_requests:
+        assert not isinstance(prompts, Draws), "the collector has no queue"
+        for prompt_index, row in prompts:
             draw = random.Random(prompt_index)
             lengths = tuple(min(LONGEST, int(draw.lognormvariate(6.5, 0.8)) + 1) for _ in range(n))
             finished = tuple(length < LONGEST for length in lengths)

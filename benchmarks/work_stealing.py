@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -43,6 +42,17 @@ from isotrain.trainers.setup import TRAIN
 
 LONGEST = 400
 GOAL = 1.05
+# Nothing of it is read but the seed.
+RECIPE = {
+    "name": "work-stealing",
+    "output": "nowhere",
+    "model": {"path": "no model"},
+    "data": {"train": "no rows", "max_length": 8, "batch_size": 1},
+    "algorithm": {"name": "grpo"},
+    "rollout": {"engine": "hf", "n": 2, "max_tokens": LONGEST},
+    "reward": {"gsm8k": {}},
+    "seed": 1,
+}
 
 
 def length(request: Request) -> int:
@@ -79,8 +89,7 @@ class ClockWorker(RolloutWorker):
     """The rollout worker itself, but for its engine and its prompts."""
 
     def __init__(self, at_once: int, step_seconds: float) -> None:
-        self._held, self._lock = [], threading.Lock()
-        self.recipe: Any = SimpleNamespace(seed=1)
+        super().__init__(RECIPE, "engine")
         engine: Any = Clock(at_once, step_seconds)
         self.loop = EngineLoop(lambda: engine)
         self.stores: Any = {TRAIN: _Prompts()}

@@ -66,10 +66,10 @@ class Group:
     def call_on(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.submit_to(index, method, *args, **kwargs).ref.value
 
-    def stream(self, index: int, method: Callable[..., Any], *args: Any) -> Any:
+    def stream(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from isotrain.cluster.workers import Stream
 
-        items: Any = map(_Box, getattr(self.workers[index], method.__name__)(*args))
+        items: Any = map(_Box, getattr(self.workers[index], method.__name__)(*args, **kwargs))
         return Stream(index, method.__name__, items)
 
     def close(self) -> None:

@@ -57,7 +57,8 @@ class StandInGroup:
 
     def release(self, done: int) -> None: ...
 
-    def generate(self, wait: Callable[[], None]) -> int:
+    def respond(self, wait: Callable[[], None]) -> int:
+        """What an engine does for a whole batch."""
         time.sleep(self.seconds)
         wait()
         return self.version
@@ -68,15 +69,16 @@ class StandInGroup:
     def wake(self) -> None:
         self.called.append("wake")
 
-    def update(self, version: int) -> int:
+    def update(self, update: int) -> int:
+        """An update is its version here."""
         self.called.append("update")
-        if version == self.hangs_at:
+        if update == self.hangs_at:
             threading.Event().wait()
-        self.version = version
-        return version
+        self.version = update
+        return update
 
-    def update_and_check(self, version: int, sequence_T: Any) -> tuple[int, Any]:
-        return self.update(version), LOGPS
+    def update_and_check(self, update: int, sequence_T: Any) -> tuple[int, Any]:
+        return self.update(update), LOGPS
 
 
 def stand_in_engines(group: StandInGroup, timeout: float = 10.0, in_flight: bool = False) -> Engines:
@@ -114,8 +116,8 @@ class StandInCollector(Collector):
         self.asked.append(
             (store, [request.prompt_index for request in prompt_requests], n, sampling.temperature)
         )
-        generate: Any = StandInGroup.generate
-        version: Any = self.engines.result(self.engines.submit(0, generate, self.wait))
+        respond: Any = StandInGroup.respond
+        version: Any = self.engines.result(self.engines.submit(0, respond, self.wait))
         engine_is_free()
         return [self._group(request, n, version) for request in prompt_requests], Seconds(0.0, 0.0)
 

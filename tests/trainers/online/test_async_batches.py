@@ -76,8 +76,8 @@ def test_an_update_may_wait_longer_for_responses_than_it_may_take_itself(stalene
 
 def test_the_time_of_an_update_begins_when_the_engine_is_free() -> None:
     engines = stand_in_engines(StandInGroup(seconds=0.7), timeout=0.5)
-    generate: Any = StandInGroup.generate
-    engines.submit(0, generate, lambda: None)
+    respond: Any = StandInGroup.respond
+    engines.submit(0, respond, lambda: None)
     engines.send(weights(1))
     assert engines.settle() == 0.0
 
@@ -85,8 +85,8 @@ def test_the_time_of_an_update_begins_when_the_engine_is_free() -> None:
 def test_in_flight_the_time_of_an_update_begins_at_once() -> None:
     """No real engine lets it wait for responses."""
     engines = stand_in_engines(StandInGroup(seconds=0.7), timeout=0.2, in_flight=True)
-    generate: Any = StandInGroup.generate
-    engines.submit(0, generate, lambda: None)
+    respond: Any = StandInGroup.respond
+    engines.submit(0, respond, lambda: None)
     engines.send(weights(1))
     with pytest.raises(WeightUpdateError, match=r"weight update 1 did not end within 0\.2 s"):
         engines.settle()

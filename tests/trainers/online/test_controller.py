@@ -23,7 +23,7 @@ from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
-from isotrain.rollout.base import More, Request, Sampling
+from isotrain.rollout.base import More, Request, Sampling, no_more
 from isotrain.trainers.online.engine_loop import EngineLoop
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, plan_step
 from isotrain.trainers.online.reward_worker import RewardWorker
@@ -44,7 +44,9 @@ class LongWinded:
 
     at_once = 64
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, more: More) -> Iterator[Trajectory]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
         length = sampling.max_tokens
         for request in requests:
             yield Trajectory(

@@ -14,7 +14,7 @@ import pytest
 from isotrain.cluster.background import in_background
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.rollout.base import More, Request, Sampling, WeightUpdate, trajectory_of
+from isotrain.rollout.base import More, Request, Sampling, WeightUpdate, no_more, trajectory_of
 from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompt_queue import Supply
@@ -49,7 +49,9 @@ class Steps:
             assert time.monotonic() < deadline, self.log
             time.sleep(0.001)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, more: More) -> Iterator[Trajectory]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
         assert threading.current_thread().name == "engine"
         running: list[tuple[Request, list[int]]] = []
         try:
@@ -316,7 +318,7 @@ def test_an_engine_that_gives_less_than_it_was_asked_for_ends_the_call() -> None
     """Its draws are missing, and asked for again."""
 
     class Forgetful(Steps):
-        def generate(self, requests: Sequence[Request], sampling: Sampling, more: More) -> Any:
+        def generate(self, requests: Sequence[Request], sampling: Sampling, more: More = no_more) -> Any:
             found = super().generate(requests, sampling, more)
             return (trajectory for trajectory in found if trajectory.prompt_index)
 

@@ -13,7 +13,7 @@ import pytest
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
-from isotrain.rollout.base import More, Request, Sampling, WeightUpdate, trajectory_of
+from isotrain.rollout.base import More, Request, Sampling, WeightUpdate, no_more, trajectory_of
 from isotrain.trainers.online.engine_loop import EngineLoop
 from isotrain.trainers.online.episodes import Episodes
 from isotrain.trainers.online.messages import PromptRequest, describe
@@ -49,7 +49,9 @@ class Quick:
         self.updates: list[tuple[float, int]] = []
         self.fails = False
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, more: More) -> Iterator[Trajectory]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
+    ) -> Iterator[Trajectory]:
         waiting = [*requests, *more()]
         while waiting:
             request = waiting.pop(0)

@@ -26,7 +26,7 @@ class Late:
         assert timeout == 7.0
         return SimpleNamespace(call=self._call)
 
-    def on_all(self, method: Callable[..., Any], timeout: float) -> None:
+    def on_all(self, method: Callable[..., Any], timeout: float | None = None) -> None:
         assert timeout == 7.0
         self._call(method)
 
@@ -40,7 +40,7 @@ class Late:
 
     def send(self, weights: Any) -> None: ...
 
-    def spread(self, published: Any, timeout: float) -> list[Any]:
+    def spread(self, updates: Any, timeout: float) -> list[Any]:
         return []
 
 

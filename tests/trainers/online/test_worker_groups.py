@@ -25,11 +25,11 @@ class Group:
         self.seen.append(f"{self.name} {method.__name__}")
         return [self.name]
 
-    def results(self, submitted: list[str], timeout: float) -> list[str]:
+    def results(self, calls: list[str], timeout: float | None = None) -> list[str]:
         self.seen.append(f"{self.name} awaited")
         if self.error:
             raise self.error
-        return submitted
+        return calls
 
     def call(self, method: Callable[..., Any], *_: Any) -> list[str]:
         return self.submit(method)
