@@ -59,3 +59,39 @@ def test_a_line_after_each_turn(tmp_path: Path, arguments: tuple[str, ...], turn
     # The first turn warms up.
     assert lines[-1]["rows"] == list(range(1, turns + 1))
     assert all(line.get("quick", False) == ("--quick" in arguments) for line in lines)
+
+
+def test_sides_that_need_the_same_model_build_it_once(tmp_path: Path) -> None:
+    """All sides of a benchmark start at the same time; on a new machine none finds the model in the cache."""
+    program = """
+import sys, time
+from pathlib import Path
+from smollm2 import built_once
+
+def build(directory):
+    (directory / "config.json").write_text("{}")
+    time.sleep(0.5)  # a side that takes the directory now has a model without weights
+    (directory / "weights").write_text(sys.argv[2])
+    print("built", flush=True)
+
+target = built_once(Path(sys.argv[1]), build)
+assert (target / "weights").read_text() in "abc"
+"""
+    target = tmp_path / "models" / "model"
+    left_behind = tmp_path / "models" / ".model.partial"  # of a side that was killed
+    left_behind.mkdir(parents=True)
+    (left_behind / "damaged").touch()
+    sides = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(target), side],
+            env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for side in "abc"
+    ]
+    printed = [side.communicate(timeout=60)[0] for side in sides]
+    assert [side.returncode for side in sides] == [0, 0, 0]
+    assert sorted(printed) == ["", "", "built\n"]
+    assert {path.name for path in target.iterdir()} == {"config.json", "weights"}
+    assert not left_behind.exists()
