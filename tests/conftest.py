@@ -10,6 +10,8 @@ from pathlib import Path
 import npusim
 import pytest
 
+from two_ends import pytest_addoption, pytest_runtestloop  # noqa: F401
+
 # Images of containers set it, and each of the hundreds of processes here would compile torch anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
