@@ -45,16 +45,46 @@ def gsm8k() -> Path:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range of repeated measurements."""
+    """Median and range of repeated measurements; `report` shows that of a single one as what it is."""
     return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
+        "median": _rounded(statistics.median(values)),
+        "min": _rounded(min(values)),
+        "max": _rounded(max(values)),
         "count": len(values),
     }
 
 
-def report(name: str, ratio: float, goal: float, met: bool, **figures: object) -> None:
-    """One JSON object on a line: after each turn with what is known so far, and so the last line is final."""
-    line = {"name": name, "ratio": round(ratio, 4), "goal": goal, "met": met}
-    print(json.dumps({**line, **({"quick": True} if QUICK else {}), **figures}), flush=True)
+def report(name: str, ratio: float, goal: float | None, met: bool | None, **figures: object) -> None:
+    """One JSON object on a line: after each turn with what is known so far, and so the last line is final.
+
+    `met` is None where this size cannot tell, or there is no goal. `ratios` is the spread of the ratio.
+    """
+    line: dict[str, object] = {"name": name, "ratio": float(f"{ratio:.4g}"), "goal": goal, "met": met}
+    ratios = figures.get("ratios")
+    if isinstance(ratios, dict) and "count" in ratios:
+        line["turns"] = ratios["count"]
+        if ratios["count"] == 1:
+            line["note"] = "one turn: the ratio has no spread"
+            figures = {key: value for key, value in figures.items() if key != "ratios"}
+        elif goal is not None and ratios["min"] <= goal <= ratios["max"]:
+            line["note"] = "inconclusive: turns lie on both sides of the goal"
+    show(**line, **figures)
+
+
+def show(**fields: object) -> None:
+    """A line of a table; ends with an error where a figure is not a number."""
+    shown = {key: _without_empty_ranges(value) for key, value in fields.items()}
+    print(json.dumps({**shown, **({"quick": True} if QUICK else {})}, allow_nan=False), flush=True)
+
+
+def _rounded(value: float) -> float:
+    """Digits count, not places: a share of 2e-05 is not 0."""
+    return float(f"{value:.6g}")
+
+
+def _without_empty_ranges(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"median", "min", "max", "count"} and value["count"] == 1:
+        return {"value": value["median"], "count": 1}
+    return {key: _without_empty_ranges(inner) for key, inner in value.items()}

@@ -159,7 +159,7 @@ def played(episodes: Episodes, engine: Timed, options: Any, questions: Sequence[
 
 
 def main() -> None:
-    parser = bench.Options(__doc__, pairs=1, episodes=32, tokens=8)
+    parser = bench.Options(__doc__, pairs=1, episodes=32, tokens=8, model="tiny")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--turns", type=int, default=4)

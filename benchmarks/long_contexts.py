@@ -3,7 +3,8 @@
 One update of SFT on one sample, on the simulated npu, whose counter of memory is exact: `--lengths` tokens
 over 1, 2 and 4 ranks with `device.mesh.context`. `ratio` is the largest of peak memory over that of the
 shortest sample on one rank, each divided by its tokens per rank: 1 means that N ranks hold N times as many
-tokens. Lower is better. What a rank holds beside activations (weights, optimizer) is small in this model.
+tokens. Lower is better. What a rank holds beside activations (weights, optimizer) is small in this model; it
+weighs more in samples as short as those of `--quick`, whose goal is 1.2.
 
 `overhead` is on the CPU, without a device: the time of an update of 2 samples of the shortest length with
 `context: 2` over one where each of 2 ranks has a sample of its own, in turns.
@@ -23,7 +24,7 @@ from typing import Any
 
 import bench
 
-GOAL = 1.15
+GOAL = 1.2 if bench.QUICK else 1.15
 RANKS = (1, 2, 4)
 SCRIPT = str(Path(__file__).resolve())
 

@@ -6,13 +6,12 @@ about real logs: how often are they called different, where 1 % was designed? Th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from bench import Options
+from bench import Options, show
 from scipy.signal import lfilter
 
 from isotrain.parity.effects import effect_of_curves, effect_of_runs
@@ -133,8 +132,8 @@ def main() -> None:
             found = sum(DECISIONS[name](noise, steps, random, shift) for _ in range(tries // 2))
             row["power"] = found / (tries // 2)
         worst[name] = max(worst.get(name, 0.0), alarms / tries)
-        print(json.dumps(row), flush=True)
-    print(json.dumps({"benchmark": "parity_calibration", "designed": 0.01, "worst": worst}), flush=True)
+        show(**row)
+    show(name="parity_calibration", designed=0.01, tries=options.tries, worst=worst)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ Pairs of rewards without a difference, and with one, go through the code that de
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
-from bench import Options
+from bench import Options, show
 from parity_calibration import MARGIN, Noise
 
 from isotrain.parity.effects import effect_of_curves
@@ -42,7 +40,7 @@ def main() -> None:
             row |= {"false_alarms": equal.count("different") / len(equal)}
             row |= {"lower": SHIFT, "different": lower.count("different") / len(lower)}
             row |= {"missed": lower.count("equivalent") / len(lower)}
-            print(json.dumps(row), flush=True)
+            show(**row)
 
 
 if __name__ == "__main__":

@@ -142,20 +142,28 @@ def listing(chosen: Sequence[Pair], jobs: Sequence[Job]) -> str:
 
 
 def main() -> None:
-    parser = Options(__doc__, only="sft-llama-float32 adam-beta", work=Path(tempfile.gettempdir()) / "power")
-    parser.add_argument("--work", type=Path, help="where runs are kept; finished ones are reused")
+    parser = Options(__doc__, only="sft-qwen3-moe-float32 adam-beta")
+    parser.add_argument(
+        "--work", type=Path, help="where runs are kept; finished ones are reused (quick: new)"
+    )
     parser.add_argument("--only", help="pairs whose kind and name contain this")
     parser.add_argument("--list", action="store_true", help="show what would be run, and end")
     parser.add_argument("--write", action="store_true", help="write the table into the package")
     options = parser.read()
-    if options.work is None and not options.list:
+    if options.work is None and not options.list and not options.quick:
         parser.error("--work DIR is needed")
-    work = (options.work or Path(".")).resolve()
-    chosen = [p for p in pairs(work) if not options.only or options.only in f"{p.kind.name} {p.name}"]
-    jobs = jobs_of(work, chosen)
-    print(listing(chosen, jobs), file=sys.stderr, flush=True)
-    if options.list:
-        return
+    with tempfile.TemporaryDirectory() as directory:
+        work = (options.work or Path(directory)).resolve()
+        chosen = [p for p in pairs(work) if not options.only or options.only in f"{p.kind.name} {p.name}"]
+        if not chosen:
+            parser.error(f"--only: no pair's kind and name contain {options.only!r}; `--list` shows all")
+        jobs = jobs_of(work, chosen)
+        print(listing(chosen, jobs), file=sys.stderr, flush=True)
+        if not options.list:
+            measure(work, chosen, jobs, options.write)
+
+
+def measure(work: Path, chosen: Sequence[Pair], jobs: Sequence[Job], write: bool) -> None:
     work.mkdir(parents=True, exist_ok=True)
     prepare(work)
     begun = time.monotonic()
@@ -168,7 +176,7 @@ def main() -> None:
     power = judge(runs, chosen)
     text = json.dumps(power.as_json(), indent=1) + "\n"
     (work / "power.json").write_text(text)
-    if options.write:
+    if write:
         PACKAGED.write_text(text)
     print(markdown(power))
     told = {key: value for key, value in power.as_json().items() if key != "rows"}
@@ -176,7 +184,10 @@ def main() -> None:
     right = sum((call == "different") == (kind == "mutation") for kind, call in all_calls)
     seconds = {"training_s": round(trained), "judging_s": round(time.monotonic() - begun - trained)}
     share = right / max(1, len(all_calls))
-    report("parity_power", share, 1.0, right == len(all_calls), **seconds, **told)
+    # Where every run failed there is nothing to be wrong about.
+    met = bool(all_calls) and right == len(all_calls)
+    without = sum(not row.verdicts for row in power.rows)
+    report("parity_power", share, 1.0, met, calls=len(all_calls), without_verdict=without, **seconds, **told)
 
 
 if __name__ == "__main__":

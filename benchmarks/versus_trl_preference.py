@@ -167,7 +167,8 @@ def tell(algorithm: str, turns: int, steps: int, results: Measured) -> None:
         goal=GOAL,
         met=ratio["median"] >= GOAL and equal and waste["isotrain"] < MOST_WASTE,
         ratio_float32=ratios["trl-float32"]["median"],
-        ratios=ratios,
+        ratios=ratio,
+        ratios_float32=ratios["trl-float32"],
         losses_agree=equal,
         mean_losses={side: round(value, 5) for side, value in means.items()},
         largest_loss_difference=round(

@@ -54,7 +54,7 @@ def main() -> None:
     for vocabulary in sorted(options.vocabularies):
         found[str(vocabulary)] = {c: measured(c, options.rows, vocabulary) for c in CAPABILITIES}
         one, other = (abs(found[str(vocabulary)][c]["entropy"]) for c in CAPABILITIES)
-        bench.report("vocabulary_rounding", one / max(other, 1e-12), goal=0.0, met=True, errors=found)
+        bench.report("vocabulary_rounding", one / max(other, 1e-12), goal=None, met=None, errors=found)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""What all benchmarks have: `--quick`, and a line of results after each turn."""
+"""Benchmarks: `--quick` runs and says what it has measured; a line of results after each turn."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import bench
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -95,3 +99,112 @@ assert (target / "weights").read_text() in "abc"
     assert sorted(printed) == ["", "", "built\n"]
     assert {path.name for path in target.iterdir()} == {"config.json", "weights"}
     assert not left_behind.exists()
+
+
+def test_a_single_turn_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.report("one", 1.6e-05, 1.0, True, ratios=bench.spread([1.6e-05]), step_s={"a": bench.spread([2.0])})
+    bench.report("two", 1.5, 2.5, True, ratios=bench.spread([1.0, 2.0]))
+    bench.report("noisy", 1.5, 1.4, False, ratios=bench.spread([1.0, 2.0]))
+    one, two, noisy = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert one["turns"] == 1 and one["note"].startswith("one turn") and "ratios" not in one
+    assert one["ratio"] == 1.6e-05 and one["step_s"] == {"a": {"value": 2.0, "count": 1}}
+    assert two["turns"] == 2 and "note" not in two
+    assert two["ratios"] == {"median": 1.5, "min": 1.0, "max": 2.0, "count": 2}
+    assert noisy["note"].startswith("inconclusive")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_figure_that_is_no_number_is_an_error(value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        bench.report("name", 1.0, 1.0, True, seconds=bench.spread([value]))
+
+
+class Case(NamedTuple):
+    keys: tuple[str, ...]
+    """Of the last line, beside those of `bench.report`."""
+    met: bool = False
+    """Whether it must meet its goal: what it compares is exact, however busy the machine is."""
+    arguments: tuple[str, ...] = ()
+    simulated_npu: bool = False
+    minutes: float = 10.0
+    rows: bool = False
+    """Whether it prints a table in place of a ratio."""
+
+
+PREFERENCE = ("ratio_float32", "losses_agree", "step_s")
+CASES = {
+    "asynchrony": Case(("ratio_in_flight", "ratio_colocated", "rewards", "rewards_agree"), minutes=20),
+    "chaos": Case(("faults", "responses", "metrics", "left"), met=True, minutes=30),
+    "checkpoint_writing": Case(("one_pass_s", "read_back_s")),
+    "compiled_layers": Case(("first_seconds",)),
+    "controller": Case(("seconds", "parts_s", "bytes_a_trajectory", "calls", "step_s")),
+    "episodes": Case(("seconds_overlapped", "idle_in_rounds"), minutes=15),
+    "fused": Case(("max_loss_difference", "first_loss", "last_loss"), met=True, simulated_npu=True),
+    "gsm8k_format": Case(("correct", "count")),
+    "layer_trace_overhead": Case(("tested", "afterwards", "bytes_per_step")),
+    "long_contexts": Case(("ratios", "peak_mib", "overhead"), met=True, simulated_npu=True, minutes=15),
+    "parity_calibration": Case(("designed", "worst"), rows=True),
+    "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
+    "parity_power": Case(("calls", "without_verdict", "training_s"), met=True, minutes=15),
+    "plan_accuracy": Case(("cases",), met=True, simulated_npu=True),
+    "plan_sizes": Case(("plans",)),
+    "record_overhead": Case(("plain_step_s", "recording_step_s", "record_s"), minutes=15),
+    "rollout_overhead": Case(("responses_equal", "seconds", "tokens"), minutes=15),
+    "sandbox": Case(("sandbox_ms", "plain_ms", "per_second")),
+    "simulated_scale": Case(("figures", "free_figures", "by_source")),
+    "supervised_overhead": Case(("losses_equal", "bare_step_s", "isotrain_step_s"), minutes=15),
+    "versus_trl sft": Case(("losses_agree", "ratio_packing"), arguments=("--algorithm", "sft"), minutes=20),
+    "versus_trl dpo": Case(PREFERENCE, arguments=("--algorithm", "dpo"), minutes=20),
+    "versus_trl kto": Case(PREFERENCE, arguments=("--algorithm", "kto"), minutes=20),
+    "versus_trl rm": Case(PREFERENCE, arguments=("--algorithm", "rm"), minutes=20),
+    "versus_trl grpo": Case(("step_s", "grad_norm"), arguments=("--algorithm", "grpo"), minutes=20),
+    "vocabulary_rounding": Case(("errors",)),
+    "weight_deltas": Case(("shares", "bytes_over_all"), met=True, minutes=15),
+    "weight_streams": Case(("bucket", "collective", "shared"), met=True, simulated_npu=True),
+    "weight_sync": Case(("threads_1",)),
+    "work_stealing": Case(("seconds", "engines", "prompts")),
+}
+# Wherever one of these is told, it holds whatever else the machine does.
+ALWAYS = ("losses_equal", "losses_agree", "responses_equal")
+
+
+def test_every_benchmark_has_a_case() -> None:
+    assert {name.split()[0] for name in CASES} == {script.stem for script in SCRIPTS}
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("name", CASES)
+def test_quick_runs_and_says_what_it_has_measured(name: str) -> None:
+    case, script = CASES[name], BENCHMARKS / f"{name.split()[0]}.py"
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    if case.simulated_npu:
+        environment["PYTHONPATH"] = str(BENCHMARKS.parent / "tests" / "device" / "npusim" / "site")
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick", *case.arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60 * case.minutes,
+    )
+    if "no GSM8K at" in done.stderr or "install the weights first" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines and all(line["quick"] for line in lines), done.stdout[-2000:]
+    last = lines[-1]
+    print(json.dumps(last))  # `-rP` shows it
+    assert set(case.keys) <= set(last) and not any(last[key] in (None, {}, []) for key in case.keys), last
+    assert all(map(math.isfinite, numbers(lines))) and any(numbers(last))
+    assert all(last.get(key, True) is True for key in ALWAYS)
+    if not case.rows:
+        assert {"name", "ratio", "goal", "met"} <= set(last)
+        assert last["met"] is True or not case.met, last
