@@ -27,6 +27,7 @@ BESIDE_MAY_IMPORT = {"recipe", "observe"}
 OPEN_TO_ALL = {
     "abandoned",
     "errors",
+    "files",
     "hidden_modules",
     "language",
     "lifetime",

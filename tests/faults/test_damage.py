@@ -10,6 +10,7 @@ import pytest
 
 from isotrain.engine.checkpoint.layout import steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.errors import CheckpointError
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
@@ -135,24 +136,96 @@ def test_several_damaged_ones_are_all_named(
     assert_mended(run, whole)
 
 
-@pytest.mark.parametrize("on", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
-def test_with_all_damaged_it_starts_afresh_and_says_so(
+def damage_all(run: Path) -> None:
+    for number, damage in zip(STEPS, (flip_a_byte, delete, take_the_marker), strict=True):
+        damage(step(run, number))
+
+
+def remove_all(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def unmount(run: Path) -> None:
+    """The directory that another disk was mounted on is there and empty."""
+    remove_all(run)
+    (run / "checkpoints").mkdir()
+
+
+def remove_from_an_older_run(run: Path) -> None:
+    """A version that did not note what it saved."""
+    (run / "saved.json").unlink()
+    remove_all(run)
+
+
+def content(run: Path) -> dict[str, bytes]:
+    return {name: (run / name).read_bytes() for name in ("metrics.jsonl", "log.txt")}
+
+
+@pytest.mark.parametrize("lose", [damage_all, remove_all, unmount, remove_from_an_older_run])
+def test_with_all_lost_it_stops_until_it_is_told_to_start_over(
     tiny: Path,
     tmp_path: Path,
     whole_runs: Callable[[str], Path],
-    on: str,
+    lose: Callable[[Path], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole = whole_runs(on)
+    whole = whole_runs("cpu")
     run = Path(shutil.copytree(whole, tmp_path / "run"))
-    for number, damage in zip(STEPS, (flip_a_byte, delete, take_the_marker), strict=True):
-        damage(step(run, number))
-    capsys.readouterr()
-    launch(damageable(tiny, run, on), "")
+    before = content(run)
+    lose(run)
+    recipe = damageable(tiny, run, "cpu")
+    with pytest.raises(CheckpointError, match=r"trainer\.resume=start_over"):
+        launch(recipe, "")
     said = capsys.readouterr().out
-    assert all(f"step-{number:08d} is not used" in said for number in STEPS)
-    assert f"no valid checkpoint in {run / 'checkpoints'}: the run starts from the beginning" in said
-    assert "resuming" not in said and "step 1/9" in said
+    if lose is damage_all:
+        assert all(f"step-{number:08d} is not used" in said for number in STEPS)
+    assert content(run)["metrics.jsonl"] == before["metrics.jsonl"]
+    assert content(run)["log.txt"].startswith(before["log.txt"])
+    trainer = recipe.trainer.model_copy(update={"resume": "start_over"})
+    launch(recipe.model_copy(update={"trainer": trainer}), "")
+    said = capsys.readouterr().out
+    assert f"what was in {run} is in {run / 'earlier-1'}" in said and "step 1/9" in said
+    assert content(run / "earlier-1")["metrics.jsonl"] == before["metrics.jsonl"]
+    assert content(run / "earlier-1")["log.txt"].startswith(before["log.txt"])
+    assert_mended(run, whole)
+    # The same command without it goes on from there: starting over is not what the run remembers.
+    launch(recipe, "")
+    assert "resuming after step 9 of 9" in capsys.readouterr().out
+    assert not (run / "earlier-2").exists()
+
+
+def test_a_lost_newest_one_is_told_and_its_metrics_are_kept(
+    tiny: Path, tmp_path: Path, whole_runs: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = whole_runs("cpu")
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    before = content(run)["metrics.jsonl"]
+    for number in (6, 9):
+        shutil.rmtree(step(run, number))
+    capsys.readouterr()
+    launch(damageable(tiny, run, "cpu"), "")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: the checkpoint of step 9 is lost: training again from step 4" in said
+    assert (run / "earlier-1" / "metrics.jsonl").read_bytes() == before
+    assert_mended(run, whole)
+    launch(damageable(tiny, run, "cpu"), "")
+    assert "warning" not in capsys.readouterr().out and not (run / "earlier-2").exists()
+
+
+def test_a_run_without_a_checkpoint_yet_starts_again(
+    tiny: Path, tmp_path: Path, whole_runs: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a kill in the second step leaves it."""
+    whole = whole_runs("cpu")
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    unmount(run)
+    (run / "saved.json").unlink()
+    rows = content(run)["metrics.jsonl"].splitlines(keepends=True)[:2]
+    (run / "metrics.jsonl").write_bytes(b"".join(rows))
+    capsys.readouterr()
+    launch(damageable(tiny, run, "cpu"), "")
+    assert "warning" not in capsys.readouterr().out
+    assert (run / "earlier-1" / "metrics.jsonl").read_bytes() == b"".join(rows)
     assert_mended(run, whole)
 
 

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from isotrain.errors import RecipeError
+from isotrain.observe import journal as journal_module
 from isotrain.observe import runs
 from isotrain.observe.console import Console
 from isotrain.observe.journal import Journal
+from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.observe.runs import find_runs, state_of
 
@@ -92,14 +95,54 @@ def test_a_run_that_ends_early(tmp_path: Path, error: BaseException | None, stat
         assert found.waiting == "ValueError: no" and "failed: ValueError: no" in run.log.read_text()
 
 
-def test_a_disk_that_is_full_costs_no_training(tmp_path: Path) -> None:
-    run = started(tmp_path / "run")
-    journal = Journal(Console(), run, clock=Clock())
+def test_a_lost_directory_costs_the_log_and_no_training(tmp_path: Path) -> None:
+    run, shown = started(tmp_path / "run"), Shown()
+    journal = Journal(shown, run, clock=Clock())
+    journal.message("before")
     run.path.rename(tmp_path / "gone")
     journal.start(2, 1)
     journal.update(1, {})
     journal.message("still there")
     journal.ended(None)
+    assert shown.calls == [("message", "before"), ("update", 1), ("message", "still there")]
+    assert not run.path.exists(), "it is not made again"
+    gone = RunDirectory(tmp_path / "gone")
+    assert gone.log.read_text().endswith(" before\n") and status(gone)["state"] == "starting"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_costs_the_log_and_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, shown = started(tmp_path / "run"), Shown()
+    opened: set[str] = set()
+
+    def open_full(path: Path, mode: str) -> Any:
+        opened.add(path.suffix)
+        return open("/dev/full", mode, buffering=0)
+
+    monkeypatch.setattr(journal_module, "open_own", open_full)
+    journal = Journal(shown, run, clock=Clock())
+    journal.message("still there")
+    journal.start(2, 1)
+    journal.update(1, {})
+    journal.ended(None)
+    assert opened == {".txt", ".tmp"}, "the log and the status were written to"
+    assert shown.calls == [("message", "still there"), ("update", 1)]
+    assert not run.log.exists() and not run.status.exists()
+
+
+@pytest.mark.parametrize("name", ["log", "status", "metrics"])
+def test_links_of_a_received_run_are_not_followed(tmp_path: Path, name: str) -> None:
+    run, target = started(tmp_path / "run"), tmp_path / "target"
+    target.write_text('{"step": 1}\n')
+    getattr(run, name).symlink_to(target)
+    journal = Journal(Console(), run, clock=Clock())
+    journal.start(2, 1)
+    journal.message("said")
+    journal.ended(None)
+    if name == "metrics":
+        with pytest.raises(RecipeError, match="make it a plain file"):
+            MetricsLog.resume(run.metrics, 1)
+    assert target.read_text() == '{"step": 1}\n'
 
 
 HOLD = """

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from view_runs import make_run, response
 
+from isotrain.data import parquet_bounds
+from isotrain.data.parquet_bounds import MOST_ROWS
 from isotrain.data.record import step_file, write_trajectories
 from isotrain.errors import DataError
 from isotrain.view.trajectories import Condition, TrajectoryIndex
@@ -173,3 +178,81 @@ def write(directory: Path, step: int) -> Path:
     path = step_file(directory, step, 0)
     write_trajectories(path, [response([1], prompt_index=50 + step)])
     return path
+
+
+def list_bomb(path: Path) -> None:
+    """One row with a list of zeros, in three of the columns that the table is made from."""
+    count = 18_000_000
+    zeros = pyarrow.array(np.zeros(count, np.int32))
+    columns = {"mask": pyarrow.array(np.zeros(count, np.bool_)), "version": zeros, "prompt": zeros}
+    bounds = pyarrow.array([0, count], pyarrow.int32())
+    lists = {name: pyarrow.ListArray.from_arrays(bounds, flat) for name, flat in columns.items()}
+    write_bomb(path, 1, lists)
+
+
+def text_bomb(path: Path) -> None:
+    """Rows that name one long text of a dictionary."""
+    count, text = 4096, pyarrow.array(["x" * (1 << 23)])
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(count, np.int32)), text)
+    write_bomb(path, count, {"source": texts})
+
+
+def row_bomb(path: Path) -> None:
+    write_bomb(path, MOST_ROWS + 1, {})
+
+
+def write_bomb(path: Path, rows: int, columns: dict[str, Any]) -> None:
+    numbers = {name: pyarrow.array(np.zeros(rows, np.int64)) for name in ("prompt_index", "sample", "reward")}
+    empty = pyarrow.ListArray.from_arrays(
+        pyarrow.array(np.zeros(rows + 1, np.int32)), pyarrow.array([], pyarrow.int32())
+    )
+    table = pyarrow.table({**numbers, "response": empty, **columns})
+    pyarrow.parquet.write_table(table, path, compression="zstd", row_group_size=rows)
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+import pyarrow.parquet
+from isotrain.errors import DataError
+from isotrain.view.parquet import read_index
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+most = pages * resource.getpagesize() + (128 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    read_index(Path(sys.argv[1]))
+except DataError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("make", [list_bomb, text_bomb, row_bomb])
+def test_a_small_file_that_decodes_to_a_large_one_is_refused(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "bomb.parquet"
+    make(path)
+    assert path.stat().st_size < 100_000
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("refused: bomb.parquet cannot be read as recorded trajectories: "), (
+        done.stdout + done.stderr
+    )
+    assert "at most" in done.stdout or "may take more than" in done.stdout
+
+
+def test_a_page_header_decides_and_not_the_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is the same whatever encoding the pages are in, and grows with their values."""
+    for settings in ({}, {"use_dictionary": False}, {"data_page_version": "2.0"}, {"compression": "none"}):
+        path = tmp_path / "rows.parquet"
+        flat = pyarrow.array(np.arange(30_000, dtype=np.int32) // 1000)
+        lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 10_000, 30_000], pyarrow.int32()), flat)
+        pyarrow.parquet.write_table(pyarrow.table({"response": lists}), path, data_page_size=512, **settings)
+        for most, fits in ((30_000 * 12 + 200_000, True), (30_000 * 12 - 1, False)):
+            monkeypatch.setattr(parquet_bounds, "MOST_BYTES", most)
+            with path.open("rb") as stream, pyarrow.parquet.ParquetFile(stream) as file:
+                try:
+                    parquet_bounds.check_group(file, stream, 0, ["response"], lists=["response"])
+                    assert fits, settings
+                except DataError:
+                    assert not fits, settings

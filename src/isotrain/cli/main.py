@@ -50,6 +50,12 @@ class CleanErrors(TyperGroup):
             # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
             code = MAY_PASS if error.may_pass else 1
             raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else code) from None
+        except OSError as error:
+            if error.filename is None:  # of no file that a user could do something about
+                raise
+            reason = f"{_path_of(error)}: {error.strerror}"
+            _say(said(tr("error: {message}", message=reason)))
+            raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else 1) from None
         except ModuleNotFoundError as error:
             if (words := missing_package(error)) is None:
                 raise
@@ -98,6 +104,11 @@ def preview(
 app.command()(export)
 app.command("import")(import_recipe)
 app.command()(export_config)
+
+
+def _path_of(error: OSError) -> str:
+    name = error.filename2 or error.filename  # of two, such as those of a copy, the one that is written
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def _version(wanted: bool) -> None:

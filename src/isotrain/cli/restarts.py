@@ -24,7 +24,7 @@ LONGEST_PAUSE = 60.0
 
 def check_restarts(recipe: Recipe) -> None:
     """Refuse what cannot be started again, or is started again by others."""
-    if recipe.trainer.resume == "never":
+    if recipe.trainer.resume != "auto":
         raise RecipeError("--restarts: a restart has to resume; set trainer.resume=auto")
     if "RANK" in os.environ:
         raise RecipeError("--restarts: torchrun has its own; use `torchrun --max-restarts`")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from codecs import getincrementaldecoder
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +14,11 @@ import typer
 from typer import Option
 
 from isotrain.errors import DataError
+from isotrain.files import open_regular
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.observe.runs import RunState, find_runs, state_of
 
+_LONGEST_LINE = 1 << 16
 _COLOURS = {"running": "green", "starting": "green", "failed": "red", "killed": "red", "stopped": "yellow"}
 
 
@@ -88,14 +92,19 @@ def logs(
     """
     path = RunDirectory(run).log
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            typer.echo("".join(file.readlines()[-lines:]), nl=False)
+        with open_regular(path) as file:
+            # In blocks and in lines of a bounded length: a log from elsewhere may be one line of any size.
+            last = deque(iter(lambda: file.readline(_LONGEST_LINE), b""), maxlen=lines)
+            typer.echo(b"".join(last).decode("utf-8", "replace"), nl=False)
+            decoder = getincrementaldecoder("utf-8")("replace")
             while follow:
                 goes_on = state_of(run).state in ("starting", "running")
-                text = file.read()
-                typer.echo(text, nl=False)
+                while text := file.read(_LONGEST_LINE):
+                    typer.echo(decoder.decode(text), nl=False)
                 if not goes_on:
                     return
                 time.sleep(0.5)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{run} has no log; is it a run directory? `isotrain runs` lists them") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error

@@ -11,22 +11,23 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.parquet_bounds import check_group, check_rows
 from isotrain.data.trajectory import Episode, Trajectory, Turn
 from isotrain.errors import DataError
+from isotrain.files import open_regular, parse_json
 
 if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
 
-# Rows of a row group: what is in memory at one time, and far below the 2^31 tokens of an Arrow list column.
-_GROUP = 1024
+# Rows and tokens of a row group: what is in memory at one time, far below what its readers refuse.
+_GROUP, _GROUP_TOKENS = 1024, 1 << 22
 
 _NUMBERS = {"row": "int64", "prompt_index": "int64", "sample": "int64", "seed": "int64", "finished": "bool"}
 _RANKS, _OTHERS = b"ranks", b"others"
@@ -78,8 +79,8 @@ def step_and_rank(name: str) -> tuple[int, int] | None:
 
 def recording_ranks(metadata: Mapping[bytes, bytes] | None) -> int | None:
     """How many ranks wrote a file of the step, from the metadata of one of them; None if it does not say."""
-    text = (metadata or {}).get(_RANKS, b"").decode("ascii", "replace")
-    return int(text) if text.isdecimal() and 0 < int(text[:9]) <= _MOST_RANKS else None
+    text = (metadata or {}).get(_RANKS, b"")
+    return int(text) if re.fullmatch(rb"[0-9]{1,6}", text) and 0 < int(text) <= _MOST_RANKS else None
 
 
 def write_trajectories(
@@ -101,8 +102,7 @@ def write_trajectories(
             with pyarrow.parquet.ParquetWriter(
                 file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
             ) as writer:
-                rest = iter(records)
-                while group := list(islice(rest, _GROUP)):
+                for group in _groups(records):
                     writer.write_table(_table(group, schema))
             file.flush()
             os.fsync(file.fileno())
@@ -115,6 +115,20 @@ def write_trajectories(
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
+    group: list[Record] = []
+    tokens = 0
+    for record in records:
+        length = len(record.trajectory.tokens_T)
+        if group and (len(group) == _GROUP or tokens + length > _GROUP_TOKENS):
+            yield group
+            group, tokens = [], 0
+        group.append(record)
+        tokens += length
+    if group:
+        yield group
 
 
 def read_trajectories(path: Path) -> list[Record]:
@@ -138,10 +152,10 @@ def _order(trajectory: Trajectory) -> tuple[int, int, int]:
 def read_others(directory: Path, step: int) -> dict[str, int]:
     """Counts of a step's responses that are not recorded; none in a recording of an earlier version."""
     path = step_file(directory, step, 0)
-    with _opened(path) as file:
+    with _opened(path) as (file, _):
         try:
-            told = json.loads((file.schema_arrow.metadata or {}).get(_OTHERS, b"{}"))
-        except (ValueError, RecursionError):
+            told = parse_json((file.schema_arrow.metadata or {}).get(_OTHERS, b"{}"))
+        except ValueError:
             told = None
     if not isinstance(told, dict) or not all(type(n) is int and n >= 0 for n in told.values()):
         raise DataError(f"{path} has no counts of unrecorded responses; record it again")
@@ -149,14 +163,17 @@ def read_others(directory: Path, step: int) -> dict[str, int]:
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
-    with _opened(path) as file:
-        schema = file.schema_arrow
-        records = [record for batch in file.iter_batches(_GROUP) for record in _records(batch, path)]
-        return records, _ranks(schema, path)
+    with _opened(path) as (file, stream):
+        records: list[Record] = []
+        for group in range(file.metadata.num_row_groups):
+            check_group(file, stream, group, file.schema_arrow.names, lists=_LISTS)
+            for batch in file.iter_batches(_GROUP, row_groups=[group]):
+                records += _records(batch, path)
+        return records, _ranks(file.schema_arrow, path)
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+def _opened(path: Path) -> Iterator[tuple[pyarrow.parquet.ParquetFile, BinaryIO]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -165,12 +182,15 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
         known.append(whole := whole.remove(whole.get_field_index(name)))
     try:
         with (
-            path.open("rb") as stream,
+            open_regular(path) as stream,
             pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
             if not any(map(file.schema_arrow.equals, known)):
                 raise DataError(f"{path}: columns of recorded trajectories are missing; record them again")
-            yield file
+            check_rows(file)
+            yield file, stream
+    except DataError as error:
+        raise error if str(path) in str(error) else DataError(f"{path}: {error}") from error
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as recorded trajectories: {error}") from error
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from isotrain.errors import ModelError
+from isotrain.files import parse_json, read_regular
 from isotrain.models.attention import FUSED, SEGMENTS
 from isotrain.models.routing import number_of_experts
 from isotrain.models.suitability import check_head, check_packing, check_score
@@ -37,6 +38,7 @@ IMPLEMENTATIONS = {
 
 # Experts one after the other, in plain operators.
 EAGER = "eager"
+_LARGEST_CONFIG = 16 << 20
 
 
 def model_directory(path: str, field: str = "model.path") -> Path:
@@ -46,7 +48,7 @@ def model_directory(path: str, field: str = "model.path") -> Path:
     """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():
-        return local
+        return _with_json(local)
     if local.exists() or path.startswith((".", "/", "~")):
         problem = "has no config.json" if local.exists() else "does not exist"
         raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
@@ -64,19 +66,29 @@ def model_directory(path: str, field: str = "model.path") -> Path:
         name, _, revision = path.partition("@")
         # By itself the Hub's client 1.x asks the network about a commit, even offline.
         offline = constants.HF_HUB_OFFLINE
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision or None,
-                allow_patterns=patterns,
-                local_files_only=offline,
-                tqdm_class=Bars,
-            )
+        directory = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=patterns,
+            local_files_only=offline,
+            tqdm_class=Bars,
         )
     except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
         raise ModelError(
             f"{field}: '{path}' is neither a local model directory nor reachable on the Hub ({error})"
         ) from error
+    return _with_json(Path(directory))
+
+
+def _with_json(directory: Path) -> Path:
+    """The directory, if its config.json can be parsed: other packages would end in the middle of it."""
+    path = directory / "config.json"
+    try:
+        if path.exists() and not isinstance(parse_json(read_regular(path, _LARGEST_CONFIG)), dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be used: {error}; copy the model again") from error
+    return directory
 
 
 def hub_commit(path: str, field: str = "model.path") -> str | None:
@@ -89,7 +101,7 @@ def hub_commit(path: str, field: str = "model.path") -> str | None:
 def read_config(directory: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{directory}/config.json cannot be used: {error}") from error
     if getattr(config, "quantization_config", None):
         # Its numbers mean nothing without scales that stand beside them.
@@ -173,5 +185,8 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # the libraries raise many kinds, also plain ones, and a RecursionError
+        raise ModelError(f"the tokenizer in {directory} cannot be used: {str(error)[:500]}") from error
     return tokenizer

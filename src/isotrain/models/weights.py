@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
+from isotrain.files import parse_json, read_regular
 from isotrain.models.conversion import Conversion, conversions
 
 
@@ -74,7 +74,7 @@ class WeightFiles:
         index = self.directory / INDEX
         if index.is_file():
             try:
-                weight_map = json.loads(index.read_text())["weight_map"]
+                weight_map = parse_json(read_regular(index))["weight_map"]
                 return {str(name): str(file) for name, file in weight_map.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"{index} is not a weight index ({error})") from error

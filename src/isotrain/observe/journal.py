@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from isotrain.files import open_own
 from isotrain.observe.console import Console, LineConsole
 from isotrain.observe.run_directory import RunDirectory
 
@@ -78,7 +79,8 @@ class Journal(Console):
         place = {"time": self._written, "host": socket.gethostname(), "process": os.getpid()}
         temporary = self._run.status.with_name(f".{self._run.status.name}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps({**self._status, **place}) + "\n")
+            with open_own(temporary, "wb") as file:
+                file.write(json.dumps({**self._status, **place}).encode() + b"\n")
             os.replace(temporary, self._run.status)
 
 
@@ -90,6 +92,7 @@ class _Log(io.TextIOBase):
 
     def write(self, text: str) -> int:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._clock()))
-        with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8", errors="replace") as file:
-            file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+        lines = "".join(f"{stamp} {line}\n" for line in text.splitlines())
+        with contextlib.suppress(OSError), open_own(self._path, "ab") as file:
+            file.write(lines.encode("utf-8", "replace"))
         return len(text)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isotrain.errors import RecipeError
-from isotrain.observe.run_directory import write_atomically
+from isotrain.files import parse_json, read_regular
+from isotrain.observe.run_directory import LARGEST_JSON, write_atomically
 
 logger = logging.getLogger("isotrain")
 
@@ -292,7 +293,12 @@ def _tracker_id(run_directory: Path) -> str:
     """
     path = run_directory / "trackers.json"
     if path.exists():
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+        try:
+            return str(parse_json(read_regular(path, LARGEST_JSON))["id"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise RecipeError(
+                f"{path} has no id for trackers ({error}); remove it to begin new curves"
+            ) from error
     identity = uuid.uuid4().hex
     write_atomically(path, json.dumps({"id": identity}) + "\n")
     return identity

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import json
+import math
 import os
 import socket
 import time
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotrain.files import open_regular, parse_json, read_regular
 from isotrain.observe.console import describe, describe_validation
-from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.run_directory import LARGEST_JSON, RunDirectory
 
 # How far below the given directory runs are looked for, and in how many directories.
 DEPTH = 3
@@ -75,7 +76,7 @@ def state_of(path: Path, now: float | None = None) -> RunState:
     return RunState(
         path=path,
         name=str(resolved.get("name", path.name)),
-        algorithm=str((resolved.get("algorithm") or {}).get("name", "?")),
+        algorithm=str(_section(resolved, "algorithm").get("name", "?")),
         state=_state(run, status, seconds),
         step=step,
         steps=steps,
@@ -87,9 +88,9 @@ def state_of(path: Path, now: float | None = None) -> RunState:
 
 def _state(run: RunDirectory, status: Mapping[str, Any], seconds: float | None) -> str:
     said = str(status.get("state", ""))
-    if _is_locked(run.path / ".lock"):
+    if _is_locked(run.lock):
         started = _modified(run.environment) or 0.0
-        if said in ("starting", "running") and float(status.get("time") or 0) >= started - 1:
+        if said in ("starting", "running") and (_number(status.get("time")) or 0.0) >= started - 1:
             return said
         return "running" if (_modified(run.metrics) or 0.0) > started + 1 else "starting"
     if said not in ("starting", "running"):
@@ -101,26 +102,26 @@ def _state(run: RunDirectory, status: Mapping[str, Any], seconds: float | None) 
 def _is_locked(path: Path) -> bool:
     """Whether a job trains in this directory, see `run_lock`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
-    finally:
-        os.close(descriptor)
     return False
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_regular(path, LARGEST_JSON))
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = content.get(name)
+    return inner if isinstance(inner, dict) else {}
 
 
 def _last_row(path: Path) -> dict[str, float]:
@@ -128,11 +129,11 @@ def _last_row(path: Path) -> dict[str, float]:
     rows: list[dict[str, float]] = []
     for line in tail(path).splitlines():
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             continue  # the first line of the tail, or one that is being written
         if isinstance(row, dict):
-            rows.append({k: v for k, v in row.items() if isinstance(v, (int, float))})
+            rows.append({name: value for name, value in row.items() if _number(value) is not None})
     merged: dict[str, float] = {}
     for row in rows:
         merged = {**merged, **row} if row.get("step") == merged.get("step") else row
@@ -142,9 +143,9 @@ def _last_row(path: Path) -> dict[str, float]:
 def tail(path: Path) -> str:
     """The last part of a file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return file.read().decode("utf-8", "replace")
+            return file.read(TAIL).decode("utf-8", "replace")
     except OSError:
         return ""
 
@@ -156,5 +157,14 @@ def _modified(path: Path) -> float | None:
         return None
 
 
+def _number(value: Any) -> float | None:
+    """A number that can be computed with; a file from elsewhere may hold anything."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return None
+
+
 def _whole(value: Any) -> int | None:
-    return int(value) if isinstance(value, (int, float)) else None
+    number = _number(value)
+    return int(number) if number is not None and math.isfinite(number) else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from isotrain.errors import DataError
+from isotrain.files import parse_json
 from isotrain.parity.sources.bounded import clipped
 
 
@@ -25,12 +26,10 @@ def digest_of(content: Any) -> str:
 def strict_object(data: bytes, path: Path) -> dict[str, Any]:
     """A JSON object in which no key comes twice and every number is finite."""
     try:
-        content = json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_refuse_constant)
+        content = parse_json(data.decode(), constants=_refuse_constant, pairs=_once)
         canonical(content)  # 1e400 is JSON for infinity, and half a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
-        # Python says where in the text a recursion ended with much noise; the depth is what is wrong.
-        reason = "nested too deeply" if isinstance(error, RecursionError) else clipped(str(error), 120)
-        raise DataError(f"{path}: not the JSON of isotrain ({reason})") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not the JSON of isotrain ({clipped(str(error), 120)})") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a JSON object")
     return content

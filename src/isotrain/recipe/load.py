@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from isotrain.errors import RecipeError
+from isotrain.files import open_regular, parse_json
 from isotrain.language import listed, tr
 from isotrain.recipe import document as documents
 from isotrain.recipe.check import check
@@ -24,10 +25,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(read_source(path), str(path), overrides)
 
 
-def read_source(path: Path, longest: int = documents.MAX_CHARACTERS) -> str:
-    """The text of a recipe file of at most `longest` bytes."""
+def _open_any(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def read_source(
+    path: Path, longest: int = documents.MAX_CHARACTERS, opened: Callable[[Path], BinaryIO] = _open_any
+) -> str:
+    """The text of a recipe file of at most `longest` bytes; it may be a pipe of the shell."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             # One byte more than is allowed, so that a device file or a model file given by mistake ends here.
             data = file.read(longest + 1)
     except FileNotFoundError:
@@ -88,10 +95,10 @@ def write_resolved(recipe: Recipe, path: Path) -> None:
 def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read back what `write_resolved` wrote, apply overrides, and check it like any recipe."""
     # JSON spells a long list of data files out over more bytes than the YAML it came from.
-    text = read_source(path, longest=16 * documents.MAX_CHARACTERS)
+    text = read_source(path, longest=16 * documents.MAX_CHARACTERS, opened=open_regular)
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text, constants=_refuse_constant)
+    except ValueError as error:
         raise error_at(str(path), tr("not a resolved recipe: {error}", error=error)) from None
     if not isinstance(values, dict):
         raise error_at(str(path), tr("not a resolved recipe: expected a JSON object"))

@@ -236,8 +236,13 @@ class TrainerSection(Section):
     """URL of an object store, such as `s3://bucket/my-run`, that gets a copy of each checkpoint. A run whose
     local checkpoints are lost, older or damaged resumes from there. No credentials in the URL: the store's
     package finds them in the environment. Needs `isotrain[storage]` and that package, such as s3fs."""
-    resume: Annotated[Literal["auto", "never"], Affects.EXECUTION] = "auto"
-    """`auto` resumes from the newest valid checkpoint in `output`; `never` refuses a used directory."""
+    resume: Annotated[Literal["auto", "never", "start_over"], Affects.EXECUTION] = "auto"
+    """`auto` resumes from the newest valid checkpoint in `output`, and stops if the saved ones are lost;
+    `never` refuses a used directory; `start_over` moves what is in it to `earlier-N` and starts from the
+    first step: give it on the command line, once."""
+    follow_links: Annotated[bool, Affects.EXECUTION] = False
+    """Allow links in `output` that lead out of it, such as `checkpoints` on another disk. Without it they are
+    refused: in a directory from somebody else they could lead to any of your files."""
     preemption_seconds: Annotated[float, Affects.EXECUTION] = Field(default=25.0, ge=1)
     """Time limit after SIGTERM: the run saves a checkpoint after the current step and ends, or ends without
     one if the step takes too long. Set it below the scheduler's own limit."""

@@ -66,6 +66,7 @@ def build_trainer(
             world.size,
             trainer.keep_checkpoints,
             open_storage(trainer.checkpoint_storage),
+            run.saved,
         ),
         recorder=recorder,
         steps=steps,

@@ -9,7 +9,7 @@ from pathlib import Path
 from isotrain.engine.checkpoint.pending import FINISHING, is_writing
 from isotrain.observe.console import Console
 from isotrain.observe.loggers import Logger, open_loggers
-from isotrain.observe.metrics import MetricsLog, read_metrics
+from isotrain.observe.metrics import MetricsLog, named_errors, read_metrics
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
@@ -55,6 +55,8 @@ def recording(
     """Metrics are cut back to the step that is resumed from, then go on."""
     if leads:
         observe = recipe.observe
+        with named_errors(run.path):
+            run.keep_history(done)
         recorder.log = MetricsLog.resume(run.metrics, done)
         recorder.checkpoints = run.checkpoints
         recorder.loggers = open_loggers(

@@ -28,6 +28,7 @@ from isotrain.trainers.start import (
     check_run,
     describe_model,
     model_digest,
+    prepare_output,
     record_start,
     run_lock,
 )
@@ -48,6 +49,9 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
             run_lock(Path(recipe.output), world.leads),
             open_console(silent=silent, devices=world.size) if world.leads else Console() as console,
         ):
+            if world.leads:
+                prepare_output(recipe, console.message)
+            world.barrier()  # nothing is moved any more
             check_run(recipe)
             if world.leads:
                 check_loggers(recipe.observe.loggers)
@@ -74,7 +78,7 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
             if cached:
                 _precompute_reference(recipe, trainer, data["model"], console)
-            done = trainer.resume(run.checkpoints, console)
+            done = trainer.resume(run, console)
             check_probed(recipe, done)
             if done == recipe.observe.layer_trace_after:
                 LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace, after=done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +15,33 @@ from isotrain.device.determinism import Profile
 from isotrain.engine.checkpoint.layout import sha256_of
 from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.world import World
-from isotrain.errors import ModelError, RecipeError
+from isotrain.errors import CheckpointError, ModelError, RecipeError
+from isotrain.files import open_own
 from isotrain.models.backbone import Backbone
 from isotrain.models.load import hub_commit
 from isotrain.observe.environment import describe_environment
-from isotrain.observe.run_directory import RunDirectory
+from isotrain.observe.run_directory import RunDirectory, cannot_use
 from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free, version_changes
 from isotrain.recipe.load import load_resolved, resolved
 from isotrain.recipe.online import PpoSection
 from isotrain.recipe.schema import Recipe
+
+
+def prepare_output(recipe: Recipe, tell: Callable[[str], None]) -> None:
+    """Refuse a run directory that leads elsewhere; to start over, move aside what an earlier run left in it.
+
+    One process does this, before others look.
+    """
+    run = RunDirectory(recipe.output)
+    _check_links(recipe, run)
+    if recipe.trainer.resume != "start_over":
+        return
+    try:
+        earlier = run.set_aside()
+    except OSError as error:
+        raise cannot_use(run.path, error) from error
+    if earlier is not None:
+        tell(f"starting over: what was in {run.path} is in {earlier}")
 
 
 def check_run(recipe: Recipe) -> None:
@@ -31,6 +49,31 @@ def check_run(recipe: Recipe) -> None:
     run = RunDirectory(recipe.output)
     if run.resolved.is_file():
         _check_resumable(recipe, load_resolved(run.resolved))
+        if not run.checkpoints.is_dir() and _has_rows(run) and not recipe.trainer.checkpoint_storage:
+            raise CheckpointError(
+                f"output: {run.path} has metrics of a run, but its directory checkpoints is gone: mount or "
+                "restore it and run the same command again, or set trainer.resume=start_over to move what is "
+                "left to earlier-N and train from the first step"
+            )
+
+
+def _has_rows(run: RunDirectory) -> bool:
+    return run.metrics.is_file() and run.metrics.stat().st_size > 0
+
+
+def _check_links(recipe: Recipe, run: RunDirectory) -> None:
+    """Training appends to, replaces and removes files: in a directory from somebody else, only its own."""
+    if recipe.trainer.follow_links:
+        return
+    try:
+        link = next(run.links_out(), None)
+    except OSError as error:
+        raise cannot_use(run.path, error) from error
+    if link is not None:
+        raise RecipeError(
+            f"output: {link} is a link out of the run directory: remove it, or set trainer.follow_links=true "
+            "if you made it yourself"
+        )
 
 
 def check_probed(recipe: Recipe, done: int) -> None:
@@ -84,7 +127,10 @@ def write_start(
     """The run directory with this start in it: on which device, with which versions, on which data."""
     claim_storage(recipe, data)
     start = {**environment, "data": data, "hub": hub_commits(recipe)}
-    return RunDirectory.create(recipe.output, source, resolved(recipe), start)
+    recorded = resolved(recipe)
+    if recipe.trainer.resume == "start_over":  # that was this start; a run made from this one must not do it
+        recorded["trainer"]["resume"] = "auto"
+    return RunDirectory.create(recipe.output, source, recorded, start)
 
 
 def claim_storage(recipe: Recipe, data: dict[str, str]) -> None:
@@ -94,7 +140,7 @@ def claim_storage(recipe: Recipe, data: dict[str, str]) -> None:
         return
     before = storage.run()
     if before is not None and storage.steps():
-        if recipe.trainer.resume == "never":
+        if recipe.trainer.resume != "auto":
             raise RecipeError(
                 f"{field}: {storage.url} already has a run; set another URL, or trainer.resume=auto"
             )
@@ -185,8 +231,12 @@ def run_lock(output: Path, leads: bool) -> Iterator[None]:
     if not leads:
         yield
         return
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".lock", "w") as file:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = open_own(RunDirectory(output).lock, "ab")
+    except OSError as error:
+        raise cannot_use(output, error) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

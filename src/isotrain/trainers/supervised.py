@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from isotrain.data.loader import BatchLoader, StepData
 from isotrain.device.base import Device
-from isotrain.engine.checkpoint.resume_point import resume_point
+from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule
@@ -19,6 +18,7 @@ from isotrain.engine.state import generator_shards, host_generators, optimizer_u
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.flops import training_flops
 from isotrain.observe.console import Console
+from isotrain.observe.run_directory import RunDirectory
 from isotrain.trainers.preemption import Preempted, Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
@@ -153,11 +153,15 @@ class SupervisedTrainer:
         self.writer.save(step, shards, host_generators(), state)
         self.saves.saved(time.perf_counter() - started)
 
-    def resume(self, root: Path, console: Console) -> int:
+    def resume(self, run: RunDirectory, console: Console) -> int:
         """Go on from the newest valid checkpoint, if there is one; returns the steps done."""
-        reader, complaints = resume_point(root, self.engine.world, self.writer.storage)
+        reader, complaints = resume_point(run.checkpoints, self.engine.world, self.writer.storage)
         for complaint in complaints:
             console.message(f"warning: {complaint}")
+        if loss := lost_checkpoint(run, self.engine.world, reader):
+            if loss.fatal:
+                raise CheckpointError(loss.words)
+            console.message(f"warning: {loss.words}")
         if reader is None:
             return 0
         restore(self.engine, self.device, reader)

@@ -9,12 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from isotrain.files import open_regular
 from isotrain.observe.metrics import decode_row
 from isotrain.view.numbers import finite_or_word
 
 _CHUNK = 4 << 20
 # As much of what was read last is compared again: a resumed run cuts its file and writes other lines.
 _TAIL = 256
+# Of a line; one of a run with a thousand metrics has 50 KB.
+_LONGEST = 4 << 20
 MOST_ROWS = 20_000
 
 
@@ -39,7 +42,7 @@ class MetricsTail:
     def refresh(self) -> None:
         """Read what was written since the last time; everything if the file is another one."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._offset - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:
                     with self._lock:
@@ -56,6 +59,7 @@ class MetricsTail:
 
     def _take(self, data: bytes) -> None:
         *lines, rest = (self._rest + data).split(b"\n")
+        rest = rest[-_LONGEST:]  # what is cut off there is no row, and is told so when it ends
         with self._lock:
             self._offset += len(data)
             self._tail, self._rest = (self._tail + data)[-_TAIL:], rest

@@ -6,16 +6,18 @@ ones only few must be there. Nothing is read whole: batches of rows of the colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.data.parquet_bounds import check_group, check_rows
 from isotrain.data.record import recording_ranks
 from isotrain.errors import DataError
+from isotrain.files import open_regular
 from isotrain.terminal import visible
 
 if TYPE_CHECKING:
@@ -48,20 +50,21 @@ _ROWS, _BUFFER = 256, 1 << 18
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+def _opened(path: Path) -> Iterator[tuple[pyarrow.parquet.ParquetFile, BinaryIO]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with (
-            path.open("rb") as stream,
+            open_regular(path) as stream,
             pyarrow.parquet.ParquetFile(stream, buffer_size=_BUFFER, pre_buffer=False) as file,
         ):
+            check_rows(file)
             if missing := [name for name in REQUIRED if name not in file.schema_arrow.names]:
-                raise DataError(f"{path.name} has no column {missing[0]!r}")
-            yield file
-    except DataError:
-        raise
+                raise DataError(f"it has no column {missing[0]!r}")
+            yield file, stream
+    except DataError as error:
+        raise DataError(f"{path.name} cannot be read as recorded trajectories: {error}") from error
     # Anybody may have written the file: its types and lengths need not fit together.
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, pyarrow.ArrowException) as error:
         raise DataError(f"{path.name} cannot be read as recorded trajectories: {error}") from error
@@ -74,12 +77,12 @@ def read_index(path: Path) -> tuple[dict[str, Column], dict[str, list[str | None
     """
     numbers: dict[str, list[Column]] = {}
     texts: dict[str, list[str | None]] = {name: [] for name in TEXTS}
-    with _opened(path) as file:
+    with _opened(path) as (file, stream):
         names = set(file.schema_arrow.names)
         lengths = "mask" if "mask" in names else "response"  # a bit for each token instead of four bytes
         wanted = [name for name in (*_NUMBERS, *TEXTS, lengths, "version", "prompt") if name in names]
         wanted.append("episode.part")  # of runs with agents; elsewhere it selects nothing
-        for batch in file.iter_batches(_ROWS, columns=wanted, use_threads=False):
+        for batch in _batches(file, stream, range(file.metadata.num_row_groups), _ROWS, wanted):
             for name, column in _of_batch(batch, lengths).items():
                 numbers.setdefault(name, []).append(column)
             for name, kept in texts.items():
@@ -87,6 +90,19 @@ def read_index(path: Path) -> tuple[dict[str, Column], dict[str, list[str | None
                 kept += map(_text, batch.column(name).to_pylist()) if known else [None] * batch.num_rows
         ranks = recording_ranks(file.schema_arrow.metadata)
     return {name: np.concatenate(parts) for name, parts in numbers.items()}, texts, ranks
+
+
+def _batches(
+    file: pyarrow.parquet.ParquetFile,
+    stream: BinaryIO,
+    groups: Iterable[int],
+    rows: int,
+    columns: Sequence[str],
+) -> Iterator[pyarrow.RecordBatch]:
+    """One row group after the other, each only if it fits into memory when it is decoded."""
+    for group in groups:
+        check_group(file, stream, group, columns, lists=_LISTS)
+        yield from file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
 
 
 def _of_batch(batch: pyarrow.RecordBatch, lengths: str) -> dict[str, Column]:
@@ -102,9 +118,10 @@ def _of_batch(batch: pyarrow.RecordBatch, lengths: str) -> dict[str, Column]:
             found[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(dtype)
     size = found["length"] = found["trained"] = _lengths(batch, lengths)
     if lengths == "mask":
-        ends = np.cumsum(size)
-        total = np.concatenate([[0], np.cumsum(_flat(batch, "mask"))])
-        found["trained"] = (total[ends] - total[ends - size]).astype(np.int32)
+        found["trained"] = np.zeros(rows, np.int32)
+        if (some := size > 0).any():
+            starts = (np.cumsum(size) - size)[some]
+            found["trained"][some] = np.add.reduceat(_flat(batch, "mask"), starts, dtype=np.int32)
     prompts = "prompt" in names
     found["prompt_length"] = _lengths(batch, "prompt") if prompts else np.full(rows, -1, np.int32)
     found["part"] = np.zeros(rows, np.int32)
@@ -141,7 +158,7 @@ def read_rows(path: Path, numbers: Sequence[int], columns: Sequence[str]) -> dic
     A row group is decoded only up to the last row that is wanted of it.
     """
     found: dict[int, dict[str, Any]] = {}
-    with _opened(path) as file:
+    with _opened(path) as (file, stream):
         present = [name for name in columns if name in file.schema_arrow.names]
         first = 0
         for group in range(file.metadata.num_row_groups):
@@ -149,8 +166,7 @@ def read_rows(path: Path, numbers: Sequence[int], columns: Sequence[str]) -> dic
             inside = sorted(number - first for number in numbers if first <= number < first + rows)
             at = 0
             if inside:
-                batches = file.iter_batches(32, row_groups=[group], columns=present, use_threads=False)
-                for batch in batches:
+                for batch in _batches(file, stream, [group], 32, present):
                     for i in inside:
                         if at <= i < at + batch.num_rows:
                             found[first + i] = _row(batch, i - at)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from isotrain.errors import DataError
+from isotrain.files import parse_json, read_regular
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.terminal import visible
 from isotrain.view.metrics import MetricsTail
@@ -138,9 +138,8 @@ class RunView:
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Only some names are taken from it: also recipes of other versions are good enough."""
     try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(_LARGEST_RECIPE))
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_regular(path, _LARGEST_RECIPE))
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

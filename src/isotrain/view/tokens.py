@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isotrain.files import read_regular
 from isotrain.terminal import visible
 
 if TYPE_CHECKING:
@@ -154,8 +155,6 @@ def load_pieces(file: Path | None) -> tuple[Pieces, str | None]:
     except ImportError:
         return Pieces(None), "the package 'tokenizers' is missing: pip install 'isotrain[train]'"
     try:
-        if file.stat().st_size > _LARGEST_FILE:
-            return Pieces(None), f"{file} is too large for a tokenizer"
-        return Pieces(Tokenizer.from_str(file.read_text(encoding="utf-8"))), None
+        return Pieces(Tokenizer.from_str(read_regular(file, _LARGEST_FILE).decode())), None
     except Exception as error:  # the library raises its errors as plain `Exception`
         return Pieces(None), f"{file} cannot be read: {str(error)[:200]}"

@@ -31,6 +31,8 @@ COMPARISONS = {
     "ne": np.not_equal,
 }
 _MOST_PROBLEMS = 5
+# Each row of the index takes about 120 bytes, each different text up to 200 characters.
+MOST_ROWS, _MOST_WORDS = 10_000_000, 10_000
 _TICK_NS = 2_000_000_000
 
 
@@ -46,6 +48,10 @@ class _File(NamedTuple):
     columns: dict[str, Column]
     ranks: int | None
     problem: str | None
+
+    @property
+    def rows(self) -> int:
+        return len(self.columns["step"]) if self.columns else 0
 
 
 class _Table(NamedTuple):
@@ -84,12 +90,15 @@ class TrajectoryIndex:
             for gone in self._files.keys() - stamps.keys():
                 del self._files[gone]
                 self._changed()
-        waiting = sorted((key for key in stamps if not self._is_known(key, stamps[key])), reverse=True)
+        new = {key for key in stamps if not self._is_known(key, stamps[key])}
+        waiting = sorted(new, reverse=True)
         self.pending = len(waiting)
+        room = MOST_ROWS - sum(file.rows for key, file in self._files.items() if key not in new)
         for key in waiting:
             if stop():
                 return
-            file = self._look_at(paths[key], key, stamps[key])
+            file = self._look_at(paths[key], key, stamps[key], room)
+            room -= file.rows
             with self._lock:
                 self._files[key] = file
                 self.pending -= 1
@@ -105,12 +114,15 @@ class TrajectoryIndex:
         self._table = None
         self.revision += 1
 
-    def _look_at(self, path: Path, key: tuple[int, int], stamp: tuple[int, int, int]) -> _File:
+    def _look_at(self, path: Path, key: tuple[int, int], stamp: tuple[int, int, int], room: int) -> _File:
         try:
             columns, texts, ranks = read_index(path)
         except DataError as error:
             return _File(stamp, {}, None, str(error))
         rows = len(texts[TEXTS[0]])
+        if rows > room:
+            many = f"the run has more than {MOST_ROWS:,} rows"
+            return _File(stamp, {}, None, f"{path.name} is not shown: {many}")
         columns["step"] = np.full(rows, key[0], np.int32)
         columns["rank"] = np.full(rows, key[1], np.int32)
         columns["index"] = np.arange(rows, dtype=np.int32)
@@ -121,6 +133,8 @@ class TrajectoryIndex:
     def _number_of(self, text: str | None) -> int:
         if text is None:
             return -1
+        if text not in self._numbers and len(self._words) >= _MOST_WORDS:
+            text = "(one of too many texts)"
         if text not in self._numbers:
             self._words.append(text)
             self._numbers[text] = len(self._words) - 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isotrain.engine.checkpoint.layout import MANIFEST, MARKER, WRITING, step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
+from isotrain.engine.checkpoint.writer import remove
 from isotrain.errors import CheckpointError
 
 
@@ -29,7 +30,7 @@ def copy_checkpoint(source: Path, step: int, target: Path) -> None:
             CheckpointReader(goal)
             return
         temporary = target / f"{WRITING}{goal.name}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         temporary.mkdir(parents=True)
         # The marker last: without it, nothing of it is a checkpoint.
         for name in (*reader.files, MANIFEST, MARKER):

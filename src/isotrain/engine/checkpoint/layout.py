@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from isotrain.files import parse_json, read_regular
+
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 WRITING = ".writing-"
 FORMAT = 1
+_LARGEST_MARKER = 4096
 
 
 def step_name(step: int) -> str:
@@ -66,7 +68,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise ValueError("it was not finished (no COMPLETE marker)")
     if not manifest.is_file():
         raise ValueError("manifest.json is missing")
-    return checked_manifest(manifest.read_bytes(), marker.read_bytes(), directory.name)
+    return checked_manifest(read_regular(manifest), read_regular(marker, _LARGEST_MARKER), directory.name)
 
 
 def checked_manifest(data: bytes, marker: bytes | None, name: str) -> dict[str, Any]:
@@ -74,8 +76,8 @@ def checked_manifest(data: bytes, marker: bytes | None, name: str) -> dict[str, 
     if marker is not None and hashlib.sha256(data).hexdigest().encode() != marker.strip():
         raise ValueError("manifest.json is damaged (SHA-256 differs from the one in COMPLETE)")
     try:
-        content: dict[str, Any] = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content: dict[str, Any] = parse_json(data)
+    except ValueError as error:
         raise ValueError(f"manifest.json is not JSON ({error})") from error
     if flaw := _flaw(content, name):
         raise ValueError(f"manifest.json {flaw}")

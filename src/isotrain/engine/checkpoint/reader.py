@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from isotrain.engine.checkpoint.layout import problem_in, rank_file, read_manifest, step_directory, steps_in
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
+from isotrain.files import parse_json
 from isotrain.models.weights import Shard
 
 
@@ -108,10 +108,10 @@ class _RankFile:
         try:
             self._tensors = safe_open(path, "pt")
             metadata = self._tensors.metadata()
-            described = dict(json.loads(metadata["shards"]))
+            described = dict(parse_json(metadata["shards"]))
             self.places = {name: self._place(name, where) for name, where in described.items()}
-            self.extras: dict[str, Any] = json.loads(metadata["extras"])
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            self.extras: dict[str, Any] = parse_json(metadata["extras"])
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is not a rank's file of a checkpoint ({error})") from error
 
     def _place(self, name: str, described: dict[str, list[int]]) -> _Place:
@@ -182,7 +182,7 @@ def newest_valid(root: Path, world: World) -> tuple[CheckpointReader | None, lis
                 reasons = [reader.problem(file) or f"another rank cannot read {file}" for file in named]
         complaints += [f"checkpoint {directory.name} is not used: {reason}" for reason in reasons]
     if complaints:
-        complaints.append(f"no valid checkpoint in {root}: the run starts from the beginning")
+        complaints.append(f"no valid checkpoint in {root}")
     return None, complaints
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import NamedTuple
 
-from isotrain.engine.checkpoint.layout import WRITING, checked_manifest, step_directory, step_name, sync
+from isotrain.engine.checkpoint.layout import (
+    WRITING,
+    checked_manifest,
+    step_directory,
+    step_name,
+    sync,
+)
+from isotrain.engine.checkpoint.pending import newest_complete
 from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
 from isotrain.engine.checkpoint.storage import Storage, StorageError
-from isotrain.engine.checkpoint.writer import commit_directory
+from isotrain.engine.checkpoint.writer import commit_directory, remove
 from isotrain.engine.world import World
+from isotrain.observe.run_directory import RunDirectory
 
 
 def resume_point(
@@ -27,8 +35,41 @@ def resume_point(
             return CheckpointReader(step_directory(root, step)), refused
         refused.append(f"checkpoint {step_name(step)} of {storage.url} is not used: {problem}")
     if refused and not reader:
-        refused.append(f"no valid checkpoint in {storage.url}: the run starts from the beginning")
+        refused.append(f"no valid checkpoint in {storage.url}")
     return reader, [*complaints, *refused]
+
+
+class LostCheckpoint(NamedTuple):
+    """A checkpoint that was complete once and cannot be used now."""
+
+    step: int
+    fatal: bool
+    """Whether no other one is left: to start from the first step is the user's decision."""
+    words: str
+
+
+def lost_checkpoint(
+    run: RunDirectory, world: World, reader: CheckpointReader | None
+) -> LostCheckpoint | None:
+    """Whether a newer checkpoint than `reader`, the one to resume from, was saved; the same on all ranks.
+
+    A disk that is not mounted looks like a run that was killed before its first checkpoint, except that
+    `saved.json` tells of one.
+    """
+    saved = max(run.saved_step(), newest_complete(run.checkpoints) or 0) if world.leads else 0
+    step, done = int(world.sum([saved])[0]), reader.step if reader else 0
+    if step <= done:
+        return None
+    if reader is not None:
+        words = f"the checkpoint of step {step} is lost: training again from step {done + 1}"
+        return LostCheckpoint(step, False, f"{words}; earlier metrics are kept in {run.path}/earlier-N")
+    return LostCheckpoint(
+        step,
+        True,
+        f"output: a checkpoint of step {step} was saved, but {run.checkpoints} has no valid one: mount or "
+        "restore it and run the same command again, or set trainer.resume=start_over to move what is left "
+        "to earlier-N and train from the first step",
+    )
 
 
 def _newer_steps(storage: Storage, world: World, than: int) -> list[int]:
@@ -57,7 +98,7 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
     target = step_directory(root, step)
     temporary = root / f"{WRITING}{target.name}"
     if world.leads:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         temporary.mkdir(parents=True)
     world.sum([0.0])  # from here on the directory is there
     flaw, error, manifest = None, None, b""
@@ -80,6 +121,6 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
             commit_directory(temporary, target, manifest.decode())
     finally:
         if world.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
     world.sum([0.0])  # it is complete for all
     return (flaw or "another rank found a damaged file") if flaws else None

@@ -29,6 +29,7 @@ from isotrain.engine.checkpoint.layout import (
 from isotrain.engine.checkpoint.storage import Storage, StorageError, StoredCopy
 from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.models.weights import Shard
+from isotrain.observe.run_directory import write_saved
 
 # Ranks write at their own pace to one file system; one that is silent for longer than this has failed.
 PEER_TIMEOUT_SECONDS = 1800.0
@@ -42,20 +43,30 @@ class CheckpointWriter:
     earlier checkpoints alone and is told by `failure()`.
     """
 
-    def __init__(self, root: Path, rank: int, ranks: int, keep: int, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        ranks: int,
+        keep: int,
+        storage: Storage | None = None,
+        saved: Path | None = None,
+    ) -> None:
+        """`saved` is a file outside of `root` that gets the newest complete step."""
         assert keep >= 1, "the newest checkpoint is never removed"
         self.root = root
         self.rank = rank
         self.ranks = ranks
         self.keep = keep
         self.storage = storage
+        self.saved = saved
         self._thread: threading.Thread | None = None
         self._untold: list[str] = []
         self._newest_failure: str | None = None
         if rank == 0:
             root.mkdir(parents=True, exist_ok=True)
             for leftover in root.glob(f"{WRITING}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                remove(leftover)
 
     def save(
         self,
@@ -144,7 +155,7 @@ class CheckpointWriter:
 
     def _tell_peers(self, temporary: Path, error: str) -> None:
         if self.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # also gives a full disk its space back
+            remove(temporary)  # also gives a full disk its space back
             return
         try:
             (temporary / rank_file(self.rank)).unlink(missing_ok=True)
@@ -175,7 +186,16 @@ class CheckpointWriter:
         # While the local one is not complete yet, so that whoever waits for that waits for this too.
         self._commit_copy(step, manifest, reports)
         commit_directory(temporary, target, manifest)
+        self._note_saved(step)
         self._remove_old(step)
+
+    def _note_saved(self, step: int) -> None:
+        """After the checkpoint is complete: a kill in between leaves one that nobody would miss."""
+        if self.saved is not None:
+            try:
+                write_saved(self.saved, step)
+            except OSError as error:
+                self._untold.append(f"checkpoint {step_name(step)} was saved, but {self.saved} not: {error}")
 
     def _commit_copy(self, step: int, manifest: str, reports: Mapping[int, Mapping[str, Any]]) -> None:
         """A copy that fails is told, and the local checkpoint is committed all the same."""
@@ -203,24 +223,33 @@ class CheckpointWriter:
         steps = [step for step in steps_in(self.root) if step <= newest]
         complete = [step for step in steps if (step_directory(self.root, step) / MARKER).exists()]
         for step in set(steps) - set(complete[: self.keep]):
-            directory = step_directory(self.root, step)
-            # Without its marker it is no checkpoint any more, however far the removal gets.
-            with contextlib.suppress(OSError):
-                (directory / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(step_directory(self.root, step))
 
     def _remove_leftovers(self, temporary: Path) -> None:
         """A rank that came late to a failed save has made its directory again; names sort by step."""
         for leftover in self.root.glob(f"{WRITING}*"):
             if leftover.name < temporary.name:
-                shutil.rmtree(leftover, ignore_errors=True)
+                remove(leftover)
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint, or as much of it as possible; of a link only the link, whatever it leads to."""
+    with contextlib.suppress(OSError):
+        if directory.is_symlink():
+            directory.unlink()
+            return
+        # Without its marker it is no checkpoint any more, however far the removal gets.
+        (directory / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def commit_directory(temporary: Path, target: Path, manifest: str) -> None:
     """Make a directory with all files of a checkpoint that checkpoint."""
     _write_synced(temporary / MANIFEST, manifest)
     sync(temporary)
-    if target.exists():  # an earlier one of the same step that turned out to be damaged
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():  # an earlier one of the same step that turned out to be damaged
         shutil.rmtree(target)
     temporary.rename(target)
     try:

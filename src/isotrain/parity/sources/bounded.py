@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from isotrain.errors import DataError
+from isotrain.files import is_link_out, open_regular, parse_json
 
 MAX_BYTES = 2 << 30
 MAX_LINE = 4 << 20
@@ -36,10 +35,8 @@ class Source:
         self._digest = hashlib.sha256()
         left = MAX_BYTES
         try:
-            with open(self.path, "rb", buffering=0, opener=_open_without_waiting) as file:
+            with open_regular(self.path) as file:
                 facts = os.fstat(file.fileno())
-                if not stat.S_ISREG(facts.st_mode):
-                    raise self.error("not a regular file")
                 while chunk := file.read(size):
                     left -= len(chunk)
                     if left < 0 or facts.st_size > MAX_BYTES:
@@ -67,8 +64,8 @@ class Source:
     def json_object(self, longest: int) -> dict[str, Any]:
         data = self.whole(longest)
         try:
-            content = json.loads(data.decode())
-        except (ValueError, RecursionError) as error:
+            content = parse_json(data.decode())
+        except ValueError as error:
             raise self.error(f"not JSON ({clipped(str(error))})") from error
         if not isinstance(content, dict):
             raise self.error("not a JSON object")
@@ -106,19 +103,10 @@ class Source:
             yield number, rest, False
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    """A named pipe is then refused for what it is, and not waited for."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def inside(directory: Path, name: str) -> Path:
     """A file of a directory from a stranger, whose links must not lead out of it."""
     path = directory / name
-    try:
-        leads_out = not path.resolve().is_relative_to(directory.resolve())
-    except (OSError, RuntimeError) as error:
-        raise DataError(f"{path} cannot be read ({error})") from error
-    if leads_out:
+    if is_link_out(path, directory):
         raise DataError(f"{path}: a link that leads out of the run's directory")
     return path
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isotrain.files import parse_json
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source, clipped
 from isotrain.parity.sources.columns import MAX_METRICS, Columns, step_of
@@ -23,8 +23,8 @@ def objects(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except ValueError as error:
             if not ended:
                 return
             raise source.error(f"not JSON ({clipped(str(error))})", number) from error

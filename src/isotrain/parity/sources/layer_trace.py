@@ -5,7 +5,6 @@ E: entries of one kind, R: ranks, K: buckets of a sketch.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from isotrain.errors import DataError
+from isotrain.files import parse_json
 from isotrain.parity.run import Numbers
 from isotrain.parity.sources.bounded import clipped, inside
 
@@ -117,8 +117,8 @@ def _checked(path: Path, file: Any) -> _File:
 
     def fact(name: str, kind: type) -> Any:
         try:
-            found = json.loads(metadata[name])
-        except (KeyError, ValueError, RecursionError):
+            found = parse_json(metadata[name])
+        except (KeyError, ValueError):
             found = None
         if type(found) is not kind:
             raise DataError(f"{path}: '{name}' of its metadata is missing or no {kind.__name__}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from isotrain.errors import DataError
+from isotrain.files import parse_json
 from isotrain.parity.run import Run
 from isotrain.parity.sources.bounded import Source
 from isotrain.parity.sources.csv_table import is_csv_header, read_csv
@@ -63,8 +63,8 @@ def _read_file(path: Path) -> Run:
 
 def _object(line: str) -> dict[str, object] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 

@@ -14,6 +14,7 @@ from isotrain.cluster.objects import Handle
 from isotrain.data.record import Marks
 from isotrain.data.split import plan_mini_batches
 from isotrain.data.trajectory import Trajectory
+from isotrain.engine.checkpoint.resume_point import LostCheckpoint
 from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.carriers import Way
 
@@ -114,6 +115,7 @@ class ResumeState(NamedTuple):
     step: int
     state: dict[str, Any]
     complaints: list[str]
+    lost: LostCheckpoint | None = None
 
 
 class Published(NamedTuple):

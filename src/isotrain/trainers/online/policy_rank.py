@@ -24,7 +24,7 @@ from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.record import Record, step_file, write_trajectories
 from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
-from isotrain.engine.checkpoint.resume_point import resume_point
+from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
 from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import Objective, UpdateResult
@@ -145,12 +145,14 @@ class PolicyRank:
             self.around_first_update = partial(
                 operators_compared, Path(recipe.output), self.world, recipe.model.dtype
             )
+        self.run = RunDirectory(recipe.output)
         self.writer = CheckpointWriter(
-            Path(recipe.output) / "checkpoints",
+            self.run.checkpoints,
             self.world.rank,
             self.world.size,
             recipe.trainer.keep_checkpoints,
             open_storage(recipe.trainer.checkpoint_storage),
+            self.run.saved,
         )
         everything = sum(p.numel() for p in self.policy.model.parameters())
         trained = sum(p.numel() for p in self.policy.trained.values())
@@ -173,20 +175,20 @@ class PolicyRank:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = resume_point(self.writer.root, self.world, self.writer.storage)
         done, observe = reader.step if reader else 0, self.recipe.observe
+        lost = lost_checkpoint(self.run, self.world, reader)
         check_probed(self.recipe, done)
         if done == observe.layer_trace_after:
-            run = RunDirectory(self.recipe.output)
-            LayerTrace(self.policy, run.layer_trace, observe.layer_trace, after=done)
+            LayerTrace(self.policy, self.run.layer_trace, observe.layer_trace, after=done)
             if observe.layer_trace:
-                ScoreTests(self.policy, run.score_tests)
+                ScoreTests(self.policy, self.run.score_tests)
         else:
             self.around_first_update = nullcontext
         if reader is None:
-            return ResumeState(0, {}, complaints)
+            return ResumeState(0, {}, complaints, lost)
         restore(self.policy, self.device, reader)
         if self.models.critic is not None:
             restore(self.models.critic, self.device, reader, prefix="critic/")
-        return ResumeState(reader.step, dict(reader.state), complaints)
+        return ResumeState(reader.step, dict(reader.state), complaints, lost)
 
     def load(self, plan: RankPlan) -> list[int]:
         """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any.

@@ -22,6 +22,7 @@ from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
+from isotrain.files import parse_json, read_regular
 from isotrain.models.load import model_directory
 from isotrain.observe.run_directory import RunDirectory, write_atomically
 from isotrain.recipe.difference import FIXED_BY_RECORDING
@@ -132,15 +133,13 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        content = json.loads(data) if len(data) <= _LARGEST else None
+        content = parse_json(read_regular(path, _LARGEST))
     except FileNotFoundError:
         raise DataError(
             f"rollout.replay: there is no {path}; record a run with `isotrain parity record`, or with "
             "rollout.record=true"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict) or not all(
         isinstance(content.get(key), dict) for key in ("recipe", "digests")

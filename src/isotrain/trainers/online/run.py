@@ -11,13 +11,14 @@ from pathlib import Path
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.determinism import profile
-from isotrain.errors import ClusterError
-from isotrain.observe.console import open_console
+from isotrain.errors import CheckpointError, ClusterError
+from isotrain.observe.console import Console, open_console
 from isotrain.observe.environment import differences, without_secrets
 from isotrain.observe.journal import Journal
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.build import build_trainer, devices_of
+from isotrain.trainers.online.messages import ResumeState
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.precheck import changed_plugins, check_online
 from isotrain.trainers.online.recording import (
@@ -38,6 +39,7 @@ from isotrain.trainers.start import (
     check_run,
     check_same_data,
     mesh_facts,
+    prepare_output,
     run_lock,
     write_start,
 )
@@ -53,6 +55,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
         run_lock(Path(recipe.output), leads=True),
         open_console(silent=silent, devices=devices_of(recipe, cluster)) as console,
     ):
+        prepare_output(recipe, console.message)
         check_run(recipe)
         for warning in check_online(recipe):
             console.message(f"warning: {warning}")
@@ -104,10 +107,8 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             run.add_to_start({"model": described.model})
             if rollout.record:
                 write_description(recipe, digests, steps)
-            goes_on = groups.ranks.call(PolicyRank.resume)[0]
-            for complaint in goes_on.complaints:
-                console.message(f"warning: {complaint}")
             console = Journal(console, run, devices=devices_of(recipe, cluster))
+            goes_on = _resume(groups.ranks, console)
             recorder = Recorder(console)
             trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, goes_on, preemption)
             told = _introduction(recipe, rollout, described, steps)
@@ -122,6 +123,17 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
         draw_plots(run, recipe.name, console)
         console.message(f"done: {recipe.observe.last_step(steps)} steps in {run.path}; curves in {run.plots}")
         console.message(f"next: isotrain export {run.path} --out DIR")
+
+
+def _resume(ranks: WorkerGroup[PolicyRank], console: Console) -> ResumeState:
+    resumes = ranks.call(PolicyRank.resume)[0]
+    for complaint in resumes.complaints:
+        console.message(f"warning: {complaint}")
+    if resumes.lost is not None:
+        if resumes.lost.fatal:
+            raise CheckpointError(resumes.lost.words)
+        console.message(f"warning: {resumes.lost.words}")
+    return resumes
 
 
 def _check_shared(ranks: WorkerGroup[PolicyRank], output: Path) -> None:
