@@ -49,9 +49,20 @@ def test_signed(tmp_path: Path) -> None:
     signers.write_text(f"lab@example.org {(tmp_path / 'key.pub').read_text()}")
     result = parity("verify", path, "--allowed-signers", signers)
     assert result.exit_code == 0 and "signed by lab@example.org" in result.output
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{key}2"], check=True, timeout=60)
+    strangers = tmp_path / "strangers"
+    strangers.write_text(f"lab@example.org {(tmp_path / 'key2.pub').read_text()}")
+    result = parity("verify", path, "--allowed-signers", strangers)
+    assert result.exit_code == 1 and "is the key of nobody in" in result.output
+    assert "NOT SIGNED by anybody in the list" in result.output
+    assert parity("verify", path).exit_code == 0, "nobody has said whose signature is asked for"
     path.write_text(path.read_text() + "\n")
     result = parity("verify", path, "--allowed-signers", signers)
     assert result.exit_code == 1 and "is no signature of it" in result.output
+    Path(f"{path}.sig").unlink()
+    result = parity("verify", path, "--allowed-signers", signers)
+    assert result.exit_code == 1 and "nobody signed it" in result.output
+    path.with_name(f"{path.name}.sig").touch()
     result = parity("sign", path, "--key", key)
     assert result.exit_code == 2 and "delete it to sign again" in result.output
 

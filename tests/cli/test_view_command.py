@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
@@ -44,6 +45,41 @@ def test_it_prints_its_address_and_ends_with_ctrl_c(run: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0 and rest.endswith("ended\n") and "Traceback" not in rest
+
+
+@pytest.mark.heavy
+def test_the_key_is_not_among_the_arguments_of_the_browser(run: Path, tmp_path: Path) -> None:
+    """Every user of a machine can list the arguments of all processes."""
+    browser, told = tmp_path / "browser", tmp_path / "told"
+    browser.write_text(
+        '#!/bin/sh\nfile=$(printf %s "$1" | sed s,^file://,,)\n'
+        f'{{ echo "$1"; stat -c %a "$file" "$(dirname "$file")"; cat "$file"; echo end; }} > {told}.part\n'
+        f"mv {told}.part {told}\n"
+    )
+    browser.chmod(0o755)
+    process = subprocess.Popen(
+        command("view", str(run)),
+        env={**npusim.environment(), "DISPLAY": ":0", "BROWSER": f"{browser} %s"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        for _ in range(600):
+            if told.exists():
+                break
+            time.sleep(0.1)
+        argument, file_mode, directory_mode, *page = told.read_text().splitlines()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    key = address.rstrip("/").rpartition("/")[2]
+    assert argument.startswith("file:///") and key not in argument
+    assert (file_mode, directory_mode) == ("600", "700") and f"url={address}" in "\n".join(page)
+    assert not Path(argument.removeprefix("file://")).exists(), "it ends with the server"
 
 
 def test_export(run: Path, tmp_path: Path) -> None:

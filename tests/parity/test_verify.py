@@ -199,3 +199,40 @@ def test_other_files_of_a_run(certified: Path, path: Path, tmp_path: Path) -> No
     rewrite(path, lambda c: c.update(inputs={"reference/probe.json": "ab" * 32}))
     [finding] = [one for one in verify(path, {"reference": run}) if one.name == "inputs of reference"]
     assert finding.state == "wrong" and "leads out" in finding.words
+
+
+MORE_RUNS = "3 pairs of runs with the same seeds"
+
+
+def stated(content: Any, difference: float, half: float, evidence: str = MORE_RUNS, **changes: Any) -> None:
+    """All effects as if further runs had been looked at; none of those is in the file."""
+    for effect in content["outcome"]["effects"]:
+        middle = effect["difference"] + difference
+        effect |= {"difference": middle, "low": middle - half, "high": middle + half, "evidence": evidence}
+        effect |= changes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: stated(c, 0.01, 1e-6, verdict="equivalent"), "cannot be among them"),
+        (lambda c: stated(c, 0.0, 0.0, "a hundred runs"), "cannot be among them"),
+        (lambda c: stated(c, 0.0, 0.001, margin=5.0), "the margin is"),
+        (lambda c: stated(c, 0.0, 5.0, verdict="equivalent"), "its interval is not within the margin"),
+        (lambda c: [stated(c, 0.0, 0.001), c["outcome"]["effects"].pop()], "says nothing of"),
+        (lambda c: stated(c, 0.0, 0.001, verdict="inconclusive"), "its metrics are not"),
+        (lambda c: stated(c, 0.0, 0.001, low=None), "no interval"),
+    ],
+)
+def test_words_about_further_runs_do_not_hide_what_the_curves_say(
+    path: Path, change: Callable[[Any], object], words: str
+) -> None:
+    findings = verify(rewrite(path, lambda c: [c["outcome"].update(verdict="equivalent"), change(c)]))
+    assert "outcome" in wrong(findings)
+    assert words in next(finding.words for finding in findings if finding.name == "outcome")
+
+
+def test_an_outcome_of_further_runs_that_the_curves_allow_is_not_checked(path: Path) -> None:
+    findings = verify(rewrite(path, lambda c: stated(c, 1e-6, 1e-4)))
+    assert {finding.name: finding.state for finding in findings}["outcome"] == "not checked"
+    assert is_consistent(findings)

@@ -34,7 +34,8 @@ def verify(
     each other. With the run directories, their files, curves and devices are compared as well. This does
     not show who made the file; only a signature does.
 
-    Exit code 0: consistent; 1: inconsistent, or a signature that is not of this file.
+    Exit code 0: consistent; 1: inconsistent, or a signature that is not of this file, or with
+    --allowed-signers no signature by one of them.
 
     Examples:
 
@@ -69,7 +70,11 @@ def verify(
         style=_OF_STATE[signature.state],
         soft_wrap=True,
     )
-    if not consistent or signature.state == "wrong":
+    # Whoever names signers asks for a signature of one of them.
+    trusted = signature.state == "signed" or (allowed_signers is None and signature.state != "wrong")
+    if allowed_signers is not None and not trusted:
+        console.print("NOT SIGNED by anybody in the list of --allowed-signers", style="red")
+    if not consistent or not trusted:
         raise typer.Exit(1)
 
 

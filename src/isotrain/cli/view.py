@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -52,14 +55,28 @@ def view(
     with ViewServer(runs, port) as server:
         typer.echo(f"{server.url}\nCtrl-C ends it. From another machine, forward the port first:")
         typer.echo(f"ssh -L {server.server_address[1]}:127.0.0.1:{server.server_address[1]} HOST")
-        if not no_open and _has_a_screen():
-            import webbrowser
+        with ExitStack() as stack:
+            if not no_open and _has_a_screen():
+                import webbrowser
 
-            webbrowser.open(server.url)
-        try:
-            server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            typer.echo("ended")
+                webbrowser.open(stack.enter_context(_page_that_leads_to(server.url)).as_uri())
+            try:
+                server.serve_forever(poll_interval=0.2)
+            except KeyboardInterrupt:
+                typer.echo("ended")
+
+
+@contextmanager
+def _page_that_leads_to(url: str) -> Iterator[Path]:
+    """A file that only this user can read: all users see a browser's arguments, and the URL has the key."""
+    with tempfile.TemporaryDirectory(prefix="isotrain-view-") as directory:
+        page = Path(directory) / "open.html"
+        page.touch(0o600)
+        page.write_text(
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">\n'
+            f'<a href="{url}">isotrain view</a>\n'
+        )
+        yield page
 
 
 def _has_a_screen() -> bool:

@@ -79,7 +79,9 @@ def signature_of(certificate: Path, signers: Path | None = None) -> Signature:
     names = _ssh_keygen(["-Y", "find-principals", *file, *listed])
     candidates = names.stdout.decode(errors="replace").splitlines() if names.returncode == 0 else []
     if not candidates:
-        words = f"signed with {fingerprint}, which {listed_by} does not have: a claim of whoever has that key"
+        words = (
+            f"signed with {fingerprint}, which is the key of nobody in {listed_by}: a claim of whoever has it"
+        )
         return Signature("unlisted", fingerprint, words)
     for name in candidates[:_MOST_NAMES]:
         done = _ssh_keygen(["-Y", "verify", "-n", NAMESPACE, "-I", name, *file, *listed], data)

@@ -10,9 +10,16 @@ from typing import Literal
 
 from isotrain.errors import CertificateError, DataError
 from isotrain.parity.canonical import digest_of
-from isotrain.parity.certificate import Certificate, CheckFound, LevelFound, OutcomeFound, read_certificate
+from isotrain.parity.certificate import (
+    Certificate,
+    CheckFound,
+    EffectFound,
+    LevelFound,
+    OutcomeFound,
+    read_certificate,
+)
 from isotrain.parity.contradictions import contradictions
-from isotrain.parity.effects import ALONE
+from isotrain.parity.effects import ALONE, farthest_pair
 from isotrain.parity.figures import comparison_of, figures_of, outcome_again
 from isotrain.parity.issue import level_found, outcome_found, portable_recipe, side_of
 from isotrain.parity.levels import Level
@@ -92,18 +99,63 @@ def _itself(certificate: Certificate) -> Iterator[Finding]:
 
 
 def _outcome(certificate: Certificate, again: OutcomeFound) -> Finding:
-    """Effects over other seeds rest on runs that are not in the file."""
     stated = certificate.outcome
     if any(one.evidence != ALONE for one in stated.effects):
-        return Finding(
-            "outcome", "not checked", "it was estimated from further runs, which are not in the file"
-        )
+        return _outcome_of_more_runs(stated, again)
     fits = stated.verdict == again.verdict and len(stated.effects) == len(again.effects)
     for a, b in zip(stated.effects, again.effects, strict=False):
         fits &= (a.metric, a.verdict, a.margin) == (b.metric, b.verdict, b.margin)
         fits &= _close(a.difference, b.difference) and _close(a.low, b.low) and _close(a.high, b.high)
     words = f"the curves give {again.verdict!r}"
     return _finding("outcome", fits, words, f"is {stated.verdict!r} there; {words}, with other figures")
+
+
+def _outcome_of_more_runs(stated: OutcomeFound, again: OutcomeFound) -> Finding:
+    """Effects over other seeds rest on runs that are not in the file; the two runs in it are among them."""
+    alone = {effect.metric: effect for effect in again.effects}
+    wrong = []
+    if missing := sorted(set(alone) - {effect.metric for effect in stated.effects}):
+        wrong.append(f"says nothing of {missing[0]}")
+    for effect in stated.effects:
+        curve = alone.get(effect.metric)
+        if curve is not None and effect.margin != curve.margin:
+            wrong.append(f"{effect.metric}: the margin is {curve.margin:g}, not {effect.margin:g}")
+        if effect.low is None or effect.high is None:
+            if effect.evidence != ALONE or (
+                curve is not None and not _close(effect.difference, curve.difference)
+            ):
+                wrong.append(f"{effect.metric}: no interval, and not the difference of the curves")
+            continue
+        within = -effect.margin <= effect.low and effect.high <= effect.margin
+        if effect.verdict == "equivalent" and not within:
+            wrong.append(f"{effect.metric} is 'equivalent', but its interval is not within the margin")
+        if curve is not None and not _may_be_among(effect, curve):
+            wrong.append(
+                f"{effect.metric}: a difference of {effect.difference:g} from {effect.evidence!r}, but the "
+                f"two runs in the file differ by {curve.difference:g}, which cannot be among them"
+            )
+    verdicts = {effect.verdict for effect in stated.effects}
+    if stated.verdict == "equivalent" and ("different" in verdicts or "equivalent" not in verdicts):
+        wrong.append("is 'equivalent', its metrics are not")
+    if wrong:
+        return Finding("outcome", "wrong", "; ".join(wrong[:_SHOWN]))
+    return Finding("outcome", "not checked", "it was estimated from further runs, which are not in the file")
+
+
+def _may_be_among(effect: EffectFound, curve: EffectFound) -> bool:
+    """Whether the difference of the two runs in the file can be one of those that gave the interval."""
+    assert effect.low is not None and effect.high is not None
+    if effect.evidence == ALONE:
+        same = (
+            effect.verdict == curve.verdict,
+            _close(effect.low, curve.low),
+            _close(effect.high, curve.high),
+        )
+        return all(same) and _close(effect.difference, curve.difference)
+    farthest = farthest_pair(effect.evidence, (effect.high - effect.low) / 2)
+    if farthest is None or not _close(effect.difference, (effect.low + effect.high) / 2):
+        return False
+    return abs(curve.difference - effect.difference) <= farthest * (1 + 1e-6) + 1e-9 * abs(curve.difference)
 
 
 def _contradictions(levels: Iterable[LevelFound]) -> Iterator[str]:
