@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from isotrain.reward.code import last_block
-from isotrain.reward.code_program import make_job, read_results
+from isotrain.reward.code_program import is_ready, make_job, read_results
 from isotrain.reward.code_tests import (
     CallTest,
     CodeTests,
     SourceTest,
     StdinTest,
+    passed_calls,
     read_tests,
     same_output,
     same_value,
@@ -34,6 +35,11 @@ HUMAN_EVAL = "def check(candidate):\n    assert candidate(1) == 2\n"
             {"inputs": [[1, [2]], ["a"]], "outputs": [3, ["b"]], "fn_name": "f"},
             {},
             CodeTests((CallTest("f", (1, [2]), 3), CallTest("f", ("a",), ["b"]))),
+        ),
+        (
+            {"inputs": [[1], [2]], "outputs": [[2], [[4]]], "fn_name": "f"},
+            {},
+            CodeTests((CallTest("f", (1,), [2], wrapped=True), CallTest("f", (2,), [[4]], wrapped=True))),
         ),
         (
             {"inputs": ['[1, 2]\n"x"'], "outputs": ["[3]"], "fn_name": "f"},
@@ -121,6 +127,9 @@ def test_pairs_that_are_none() -> None:
         ("sNaN", "1", False),
         ("nan", "nan", True),
         ("nan", "NaN", False),
+        ("1_000", "1000", False),
+        ("١٢", "12", False),
+        ("1e9999999999999999999", "1e9999999999999999998", False),
     ],
 )
 def test_equal_output(printed: str, expected: str, same: bool) -> None:
@@ -131,15 +140,57 @@ def test_equal_output(printed: str, expected: str, same: bool) -> None:
     ("returned", "expected", "same"),
     [
         (3, 3, True),
-        (3, [3], True),
-        ([3], [3], True),
+        (3, 3.0, True),  # JSON has one kind of number
+        (3.0000001, 3, False),
+        (2**63 + 1, float(2**63), False),
+        (True, 1, False),
+        (1, True, False),
+        (0, False, False),
+        (None, False, False),
+        ("1", 1, False),
+        (1, "1", False),
+        (True, True, True),
         ([3], 3, False),
+        (3, [3], False),
+        ([3], [3], True),
         ([1, 2], [1], False),
-        (None, [None], True),
+        ([2, 1], [1, 2], False),
+        ([1, 2], (1, 2), True),  # nor tuples
+        ([[True]], [[1]], False),
+        ([float("nan")], [float("nan")], True),
+        (float("nan"), 0, False),
+        ({"a": [1]}, {"a": [1.0]}, True),
+        ({"a": True}, {"a": 1}, False),
+        ({"1": 2}, {1: 2}, True),  # nor keys that are no text
+        ({"a": 1, "b": None}, {"a": 1}, False),
+        ([], {}, False),
+        ("", None, False),
+        ("ab", ["a", "b"], False),
     ],
 )
 def test_equal_values(returned: Any, expected: Any, same: bool) -> None:
     assert same_value(returned, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("returned", "outputs", "passed"),
+    [
+        ([5, 6], [[5], [6]], {0, 1}),  # APPS wraps all results of some rows
+        ([[5], [6]], [[5], [6]], {0, 1}),  # and there is no telling that they are not lists
+        ([5, [6]], [[5], [6]], {1}),  # but a solution cannot have it both ways
+        ([5, [6]], [5, [6]], {0, 1}),
+        ([5, 6], [5, [6]], {0}),  # a row with a result that is no list wraps none
+        ([[5], 6], [5, [6]], set()),
+        ([5], ["[5]"], set()),  # LiveCodeBench's JSON is never wrapped
+        ([[5]], ["[5]"], {0}),
+    ],
+)
+def test_results_in_a_list_of_one(returned: list[Any], outputs: list[Any], passed: set[int]) -> None:
+    row = {"inputs": [[1]] * len(outputs), "outputs": outputs, "fn_name": "f"}
+    if isinstance(outputs[0], str):
+        row = {**row, "inputs": ["1"]}
+    tests = {i: test for i, test in enumerate(read_tests(row, {}).tests) if isinstance(test, CallTest)}
+    assert passed_calls(dict(enumerate(returned)), tests) == passed
 
 
 @pytest.mark.parametrize(
@@ -185,3 +236,6 @@ def test_results_are_those_with_the_word() -> None:
         3: None,
     }
     assert make_job("", "", [])[1] != word
+    assert is_ready(f"{word} ready\n{word} [0, true]\n", word) and not is_ready(
+        f"ready\n{word} ready\n", word
+    )

@@ -11,15 +11,15 @@ from typing import Literal
 
 from isotrain.errors import RewardError, SandboxError
 from isotrain.reward.base import RewardInput, Scored, one_line
-from isotrain.reward.code_program import PROGRAM, make_job, read_results
+from isotrain.reward.code_program import PROGRAM, is_ready, make_job, read_results
 from isotrain.reward.code_tests import (
     CallTest,
     CodeTests,
     SourceTest,
     StdinTest,
+    passed_calls,
     read_tests,
     same_output,
-    same_value,
 )
 from isotrain.sandbox.base import Outcome, Sandbox
 
@@ -108,10 +108,13 @@ class CodeReward:
         """All in one program: how many have passed, and whether it took too long."""
         job, word = make_job(setup, code, tests)
         outcome = self._run(PROGRAM, job, deadline)
+        if outcome.ended != "time" and not is_ready(outcome.stdout, word):
+            reason = outcome.stderr.strip()[-300:] or f"it ended by {outcome.ended}"
+            raise SandboxError(f"the program that runs the tests did not start: {reason}")
         results = read_results(outcome.stdout, word)
-        passed = sum(
-            index in results and (isinstance(test, SourceTest) or same_value(results[index], test.expected))
-            for index, test in enumerate(tests)
+        calls = {index: test for index, test in enumerate(tests) if isinstance(test, CallTest)}
+        passed = len(passed_calls(results, calls)) + len(
+            results.keys() & (set(range(len(tests))) - calls.keys())
         )
         return passed, outcome.ended == "time"
 

@@ -1,45 +1,17 @@
-"""The program that runs in the sandbox: the solution, then calls of its functions or assert statements."""
+"""What goes into the sandbox to test a solution, and what comes out of it."""
 
 from __future__ import annotations
 
 import json
 import secrets
+from pathlib import Path
 from typing import Any
 
 from isotrain.reward.code_tests import CallTest, SourceTest
 
-# It reads its one line of stdin before the solution runs, and drops what the solution prints. Result lines
-# begin with a random word: a solution that ends early has not passed. One that searches its own process for
-# the word can still forge results.
-PROGRAM = """\
-def main():
-    import json, os, sys, types
-    job = json.loads(sys.stdin.readline())
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    scope = module.__dict__
-    for name in ("setup", "solution"):
-        exec(compile(job[name], name, "exec"), scope)
-    for index, test in enumerate(job["tests"]):
-        try:
-            if "source" in test:
-                exec(compile(test["source"], "test", "exec"), scope)
-                told = True
-            else:
-                function = scope.get(test["function"]) or getattr(scope["Solution"](), test["function"])
-                told = function(*test["arguments"])
-            line = json.dumps([index, told])
-        except BaseException as error:
-            sys.stderr.write(f"test {index}: {type(error).__name__}: {error}\\n"[:1000])
-            continue
-        results.write(f"{job['word']} {line}\\n")
-        results.flush()
-
-
-main()
-"""
+# It reads its one line of stdin, and drops what the solution and the tests print. Its lines begin with a
+# random word, which the process of the solution does not have.
+PROGRAM = Path(__file__).with_name("code_harness.py").read_text(encoding="utf-8")
 
 
 def make_job(setup: str, solution: str, tests: list[CallTest | SourceTest]) -> tuple[str, str]:
@@ -53,6 +25,11 @@ def make_job(setup: str, solution: str, tests: list[CallTest | SourceTest]) -> t
     ]
     job = {"word": word, "setup": setup, "solution": solution, "tests": described}
     return json.dumps(job) + "\n", word
+
+
+def is_ready(stdout: str, word: str) -> bool:
+    """Whether the program came as far as the solution: before that, nothing that fails is the solution's."""
+    return stdout.startswith(f"{word} ready\n")
 
 
 def read_results(stdout: str, word: str) -> dict[int, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 FORMS = (
     "{inputs, outputs}, {inputs, outputs, fn_name}, a list of {input, output}, a list of assert statements, "
     "{test_list}, or {test, entry_point}"
@@ -29,6 +31,8 @@ class CallTest:
     function: str
     arguments: tuple[Any, ...]
     expected: Any
+    wrapped: bool = False
+    """`expected` may also be a list around what the function returns, as all results of this row are."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def _from_mapping(answer: Mapping[str, Any], row: Mapping[str, Any]) -> CodeTest
         if len(inputs) != len(outputs):
             raise ValueError(f"the row has {len(inputs)} inputs and {len(outputs)} outputs")
         name = answer.get("fn_name")
-        return CodeTests(tuple(_pair(i, o, name) for i, o in zip(inputs, outputs, strict=True)))
+        wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+        return CodeTests(tuple(_pair(i, o, name, wrapped) for i, o in zip(inputs, outputs, strict=True)))
     if isinstance(answer.get("test"), str) and isinstance(answer.get("entry_point"), str):
         return CodeTests((SourceTest(f"{answer['test']}\n\ncheck({answer['entry_point']})\n"),))
     if isinstance(answer.get("test_list"), Sequence):
@@ -116,12 +121,12 @@ def _function_name(row: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _pair(given: Any, expected: Any, function: str | None) -> Test:
+def _pair(given: Any, expected: Any, function: str | None, wrapped: bool = False) -> Test:
     if not function:
         return StdinTest(_lines(given), _lines(expected))
     if isinstance(given, str):  # one argument a line, as JSON, and so is the result
         return CallTest(function, tuple(_json(line) for line in given.split("\n")), _json(expected))
-    return CallTest(function, tuple(given) if isinstance(given, Sequence) else (given,), expected)
+    return CallTest(function, tuple(given) if isinstance(given, Sequence) else (given,), expected, wrapped)
 
 
 def _lines(value: Any) -> str:
@@ -149,15 +154,40 @@ def _stripped(text: str) -> list[str]:
 
 
 def _same_numbers(a: str, b: str) -> bool:
+    ours, theirs = a.split(), b.split()
+    if len(ours) != len(theirs) or not all(map(_NUMBER.fullmatch, ours + theirs)):
+        return False
     try:
-        ours, theirs = ([Decimal(word) for word in line.split()] for line in (a, b))
-        return ours == theirs
-    except InvalidOperation:  # not numbers, or a signalling NaN
+        return all(Decimal(x) == Decimal(y) for x, y in zip(ours, theirs, strict=True))
+    except InvalidOperation:  # an exponent beyond what Decimal can hold
         return False
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Equal as JSON; APPS wraps some results in a list of one."""
-    if returned == expected:
-        return True
-    return isinstance(expected, list) and len(expected) == 1 and bool(returned == expected[0])
+    """Equal as JSON, with its types: a boolean, a text and a list are no number; 1.0 is 1, and NaN is NaN."""
+    if isinstance(expected, bool) or isinstance(returned, bool):
+        return returned is expected
+    if isinstance(expected, (int, float)) and isinstance(returned, (int, float)):
+        return returned == expected or (returned != returned and expected != expected)
+    if isinstance(expected, (list, tuple)) and isinstance(returned, (list, tuple)):
+        return len(returned) == len(expected) and all(map(same_value, returned, expected))
+    if isinstance(expected, Mapping) and isinstance(returned, Mapping):
+        named = {_key(key): value for key, value in expected.items()}
+        return returned.keys() == named.keys() and all(same_value(returned[k], v) for k, v in named.items())
+    return type(returned) is type(expected) and bool(returned == expected)
+
+
+def _key(key: Any) -> str:
+    """As JSON writes it: results come as JSON, but a row's may not."""
+    return key if isinstance(key, str) else json.dumps(key)
+
+
+def passed_calls(returned: Mapping[int, Any], tests: Mapping[int, CallTest]) -> set[int]:
+    """Which calls have given what was expected, by their index.
+
+    APPS has some rows whose results are all wrapped in a list of one, and no mark that says so. Then all
+    are read in the same way, the one in which more have passed: `5` and `[5]` are never both right."""
+    tests = {index: test for index, test in tests.items() if index in returned}
+    plain = {index for index, test in tests.items() if same_value(returned[index], test.expected)}
+    inner = {i for i, test in tests.items() if test.wrapped and same_value(returned[i], test.expected[0])}
+    return max(plain, inner, key=len)

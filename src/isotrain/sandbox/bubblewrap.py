@@ -112,11 +112,13 @@ class Bubblewrap:
         source = program.encode("utf-8", "replace")
         if len(source) > LONGEST_PROGRAM:
             return Outcome("memory", None, "", f"the program has more than {LONGEST_PROGRAM} bytes", 0.0)
-        given = source, seccomp_filter(platform.machine()), stdin.encode("utf-8", "replace")
+        rules = seccomp_filter(platform.machine())
         try:
             with contextlib.ExitStack() as ours:
                 with contextlib.ExitStack() as theirs:
-                    files = [theirs.enter_context(_sealed(content)) for content in given]
+                    files = [theirs.enter_context(_sealed(content)) for content in (source, rules)]
+                    given = stdin.encode("utf-8", "replace")
+                    files.append(theirs.enter_context(_sealed(given, against=fcntl.F_SEAL_GROW)))
                     stdout, stderr, status = (_pipe(ours, theirs) for _ in range(3))
                     process = self._start(python, kernel, files, [stdout[1], stderr[1], status[1]])
                 pipes = stdout[0], stderr[0], status[0]
@@ -203,15 +205,18 @@ def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int
     return read, write
 
 
+_UNCHANGEABLE = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+
+
 @contextlib.contextmanager
-def _sealed(content: bytes) -> Iterator[int]:
-    """A file in memory that nobody can change any more: what inherits it can only read it."""
+def _sealed(content: bytes, against: int = _UNCHANGEABLE) -> Iterator[int]:
+    """A file in memory that nobody can change any more. A program may empty its stdin, so that a process
+    of it which is started later cannot read it again; a file that grew would be memory without a limit."""
     with open(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
         file.write(content)
         file.flush()
         file.seek(0)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, against | fcntl.F_SEAL_SEAL)
         yield file.fileno()
 
 
