@@ -181,11 +181,11 @@ def test_a_child_killed_while_idle_costs_nothing(make_pool: MakePool) -> None:
         assert second.failure is None and second.score != first.score
 
 
-def test_a_child_killed_while_busy_costs_its_call(make_pool: MakePool) -> None:
-    pool = make_pool()
+def test_a_child_killed_while_busy_costs_its_call(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, note = make_pool(), tmp_path / "pid"
     pid = int(run(pool, ["pid"])[0].score)
-    futures = pool.submit([RewardInput("sleep", "", {}), RewardInput("", "", {})])
-    time.sleep(0.3)
+    futures = pool.submit([RewardInput(f"subprocess {note}", "", {}), RewardInput("", "", {})])
+    assert wait_for(note.exists)
     os.kill(pid, signal.SIGKILL)
     results = [future.result(10) for future in futures]
     assert [result.failure for result in results] == ["crash", None]

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 
@@ -28,11 +28,24 @@ NAMESPACES = (
     "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
 )
 READABLE = "name a Python that all users can read: where isotrain runs as root, programs run as nobody"
+VISIBLE = (
+    "isotrain reads /proc/PID/statm and /proc/PID/task/TID/children of them: mount /proc without hidepid, "
+    "and use a kernel with CONFIG_PROC_CHILDREN"
+)
 # Where this process is root the program is not: limits on processes do not hold for root.
 NOBODY = 65534
 LONGEST_PROGRAM = 4 << 20
 _FIRST_RUN = 30.0
 _GREETING = "isotrain"
+# A program whose child, not itself, has more memory than it may have.
+_PROBE_LIMIT = 32 << 20
+_PROBE = """import os, time
+if os.fork() == 0:
+    kept = b"x" * (48 << 20)
+    time.sleep(60)
+os.wait()
+"""
+_memory_is_measured = False
 _TMP_FOR_SEMAPHORES = 1 << 20
 # What old versions lack, so that their own message would be about the option.
 _NEEDED_OPTIONS = ("--size", "--disable-userns", "--json-status-fd", "--clearenv", "--ro-bind-data")
@@ -99,6 +112,7 @@ class Bubblewrap:
                     problem = problem or SandboxError(f"{error}; {remedy}")
                     continue
                 if outcome.stdout == f"{_GREETING}\n":
+                    self._check_memory(python, kernel)
                     self._chosen = python, kernel
                     return self._chosen
                 told = outcome.stderr.strip()[-300:] or f"it ended by {outcome.ended}"
@@ -106,7 +120,30 @@ class Bubblewrap:
         assert problem is not None
         raise problem
 
-    def _run(self, python: Python, kernel: Kernel, program: str, stdin: str, seconds: float) -> Outcome:
+    def _check_memory(self, python: Python, kernel: Kernel) -> None:
+        """Refuse to start where the memory of a program's child cannot be seen; once in a process."""
+        global _memory_is_measured
+        if _memory_is_measured:
+            return
+        limits = replace(self._limits, memory=_PROBE_LIMIT)
+        outcome = self._run(python, kernel, _PROBE, "", _FIRST_RUN, limits)
+        if outcome.ended != "memory":
+            raise SandboxError(
+                f"the memory of programs cannot be limited: {_PROBE_LIMIT >> 20} MiB were exceeded, and the "
+                f"program ended by {outcome.ended}; {VISIBLE}"
+            )
+        _memory_is_measured = True
+
+    def _run(
+        self,
+        python: Python,
+        kernel: Kernel,
+        program: str,
+        stdin: str,
+        seconds: float,
+        supervised: Limits | None = None,
+    ) -> Outcome:
+        """`supervised`: other limits for what is measured from outside."""
         if self._closing.is_set():
             raise SandboxError("the sandbox is closed")
         source = program.encode("utf-8", "replace")
@@ -122,7 +159,7 @@ class Bubblewrap:
                     stdout, stderr, status = (_pipe(ours, theirs) for _ in range(3))
                     process = self._start(python, kernel, files, [stdout[1], stderr[1], status[1]])
                 pipes = stdout[0], stderr[0], status[0]
-                return supervise(process, pipes, self._limits, self._closing, seconds)
+                return supervise(process, pipes, supervised or self._limits, self._closing, seconds)
         except OSError as error:  # such as no more processes or open files
             raise SandboxError(f"bubblewrap could not be started: {error}") from None
 

@@ -22,6 +22,7 @@ INTERVAL = 0.1
 # For the kernel to end what was killed.
 PATIENCE = 10.0
 _CHUNK = 1 << 16
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -163,12 +164,25 @@ class _Supervised:
 
     def _memory(self) -> int:
         """Bytes that all processes of the program have, shared pages counted once."""
-        total = 0
-        for pid in _descendants(self._init_pid) if self._init_pid is not None else ():
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-                found = _PSS.search(file.read())
-                total += int(found[1]) * 1024 if found else 0
-        return total
+        return sum(map(_memory_of, _descendants(self._init_pid))) if self._init_pid is not None else 0
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes of a process; 0 if it has ended.
+
+    Root without CAP_SYS_PTRACE, as in a container, may not read smaps_rollup of another user's process.
+    Anyone may read statm, which counts a shared page for every process that has it."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            if proportional := _PSS.search(file.read()):
+                return int(proportional[1]) * 1024
+    except OSError:
+        pass
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _descendants(pid: int) -> Iterator[int]:
