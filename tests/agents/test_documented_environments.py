@@ -57,7 +57,7 @@ def play(
         process = await processes.open()
         row = {"prompt": [{"role": "user", "content": "6 * 7?"}], "answer": answer}
         task = Task(0, 0, 0, 5, row["prompt"], row, answer)  # type: ignore[arg-type]
-        limits = Limits(turns=4, turn=200, prompt=900, response=900, history="split")
+        limits = Limits(turns=4, turn=200, prompt=900, response=900, history="split", vocabulary=512)
         episode = Episode(task, template, process, generate, limits)
         known = processes.known
         if known["kind"] == "tools":

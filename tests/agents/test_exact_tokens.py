@@ -110,7 +110,7 @@ def play(tiny: Path, name: str, number: int, history: str = "split") -> tuple[li
     sampler = Sampler(template, len(tokenizer), number)
     row = {"hint": " (look it up)" if number % 2 else None}
     task = Task(0, 7, number % 4, number, [{"role": "user", "content": "Wo?"}], row, None)
-    limits = Limits(turns=6, turn=300, prompt=512, response=400, history=history)  # type: ignore[arg-type]
+    limits = Limits(6, turn=300, prompt=512, response=400, history=history, vocabulary=512)  # type: ignore[arg-type]
     environment = factory()
     assert isinstance(environment, ToolEnvironment)
     episode = Episode(task, template, Here(environment), sampler, limits)  # type: ignore[arg-type]

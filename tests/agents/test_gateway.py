@@ -21,8 +21,10 @@ from isotrain.agents.template import TurnTemplate
 from isotrain.agents.tool_calls import hermes
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
+from isotrain.rollout.base import check_tokens
 
 END = 2
+VOCABULARY = 512
 TOOLS = [
     {
         "type": "function",
@@ -46,6 +48,7 @@ class Policy:
         self.read: list[str] = []
 
     async def __call__(self, tokens: Sequence[int], room: int, turn: int) -> Trajectory:
+        check_tokens([np.array(tokens, np.int32)], VOCABULARY, "engine")  # as engines do
         self.read.append(self.template.decode(tokens))
         await asyncio.sleep(self.seconds)
         if not self.sayings:
@@ -58,7 +61,8 @@ class Policy:
 
 
 def limits(**others: Any) -> Limits:
-    return Limits(**{"turns": 6, "turn": 400, "prompt": 900, "response": 900, "history": "split", **others})
+    usual = {"turns": 6, "turn": 400, "prompt": 900, "response": 900, "history": "split"}
+    return Limits(**{**usual, "vocabulary": VOCABULARY, **others})
 
 
 TASK = Task(0, 0, 0, 5, ASKED, {"question": "Wo?", "answer": "a"}, "a")
@@ -82,10 +86,11 @@ def with_gateway(tiny: Path, sayings: Sequence[str], play: Play, **others: Any) 
     return asyncio.run(run()), policy
 
 
-async def post(url: str, key: str, body: Any) -> tuple[int, dict[str, Any]]:
-    """Without any client's help."""
+async def post(url: str, key: str, body: Any, **others: str) -> tuple[int, dict[str, Any]]:
+    """Without any client's help; `others` are headers."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    others = {name.replace("_", "-"): value for name, value in others.items()}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **others}
     request = urllib.request.Request(url, data, headers)
 
     def send() -> tuple[int, dict[str, Any]]:
@@ -222,3 +227,166 @@ def test_a_client_that_has_gone(tiny: Path) -> None:
     assert len(policy.read) == 1
     (trajectory,) = session.trajectories(None)
     assert not len(trajectory.mask_N)
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+def called(function: Any) -> list[Any]:
+    return [*ASKED, {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}]
+
+
+def arguments(value: Any) -> list[Any]:
+    return called({"name": "find", "arguments": value})
+
+
+HOSTILE_CHATS: dict[str, Any] = {
+    "no messages": {"messages": None},
+    "messages by name": {"messages": {"role": "user"}},
+    "message is a number": {"messages": [1]},
+    "unknown role": {"messages": [{"role": "robot", "content": "x"}]},
+    "role is a list": {"messages": [{"role": ["user"], "content": "x"}]},
+    "content is a number": {"messages": [{"role": "user", "content": 5}]},
+    "content is an image": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "half of a surrogate pair": {"messages": [{"role": "user", "content": "a\ud800b"}]},
+    "surrogate in a key": {"tools": [{"type": "function", "function": {"name": "f", "\udfff": 1}}]},
+    "tool_calls is a number": {"messages": [*ASKED, {"role": "assistant", "tool_calls": 7}]},
+    "tool_calls is a text": {"messages": [*ASKED, {"role": "assistant", "tool_calls": "find"}]},
+    "call is a list": {"messages": [*ASKED, {"role": "assistant", "tool_calls": [["function"]]}]},
+    "function is a text": {"messages": called("find")},
+    "function without a name": {"messages": called({"name": None})},
+    "tool's name is a number": {"messages": [*ASKED, {"role": "tool", "name": 3, "content": "x"}]},
+    "tools is a text": {"tools": "all"},
+    "tools is a number": {"tools": 1},
+    "tool is a text": {"tools": ["find"]},
+    "deep tools": {"tools": [nested(400)]},
+    "deep arguments": {"messages": arguments(nested(400))},
+    "deep value of an ignored field": {"metadata": nested(400)},
+    "not a number": {"temperature": float("nan")},
+    "infinite": {"temperature": float("inf")},
+    "too large for a float": b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+    "temperature is a text": {"temperature": "hot"},
+    "temperature is true": {"temperature": True},
+    "top_p is a list": {"top_p": [1]},
+    "max_tokens is a text": {"max_tokens": "9"},
+    "max_tokens is 0": {"max_tokens": 0},
+    "max_completion_tokens is 0": {"max_completion_tokens": 0, "max_tokens": 5},
+    "max_tokens is true": {"max_tokens": True},
+    "max_tokens is a fraction": {"max_tokens": 1.5},
+    "two completions": {"n": 2},
+    "n is a list": {"n": [1]},
+    "stop is a number": {"stop": 1},
+    "stop has a number": {"stop": ["a", 1]},
+    "empty stop word": {"stop": [""]},
+    "many stop words": {"stop": ["a"] * 10_000},
+    "stream is a text": {"stream": "yes"},
+    "stream_options is a text": {"stream": True, "stream_options": "x"},
+    "stream_options is a list": {"stream": True, "stream_options": [1]},
+    "logprobs is a text": {"logprobs": "all"},
+    "format": {"response_format": {"type": "json_object"}},
+    "too long": {"messages": [{"role": "user", "content": "word " * 5_000}]},
+    "many messages": {"messages": ASKED * 20_000},
+    "many digits": b'{"messages": 1' + b"0" * 10_000 + b"}",
+    "no JSON": b"{",
+    "no object": b"[]",
+    "no text": b"\xff\xfe\x00",
+    "deep and unfinished": b'{"a":' * 100_000,
+}
+HOSTILE_TEXTS: dict[str, Any] = {
+    "no prompt": {},
+    "empty": {"prompt": []},
+    "several prompts": {"prompt": ["a", "b"]},
+    "true is no token": {"prompt": [True]},
+    "fraction": {"prompt": [1.0]},
+    "below the vocabulary": {"prompt": [5, -1]},
+    "first that the model has not": {"prompt": [5, VOCABULARY]},
+    "beyond 32 bits": {"prompt": [2**31]},
+    "beyond 64 bits": {"prompt": [10**30]},
+    "as many as fit into a body": {"prompt": [5] * 500_000},
+    "half of a surrogate pair": {"prompt": "\ud83d"},
+    "echo": {"prompt": "a", "echo": True},
+}
+HOSTILE_REWARDS: dict[str, Any] = {
+    "nothing": {},
+    "text": {"reward": "1"},
+    "not a number": {"reward": float("nan")},
+    "more digits than a float has": {"reward": 10**400},
+    "infinite in float32": {"reward": 1e300},
+    "id is a list": {"reward": 1.0, "completion": ["x"]},
+    "id is an object": {"reward": 1.0, "completion": {}},
+    "unknown id": {"reward": 1.0, "completion": "chatcmpl-9"},
+}
+HOSTILE = [
+    *(pytest.param("chat/completions", body, id=f"chat: {name}") for name, body in HOSTILE_CHATS.items()),
+    *(pytest.param("completions", body, id=f"text: {name}") for name, body in HOSTILE_TEXTS.items()),
+    *(pytest.param("reward", body, id=f"reward: {name}") for name, body in HOSTILE_REWARDS.items()),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HOSTILE)
+def test_a_hostile_request_fails_alone(tiny: Path, path: str, body: Any) -> None:
+    """It is answered as wrong, and neither the run nor the episode is any different for it."""
+    if isinstance(body, dict) and path == "chat/completions":
+        body = {"messages": ASKED, **body}
+
+    async def play(url: str, key: str, session: Session) -> None:
+        status, reply = await post(f"{url}/{path}", key, body)
+        assert 400 <= status < 500 and reply["error"]["message"], reply
+        assert not session.broken.done() and session.failed is None
+        assert (await post(f"{url}/chat/completions", key, {"messages": ASKED}))[0] == 200
+
+    session, policy = with_gateway(tiny, ["good", "bad"], play)
+    assert len(policy.read) == 1
+    (trajectory,) = session.trajectories(1.0)
+    assert trajectory.episode and trajectory.episode.reward == 1.0 and trajectory.episode.failure is None
+    assert len(trajectory.episode.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"Content_Type": "application/json; charset=none"},
+        {"Content_Type": "text/html; charset=utf-16"},
+        {"Content_Encoding": "gzip"},
+        {"Authorization": "Bearer \xe9"},
+        {"Authorization": "Basic x"},
+    ],
+)
+def test_odd_headers(tiny: Path, header: dict[str, str]) -> None:
+    async def play(url: str, key: str, session: Session) -> None:
+        status, _ = await post(f"{url}/chat/completions", key, {"messages": ASKED}, **header)
+        assert status < 500 and not session.broken.done()
+
+    with_gateway(tiny, ["good"], play)
+
+
+def test_huge_limits_are_those_of_the_recipe(tiny: Path) -> None:
+    async def play(url: str, key: str, session: Session) -> None:
+        body = {"messages": ASKED, "max_tokens": 10**30, "temperature": 1e300, "seed": -(10**30)}
+        status, _ = await post(f"{url}/chat/completions", key, body)
+        assert status == 200
+
+    with_gateway(tiny, ["good"], play)
+
+
+def test_a_reply_that_cannot_be_made_is_not_trained(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails behind the engine: the agent has not got the turn."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a fault")
+
+    async def play(url: str, key: str, session: Session) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("isotrain.agents.openai_messages._pieces", fails)
+            body = {"messages": ASKED, "logprobs": True}
+            status, reply = await post(f"{url}/chat/completions", key, body)
+        assert status == 500 and "a fault" in reply["error"]["message"]
+        assert (await post(f"{url}/chat/completions", key, {"messages": ASKED}))[0] == 200
+
+    session, policy = with_gateway(tiny, ["unseen", "seen"], play)
+    (trajectory,) = session.trajectories(None)
+    assert policy.template.decode(trajectory.response_N.tolist()) == "seen<|im_end|>"

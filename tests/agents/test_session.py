@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,8 @@ def run(play: Coroutine[Any, Any, _T]) -> _T:
 def session_of(tiny: Path, name: str, sampler: Any, **limits: Any) -> Session:
     template = TurnTemplate(tokenizer_with(tiny / "model", name))
     task = Task(0, 7, 1, 5, [{"role": "user", "content": "Wo?"}], {}, None)
-    given = {"turns": 40, "turn": 300, "prompt": 512, "response": 2000, "history": "split", **limits}
+    given = {"turns": 40, "turn": 300, "prompt": 512, "response": 2000, "history": "split"}
+    given |= {"vocabulary": 512, **limits}
     return Session(task, template, lambda tools: hermes, sampler, Limits(**given))
 
 
@@ -195,6 +197,109 @@ def test_stop_words_end_a_turn(tiny: Path) -> None:
         text = says.template.decode(trajectory.tokens_T.tolist())
         assert "look\nObservation:<|im_end|>\n<|im_start|>user\nObservation: a cat<|im_end|>" in text
         assert trajectory.mask_N.sum() == len(completion.tokens) + len("fine") + 1
+
+    run(play())
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "swer<|im_end|>", "<|im_", "answer"])
+def test_stop_words_do_not_double_the_end_of_a_turn(tiny: Path, stop: str) -> None:
+    async def play() -> None:
+        session, says = saying(tiny, "the answer", "no")
+        said, _ = await ask(session, ASKED, stop=[stop])
+        assert said["content"] == "the answer".partition(stop.removesuffix("<|im_end|>") or "<")[0]
+        await ask(session, [*ASKED, said, {"role": "user", "content": "Sure?"}])
+        (trajectory,) = session.trajectories(None)  # what the policy wrote stays as it is
+        check([trajectory], [(says.calls[0][0], first_turn(trajectory)), says.calls[1]])
+        text = says.template.decode(trajectory.tokens_T.tolist())
+        assert "the answer<|im_end|>\n<|im_start|>user\nSure?<|im_end|>" in text
+
+    run(play())
+
+
+def first_turn(trajectory: Trajectory) -> list[int]:
+    assert trajectory.episode is not None
+    turn = trajectory.episode.turns[0]
+    return list(trajectory.response_N[turn.start : turn.end].tolist())
+
+
+def test_a_turn_that_no_parser_reads_is_not_trained(tiny: Path) -> None:
+    """The agent has not got it: only the turn that it got is part of the episode."""
+
+    async def play() -> None:
+        session, says = saying(tiny, "unseen", "seen")
+        parsers = [fails, hermes]
+        session._parser_of = lambda tools: parsers.pop(0)
+        with pytest.raises(KeyError):
+            await ask(session, ASKED, tools=TOOLS)
+        await ask(session, ASKED, tools=TOOLS)
+        check(session.trajectories(None), says.calls[1:])
+
+    def fails(text: str) -> Any:
+        raise KeyError("function")
+
+    run(play())
+
+
+def held(value: Any, seen: set[int] | None = None) -> int:
+    """Bytes of a value and of all that it refers to, each counted once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, type) or callable(value):
+        return 0
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, np.ndarray):
+        return sys.getsizeof(value) if value.base is None else held(value.base, seen)
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    else:
+        parts = [*vars(value).values()] if hasattr(value, "__dict__") else []
+        parts += [getattr(value, name) for name in getattr(type(value), "__slots__", ())]
+    return sys.getsizeof(value) + sum(held(part, seen) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking"])
+@pytest.mark.parametrize("branches", [1, 2])
+def test_memory_grows_with_the_tokens_of_a_conversation(tiny: Path, name: str, branches: int) -> None:
+    """Also where calls branch off, and where the template rewrites turns: what is common is shared."""
+
+    async def play(turns: int) -> int:
+        says = Says(
+            TurnTemplate(tokenizer_with(tiny / "model", name)), *["<think>x</think>answer"] * turns * branches
+        )
+        limits = {"turns": turns * branches, "prompt": 100_000, "response": 100_000}
+        session = session_of(tiny, name, says, **limits)
+        messages: list[Any] = list(ASKED)
+        for _ in range(turns):
+            for _ in range(branches):
+                said, _ = await ask(session, messages)
+            messages += [said, {"role": "user", "content": "Go on. " * 5}]
+        assert len(says.calls) == turns * branches
+        kept = (session._calls, session._by_messages, session._sequences, session._longest)
+        return held(kept)
+
+    small, middle, large = (run(play(turns)) for turns in (10, 20, 40))
+    # Tables of dictionaries and lists grow in leaps; a quadratic part would double the second growth.
+    assert large - middle < 1.4 * 2 * (middle - small)
+
+
+def test_what_leaves_no_room_is_not_held(tiny: Path) -> None:
+    async def play() -> None:
+        session, _ = saying(tiny, "a", "b")
+        said, completion = await ask(session, ASKED)
+        before = held(session._sequences)
+        long = {"role": "user", "content": "word " * 20_000}
+        with pytest.raises(Refused, match="no room"):
+            await ask(session, [*ASKED, said, long])
+        with pytest.raises(Refused, match="no room"):
+            await ask(session, [long])
+        with pytest.raises(Refused, match="no room"):
+            await session.complete([*completion.prompt, *completion.tokens, *[5] * 100_000], None, ())
+        assert held(session._sequences) == before
+        await ask(session, [*ASKED, said, {"role": "user", "content": "shorter"}])
+        (trajectory,) = session.trajectories(None)
+        assert trajectory.episode and len(trajectory.episode.turns) == 2
 
     run(play())
 

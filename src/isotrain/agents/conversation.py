@@ -8,17 +8,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from isotrain.data.trajectory import Episode, Trajectory, Turn
+
+
+class Tokens:
+    """Token ids that never change; what continues them refers to them, so that each is held once."""
+
+    __slots__ = ("_before", "_ids", "_length")
+
+    def __init__(self, ids: Sequence[int] | npt.NDArray[np.int32], before: Tokens | None = None) -> None:
+        self._ids, self._before = np.asarray(ids, np.int32), before
+        self._length = len(self._ids) + (0 if before is None else len(before))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def array(self) -> npt.NDArray[np.int32]:
+        parts = [self._ids]
+        node = self._before
+        while node is not None:
+            parts.append(node._ids)
+            node = node._before
+        return np.concatenate(parts[::-1])
+
+    def first(self, count: int) -> Tokens:
+        """The first `count` of them."""
+        node = self
+        while node._before is not None and len(node._before) >= count:
+            node = node._before
+        dropped = len(node) - count
+        return node if dropped <= 0 else Tokens(node._ids[: len(node._ids) - dropped], node._before)
+
+    def begins(self, ids: npt.NDArray[np.int32]) -> bool:
+        """Whether `ids` are these tokens and perhaps more."""
+        return len(self) <= len(ids) and self._common(ids) == len(self)
+
+    def changed_to(self, ids: Sequence[int]) -> Tokens:
+        """Tokens with these ids, which share what both begin with."""
+        ids_T = np.asarray(ids, np.int32)
+        common = self._common(ids_T)
+        # A copy: a part of an array would hold all of it.
+        return Tokens(ids_T[common:].copy(), self.first(common)) if common else Tokens(ids_T)
+
+    def _common(self, ids: npt.NDArray[np.int32]) -> int:
+        length = min(len(self), len(ids))
+        differs_T = self.array()[:length] != ids[:length]
+        return int(differs_T.argmax()) if differs_T.any() else length
 
 
 class TokenSequence:
     """Tokens are only ever added: none that was sampled is turned into text and back."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = list(prompt)
+    def __init__(self, prompt: Sequence[int] | Tokens) -> None:
+        self.all = prompt if isinstance(prompt, Tokens) else Tokens(prompt)
+        """What the policy continues."""
+        self.prompt_length = len(self.all)
         self.turns: list[Turn] = []
-        self._response: list[int] = []
         self._mask: list[bool] = []
         self._logps: list[float] = []
         self._versions: list[int] = []
@@ -26,13 +73,13 @@ class TokenSequence:
     @property
     def tokens(self) -> list[int]:
         """What the policy continues."""
-        return self.prompt + self._response
+        return self.all.array().tolist()
 
     def wrote(self, turn: Trajectory) -> None:
         """A turn of the policy, as its engine gave it."""
-        start, count = len(self._response), len(turn.response_N)
+        start, count = len(self._mask), len(turn.response_N)
         self.turns.append(Turn(start, start + count, 0.0, 0, 0, 0.0))
-        self._response += turn.response_N.tolist()
+        self.all = Tokens(turn.response_N.copy(), self.all)  # without the prompt before it, which is ours
         self._mask += [True] * count
         self._logps += turn.logp_N.tolist()
         self._versions += turn.version_N.tolist()
@@ -40,7 +87,7 @@ class TokenSequence:
     def given(self, tokens: Sequence[int]) -> None:
         """What the policy reads next and did not write."""
         version = self._versions[-1] if self._versions else 0
-        self._response += tokens
+        self.all = Tokens(tokens, self.all)
         self._mask += [False] * len(tokens)
         self._logps += [0.0] * len(tokens)
         self._versions += [version] * len(tokens)
@@ -66,7 +113,8 @@ class TokenSequence:
         self._end_at(self.turns[-1].end if self.turns else 0)
 
     def _end_at(self, end: int) -> None:
-        for values in (self._response, self._mask, self._logps, self._versions):
+        self.all = self.all.first(self.prompt_length + end)
+        for values in (self._mask, self._logps, self._versions):
             del values[end:]
 
     def trajectory(
@@ -77,8 +125,8 @@ class TokenSequence:
             prompt_index=prompt_index,
             sample=sample,
             seed=seed,
-            prompt_length=len(self.prompt),
-            tokens_T=np.array(self.tokens, np.int32),
+            prompt_length=self.prompt_length,
+            tokens_T=self.all.array(),
             mask_N=np.array(self._mask, np.bool_),
             logp_N=np.array(self._logps, np.float32),
             version_N=np.array(self._versions, np.int32),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from isotrain.agents.conversation import Conversation, TokenSequence, as_trajectories
 from isotrain.agents.interfaces import as_tool_message
 from isotrain.agents.processes import EnvironmentProcess, EpisodeFailed
-from isotrain.agents.template import Message, TurnTemplate, same_but_for_space
+from isotrain.agents.template import Message, TextDigest, TurnTemplate
 from isotrain.agents.tool_calls import Parsed, Parser
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
@@ -35,6 +35,8 @@ class Limits:
     response: int
     """Most tokens of a sequence after its prompt."""
     history: History
+    vocabulary: int
+    """Tokens that the model has."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
     reset = await episode.ask("reset", row=dict(task.values), seed=task.seed)
     messages = _with_observation(task.messages, reset["observation"])
     called = list(messages)
-    text = template.prompt(messages, tools)
-    conversation = episode.begin(text)
+    prompt = template.prompt(messages, tools)
+    text, conversation = TextDigest(prompt), episode.begin(prompt)
     while (wrote := await episode.turn()) is not None and wrote.finished:
         tokens = wrote.response_N.tolist()
         said, ended_by = template.decode(tokens), template.decode(tokens[-1:])
@@ -167,7 +169,7 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
         called += _with_calls(words, parsed, answers)
         between = template.between(ended_by, answers, tools)
         whole = partial(render, template, messages, called, tools)
-        text = _go_on(episode, text + said, between, whole)
+        text = _go_on(episode, text.then(said), between, whole)
     reward = (await episode.ask("reward"))["reward"]
     return None if reward is None else float(reward)
 
@@ -209,25 +211,25 @@ def _with_observation(messages: Sequence[Message], observation: str | None) -> l
     return [*messages[:-1], {**last, "content": f"{last['content']}{observation}"}]
 
 
-def _go_on(episode: Episode, so_far: str, between: str | None, whole: Callable[[], str]) -> str:
+def _go_on(episode: Episode, so_far: TextDigest, between: str | None, whole: Callable[[], str]) -> TextDigest:
     """Give the policy what comes next; returns all that it has read and written as text."""
     conversation = episode.conversation
     assert conversation is not None
     if tokens_stay(episode.limits.history, so_far, between, whole):
         assert between is not None
         conversation.given(episode.template.encode(between))
-        return so_far + between
+        return so_far.then(between)
     text = whole()
     conversation.anew(episode.template.encode(text))
-    return text
+    return TextDigest(text)
 
 
-def tokens_stay(history: History, so_far: str, between: str | None, whole: Callable[[], str]) -> bool:
+def tokens_stay(history: History, so_far: TextDigest, between: str | None, whole: Callable[[], str]) -> bool:
     """Whether the tokens so far are kept and `between` follows; otherwise a sequence begins with `whole`.
 
     They are kept wherever the template would render them again as the same text.
     """
-    if between is not None and (history == "extend" or same_but_for_space(whole(), so_far + between)):
+    if between is not None and (history == "extend" or TextDigest(whole()) == so_far.then(between)):
         return True
     if history != "split":
         raise EpisodeFailed("error", "the chat template rewrites earlier turns; set `history` to split")

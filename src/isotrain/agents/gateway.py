@@ -5,8 +5,8 @@ Each episode has a key of its own. There is one model, the policy; what it sampl
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,9 +22,13 @@ from isotrain.agents.openai_messages import (
     chat_request,
     chunks,
     completion_limits,
+    read_body,
     text_reply,
 )
 from isotrain.agents.session import Session
+from isotrain.errors import IsotrainError
+
+logger = logging.getLogger("isotrain")
 
 LONGEST_BODY = 1 << 24
 
@@ -104,15 +108,15 @@ class Gateway:
         as_reply: _Reply,
     ) -> web.StreamResponse:
         completion = await made
-        reply = as_reply(completion, int(time.time()), body)
         try:
+            reply = as_reply(completion, int(time.time()), body)
             if not body.get("stream"):
                 response = web.json_response(reply)
                 await response.prepare(request)
                 await response.write_eof()
                 return response
             return await _streamed(request, reply, body)
-        except (OSError, asyncio.CancelledError):
+        except BaseException:  # whatever it was, the agent has not got it
             session.unread(completion)
             raise
 
@@ -124,12 +128,11 @@ class Gateway:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
-        body = await request.json()
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise Refused("the body is not a JSON object")
-    return body
+        data = await request.read()
+    except web.RequestPayloadError as error:  # such as one that is not compressed as its header says
+        raise Refused(f"the body cannot be read: {error}") from None
+    # Not in the character set that a header names: JSON has its own.
+    return read_body(data)
 
 
 async def _streamed(
@@ -157,7 +160,9 @@ async def _errors_as_json(
         message, code, status = error.reason, "invalid_request_error", error.status
     except OSError:
         raise  # the client has gone
-    except Exception as error:  # told here and to the run; the agent cannot do anything about it
+    except Exception as error:  # the agent cannot do anything about it
+        if not isinstance(error, IsotrainError):  # those of the engine are told to the run as well
+            logger.warning("rollout.agent: a call to %s failed: %r", request.path, error)
         message, code, status = f"{type(error).__name__}: {error}", "server_error", 500
     content = {"error": {"message": message, "type": code, "code": code, "param": None}}
     headers = {"x-should-retry": "false"}  # OpenAI's client heeds it

@@ -9,13 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from isotrain.agents.template import Message
-from isotrain.agents.tool_calls import Parsed
+from isotrain.agents.tool_calls import Parsed, unusable
 
 MODEL = "policy"
 """The name of the only model; requests may name any."""
 
 # They would change what the policy samples, and with it what it learns from.
 _UNSUPPORTED = ("response_format", "logit_bias", "guided_json", "guided_regex", "structured_outputs")
+# They would change what a reply says, and clients would take it for what they asked for.
+_UNKNOWN_REPLIES = ("echo", "suffix", "best_of")
+_NUMBER: tuple[tuple[type, ...], str] = (int, float), "a number"
+_SWITCH: tuple[tuple[type, ...], str] = (bool,), "true or false"
+# Also of fields that change nothing here: their values were meant otherwise.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "stream": _SWITCH,
+    "stream_options": ((dict,), "an object"),
+    "return_token_ids": _SWITCH,
+    "logprobs": ((bool, int), "true, false or a whole number"),
+    **dict.fromkeys(
+        ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty"), _NUMBER
+    ),
+}
+MOST_STOP_WORDS = 64
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -52,16 +67,29 @@ class Completion:
     """Not cut at a limit."""
 
 
+def read_body(data: bytes) -> dict[str, Any]:
+    """The object of a request, all values of which can be rendered, encoded and written again."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise Refused("the body is not a JSON object")
+    if problem := unusable(body):
+        raise Refused(f"the body cannot be used: {problem}")
+    return body
+
+
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Raises `Refused` for what cannot be done."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: a list with at least one message is needed")
-    tools = body.get("tools") or ()
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
+    tools = [] if body.get("tools") is None else body["tools"]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: a list of functions is needed")
     if body.get("tool_choice") == "none":
-        tools = ()
+        tools = []
     names: dict[str, str] = {}
     return ChatRequest(
         tuple(_message(message, names) for message in messages), tuple(tools), *completion_limits(body)
@@ -75,14 +103,28 @@ def completion_limits(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, .
     for name in _UNSUPPORTED:
         if body.get(name) not in (None, {}, {"type": "text"}):
             raise Refused(f"{name} is not supported: it changes what the policy samples")
-    longest = body.get("max_completion_tokens") or body.get("max_tokens")
-    if longest is not None and (not isinstance(longest, int) or longest < 1):
-        raise Refused("max_tokens: a whole number above 0 is needed")
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stop, (list, tuple)) or not all(isinstance(word, str) and word for word in stop):
+    for name in _UNKNOWN_REPLIES:
+        if body.get(name) is True or body.get(name) not in (None, False, "", 1):
+            raise Refused(f"{name} is not supported")
+    for name, (kinds, needed) in _TYPES.items():
+        value = body.get(name)
+        if value is not None and (
+            not isinstance(value, kinds) or (type(value) is bool and bool not in kinds)
+        ):
+            raise Refused(f"{name}: {needed} is needed")
+    longest = None
+    for name in ("max_tokens", "max_completion_tokens"):  # the second is the newer name
+        value = body.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise Refused(f"{name}: a whole number above 0 is needed")
+        longest = longest if value is None else value
+    stop = body.get("stop")
+    words = [] if stop in (None, "") else [stop] if isinstance(stop, str) else stop
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise Refused("stop: a text or a list of texts is needed")
-    return longest, tuple(stop)
+    if len(words) > MOST_STOP_WORDS:
+        raise Refused(f"stop: at most {MOST_STOP_WORDS} texts can be given")
+    return longest, tuple(words)
 
 
 def _message(message: Any, names: dict[str, str]) -> Message:
@@ -93,8 +135,12 @@ def _message(message: Any, names: dict[str, str]) -> Message:
     found: Message = {"role": role, "content": _text(message.get("content"))}
     if role == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
+        if name is not None and not isinstance(name, str):
+            raise Refused("messages: the name of a tool is a text")
         return {**found, "name": name} if name else found
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refused("messages: tool_calls are a list")
         found["tool_calls"] = [_call(call, names) for call in calls]
     return found
 
@@ -110,13 +156,16 @@ def _text(content: Any) -> str:
 
 def _call(call: Any, names: dict[str, str]) -> Message:
     try:
-        name, arguments = str(call["function"]["name"]), call["function"].get("arguments")
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
     except (TypeError, KeyError):
-        raise Refused("messages: a tool call needs a function with a name and arguments") from None
+        name = arguments = None
+    if not isinstance(name, str):
+        raise Refused("messages: a tool call needs a function with a name and arguments")
     names[str(call.get("id"))] = name
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # the template then gets the text
-            arguments = json.loads(arguments or "{}")
+            read = json.loads(arguments or "{}")
+            arguments = arguments if unusable(read) else read
     return {
         "type": "function",
         "id": str(call.get("id")),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,33 +17,35 @@ from typing import Any
 
 import numpy as np
 
-from isotrain.agents.conversation import TokenSequence
+from isotrain.agents.conversation import Tokens, TokenSequence
 from isotrain.agents.episode import Generate, Limits, Task, plain_prompt, render, tokens_stay
 from isotrain.agents.openai_messages import ChatRequest, Completion, Refused, identity, sent_back
 from isotrain.agents.processes import EpisodeFailed
-from isotrain.agents.template import Message, TurnTemplate
+from isotrain.agents.template import Message, TextDigest, TurnTemplate
 from isotrain.agents.tool_calls import Parsed, Parser
 from isotrain.data.trajectory import Trajectory
-from isotrain.errors import DataError
+from isotrain.errors import DataError, RolloutError
 
 ParserOf = Callable[[Sequence[Message]], Parser]
 """The parser of calls of these tools."""
 
-_Key = tuple[Any, ...]
+# Sums of rewards stay finite in float32.
+MOST_REWARD = 1e30
+
+_Key = bytes
+"""A digest of tools and messages: of any length, as conversations are kept by all of their beginnings."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """An answered call: where others can go on."""
 
     sequence: TokenSequence
     turn: int
-    end: int
-    """Tokens of its sequence up to here: all that the policy had read and written."""
-    before: _Call | None
-    """The call that it continued."""
-    added: str
-    """Text since then: what the policy was given, and what it wrote."""
+    tokens: Tokens
+    """All that the policy had read and written."""
+    text: TextDigest
+    """The same as text."""
     words: str
     """What it wrote."""
     ended_by: str
@@ -53,31 +54,22 @@ class _Call:
     continued: bool = False
     """Whether another call has its sequence."""
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.sequence.tokens[: self.end]
-
-    @property
-    def text(self) -> str:
-        parts, call = [], self
-        while call is not None:
-            parts.append(call.added)
-            call = call.before  # type: ignore[assignment]
-        return "".join(reversed(parts))
-
 
 @dataclass(frozen=True)
 class _Place:
     """Where a call's turn will stand."""
 
     sequence: TokenSequence
-    before: _Call | None
-    given: str
-    """Text that the policy reads since the call before."""
+    text: TextDigest
+    """What the policy reads there."""
 
 
 class Session:
-    """The calls of one episode, which may come at the same time. All is called in one event loop."""
+    """The calls of one episode, which may come at the same time. All is called in one event loop.
+
+    What is held grows with the tokens of the conversation: calls share those of the calls before. There are
+    at most `limits.turns` sequences of at most `limits.prompt + limits.response` tokens.
+    """
 
     def __init__(
         self,
@@ -108,17 +100,17 @@ class Session:
         tools = list(request.tools) or None
         keys = _keys(request.tools, request.messages)
         try:
+            parse = self._parser_of(request.tools) if request.tools else None
             place = self._place(request, tools, keys)
         except DataError as error:
+            raise Refused(str(error)) from None
+        except RolloutError as error:  # there is no such parser, which the agent cannot know
+            self.failed = EpisodeFailed("error", str(error))
             raise Refused(str(error)) from None
         except EpisodeFailed as failed:
             self.failed = failed
             raise Refused(failed.detail) from None
-        parse = self._parser_of(request.tools) if request.tools else None
-        completion = await self._turn(place, request.max_tokens, request.stop, parse)
-        key = *keys[-1], identity(sent_back(completion))
-        self._by_messages[key] = self._calls[completion.id]
-        return completion
+        return await self._turn(place, request.max_tokens, request.stop, parse, keys[-1])
 
     async def complete(
         self, prompt: str | Sequence[int], longest: int | None, stop: Sequence[str]
@@ -128,16 +120,19 @@ class Session:
         tokens = self._template.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not tokens:
             raise Refused("prompt: it is empty")
-        sequence = self._continuing(tokens) or self._begin(tokens)
-        return await self._turn(_Place(sequence, None, ""), longest, stop, None)
+        known = self._limits.vocabulary
+        if (unknown := next((token for token in tokens if not 0 <= token < known), None)) is not None:
+            raise Refused(f"prompt: {unknown} is no token of the model, which has 0 to {known - 1}")
+        sequence = self._continuing(tokens) or self._begin(Tokens(tokens))
+        return await self._turn(_Place(sequence, TextDigest()), longest, stop, None)
 
-    def reward(self, value: Any, completion: str | None) -> None:
+    def reward(self, value: Any, completion: Any) -> None:
         """Of the whole episode, or of one completion; rewards of completions add to that of the episode."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise Refused("reward: a finite number is needed")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST_REWARD:
+            raise Refused(f"reward: a finite number is needed, at most {MOST_REWARD:g}")
         if completion is None:
             self._reward = float(value)
-        elif (call := self._calls.get(completion)) is None:
+        elif not isinstance(completion, str) or (call := self._calls.get(completion)) is None:
             raise Refused(f"completion: this episode has none with the id {completion!r}")
         else:
             call.sequence.came_of_it(call.turn, reward=float(value))
@@ -186,10 +181,15 @@ class Session:
             between = template.between(call.ended_by, messages[number + 1 :], tools)
             if tokens_stay(self._limits.history, call.text, between, whole):
                 assert between is not None
-                return _Place(self._continued(call, template.encode(between)), call, between)
-            after = call.sequence
+                sequence = self._continued(call, template.encode(between))
+                return _Place(sequence, call.text.then(between))
+            after = call
         text = whole()
-        return _Place(self._begin(template.encode(text), after), None, text)
+        tokens = template.encode(text)
+        if after is None:
+            return _Place(self._begin(Tokens(tokens)), TextDigest(text))
+        # Where the template rewrites an earlier turn, what stands before it is the same.
+        return _Place(self._begin(after.tokens.changed_to(tokens), after.sequence), TextDigest(text))
 
     def _known(self, keys: Sequence[_Key]) -> Iterator[tuple[int, _Call]]:
         """The assistant's messages that this policy wrote, up to the last."""
@@ -199,66 +199,80 @@ class Session:
 
     def _continuing(self, tokens: Sequence[int]) -> TokenSequence | None:
         """The sequence that these tokens continue, the longest of several."""
-        fitting = [
-            call
-            for call in self._calls.values()
-            if call.end <= len(tokens) and call.tokens == list(tokens[: call.end])
-        ]
+        tokens_T = np.array(tokens, np.int32)
+        fitting = [call for call in self._calls.values() if call.tokens.begins(tokens_T)]
         if not fitting:
             return None
-        call = max(fitting, key=lambda each: (each.end, not each.continued))
-        return self._continued(call, tokens[call.end :])
+        call = max(fitting, key=lambda each: (len(each.tokens), not each.continued))
+        return self._continued(call, tokens[len(call.tokens) :])
 
     def _continued(self, call: _Call, given: Sequence[int]) -> TokenSequence:
         """Where two calls continue the same one, the second begins a sequence with its tokens."""
         if call.continued:
-            return self._begin([*call.tokens, *given], call.sequence)
+            return self._begin(Tokens(given, call.tokens), call.sequence)
+        self._check_room(len(call.tokens) + len(given), self._longest[call.sequence])
         call.continued = True
         call.sequence.came_of_it(call.turn, seconds=time.monotonic() - call.answered)
         call.sequence.given(given)
         return call.sequence
 
-    def _begin(self, tokens: Sequence[int], after: TokenSequence | None = None) -> TokenSequence:
-        sequence = TokenSequence(tokens)
+    def _begin(self, tokens: Tokens, after: TokenSequence | None = None) -> TokenSequence:
         longest = min(len(tokens), self._limits.prompt) + self._limits.response
-        self._longest[sequence] = self._longest[after] if after is not None else longest
+        longest = self._longest[after] if after is not None else longest
+        self._check_room(len(tokens), longest)
+        sequence = TokenSequence(tokens)
+        self._longest[sequence] = longest
         self._sequences.append(sequence)
         return sequence
 
-    async def _turn(
-        self, place: _Place, longest: int | None, stop: Sequence[str], parse: Parser | None
-    ) -> Completion:
-        sequence, prompt = place.sequence, place.sequence.tokens
-        left = min(self._longest[sequence] - len(prompt), self._limits.turn)
-        if left <= 0:
+    def _check_room(self, tokens: int, longest: int) -> None:
+        """Before the tokens are held: what an agent sends may be of any length."""
+        if tokens >= longest:
             self._cut = True
             raise Refused(
-                f"the call has {len(prompt)} tokens and leaves no room for a reply (data.max_length "
+                f"the call has {tokens} tokens and leaves no room for a reply (data.max_length "
                 f"{self._limits.prompt}, rollout.max_tokens {self._limits.response})",
                 "context_length_exceeded",
             )
+
+    async def _turn(
+        self,
+        place: _Place,
+        longest: int | None,
+        stop: Sequence[str],
+        parse: Parser | None,
+        messages: _Key | None = None,
+    ) -> Completion:
+        """`messages`: what the call is known by, if others can continue it by messages."""
+        sequence, prompt = place.sequence, place.sequence.tokens
+        left = min(self._longest[sequence] - len(prompt), self._limits.turn)
         room = min(left, longest or left)
         wrote, words, ended_by = self._ended(await self._sampled(prompt, room), stop)
-        sequence.wrote(wrote)
-        self._cut = self._cut or (not wrote.finished and room == left)
+        # All that can fail comes first: a turn that the agent does not get is not trained.
         parsed = parse(words) if parse is not None else Parsed()
-        tried = bool(parsed.malformed)
-        sequence.came_of_it(calls=len(parsed.calls) or int(tried), failures=int(tried))
-        tokens = wrote.response_N.tolist()
+        tokens, logps = wrote.response_N.tolist(), wrote.logp_N.tolist()
         said = self._template.decode(tokens)
         name = f"chatcmpl-{self.task.prompt_index}-{self.task.sample}-{next(self._numbers)}"
-        self._calls[name] = _Call(
+        completion = Completion(
+            name, prompt, tokens, logps, self._template.decode, words, parsed, wrote.finished
+        )
+        key = None if messages is None else _next_key(messages, identity(sent_back(completion)))
+        sequence.wrote(wrote)
+        self._cut = self._cut or (not wrote.finished and room == left)
+        tried = bool(parsed.malformed)
+        sequence.came_of_it(calls=len(parsed.calls) or int(tried), failures=int(tried))
+        self._calls[name] = call = _Call(
             sequence,
             turn=len(sequence.turns) - 1,
-            end=len(prompt) + len(tokens),
-            before=place.before,
-            added=place.given + said,
+            tokens=sequence.all,
+            text=place.text.then(said),
             words=said.removesuffix(ended_by),
             ended_by=ended_by,
             answered=time.monotonic(),
         )
-        logps = wrote.logp_N.tolist()
-        return Completion(name, prompt, tokens, logps, self._template.decode, words, parsed, wrote.finished)
+        if key is not None:
+            self._by_messages[key] = call
+        return completion
 
     async def _sampled(self, prompt: Sequence[int], room: int) -> Trajectory:
         """Calls at the same time may come in any order: their seeds come from what they ask."""
@@ -288,7 +302,9 @@ class Session:
                 for count in range(1, len(tokens) + 1)
                 if word in self._template.decode(tokens[:count])[place:]
             )
-            return _first(wrote, count), said[:place], ""
+            # A stop word may be, or end with, the token that ends a turn: the template must not add it again.
+            ended_by = self._template.decode(tokens[-1:]) if wrote.finished and count == len(tokens) else ""
+            return _first(wrote, count), said[:place], ended_by
         ended_by = self._template.decode(tokens[-1:]) if wrote.finished else ""
         return wrote, said.removesuffix(ended_by), ended_by
 
@@ -306,9 +322,13 @@ def _first(wrote: Trajectory, count: int) -> Trajectory:
 
 def _keys(tools: Sequence[Message], messages: Sequence[Message]) -> list[_Key]:
     """One for each beginning of a conversation: what it would be known by."""
-    found: list[_Key] = []
-    key: _Key = (repr(tools),)
+    keys: list[_Key] = []
+    key = _next_key(b"", tools)
     for message in messages:
-        key = *key, identity(message)
-        found.append(key)
-    return found
+        key = _next_key(key, identity(message))
+        keys.append(key)
+    return keys
+
+
+def _next_key(key: _Key, value: Any) -> _Key:
+    return hashlib.sha256(key + repr(value).encode()).digest()

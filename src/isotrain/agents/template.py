@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,6 +119,19 @@ class TurnTemplate:
         return text
 
 
-def same_but_for_space(a: str, b: str) -> bool:
-    """Whether texts differ in white space alone, which templates trim around messages."""
-    return a == b or "".join(a.split()) == "".join(b.split())
+class TextDigest:
+    """Equal for texts that differ in white space alone, which templates trim around messages."""
+
+    def __init__(self, text: str = "", before: TextDigest | None = None) -> None:
+        self._hash = hashlib.sha256() if before is None else before._hash.copy()
+        self._hash.update("".join(text.split()).encode("utf-8", "surrogatepass"))
+
+    def then(self, text: str) -> TextDigest:
+        """Of this text and what follows it."""
+        return TextDigest(text, self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextDigest) and self._hash.digest() == other._hash.digest()
+
+    def __hash__(self) -> int:
+        return hash(self._hash.digest())

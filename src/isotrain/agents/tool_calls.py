@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Parsed:
 Parser = Callable[[str], Parsed]
 
 HERMES = "hermes"
+# Whoever renders, compares or writes deeper values may run out of stack.
+DEEPEST = 64
 _OPENING, _CALL = "<tool_call>", re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 
 # In a chat template: how it shows a call, and the parser that reads it. The first that fits is meant.
@@ -76,4 +79,30 @@ def as_call(name: Any, arguments: Any) -> ToolCall:
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call needs a name and arguments by name")
+    if problem := unusable(arguments):
+        raise ValueError(problem)
     return ToolCall(name, arguments)
+
+
+def unusable(value: Any) -> str:
+    """Why a value that came as JSON could not be rendered, encoded or written again; empty if it could."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.keys()
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+            elif isinstance(each, float) and not math.isfinite(each):
+                return f"{each} is not a number of JSON"
+            elif isinstance(each, str) and not each.isascii():
+                try:
+                    each.encode()
+                except UnicodeEncodeError:
+                    return "a text has half of a surrogate pair"
+        if not inner:
+            return ""
+        level = inner
+    return f"it is nested more than {DEEPEST} levels deep"

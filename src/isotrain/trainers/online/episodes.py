@@ -22,8 +22,8 @@ from isotrain.agents.tool_calls import HERMES, Parsed, Parser, as_call, hermes, 
 from isotrain.data.formats import Conversation, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
-from isotrain.errors import RolloutError
-from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.errors import DataError, RolloutError
+from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.recipe.environment import AgentSection, EnvironmentSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, Sampling
@@ -35,6 +35,7 @@ from isotrain.trainers.online.turn_supply import TurnSupply
 # How often prompts that other engines could take are asked for, while episodes are under way.
 LOOK_SECONDS = 0.05
 STOP_SECONDS = 10.0
+MOST_PARSERS = 256
 
 ReadRow = Callable[[int], dict[str, Any]]
 """All values of a row, by its number."""
@@ -50,8 +51,10 @@ class Episodes:
         self._answer_key = recipe.reward.answer_key if recipe.reward else ""
         self._processes = _processes(section, source)
         self._processes.start()
-        limits = _limits(section, recipe.data.max_length, recipe.rollout.max_tokens)
-        tokenizer = load_tokenizer(model_directory(recipe.model.path))
+        directory = model_directory(recipe.model.path)
+        vocabulary = int(read_config(directory).get_text_config().vocab_size)
+        limits = _limits(section, recipe.data.max_length, recipe.rollout.max_tokens, vocabulary)
+        tokenizer = load_tokenizer(directory)
         self._template = TurnTemplate(tokenizer)
         parser_of = _parser_of(section, tokenizer)
         self._player = _player(section, self._processes.known, self._template, limits, parser_of)
@@ -158,9 +161,11 @@ class Episodes:
         self._events.stop()
 
 
-def _limits(section: EnvironmentSection | AgentSection, prompt: int, response: int) -> Limits:
+def _limits(
+    section: EnvironmentSection | AgentSection, prompt: int, response: int, vocabulary: int
+) -> Limits:
     turn = section.max_turn_tokens or response
-    return Limits(section.max_turns, turn, prompt, response, section.history)
+    return Limits(section.max_turns, turn, prompt, response, section.history, vocabulary)
 
 
 def _concurrency(section: EnvironmentSection | AgentSection) -> int | None:
@@ -199,15 +204,17 @@ def _player(
 
 
 def _parser_of(section: EnvironmentSection | AgentSection, tokenizer: Any) -> ParserOf:
-    made: dict[str, Parser] = {}
+    made: dict[bytes, Parser] = {}
     name = section.tool_parser
 
     def parser_of(tools: Sequence[Mapping[str, Any]]) -> Parser:
         chosen = parser_name(str(tokenizer.chat_template)) if name == "auto" else name
         if chosen == HERMES:
             return hermes
-        key = repr(tools)
+        key = hashlib.sha256(repr(tools).encode()).digest()
         if key not in made:
+            if len(made) >= MOST_PARSERS:  # agents may offer other tools in every call
+                made.clear()
             made[key] = _vllm_parser(chosen, tokenizer, tools)
         return made[key]
 
@@ -217,7 +224,10 @@ def _parser_of(section: EnvironmentSection | AgentSection, tokenizer: Any) -> Pa
 def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parser:
     from isotrain.rollout.vllm_tools import tool_calls
 
-    read = tool_calls(name, tokenizer, [dict(tool) for tool in tools])
+    try:
+        read = tool_calls(name, tokenizer, [dict(tool) for tool in tools])
+    except ValueError as error:  # such as tools that are no functions
+        raise DataError(f"the tool parser {name} does not take these tools: {error}") from error
 
     def parse(text: str) -> Parsed:
         try:
@@ -227,7 +237,7 @@ def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) 
                 "invalid tool call" if tried and not calls else "",
                 spoken,
             )
-        except (ValueError, RecursionError) as error:
+        except Exception as error:  # vLLM's parsers raise errors of any kind for what they cannot read
             return Parsed(malformed=f"invalid tool call: {error}")
 
     return parse
