@@ -156,7 +156,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
     from vllm import SamplingParams
 
     from isotrain.data.trajectory import sample_seed
-    from isotrain.rollout.base import end_tokens
+    from isotrain.rollout.base import stop_tokens
     from isotrain.trainers.setup import TRAIN, open_prompts
 
     recipe = work.recipe
@@ -173,7 +173,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
                 seed=seed if seeded else None,
                 max_tokens=recipe.rollout.max_tokens,
                 logprobs=0,
-                stop_token_ids=list(end_tokens(Path(recipe.model.path))),
+                stop_token_ids=list(stop_tokens(Path(recipe.model.path))),
                 detokenize=False,
                 flat_logprobs=True,
             )
@@ -190,13 +190,13 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
 def responses_of_server(engine: Any, work: Work) -> Callable[[int], Outcome]:
     """SGLang takes a batch in one request, which is as little as one can ask of it."""
     from isotrain.data.trajectory import sample_seed
-    from isotrain.rollout.base import Request, Sampling, end_tokens
+    from isotrain.rollout.base import Request, Sampling, stop_tokens
     from isotrain.rollout.sglang_messages import ask_response
     from isotrain.trainers.setup import TRAIN, open_prompts
 
     recipe = work.recipe
     sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)
-    store, ends = open_prompts(recipe)[TRAIN], list(end_tokens(Path(recipe.model.path)))
+    store, ends = open_prompts(recipe)[TRAIN], list(stop_tokens(Path(recipe.model.path)))
 
     def response(turn: int) -> Outcome:
         wanted = work.wanted(turn)

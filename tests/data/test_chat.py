@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from isotrain.data.chat import ChatTemplate, closing_tokens, encode_text
+from isotrain.data.chat import ChatTemplate, closing_tokens, encode_text, end_of_turn, end_tokens
 from isotrain.data.formats import Conversation, Message, Text
 from isotrain.errors import DataError
 
@@ -54,6 +54,21 @@ SIMPLE = {
     "counting": (styles.COUNTING, {"eos": "<|im_end|>"}, "<|im_end|>"),
     "plain": (styles.PLAIN, {}, "\n\n"),
 }
+
+
+@pytest.mark.parametrize("style", SIMPLE)
+def test_a_response_may_end_where_its_turn_does(
+    make_tokenizer: Callable[..., Any], tmp_path: Path, style: str
+) -> None:
+    template, special, closing = SIMPLE[style]
+    tokenizer = make_tokenizer(template, **special)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    turn = None if style == "plain" else tokenizer.convert_tokens_to_ids(closing)  # words are no end token
+    assert end_of_turn(tokenizer) == turn
+    expected = dict.fromkeys([5, 7, tokenizer.eos_token_id, *([] if turn is None else [turn])])
+    assert end_tokens(tmp_path, tokenizer) == tuple(expected)
+    sample = encode_conversation(tokenizer, Conversation(tuple(dialogue(1))))
+    assert turn is None or sample.tokens_T[sample.mask_T][-1] == turn  # what SFT teaches
 
 
 @pytest.mark.parametrize("style", SIMPLE)

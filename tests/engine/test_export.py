@@ -28,6 +28,7 @@ from isotrain.engine.export import export_run
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.load import load_tokenizer
 from isotrain.observe.metrics import read_metrics
+from isotrain.rollout.base import stop_tokens
 from isotrain.trainers.launch import launch
 from support import run_cli, tiny_recipe
 
@@ -125,9 +126,26 @@ def test_a_full_model_has_the_engine_s_loss(
     assert (
         load_file(out / "model.safetensors").keys() == load_file(tiny / "model" / "model.safetensors").keys()
     )
-    base, exported = (json.loads((path / "config.json").read_text()) for path in (tiny / "model", out))
-    assert exported == base
-    assert (out / "generation_config.json").is_file()
+    for name in ("config.json", "generation_config.json"):
+        base, exported = (json.loads((path / name).read_text()) for path in (tiny / "model", out))
+        assert exported == base
+    assert exported["eos_token_id"] == 2
+
+
+def test_an_exported_model_stops_where_it_was_taught_to(full_run: Path, tiny: Path, tmp_path: Path) -> None:
+    """SFT of a base model whose configuration knows another end than its chat template."""
+    base = Path(shutil.copytree(tiny / "model", tmp_path / "base"))
+    settings = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 0}))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(base)
+    run = Path(shutil.copytree(full_run, tmp_path / "run"))
+    resolved = run / "resolved.json"
+    resolved.write_text(resolved.read_text().replace(str(tiny / "model"), str(base)))
+    out = export_run(run, tmp_path / "model", None, adapter_only=False)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
+    assert stop_tokens(out) == (0, 2)
 
 
 @pytest.mark.parametrize("step", STEPS)

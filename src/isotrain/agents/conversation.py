@@ -73,7 +73,8 @@ class TokenSequence:
     @property
     def tokens(self) -> list[int]:
         """What the policy continues."""
-        return self.all.array().tolist()
+        tokens: list[int] = self.all.array().tolist()
+        return tokens
 
     def wrote(self, turn: Trajectory) -> None:
         """A turn of the policy, as its engine gave it."""

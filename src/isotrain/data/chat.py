@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,38 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: Text) -> Sample:
         completion.append(end)
     mask = [False] * len(prompt) + [True] * len(completion)
     return Sample(np.array(prompt + completion, np.int32), np.array(mask, np.bool_))
+
+
+def model_end_tokens(directory: Path) -> tuple[int, ...]:
+    """From the generation configuration, or else the model's own; some models have several."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        ends: Any = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (int(ends),)
+    return ()
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The one special token with which the chat template ends an assistant's turn; None if there is none."""
+    if not tokenizer.chat_template or not tokenizer.is_fast:
+        return None
+    try:
+        return ChatTemplate(tokenizer).end_of_turn
+    except DataError:
+        return None
+
+
+def end_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All tokens with which a model may end a response.
+
+    These are the model's own, the one that SFT teaches after plain completions and the one that it teaches
+    after turns: a base model that was trained on conversations has learnt an end that its configuration does
+    not know.
+    """
+    taught = (tokenizer.eos_token_id, end_of_turn(tokenizer))
+    ends = [*model_end_tokens(directory), *(int(end) for end in taught if end is not None)]
+    return tuple(dict.fromkeys(ends))
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -239,7 +272,7 @@ class ChatTemplate:
             elif not rendering.is_blank(token):
                 break
         if not closing:
-            if self._end_of_turn is not None:
+            if self.end_of_turn is not None:
                 raise NotExact("the template writes text after its end-of-turn token")
             return tokens
         if message.get("tool_calls"):
@@ -270,7 +303,7 @@ class ChatTemplate:
         if start > content_start:
             raise NotExact("the template writes its content before the generation prompt")
         closing = rendering.first_special(content_end)
-        if closing is None or self._end_of_turn != rendering.tokens_T[closing]:
+        if closing is None or self.end_of_turn != rendering.tokens_T[closing]:
             raise NotExact("no end-of-turn token follows its content")
         end_of_turn = text[rendering.starts_T[closing] : rendering.ends_T[closing]]
         between = text[content_end : rendering.starts_T[closing]].strip()
@@ -282,7 +315,7 @@ class ChatTemplate:
         return rendering.between(start, int(rendering.ends_T[closing]))
 
     @cached_property
-    def _end_of_turn(self) -> int | None:
+    def end_of_turn(self) -> int | None:
         """The special token that the template puts after an assistant's message, seen on a small example."""
         messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Sentinel"}]
         text = _Chat(self.tokenizer, messages).try_render()

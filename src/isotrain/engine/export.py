@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from isotrain.data.chat import end_tokens, model_end_tokens
 from isotrain.engine.build import adapter_config
 from isotrain.engine.checkpoint.layout import step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
@@ -156,6 +157,10 @@ def _write(target: PreTrainedModel, read: Read, model: ModelSection, out: Path) 
     target.config.architectures = [type(target).__name__]
     target.config.save_pretrained(out)
     if target.can_generate() and target.generation_config is not None:
+        directory = model_directory(model.path)
+        known, ends = model_end_tokens(directory), end_tokens(directory, load_tokenizer(directory))
+        if set(ends) > set(known):  # whoever serves it must stop where it was taught to
+            target.generation_config.eos_token_id = list(ends)
         target.generation_config.save_pretrained(out)
     parameters, buffers = dict(target.named_parameters()), stored_buffers(target)
     base = BaseWeights(target, buffers, model_directory(model.path))

@@ -5,11 +5,10 @@ P: prompt tokens, N: response tokens, T: tokens of a sequence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -115,14 +114,14 @@ def check_tokens(sequences: Sequence[npt.NDArray[np.int32]], vocabulary: int, en
             )
 
 
-def end_tokens(directory: Path) -> tuple[int, ...]:
-    """From the generation configuration, or else the model's own; some models have several."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found: Any = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
-    return ()
+def stop_tokens(directory: Path) -> tuple[int, ...]:
+    """Tokens at which every engine stops; the one that came is part of the response."""
+    from isotrain.data.chat import end_tokens, model_end_tokens  # with transformers, unlike dry runs
+    from isotrain.models.load import load_tokenizer
+
+    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return end_tokens(directory, load_tokenizer(directory))
+    return model_end_tokens(directory)
 
 
 More = Callable[[], Sequence[Request]]

@@ -27,8 +27,8 @@ from isotrain.rollout.base import (
     WeightUpdate,
     check_idle,
     check_tokens,
-    end_tokens,
     no_more,
+    stop_tokens,
     trajectory_of,
 )
 from isotrain.rollout.incoming import open_incoming, rehearse_incoming
@@ -87,7 +87,7 @@ class HfEngine:
         self.name, self.version, self._unusable = name, 0, ""
         self._running = self._between_tokens = False
         self._device, self.at_once, self._timeout = device, batch, update_timeout
-        self._ends = set(end_tokens(directory))
+        self._ends = set(stop_tokens(directory))
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
         )

@@ -37,8 +37,8 @@ from isotrain.rollout.base import (
     WeightUpdate,
     check_idle,
     check_tokens,
-    end_tokens,
     no_more,
+    stop_tokens,
     update_limit,
 )
 from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
@@ -92,7 +92,7 @@ class SglangEngine:
     ) -> None:
         self.name, self.version, self._timeout = name, 0, update_timeout
         self._unusable, self._lost, self._running, self._asleep = "", "", False, False
-        self._ends = end_tokens(directory)
+        self._ends = stop_tokens(directory)
         model = build_causal_lm(directory, "padded")
         own = {**dict(model.named_parameters()), **stored_buffers(model)}
         self._vocabulary = int(model.config.get_text_config().vocab_size)

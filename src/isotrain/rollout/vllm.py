@@ -27,8 +27,8 @@ from isotrain.rollout.base import (
     Sampling,
     WeightUpdate,
     check_idle,
-    end_tokens,
     no_more,
+    stop_tokens,
     trajectory_of,
     update_limit,
 )
@@ -125,7 +125,7 @@ class VllmEngine:
         self._starts: dict[str, list[tuple[int, int]]] = {}
         """Of each request that runs, the first token of each version that writes it."""
         self._kept: list[Any] = []  # outputs that came while others were waited for
-        self._ends = end_tokens(directory)
+        self._ends = stop_tokens(directory)
         self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
         self.settings = {
             "vllm": vllm.__version__,

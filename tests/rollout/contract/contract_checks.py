@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
@@ -36,6 +36,7 @@ PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)
 # The last one fills a block of a prefix cache.
 IN_FLIGHT = [*PROMPTS, np.arange(5, 5 + MAX_PROMPT, dtype=np.int32)]
 UPDATES = 10
+END_OF_TEXT, END_OF_TURN = 0, 2
 
 
 def requests(n: int = 1, prompts: Sequence[np.ndarray] = PROMPTS) -> list[Request]:
@@ -44,6 +45,17 @@ def requests(n: int = 1, prompts: Sequence[np.ndarray] = PROMPTS) -> list[Reques
         for row, prompt in enumerate(prompts)
         for sample in range(n)
     ]
+
+
+def _end_elsewhere(model: Path) -> None:
+    """As a base model after SFT: only its chat template knows the token with which it ends a turn."""
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text())
+        assert settings["eos_token_id"] == END_OF_TURN
+        (model / name).write_text(json.dumps({**settings, "eos_token_id": END_OF_TEXT}))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(END_OF_TEXT)
+    tokenizer.save_pretrained(model)
 
 
 class Checks:
@@ -59,6 +71,7 @@ class Checks:
             train_rows=2,
             validation_rows=2,
         )
+        _end_elsewhere(work / "model")
         self.work = work
         self.model: Any = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
         started = time.perf_counter()
@@ -173,8 +186,11 @@ class Checks:
         found = list(self.engine.generate(requests(8), Sampling(max_tokens=60)))
         self.results["uniform"] = {
             "finished": [t.finished for t in found],
-            "last_is_end": [int(t.tokens_T[-1]) == 2 for t in found],
-            "inner_ends": sum(int((t.response_N[:-1] == 2).sum()) for t in found),
+            "last_is_end": [int(t.tokens_T[-1]) in (END_OF_TEXT, END_OF_TURN) for t in found],
+            "inner_ends": sum(
+                int(np.isin(t.response_N[:-1], (END_OF_TEXT, END_OF_TURN)).sum()) for t in found
+            ),
+            "ends_of_turns": sum(int(t.tokens_T[-1]) == END_OF_TURN for t in found),
             "lengths": [len(t.response_N) for t in found],
             "logp_error": max(float(np.abs(t.logp_N + np.log(VOCABULARY)).max()) for t in found),
         }

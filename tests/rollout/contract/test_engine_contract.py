@@ -71,6 +71,8 @@ def test_ends(found: dict[str, Any]) -> None:
     assert 0 < sum(uniform["finished"]) < len(uniform["finished"])
     assert uniform["finished"] == uniform["last_is_end"]
     assert uniform["inner_ends"] == 0
+    # Also at the end of a turn that the chat template alone knows; it is the last token of the response.
+    assert 0 < uniform["ends_of_turns"] <= sum(uniform["finished"])
     cut = [n for n, finished in zip(uniform["lengths"], uniform["finished"], strict=True) if not finished]
     assert set(cut) == {60}
     assert min(uniform["lengths"]) < 60

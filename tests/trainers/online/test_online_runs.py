@@ -51,6 +51,10 @@ def whole(tiny: Path, work: Path) -> Path:
     return run_online(saving(tiny, work / "whole"), work, "whole")
 
 
+def test_the_run_says_once_where_responses_end(whole: Path) -> None:
+    assert (whole / "log.txt").read_text().count("responses end at '<|im_end|>' (2)\n") == 1
+
+
 def test_the_first_update_is_on_policy(whole: Path) -> None:
     before, *rows = read_metrics(whole / "metrics.jsonl")
     assert before["step"] == 0 and any(name.startswith("val-core/") for name in before)

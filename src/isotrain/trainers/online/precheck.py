@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from shutil import which
+from typing import Any
 
 from isotrain import user_file
 from isotrain.data.prepare.verifiers_tasks import find_environment
@@ -43,7 +44,48 @@ def check_online(recipe: Recipe) -> list[str]:
     for problem in _not_here(recipe):
         raise problem
     _check_plugins(algorithm, reward)
-    return [*_check_models(recipe, algorithm, reward), *_warnings(recipe, algorithm, rollout)]
+    ends = _check_ends(recipe) if rollout.generates else []
+    return [*_check_models(recipe, algorithm, reward), *ends, *_warnings(recipe, algorithm, rollout)]
+
+
+def response_ends(recipe: Recipe) -> str:
+    """The tokens at which engines end a response, for users."""
+    from isotrain.models.load import load_tokenizer, model_directory
+    from isotrain.rollout.base import stop_tokens
+
+    directory = model_directory(recipe.model.path)
+    return _named(load_tokenizer(directory), stop_tokens(directory))
+
+
+def _named(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in tokens) or "none"
+
+
+def _check_ends(recipe: Recipe) -> list[str]:
+    """Where the engines would not stop, responses run on to `rollout.max_tokens` and tools are not called."""
+    from isotrain.data.chat import end_of_turn, end_tokens, model_end_tokens
+    from isotrain.models.load import load_tokenizer, model_directory
+
+    directory = model_directory(recipe.model.path)
+    tokenizer = load_tokenizer(directory)
+    own, ends, turn = model_end_tokens(directory), end_tokens(directory, tokenizer), end_of_turn(tokenizer)
+    if not ends:
+        return [
+            "model.path: neither generation_config.json nor the tokenizer has an end token: every response "
+            "has rollout.max_tokens tokens; set eos_token_id in generation_config.json"
+        ]
+    if tokenizer.chat_template and turn is None:
+        return [
+            "model.path: the chat template ends an assistant's turn without a special token of its own; "
+            f"responses end only at {_named(tokenizer, ends)}. If the model ends its turns with something "
+            "else, add that token to eos_token_id in generation_config.json"
+        ]
+    if turn is not None and turn not in own:
+        return [
+            f"model.path: the chat template ends a turn with {_named(tokenizer, [turn])}, but "
+            f"generation_config.json ends responses at {_named(tokenizer, own)}; responses end at both"
+        ]
+    return []
 
 
 def look_online(recipe: Recipe) -> list[str]:

@@ -20,7 +20,7 @@ from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.messages import ResumeState
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
-from isotrain.trainers.online.precheck import changed_plugins, check_online
+from isotrain.trainers.online.precheck import changed_plugins, check_online, response_ends
 from isotrain.trainers.online.recording import (
     check_recording,
     frozen_models,
@@ -112,7 +112,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             recorder = Recorder(console)
             trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, goes_on, preemption)
             told = _introduction(recipe, rollout, described, steps)
-            console.message(f"{told}\n  {_responses(rollout, settings)}")
+            console.message(f"{told}\n  {_responses(recipe, rollout, settings)}")
             if recipe.trainer.save_every is not None and not 0 < recipe.trainer.save_every < steps:
                 console.message("  no checkpoint before the last step: remove or lower trainer.save_every")
             if goes_on.step:
@@ -166,11 +166,12 @@ def _workers(recipe: Recipe, cluster: ClusterSection) -> str:
     return f"{ranks} training rank(s){engines}"
 
 
-def _responses(rollout: RolloutSection, settings: Mapping[str, str]) -> str:
-    """The source of the responses."""
+def _responses(recipe: Recipe, rollout: RolloutSection, settings: Mapping[str, str]) -> str:
+    """The source of the responses, and where they end."""
     if not rollout.generates:
         return f"recorded responses and scores from {rollout.replay}; no engine, no validation"
-    return f"{rollout.engine} engine: " + ", ".join(f"{name} {value}" for name, value in settings.items())
+    described = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return f"{rollout.engine} engine: {described}; responses end at {response_ends(recipe)}"
 
 
 def _introduction(recipe: Recipe, rollout: RolloutSection, described: Description, steps: int) -> str:
