@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from isotrain.rollout.base import Sampling
+from isotrain.errors import RolloutError
+from isotrain.rollout.base import Request, Sampling, trajectory_of
 from isotrain.rollout.hf import draw, gumbel, processed
+from isotrain.rollout.vllm import _trajectory
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 0.9, -3.0])
 
@@ -66,3 +70,29 @@ def test_greedy_takes_the_best_at_temperature_one() -> None:
     token_B, logp_B = draw(LOGITS[None], Sampling(1, temperature=0.0, top_k=1), [0], [0])
     assert token_B.tolist() == [0]
     assert torch.equal(logp_B, LOGITS.log_softmax(-1)[:1])
+
+
+REQUEST = Request(0, 3, 1, 5, np.array([4], np.int32))
+
+
+@pytest.mark.parametrize("logp", [math.nan, -math.inf])
+def test_a_response_without_log_probs_is_refused(logp: float) -> None:
+    """Whatever engine made it: ratios to such log-probs would not be numbers either."""
+    tokens_N = np.array([7, 8], np.int32)
+    with pytest.raises(RolloutError, match=r"prompt 3, response 1: .*log-prob of token 1 is not finite"):
+        trajectory_of(REQUEST, tokens_N, np.array([-0.5, logp], np.float32), 0, True)
+
+
+@pytest.mark.parametrize(
+    ("reason", "finished"),
+    [("stop", True), ("length", False), ("abort", None), ("error", None), (None, None)],
+)
+def test_vllm_s_reasons_for_an_end(reason: str | None, finished: bool | None) -> None:
+    """A response that vLLM gave up is neither ended nor cut at its longest."""
+    logprobs = SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, -0.25])
+    output = SimpleNamespace(token_ids=[7, 8], logprobs=logprobs, finish_reason=reason, stop_reason=None)
+    if finished is None:
+        with pytest.raises(RolloutError, match="vLLM ended a response with"):
+            _trajectory(REQUEST, output, np.zeros(2, np.int32))
+    else:
+        assert _trajectory(REQUEST, output, np.zeros(2, np.int32)).finished is finished

@@ -84,6 +84,11 @@ def trajectory_of(
 
     `version` is that of all tokens or, where new weights came in between, of each.
     """
+    if not np.isfinite(logp_N).all():
+        raise RolloutError(
+            f"prompt {request.prompt_index}, response {request.sample}: the engine's log-prob of token "
+            f"{int(np.isfinite(logp_N).argmin())} is not finite; its weights or its logits are not"
+        )
     return Trajectory(
         row=request.row,
         prompt_index=request.prompt_index,

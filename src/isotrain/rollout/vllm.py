@@ -383,6 +383,9 @@ class VllmEngine:
 
 
 def _trajectory(request: Request, output: Any, version_N: npt.NDArray[np.int32]) -> Trajectory:
+    # Such as of a request that was aborted: what it has is neither an ended response nor one that was cut.
+    if output.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"vLLM ended a response with {output.finish_reason!r} ({output.stop_reason!r})")
     response_N = np.asarray(output.token_ids, dtype=np.int32)
     starts = output.logprobs.start_indices
     logp_N = np.array([output.logprobs.logprobs[start] for start in starts], dtype=np.float32)
