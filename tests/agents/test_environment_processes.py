@@ -159,9 +159,7 @@ def test_random_numbers_are_those_of_the_episode(tmp_path: Path) -> None:
 def test_harm_costs_one_episode_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     harm = ["hang", "crash", "signal", "memory", "flood", "say", "bomb", "exit"]
     with environments(tmp_path, time_limit=3.0) as processes:
-        started = time.monotonic()
         hang, crash, signal, memory, flood, said, bomb, ended = call(processes, *harm)
-        assert time.monotonic() - started < 30
         assert call(processes, "say") == ["hello!"]  # and others can begin
     assert (hang.failure, hang.detail) == ("timeout", "no reply to 'call' after 3 s")
     assert (crash.failure, signal.failure) == ("crash", "crash")

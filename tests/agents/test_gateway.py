@@ -43,14 +43,19 @@ Play = Callable[[str, str, Session], Awaitable[Any]]
 class Policy:
     """Says one thing after the other, and remembers what it read."""
 
-    def __init__(self, template: TurnTemplate, sayings: Sequence[str], seconds: float = 0.0) -> None:
-        self.template, self.sayings, self.seconds = template, list(sayings), seconds
+    def __init__(self, template: TurnTemplate, sayings: Sequence[str], ponders: bool = False) -> None:
+        self.template, self.sayings, self.ponders = template, list(sayings), ponders
         self.read: list[str] = []
+        self.interrupted = asyncio.Event()
 
     async def __call__(self, tokens: Sequence[int], room: int, turn: int) -> Trajectory:
         check_tokens([np.array(tokens, np.int32)], VOCABULARY, "engine")  # as engines do
         self.read.append(self.template.decode(tokens))
-        await asyncio.sleep(self.seconds)
+        try:
+            await (asyncio.Event().wait() if self.ponders else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            self.interrupted.set()
+            raise
         if not self.sayings:
             raise RolloutError("the engine has ended")
         wrote = [*self.template.encode(self.sayings.pop(0)), END]
@@ -71,7 +76,7 @@ TASK = Task(0, 0, 0, 5, ASKED, {"question": "Wo?", "answer": "a"}, "a")
 def with_gateway(tiny: Path, sayings: Sequence[str], play: Play, **others: Any) -> tuple[Session, Policy]:
     """`play` gets the address, a key, and the session behind it."""
     template = TurnTemplate(tokenizer_with(tiny / "model", "chatml"))
-    policy = Policy(template, sayings, others.pop("seconds", 0.0))
+    policy = Policy(template, sayings, others.pop("ponders", False))
 
     async def run() -> Session:
         gateway = Gateway()
@@ -219,11 +224,13 @@ def test_a_client_that_has_gone(tiny: Path) -> None:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
-        await asyncio.sleep(0.1)
+        policy: Any = session._generate
+        while not policy.read:
+            await asyncio.sleep(0.01)
         writer.close()
-        await asyncio.sleep(0.6)
+        await policy.interrupted.wait()
 
-    session, policy = with_gateway(tiny, ["lost", "kept"], play, seconds=0.3)
+    session, policy = with_gateway(tiny, ["lost"], play, ponders=True)
     assert len(policy.read) == 1
     (trajectory,) = session.trajectories(None)
     assert not len(trajectory.mask_N)

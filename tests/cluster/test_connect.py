@@ -301,13 +301,11 @@ def test_a_cluster_without_authentication_is_joined_with_a_warning() -> None:
 def test_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        begin = time.monotonic()
         with (
             pytest.raises(ClusterError, match=rf"no Ray cluster answered at {address} within 1 s.*ray start"),
             join_cluster(ClusterSection(address=address), Cpu(), answer_timeout=1),
         ):
             pass
-        assert time.monotonic() - begin < 10
         with pytest.raises(ClusterError, match=r"several machines.*get-auth-token.*allow_unauthenticated"):
             check_authentication(address, 1)
 

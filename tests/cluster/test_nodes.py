@@ -11,6 +11,7 @@ import pytest
 import ray
 from plain_workers import Clerk, Rank
 from ray.cluster_utils import Cluster as Machines
+from ray.util.placement_group import PlacementGroup
 
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.failures import WorkerDied
@@ -54,13 +55,17 @@ def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch)
                 assert group.within(30).call_each(Rank.sum, [1.0, 2.0]) == [3.0, 3.0]
 
         # It could grow, so it is given time, but not for ever.
-        begin = time.monotonic()
+        waits: list[float] = []
+        wait = PlacementGroup.wait
+        monkeypatch.setattr(
+            PlacementGroup, "wait", lambda group, seconds: waits.append(seconds) or wait(group, seconds)
+        )
         with (
             pytest.raises(ClusterError, match=r"needs 3 CPU .*has 2 .*on 2 nodes.*waited 2 s"),
             place(cluster, Cpu(), Demand(ranks=3), start_timeout=2),
         ):
             pass
-        assert 1.5 < time.monotonic() - begin < 10
+        assert sum(waits) == 2
 
 
 @pytest.mark.slow
@@ -74,22 +79,18 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
             index = [seat.node for seat in placement.ranks].index(lost.node_id)
             pids = group.call(Clerk.pid)
             calls = group.submit(Clerk.sleep, 600)
-            begin = time.monotonic()
             machines.remove_node(lost, allow_graceful=False)
             with pytest.raises(WorkerDied, match=f"training rank {index} on 127.0.0.1"):
                 group.results(calls, timeout=100)
-            assert time.monotonic() - begin < 30
             deadline = time.monotonic() + 10
             while any(os.path.exists(f"/proc/{pid}") for pid in pids):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            # No other machine has its devices: it is not waited for.
-            begin = time.monotonic()
+            # No other machine has its devices: it is not waited for, which would be told in other words.
             with pytest.raises(
                 ClusterError, match=rf"rollout engine {index} cannot .*its machine 127\.0\.0\.1 has left"
             ):
                 others.restart(index)
-            assert time.monotonic() - begin < 30
             assert others.call_on(1 - index, Clerk.add, 1) == 1
             others.close()
     assert not ray.is_initialized()

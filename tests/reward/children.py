@@ -10,12 +10,30 @@ from pathlib import Path
 FUNCTIONS = """
 import asyncio, ctypes, os, signal, subprocess, sys, time
 
+def meeting(where):
+    # "3 DIR": yields until 3 calls have come to DIR, and fails if it takes too long.
+    count, directory = where.split(" ", 1)
+    number = len(os.listdir(directory))
+    while True:
+        try:
+            os.close(os.open(os.path.join(directory, str(number)), os.O_CREAT | os.O_EXCL))
+            break
+        except FileExistsError:
+            number += 1
+    end = time.monotonic() + 60
+    while len(os.listdir(directory)) < (number // int(count) + 1) * int(count):
+        assert time.monotonic() < end, "nobody else came"
+        yield True
+    yield False
+
 def misbehave(response):
     kind, _, rest = response.partition(" ")
     if kind == "sleep":
         time.sleep(1000)
-    if kind == "nap":
-        time.sleep(float(rest))
+    if kind == "meet":
+        meet = meeting(rest)
+        while next(meet):
+            time.sleep(0.01)
     if kind == "busy":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
@@ -64,6 +82,11 @@ def score(response, answer):
 
 async def score_async(response, answer):
     kind, _, rest = response.partition(" ")
+    if kind == "meet":
+        meet = meeting(rest)
+        while next(meet):
+            await asyncio.sleep(0.01)
+        return 1.0
     if kind == "await":
         await asyncio.sleep(float(rest))
         return 1.0

@@ -129,12 +129,20 @@ def test_a_child_that_retires_finishes_its_calls(make_pool: MakePool) -> None:
     assert wait_for(lambda: old not in running(pool))
 
 
-def test_async_calls_run_side_by_side(make_pool: MakePool) -> None:
+def test_async_calls_run_side_by_side(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool("score_async", concurrency=8)
-    run(pool, [""])
-    start = time.monotonic()
-    assert all(result.score == 1.0 for result in run(pool, ["await 0.5"] * 16))
-    assert 1.0 <= time.monotonic() - start < 6.0
+    together, nine = tmp_path / "together", tmp_path / "nine"
+    together.mkdir()
+    nine.mkdir()
+    # Each call waits until there are 8: one after the other, none would end.
+    assert all(result.score == 1.0 for result in run(pool, [f"meet 8 {together}"] * 16))
+    assert len(list(together.iterdir())) == 16
+    # And never are there 9: so many are begun and wait, and the last does not come.
+    futures = pool.submit([RewardInput(f"meet 9 {nine}", "", {}) for _ in range(9)])
+    assert wait_for(lambda: len(list(nine.iterdir())) == 8)
+    assert not any(future.done() for future in futures)
+    (nine / "8").touch()  # in its place
+    assert all(future.result(60).score == 1.0 for future in futures[:8])
 
 
 def test_a_loop_that_is_blocked_for_a_while_costs_nothing(make_pool: MakePool) -> None:
@@ -150,11 +158,10 @@ def test_innocents_in_flight_are_repeated(make_pool: MakePool, guilty: str, fail
     assert [result.failure for result in results] == [None, None, failure, None, None, None]
 
 
-def test_all_children_are_busy(make_pool: MakePool) -> None:
+def test_all_children_are_busy(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool(processes=3)
-    start = time.monotonic()
-    results = run(pool, ["nap 0.5"] * 12)
-    assert time.monotonic() - start < 6.0
+    (tmp_path / "met").mkdir()
+    results = run(pool, [f"meet 3 {tmp_path / 'met'}"] * 12)  # each waits for two others
     assert [result.failure for result in results] == [None] * 12
     assert len(running(pool)) == 3
 

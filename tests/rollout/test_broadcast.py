@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -73,10 +72,8 @@ def test_a_receiver_that_does_not_come_and_then_does(receivers: list[Receiver]) 
     sender = BroadcastSender("127.0.0.1", 2, 1.0)
     announced = sender.announce(1)
     receivers[0].order(announced, timeout=2.0)
-    started = time.perf_counter()
     with pytest.raises(WeightUpdateError, match="weight update 1: 1 of 2 receivers came within 1 s"):
         sender.send(weights(), 1)
-    assert time.perf_counter() - started < 30
     left = receivers[0].read()
     assert "engine 0: weight update 1 did not arrive" in left["error"] and left["seconds"] < 30
     again = sender.announce(1)  # the failed attempt leaves nothing behind

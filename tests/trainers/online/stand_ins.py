@@ -31,6 +31,10 @@ class StandInGroup:
         self.seconds, self.hangs_at, self.version = seconds, hangs_at, 0
         self.called: list[str] = []
         """Of the calls that change what is on the device."""
+        self.begun: list[str] = []
+        """All calls, as the engine comes to them."""
+        self.limits: list[float | None] = []
+        """How long each result may be waited for."""
         self._tasks: queue.Queue[tuple[Future[Any], str, tuple[Any, ...]]] = queue.Queue()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -40,6 +44,7 @@ class StandInGroup:
     def _work(self) -> None:
         while True:
             future, method, args = self._tasks.get()
+            self.begun.append(method)
             future.set_result(getattr(self, method)(*args))
 
     def submit_to(self, index: int, method: Callable[..., Any], *args: Any) -> Call[Any]:
@@ -48,6 +53,7 @@ class StandInGroup:
         return Call(index, method.__name__, future)  # type: ignore[arg-type]
 
     def results(self, calls: Sequence[Call[Any]], timeout: float | None = None) -> list[Any]:
+        self.limits.append(timeout)
         try:
             return [call.ref.result(timeout) for call in calls]  # type: ignore[attr-defined]
         except TimeoutError:

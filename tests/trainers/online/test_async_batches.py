@@ -103,19 +103,20 @@ def test_responses_begin_with_the_newest_weights_that_were_sent(in_flight: bool)
 
 
 def test_an_update_that_hangs_is_told_in_time() -> None:
-    engines = stand_in_engines(StandInGroup(seconds=0.3, hangs_at=2), timeout=0.5)
+    group = StandInGroup(seconds=0.3, hangs_at=2)
+    engines = stand_in_engines(group, timeout=0.5)
     ahead = AsyncBatches(maker(StandInCollector(engines)).begin, 2, 9, engines.verifying)
-    begun = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"weight update 2 did not end within 0.5 s"):
         # While it learns, the next batch reaches the engine, before the weights that hang.
         trained(engines, ahead, 9, learn=lambda: time.sleep(0.1))
-    assert time.monotonic() - begun < 20
+    assert group.begun[-1] == "update_and_check" and group.version == 1  # it still hangs
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_a_batch_behind_an_update_that_hangs_is_not_waited_for(staleness: int) -> None:
     """The engine gets the next batch after the weights, because training is faster than it writes."""
-    engines = stand_in_engines(StandInGroup(seconds=0.1, hangs_at=1), timeout=0.5)
+    group = StandInGroup(seconds=0.1, hangs_at=1)
+    engines = stand_in_engines(group, timeout=0.5)
     asked = StandInCollector(engines)
     ahead = AsyncBatches(maker(asked, batch_size=1).begin, staleness, 9, engines.verifying)
     for _ in range(staleness + 1):  # all that were begun before the weights
@@ -123,10 +124,11 @@ def test_a_batch_behind_an_update_that_hangs_is_not_waited_for(staleness: int) -
         assert batch.groups[0].responses.version == 0
     engines.send(weights(1))
     ahead.weights_are_out()
-    begun = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"weight update 1 did not end within 0.5 s .rollout.update"):
         ahead.next()
-    assert 0.4 < time.monotonic() - begun < 20
+    # The batch was asked for and not begun: its result would never come.
+    assert len(asked.asked) > group.begun.count("generate") and group.begun[-1] == "update_and_check"
+    assert 0.5 in group.limits  # the update was given its time
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ SAMPLING = Sampling(40)
 END = 2
 
 SOURCE = """
-import asyncio, time
+import os, time
 
 class Slow:
     async def reset(self, states):
@@ -33,21 +33,27 @@ class Slow:
 
     async def step(self, states):
         self.turns += 1
-        time.sleep(float(states["label"]))
+        end = time.monotonic() + 60
+        while states["label"] and not os.path.exists(states["label"]):
+            assert time.monotonic() < end, "nobody opened it"
+            time.sleep(0.01)
         done = self.turns == 2
         return {"rewards": 1.0, "environment_feedback": " on", "done": done}
 """
 
 
 class Quick:
-    """An engine that writes three tokens at once, and remembers what it was asked for and when."""
+    """An engine that writes three tokens at once, and remembers what happened to it, in order."""
 
     name, updates_in_flight, at_once, version = "engine 1", False, 8, 0
 
     def __init__(self) -> None:
-        self.asked: list[tuple[float, Request]] = []
-        self.updates: list[tuple[float, int]] = []
+        self.events: list[Request | WeightUpdate] = []
         self.fails = False
+
+    @property
+    def asked(self) -> list[Request]:
+        return [event for event in self.events if isinstance(event, Request)]
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
@@ -57,13 +63,13 @@ class Quick:
             request = waiting.pop(0)
             if self.fails:
                 raise RolloutError("it broke")
-            self.asked.append((time.monotonic(), request))
+            self.events.append(request)
             tokens_N = np.array([5, 6, END], np.int32)
             yield trajectory_of(request, tokens_N, np.zeros(3, np.float32), self.version, True)
             waiting += more()
 
     def update_weights(self, update: WeightUpdate) -> None:
-        self.updates.append((time.monotonic(), update.version))
+        self.events.append(update)
         self.version = update.version
 
 
@@ -82,7 +88,7 @@ def playing(tiny: Path, tmp_path: Path) -> Iterator[tuple[Episodes, EngineLoop, 
             "max_tokens": 40,
             "environment": {"path": f"{tmp_path}/slow.py:Slow"},
         },
-        reward={"environment": {}, "answer_key": "seconds"},
+        reward={"environment": {}, "answer_key": "gate"},
     )
     engine = Quick()
     loop = EngineLoop(lambda: engine)  # type: ignore[arg-type, return-value]
@@ -93,26 +99,29 @@ def playing(tiny: Path, tmp_path: Path) -> Iterator[tuple[Episodes, EngineLoop, 
         episodes.close()
 
 
-def row(number: int, seconds: Sequence[float]) -> dict[str, Any]:
-    return {"prompt": f"Question {number}", "seconds": str(seconds[number])}
+def play(episodes: Episodes, gates: Sequence[Path | None], n: int = 2) -> Iterator[list[Trajectory]]:
+    """A group for each gate; its environment answers once this file is there, at once where it is None."""
 
+    def row(number: int) -> dict[str, Any]:
+        return {"prompt": f"Question {number}", "gate": str(gates[number] or "")}
 
-def play(episodes: Episodes, seconds: Sequence[float], n: int = 2) -> Iterator[list[Trajectory]]:
-    draws = [PromptRequest(10 + number, number) for number in range(len(seconds))]
+    draws = [PromptRequest(10 + number, number) for number in range(len(gates))]
     supply = Supply(draws, episodes.at_once // n, gradual=True)
-    return episodes.generate(supply, lambda number: row(number, seconds), n, SAMPLING, 0, urgent=False)
+    return episodes.generate(supply, row, n, SAMPLING, 0, urgent=False)
 
 
 def test_groups_come_as_they_end_and_nobody_waits(
-    playing: tuple[Episodes, EngineLoop, Quick],
+    playing: tuple[Episodes, EngineLoop, Quick], tmp_path: Path
 ) -> None:
     episodes, _, engine = playing
-    started = time.monotonic()
-    groups = list(play(episodes, [1.0, 0.0, 0.3]))
-    took = time.monotonic() - started
+    first_gate, last_gate = tmp_path / "first", tmp_path / "last"
+    coming = play(episodes, [first_gate, None, last_gate])
+    groups = [next(coming)]  # while the environments of both others keep them
+    last_gate.touch()
+    groups.append(next(coming))
+    first_gate.touch()
+    groups += coming
     assert [group[0].prompt_index for group in groups] == [11, 12, 10]
-    # One after the other it would be 2 episodes of 2 turns each: 5.2 s.
-    assert took < 4.0
     for group in groups:
         responses = describe(group)
         assert [facts.turns for facts in responses.episodes] == [2, 2]
@@ -121,70 +130,82 @@ def test_groups_come_as_they_end_and_nobody_waits(
             assert trajectory.episode is not None and trajectory.episode.reward == 2.0
             assert trajectory.mask_N.sum() == 6
     turns: dict[tuple[int, int], list[Request]] = {}
-    for _, request in engine.asked:
+    for request in engine.asked:
         turns.setdefault((request.row, request.sample), []).append(request)
     for first, second in turns.values():
         # A turn continues the tokens of the one before, with numbers of its own.
         assert second.prompt_P[: len(first.prompt_P)].tolist() == first.prompt_P.tolist()
         assert second.prompt_P[len(first.prompt_P) :][:3].tolist() == [5, 6, END]
         assert first.seed != second.seed and second.max_tokens < first.max_tokens  # type: ignore[operator]
-    assert len({request.seed for _, request in engine.asked}) == len(engine.asked)
+    assert len({request.seed for request in engine.asked}) == len(engine.asked)
 
 
-def test_weights_wait_for_the_end_of_episodes(playing: tuple[Episodes, EngineLoop, Quick]) -> None:
+def test_weights_wait_for_the_end_of_episodes(
+    playing: tuple[Episodes, EngineLoop, Quick], tmp_path: Path
+) -> None:
     episodes, loop, engine = playing
-    groups = play(episodes, [0.4])
+    groups = play(episodes, [tmp_path / "gate"])
     update = WeightUpdate(3, "/x", 1, 1, "")
 
     def send() -> None:
-        while not engine.asked:
-            time.sleep(0.01)
-        loop.update(update)
+        until(lambda: engine.asked)
+        sender = threading.Thread(target=loop.update, args=[update], daemon=True)
+        sender.start()
+        until(lambda: loop._acts)  # it is to be done, and the environments still keep their episodes
+        (tmp_path / "gate").touch()
+        sender.join(60)
 
-    sender = threading.Thread(target=send)
-    sender.start()
+    sending = threading.Thread(target=send)
+    sending.start()
     (group,) = groups
-    sender.join(20)
-    assert not sender.is_alive() and engine.version == 3
-    assert engine.updates[0][0] > engine.asked[-1][0]
+    sending.join(60)
+    assert engine.version == 3
+    assert len(engine.asked) == 4 and engine.events[-1] == update and engine.events.count(update) == 1
     assert all((t.version_N == 0).all() for t in group)
 
 
 def test_batches_that_overlap_do_not_wait_for_each_other(
-    playing: tuple[Episodes, EngineLoop, Quick],
+    playing: tuple[Episodes, EngineLoop, Quick], tmp_path: Path
 ) -> None:
     episodes, _, engine = playing
-    slow, quick = play(episodes, [1.5]), play(episodes, [0.0, 0.0])
-    ended: dict[str, float] = {}
+    ended: list[str] = []
 
     def take(name: str, groups: Iterator[list[Trajectory]]) -> None:
-        list(groups)
-        ended[name] = time.monotonic()
+        ended.extend(name for _ in groups)
 
-    threads = [threading.Thread(target=take, args=one) for one in (("slow", slow), ("quick", quick))]
-    for thread in threads:
-        thread.start()
-        while not engine.asked:  # the slow ones are first
-            time.sleep(0.01)
-    for thread in threads:
-        thread.join(20)
-    assert ended["slow"] - ended["quick"] > 1.0
+    slow = threading.Thread(target=take, args=("slow", play(episodes, [tmp_path / "gate"])))
+    slow.start()
+    until(lambda: engine.asked)
+    take("quick", play(episodes, [None, None]))
+    (tmp_path / "gate").touch()
+    slow.join(60)
+    assert ended == ["quick", "quick", "slow"]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_an_engine_that_fails_ends_all_episodes(playing: tuple[Episodes, EngineLoop, Quick]) -> None:
     episodes, _, engine = playing
     engine.fails = True
     with pytest.raises(RolloutError, match="it broke"):
-        list(play(episodes, [0.0, 0.0]))
+        list(play(episodes, [None, None]))
     engine.fails = False
-    assert len(list(play(episodes, [0.0]))) == 1
+    assert len(list(play(episodes, [None]))) == 1
 
 
-def test_one_that_nobody_waits_for_frees_the_engine(playing: tuple[Episodes, EngineLoop, Quick]) -> None:
-    episodes, loop, _ = playing
-    groups = play(episodes, [0.0, 5.0])
+def test_one_that_nobody_waits_for_frees_the_engine(
+    playing: tuple[Episodes, EngineLoop, Quick], tmp_path: Path
+) -> None:
+    episodes, loop, engine = playing
+    groups = play(episodes, [None, tmp_path / "never"])
     next(groups)
     groups.close()  # type: ignore[attr-defined]
-    started = time.monotonic()
-    loop.update(WeightUpdate(1, "/x", 1, 1, ""))
-    assert time.monotonic() - started < 3.0
+    updating = threading.Thread(target=loop.update, args=[WeightUpdate(1, "/x", 1, 1, "")], daemon=True)
+    updating.start()
+    updating.join(50)  # less than the environment waits
+    assert engine.version == 1
