@@ -132,7 +132,7 @@ def make_task(directory: Path) -> Path:
         },
         algorithm={"name": "sft"},
         optimizer={"lr": 5e-3},
-        trainer={"steps": 120},
+        trainer={"steps": 40 if bench.QUICK else 120},
     )
     isotrain("train", str(sft))
     isotrain("export", str(directory / "lengths"), "--out", str(directory / "taught"))
@@ -220,7 +220,7 @@ def tell(told: Mapping[str, list[dict[str, float]]], steps: int) -> None:
 
 
 def main() -> None:
-    parser = bench.Options(__doc__, turns=1, steps=4)
+    parser = bench.Options(__doc__, turns=1, steps=3)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.read()

@@ -183,15 +183,21 @@ def test_parts_make_the_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits", "tokens"),
-    [([[0.0, 1.0]], [2]), ([[0.0, 1.0]], [-1]), ([[0.0, np.nan]], [0]), ([[0.0, 1.0]], [0, 1]), ([[]], [])],
+    ("logits", "tokens", "why"),
+    [
+        ([[0.0, 1.0]], [2], "outside the vocabulary"),
+        ([[0.0, 1.0]], [-1], "outside the vocabulary"),
+        ([[0.0, np.nan]], [0], "must be numbers"),
+        ([[0.0, 1.0]], [0, 1], "one row of log-probs for each"),
+        ([[]], [], "one row of log-probs for each"),
+    ],
 )
-def test_what_cannot_be_judged(logits: list[list[float]], tokens: list[int]) -> None:
-    with pytest.raises(ValueError):
+def test_what_cannot_be_judged(logits: list[list[float]], tokens: list[int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         Drawn(Settings()).add(np.array(logits), np.array(tokens))
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}])
 def test_settings_that_draw_nothing(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="top_p must be above 0"):
         Settings(**values)

@@ -89,6 +89,7 @@ def test_nothing_moves_without_a_learning_rate(tiny: Path, work: Path) -> None:
         rollout={"engine": "hf", "n": 4, "max_tokens": 6},
     )
     before, *rows = read_metrics(run_online(recipe, work, "still") / "metrics.jsonl")
+    assert rows
     for row in rows:
         assert row["timing_s/old_log_prob"] > 0
         assert row["actor/ppo_kl"] == 0.0 and row["actor/pg_clipfrac"] == 0.0 and row["actor/kl_loss"] == 0.0
