@@ -132,5 +132,5 @@ def test_schemas_in_a_library(tmp_path: Path) -> None:
     signature = schemas.signature(wanted)
     assert str(signature) == "(input, n=None, *, eps=1e-06, mode='x')"
     assert schemas.returns(wanted) == ["Tensor", "Tensor"]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
         signature.bind(None, epsilon=1)

@@ -213,5 +213,10 @@ def test_peak_of_the_simulated_device() -> None:
     assert NPU.name().startswith("Ascend910B3") and NPU.peak_flops(torch.bfloat16) == 295e12
 
 
-def test_synchronize(device: Device) -> None:
+def test_synchronize_waits_for_the_queue_of_an_accelerator(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.npu, "synchronize", lambda: waited.append("npu"))
     device.synchronize()
+    assert waited == (["npu"] if device.type == "npu" else [])

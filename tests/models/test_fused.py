@@ -259,6 +259,7 @@ def test_gradient_checkpointing(checkpointing: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     (_, gradients), (_, expected) = run(model, "fused"), run(plain, "sdpa")
+    assert model.is_gradient_checkpointing == checkpointing and gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert far(gradient, expected[name]) < 1e-5, name
 
