@@ -53,6 +53,15 @@ SANDBOXED = "reward/code_harness.py"
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 
+# Packages with configs of models, and what these say of the whole model; the rest are fields of adapters, and
+# what is set on a layer's own config.
+READS_MODELS = {"models", "engine", "plan", "rollout", "trainers", "self_test", "api"}
+OF_THE_WHOLE = {
+    *("model_type", "architectures", "dtype", "save_pretrained", "quantization_config", "num_labels"),
+    *("pad_token_id", "target_modules", "base_model_name_or_path", "inference_mode", "items"),
+    *("_experts_implementation", "disable"),
+}
+
 Checker = Callable[[Path, Path], Iterator[str]]
 
 
@@ -178,12 +187,37 @@ def check_sizes(path: Path, root: Path) -> Iterator[str]:
                 yield f"{where}:{node.lineno}: {node.name} has {length} lines"
 
 
+def check_config_reads(path: Path, root: Path) -> Iterator[str]:
+    """What a config says of the language model is asked of `models/config.py`: composite ones nest it."""
+    where = path.relative_to(root)
+    if room(path, root) not in READS_MODELS or where.as_posix() == "models/config.py":
+        return
+
+    def is_config(node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            node = node.func
+            return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith("read_config")
+        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).split(".")[-1] == "config"
+
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = None
+        if isinstance(node, ast.Attribute) and is_config(node.value):
+            name = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            name = ast.unparse(node.args[1]).strip("'") if is_config(node.args[0]) else None
+        elif isinstance(node, ast.Attribute) and node.attr == "get_text_config":
+            name = node.attr
+        if name is not None and name not in OF_THE_WHOLE:
+            yield f"{where}:{node.lineno}: reads {name!r} of a whole config; ask models/config.py"
+
+
 CHECKERS: tuple[Checker, ...] = (
     check_arrows,
     check_outside_imports,
     check_vendors,
     check_unsafe,
     check_sizes,
+    check_config_reads,
 )
 
 
@@ -327,6 +361,24 @@ def test_english_words_and_file_names(tmp_path: Path) -> None:
 )
 def test_unsafe(tmp_path: Path, source: str, count: int) -> None:
     assert len(violations(check_unsafe, tmp_path, "models/a.py", source)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("models/a.py", "config.sliding_window", 1),
+        ("models/a.py", "model.config.num_hidden_layers", 1),
+        ("engine/a.py", "getattr(pretrained.config, 'head_dim', None)", 1),
+        ("engine/a.py", "hasattr(config, 'layer_types')", 1),
+        ("plan/a.py", "read_config(directory).vocab_size", 1),
+        ("rollout/a.py", "model.config.get_text_config().vocab_size", 1),
+        ("models/config.py", "config.get_text_config()", 0),
+        ("imports/a.py", "config.fields", 0),
+        ("models/a.py", "model.config.model_type\ntext = text_config(model)\ntext.sliding_window", 0),
+    ],
+)
+def test_config_reads(tmp_path: Path, name: str, source: str, count: int) -> None:
+    assert len(violations(check_config_reads, tmp_path, name, source)) == count
 
 
 def test_sizes(tmp_path: Path) -> None:

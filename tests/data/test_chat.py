@@ -57,16 +57,13 @@ SIMPLE = {
 
 
 @pytest.mark.parametrize("style", SIMPLE)
-def test_a_response_may_end_where_its_turn_does(
-    make_tokenizer: Callable[..., Any], tmp_path: Path, style: str
-) -> None:
+def test_a_response_may_end_where_its_turn_does(make_tokenizer: Callable[..., Any], style: str) -> None:
     template, special, closing = SIMPLE[style]
     tokenizer = make_tokenizer(template, **special)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     turn = None if style == "plain" else tokenizer.convert_tokens_to_ids(closing)  # words are no end token
     assert end_of_turn(tokenizer) == turn
     expected = dict.fromkeys([5, 7, tokenizer.eos_token_id, *([] if turn is None else [turn])])
-    assert end_tokens(tmp_path, tokenizer) == tuple(expected)
+    assert end_tokens((5, 7), tokenizer) == tuple(expected)
     sample = encode_conversation(tokenizer, Conversation(tuple(dialogue(1))))
     assert turn is None or sample.tokens_T[sample.mask_T][-1] == turn  # what SFT teaches
 

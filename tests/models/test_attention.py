@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from isotrain.device import varlen
+from isotrain.device.npu_operators import OPERATORS
 from isotrain.errors import ModelError
 from isotrain.models import attention
-from isotrain.models.attention import SEGMENTS, segment_attention
+from isotrain.models.attention import SEGMENTS, flash_attention, fused_attention, segment_attention
+from isotrain.models.context import context_attention
 
 LENGTHS = (3, 1, 5)
 TOKENS = sum(LENGTHS)
@@ -122,15 +128,98 @@ def test_dropout_is_applied(device_type: str) -> None:
     assert set(out[:, [0, 3, 4]].flatten().tolist()) == {0.0, 2.0}
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_other_kinds_of_attention_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=f"'{name}'.*set model.attention=padded"):
-        attend(inputs("cpu"), **{name: 30.0})
-    attend(inputs("cpu"), **{name: None}, is_causal=True)
+class Attention(nn.Module):
+    """The layer of a model that calls attention."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="odd")
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+Call = Callable[..., tuple[torch.Tensor, None]]
+FLASH_BORDERS = {"cu_seq_lens_q": torch.tensor([0, 3, 4, 9]), "cu_seq_lens_k": torch.tensor([0, 3, 4, 9])}
+
+# Each function that transformers may call, what it needs besides, and what its errors say to set.
+FUNCTIONS: dict[str, tuple[Call, dict[str, Any], str]] = {
+    "segments": (segment_attention, {"segment_lengths": LENGTHS}, r"set model\.attention=padded"),
+    "fused": (
+        partial(fused_attention, OPERATORS.attention),
+        {"segment_lengths": LENGTHS},
+        r"set model\.fused=off",
+    ),
+    "fused-padded": (
+        partial(fused_attention, OPERATORS.attention, padded=True),
+        {},
+        r"set model\.fused=off",
+    ),
+    "context": (context_attention, {"split": object()}, r"set device\.mesh\.context to 1, and"),
+    "flash": (partial(flash_attention, True), FLASH_BORDERS, r"set model\.attention=sdpa"),
+    "flash without windows": (partial(flash_attention, False), FLASH_BORDERS, r"model\.attention=sdpa"),
+}
+
+UNKNOWN: dict[str, Any] = {
+    "softcap": 30.0,
+    "s_aux": torch.zeros(4),
+    "position_bias": torch.zeros(1, 4, TOKENS, TOKENS),
+    "head_mask": torch.ones(4),
+    "indices": torch.zeros(1, TOKENS, 2),
+    "output_attentions": True,
+    "some_future_argument": 1,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_arguments_that_are_not_computed_are_refused(function: str, name: str, device_type: str) -> None:
+    call, needed, remedy = FUNCTIONS[function]
+    with pytest.raises(ModelError, match=f"of model type 'odd' uses '{name}'.*{remedy}"):
+        call(Attention(), *inputs(device_type), None, **needed, **{name: UNKNOWN[name]})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_mask_of_the_models_own_is_refused(function: str, device_type: str) -> None:
+    call, needed, remedy = FUNCTIONS[function]
+    mask = torch.zeros(1, 1, TOKENS, TOKENS, device=device_type)
+    with pytest.raises(ModelError, match=f"model type 'odd' has an attention mask of its own.*{remedy}"):
+        call(Attention(), *inputs(device_type), mask, **needed)
+
+
+@pytest.mark.parametrize("said_by", ["the call", "the layer"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_attention_that_is_not_causal_is_refused(function: str, said_by: str) -> None:
+    call, needed, remedy = FUNCTIONS[function]
+    layer = Attention(is_causal=said_by == "the call")
+    said = {"is_causal": False} if said_by == "the call" else {}
+    with pytest.raises(ModelError, match=f"attention of model type 'odd' is not causal.*{remedy}"):
+        call(layer, *inputs("cpu"), None, **needed, **said)
+
+
+@pytest.mark.parametrize("function", ["segments", "fused", "context", "flash"])
+def test_a_model_that_does_not_hand_borders_on_is_refused(function: str) -> None:
+    """Its samples would see each other."""
+    with pytest.raises(
+        ModelError, match=r"'odd' does not tell its attention where packed samples begin; set "
+    ):
+        FUNCTIONS[function][0](Attention(), *inputs("cpu"), None)
+
+
+@pytest.mark.parametrize("function", ["fused", "fused-padded", "flash without windows"])
+def test_a_window_that_an_operator_does_not_have_is_refused(function: str) -> None:
+    call, needed, remedy = FUNCTIONS[function]
+    with pytest.raises(ModelError, match=f"'sliding_window'.*{remedy}"):
+        call(Attention(), *inputs("cpu"), None, **needed, sliding_window=5)
+
+
+def test_arguments_without_effect_change_nothing(device_type: str) -> None:
+    qkv = inputs(device_type)
+    unset = {**dict.fromkeys(UNKNOWN), "output_attentions": False, "is_causal": True, "use_cache": False}
+    assert torch.equal(attend(qkv, **unset, position_ids=torch.arange(TOKENS)), attend(qkv))
 
 
 def test_lengths_must_add_up() -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="split_sizes to sum exactly to 9"):
         attend(inputs("cpu"), (3, 1, 4))
 
 

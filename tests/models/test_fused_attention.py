@@ -10,8 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isotrain.device import npu_operators
 from isotrain.device.npu_operators import OPERATORS
-from isotrain.errors import ModelError
-from isotrain.models.attention import FUSED, fused_attention, provide, segment_attention
+from isotrain.models.attention import FUSED, FUSED_PADDED, fused_attention, provide, segment_attention
 
 LENGTHS = (3, 1, 5)
 
@@ -64,7 +63,7 @@ def test_padded() -> None:
     real = [0, 1, 2, 5, 6, 7, 8, 9]
     qkv, reference = inputs(2, 5), inputs(2, 5)
     packed = [x.transpose(0, 1).flatten(1, 2)[None, :, real] for x in reference]
-    assert_same(qkv, fused(qkv).flatten(0, 1)[real][None], reference, segments(packed, (3, 5)))
+    assert_same(qkv, fused(qkv, padded=True).flatten(0, 1)[real][None], reference, segments(packed, (3, 5)))
 
 
 def test_dropout_is_applied() -> None:
@@ -74,12 +73,6 @@ def test_dropout_is_applied() -> None:
     out = fused(qkv, segment_lengths=LENGTHS, dropout=0.5)
     # A token that sees only itself keeps its value, doubled, or loses it.
     assert set(out[:, [0, 3, 4]].flatten().tolist()) == {0.0, 2.0}
-
-
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "sliding_window"])
-def test_other_kinds_of_attention_are_refused(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"'{name}'.*set model\.fused=off"):
-        fused(inputs(), segment_lengths=LENGTHS, **{name: 30})
 
 
 def test_a_gradient_after_a_call_without() -> None:
@@ -94,5 +87,6 @@ def test_a_gradient_after_a_call_without() -> None:
 
 def test_transformers_knows_it() -> None:
     provide(OPERATORS.attention)
-    assert ALL_ATTENTION_FUNCTIONS[FUSED].func is fused_attention
-    assert FUSED not in ALL_MASK_ATTENTION_FUNCTIONS, "no mask is built for it"
+    for name in (FUSED, FUSED_PADDED):
+        assert ALL_ATTENTION_FUNCTIONS[name].func is fused_attention
+        assert name not in ALL_MASK_ATTENTION_FUNCTIONS, "no mask is built for it"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,16 +50,6 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: Text) -> Sample:
     return Sample(np.array(prompt + completion, np.int32), np.array(mask, np.bool_))
 
 
-def model_end_tokens(directory: Path) -> tuple[int, ...]:
-    """From the generation configuration, or else the model's own; some models have several."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        ends: Any = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list) else (int(ends),)
-    return ()
-
-
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The one special token with which the chat template ends an assistant's turn; None if there is none."""
     if not tokenizer.chat_template or not tokenizer.is_fast:
@@ -70,7 +60,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
 
 
-def end_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def end_tokens(model_ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All tokens with which a model may end a response.
 
     These are the model's own, the one that SFT teaches after plain completions and the one that it teaches
@@ -78,7 +68,7 @@ def end_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     not know.
     """
     taught = (tokenizer.eos_token_id, end_of_turn(tokenizer))
-    ends = [*model_end_tokens(directory), *(int(end) for end in taught if end is not None)]
+    ends = [*model_ends, *(int(end) for end in taught if end is not None)]
     return tuple(dict.fromkeys(ends))
 
 

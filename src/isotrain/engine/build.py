@@ -29,16 +29,16 @@ from isotrain.engine.expert_parallel import split_experts, split_modules
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
-from isotrain.models.attention import FUSED, provide
+from isotrain.models.attention import guard_flash, provide
 from isotrain.models.backbone import Backbone
 from isotrain.models.checkpointing import checkpoint_layers
 from isotrain.models.compiled import compile_layers
+from isotrain.models.config import attention_shapes, has_window, text_config
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
 from isotrain.models.experts import provide_experts, use_grouped, uses_grouped
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
 from isotrain.models.load import (
-    IMPLEMENTATIONS,
     build_causal_lm,
     build_scalar,
     build_token_classifier,
@@ -52,7 +52,6 @@ from isotrain.models.lora import add_adapters, base_name, initialise_adapters, i
 from isotrain.models.packed import PackedModel
 from isotrain.models.routing import RouterBalance
 from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
-from isotrain.models.suitability import has_window
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
@@ -186,6 +185,8 @@ def _pretrained(
 ) -> tuple[PreTrainedModel, str, Fused]:
     """A model, its attention, and its fused operators."""
     attention = choose_attention(directory, model, device, world.context)
+    if attention == "flash":
+        guard_flash(windows=device.flash_window)
     experts = device.experts if model.experts == "auto" else model.experts
     table = fused_operators(model, device)
     if table is None:
@@ -202,7 +203,7 @@ def _pretrained(
             f"model.fused: some layers of '{pretrained.config.model_type}' are not supported "
             f"(missing: {missing}; unknown: {', '.join(fused.unknown) or 'none'}); use auto"
         )
-    if IMPLEMENTATIONS[attention] == FUSED:
+    if attention in ("fused", "fused-padded"):
         fused = replace(fused, operators=("attention", *fused.operators))
     if uses_grouped(pretrained):
         fused = replace(fused, operators=(*fused.operators, "experts"))
@@ -300,14 +301,18 @@ def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.
 
 def split_context(packed: Backbone, world: World) -> None:
     """Have the ranks of a context group compute each micro-batch together."""
-    config = packed.pretrained.config.get_text_config()
-    query_heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    mesh = world.shape
-    heads = head_ranks(mesh.context, query_heads, key_heads, mesh.context_attention)
+    config, mesh = packed.pretrained.config, world.shape
+    shapes = {(shape.query_heads, shape.key_heads) for shape in attention_shapes(config)}
+    if len(shapes) > 1:
+        raise ModelError(
+            f"device.mesh.context: layers of model type '{config.model_type}' differ in their numbers of "
+            "heads; set it to 1"
+        )
+    heads = head_ranks(mesh.context, *shapes.pop(), mesh.context_attention)
     packed.context = world.context_group(heads)
     packed.pretrained.set_attn_implementation(CONTEXT)
-    if config._attn_implementation != CONTEXT:  # transformers only warns, and each rank would be by itself
+    # transformers only warns, and each rank would be by itself
+    if text_config(config)._attn_implementation != CONTEXT:
         raise ModelError(
             f"device.mesh.context: attention of model type '{config.model_type}' cannot be split; set it to 1"
         )

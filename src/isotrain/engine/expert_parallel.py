@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
-from isotrain.models.routing import number_of_experts
+from isotrain.models.config import number_of_experts
 
 DISPATCH = "ep_dispatch_experts"
 
 
 def split_experts(pretrained: PreTrainedModel, ranks: DeviceMesh) -> None:
     """Give each rank of a group its own experts; the model is still on the meta device."""
-    kind, experts = pretrained.config.model_type, number_of_experts(pretrained.config.get_text_config())
+    kind, experts = pretrained.config.model_type, number_of_experts(pretrained.config)
     plan: dict[str, str] = getattr(pretrained, "ep_plan", None) or {}
     if DISPATCH not in plan.values():
         raise ModelError(

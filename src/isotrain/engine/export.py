@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from isotrain.data.chat import end_tokens, model_end_tokens
+from isotrain.data.chat import end_tokens
 from isotrain.engine.build import adapter_config
 from isotrain.engine.checkpoint.layout import step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
@@ -27,10 +27,10 @@ from isotrain.engine.model_files import METADATA, Read, write_model_files
 from isotrain.errors import CheckpointError, RecipeError
 from isotrain.models.backbone import Backbone
 from isotrain.models.base_weights import BaseWeights
+from isotrain.models.config import model_end_tokens, number_of_experts, text_config
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.models.lora import ADAPTER, ALL, adapted_layers
-from isotrain.models.routing import number_of_experts
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
 from isotrain.recipe.preference import PrmSection, RmSection
@@ -112,7 +112,7 @@ def _write_scorer(model: ModelSection, reader: CheckpointReader, out: Path) -> N
     directory = model_directory(model.path)
     config = AutoConfig.from_pretrained(directory, num_labels=1)
     # In a batch, the score of a row is that of its last token which is not padding.
-    config.pad_token_id = load_tokenizer(directory).pad_token_id
+    config.pad_token_id = text_config(config).pad_token_id = load_tokenizer(directory).pad_token_id
     _write_all(_described(AutoModelForSequenceClassification, model, config=config), model, reader, out)
 
 
@@ -158,7 +158,8 @@ def _write(target: PreTrainedModel, read: Read, model: ModelSection, out: Path) 
     target.config.save_pretrained(out)
     if target.can_generate() and target.generation_config is not None:
         directory = model_directory(model.path)
-        known, ends = model_end_tokens(directory), end_tokens(directory, load_tokenizer(directory))
+        known = model_end_tokens(directory)
+        ends = end_tokens(known, load_tokenizer(directory))
         if set(ends) > set(known):  # whoever serves it must stop where it was taught to
             target.generation_config.eos_token_id = list(ends)
         target.generation_config.save_pretrained(out)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
+from transformers.integrations.flash_attention import flash_attention_forward
 
 from isotrain.device import varlen
 from isotrain.device.fused import FusedAttention
@@ -24,8 +25,11 @@ SEGMENTS = "isotrain_segments"
 SHORT_ON_CPU = 384
 # Queries times keys of a mask that is worth its memory.
 LARGEST_MASK = 1 << 26
-# What some models' attention adds to the softmax of products, which is all that is computed here.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+# Arguments that do not change what attention computes. Softmax of causal products, within a window, is all
+# that is computed here: an argument that is neither known nor in this list is refused.
+WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_router_logits"}
+PADDED, NOT_FUSED = "set model.attention=padded", "set model.fused=off"
+NO_FLASH = "set model.attention=sdpa"
 
 Run = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key, value of segments alike: `query_SHLD`, `key_SGLD`, `value_SGLD`."""
@@ -38,7 +42,7 @@ def segment_attention(
     value_1GTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segment_lengths: tuple[int, ...],
+    segment_lengths: tuple[int, ...] | None = None,
     segment_continues: tuple[int, ...] = (),
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -49,7 +53,9 @@ def segment_attention(
 
     A segment that continues another one sees that one's tokens as well.
     """
-    refuse_unsupported(extras)
+    refuse_unsupported(module, attention_mask, extras, "packed attention", PADDED)
+    if segment_lengths is None:
+        raise hands_nothing_on(module, PADDED)
     if varlen.takes(query_1HTD, dropout):
         query_THD, key_KGD, value_KGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
         key_KGD, value_KGD, key_lengths = _after_trunks(
@@ -80,14 +86,38 @@ def segment_attention(
     return torch.cat(outputs)[None], None
 
 
-def refuse_unsupported(extras: Mapping[str, Any]) -> None:
-    """An error for what some models add, instead of attention without it."""
-    for unsupported in UNSUPPORTED:
-        if extras.get(unsupported) is not None:
+def refuse_unsupported(
+    module: torch.nn.Module, mask: torch.Tensor | None, extras: Mapping[str, Any], operator: str, remedy: str
+) -> None:
+    """An error for what a model's attention adds, instead of attention without it."""
+    extras = dict(extras)
+    if mask is not None:
+        raise ModelError(
+            f"model type '{_model_type(module)}' has an attention mask of its own, which {operator} does not "
+            f"apply; {remedy}"
+        )
+    causal = extras.pop("is_causal", None)
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ModelError(
+            f"attention of model type '{_model_type(module)}' is not causal, and {operator} is; {remedy}"
+        )
+    for name, value in extras.items():
+        if value is not None and value is not False and name not in WITHOUT_EFFECT:
             raise ModelError(
-                f"this model's attention uses '{unsupported}', which packed attention does not compute here; "
-                "set model.attention=padded"
+                f"attention of model type '{_model_type(module)}' uses '{name}', which {operator} does not "
+                f"compute; {remedy}"
             )
+
+
+def hands_nothing_on(module: torch.nn.Module, remedy: str) -> ModelError:
+    """The error for attention that was not told where samples begin: they would see each other."""
+    return ModelError(
+        f"model type '{_model_type(module)}' does not tell its attention where packed samples begin; {remedy}"
+    )
+
+
+def _model_type(module: torch.nn.Module) -> str:
+    return str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
 
 
 def _runs(
@@ -165,13 +195,14 @@ def _attend(
 AttentionInterface.register(SEGMENTS, segment_attention)
 
 
-FUSED = "isotrain_fused"
+FUSED, FUSED_PADDED = "isotrain_fused", "isotrain_fused_padded"
 
 
 def provide(attend: FusedAttention) -> None:
-    """Make the device's operator known to transformers under the name `FUSED`."""
+    """Make the device's operator known to transformers, for packs and for rows that are padded."""
     # Without a mask function of the same name, transformers builds no mask: see `fused_attention`.
     AttentionInterface.register(FUSED, partial(fused_attention, attend))
+    AttentionInterface.register(FUSED_PADDED, partial(fused_attention, attend, padded=True))
 
 
 def fused_attention(
@@ -182,28 +213,26 @@ def fused_attention(
     value_SGLD: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    segment_lengths: tuple[int, ...] = (),
+    padded: bool = False,
+    segment_lengths: tuple[int, ...] | None = None,
     segment_continues: tuple[int, ...] = (),
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature; with segments, the one sample of `query_SHLD` is a pack of them.
+    """transformers' attention signature; the one sample of `query_SHLD` is a pack of segments.
 
-    Without, samples are padded on the right: a causal mask keeps real tokens from what comes after them.
+    If `padded`, on the right: a causal mask keeps real tokens from what comes after them.
     """
     extras["sliding_window"] = sliding_window
-    for unsupported in (*UNSUPPORTED, "sliding_window"):
-        if extras.get(unsupported) is not None:
-            raise ModelError(
-                f"this model's attention uses '{unsupported}', which the fused operator does not compute; "
-                "set model.fused=off"
-            )
+    refuse_unsupported(module, attention_mask, extras, "the fused operator", NOT_FUSED)
     scale = query_SHLD.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x.transpose(1, 2) for x in (query_SHLD, key_SGLD, value_SGLD))
-    if not segment_lengths:
+    if padded:
         return attend(query, key, value, scale=scale, dropout=dropout), None
+    if segment_lengths is None:
+        raise hands_nothing_on(module, PADDED)
     query_THD, key_KGD, value_KGD = query[0], key[0], value[0]
     key_KGD, value_KGD, key_lengths = _after_trunks(key_KGD, value_KGD, segment_lengths, segment_continues)
     out_THD = attend(
@@ -216,6 +245,57 @@ def fused_attention(
         key_ends=tuple(accumulate(key_lengths)),
     )
     return out_THD[None], None
+
+
+FLASH = "flash_attention_2"
+
+
+def guard_flash(*, windows: bool) -> None:
+    """Have transformers' flash attention refuse what its kernels would silently leave out.
+
+    `windows` says whether those of the device have sliding windows.
+    """
+    AttentionInterface.register(FLASH, partial(flash_attention, windows))
+
+
+def flash_attention(
+    windows: bool,
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1GTD: torch.Tensor,
+    value_1GTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extras: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' own over a pack, which it is told the borders of."""
+    unsupported = {} if windows else {"sliding_window": sliding_window}
+    refuse_unsupported(module, attention_mask, {**extras, **unsupported}, "flash attention", NO_FLASH)
+    if cu_seq_lens_q is None:
+        raise hands_nothing_on(module, PADDED)
+    output: tuple[torch.Tensor, None] = flash_attention_forward(
+        module,
+        query_1HTD,
+        key_1GTD,
+        value_1GTD,
+        None,
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+        max_length_q=max_length_q,
+        max_length_k=max_length_k,
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        is_causal=True,
+    )
+    return output
 
 
 def _after_trunks(

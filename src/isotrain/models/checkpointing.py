@@ -10,9 +10,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from isotrain.errors import ModelError
+
 
 def checkpoint_layers(pretrained: PreTrainedModel, *, offload: bool) -> None:
     """Recompute each layer in the backward pass; `offload` keeps what that needs in host memory."""
+    if not pretrained.supports_gradient_checkpointing:
+        raise ModelError(
+            f"model.gradient_checkpointing: model type '{pretrained.config.model_type}' does not support it; "
+            "set it to false"
+        )
     pretrained.gradient_checkpointing_enable({"use_reentrant": False})
     if not offload:
         return

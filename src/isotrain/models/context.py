@@ -23,12 +23,13 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isotrain.errors import ModelError
-from isotrain.models.attention import refuse_unsupported
+from isotrain.models.attention import hands_nothing_on, refuse_unsupported
 from isotrain.models.context_layout import ContextRank, Layout, Wanted, lay_out, owners
 from isotrain.models.ring import ring_attention
 from isotrain.models.ring_blocks import RingTokens
 
 CONTEXT = "isotrain_context"
+WHOLE = "set device.mesh.context to 1, and model.attention=padded"
 
 # Newer versions of torch warn of the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -132,13 +133,18 @@ def context_attention(
     value_1GLD: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    split: Split,
+    split: Split | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature, over this rank's tokens."""
+    refuse_unsupported(module, attention_mask, extras, "attention that is split over ranks", WHOLE)
+    if split is None:
+        raise hands_nothing_on(module, WHOLE)
     heads, group = split.group.place.heads, split.group.heads
     query_1HTD, key_1GTD, value_1GTD = _tokens_for_heads(heads, group, query_1HLD, key_1GLD, value_1GLD)
-    refuse_unsupported(extras)
     if split.group.place.ring > 1:
         out_1THD = ring_attention(
             query_1HTD,
@@ -146,9 +152,9 @@ def context_attention(
             value_1GTD,
             tokens=split.ring,
             group=split.group.ring,
-            scaling=extras.get("scaling"),
-            dropout=extras.get("dropout", 0.0),
-            sliding_window=extras.get("sliding_window"),
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
         )
     else:
         out_1THD, _ = ALL_ATTENTION_FUNCTIONS[split.inner](
@@ -159,7 +165,9 @@ def context_attention(
             None,
             segment_lengths=split.layout.lengths,
             segment_continues=split.layout.continues,
-            **extras,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
         )
     return _heads_for_tokens(heads, group, out_1THD), None
 

@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from isotrain.models.config import text_config
+
 GROUPED = "isotrain_grouped"
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,7 +38,7 @@ def use_grouped(model: PreTrainedModel) -> None:
 
 def uses_grouped(model: PreTrainedModel) -> bool:
     """Whether a model has experts whose implementation can be chosen, and this one is."""
-    chosen = getattr(model.config.get_text_config(), "_experts_implementation", None) == GROUPED
+    chosen = getattr(text_config(model), "_experts_implementation", None) == GROUPED
     return chosen and any(hasattr(layer, "is_transposed") for layer in model.modules())
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PretrainedConfig
 
+from isotrain.models.config import attention_shapes
+
 
 def training_flops(parameters: int, trained: int, config: PretrainedConfig, lengths: Sequence[int]) -> float:
     """Useful operations of forward and backward over samples of the given lengths.
@@ -15,8 +17,6 @@ def training_flops(parameters: int, trained: int, config: PretrainedConfig, leng
     computed again for gradient checkpointing is not useful work and does not count.
     """
     tokens = sum(lengths)
-    width: int = config.num_attention_heads * getattr(
-        config, "head_dim", config.hidden_size // config.num_attention_heads
-    )
-    attention: float = 3 * 2 * config.num_hidden_layers * width * sum(length * length for length in lengths)
+    width = sum(shape.query_heads * shape.head_size for shape in attention_shapes(config))
+    attention: float = 3 * 2 * width * sum(length * length for length in lengths)
     return 4.0 * parameters * tokens + 2.0 * trained * tokens + attention

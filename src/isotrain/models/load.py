@@ -22,18 +22,18 @@ from transformers import (
 
 from isotrain.errors import ModelError
 from isotrain.files import parse_json, read_regular
-from isotrain.models.attention import FUSED, SEGMENTS
-from isotrain.models.routing import number_of_experts
+from isotrain.models.attention import FLASH, FUSED, FUSED_PADDED, SEGMENTS
+from isotrain.models.config import number_of_experts
 from isotrain.models.suitability import check_head, check_packing, check_score
 from isotrain.terminal import beneath
 
 # transformers' name for each of ours.
 IMPLEMENTATIONS = {
     "sdpa": SEGMENTS,
-    "flash": "flash_attention_2",
+    "flash": FLASH,
     "padded": "sdpa",
     "fused": FUSED,
-    "fused-padded": FUSED,
+    "fused-padded": FUSED_PADDED,
 }
 
 # Experts one after the other, in plain operators.

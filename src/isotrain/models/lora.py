@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
-from isotrain.models.routing import number_of_experts
+from isotrain.models.config import number_of_experts
 from isotrain.models.weights import shard_of
 
 # peft takes most of a second to import, in every process: only those with adapters do.

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
+from isotrain.models.config import text_config
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -21,7 +23,7 @@ def positions(config: PretrainedConfig) -> Positions:
     llama3 and longrope configs have the stretched limit already. So do those with one scaling per kind of
     layer. With `dynamic`, frequencies beyond the limit depend on the longest sample of a pack: not allowed.
     """
-    text = config.get_text_config()
+    text = text_config(config)
     declared: int | None = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
     if declared is None or not isinstance(rope, dict):

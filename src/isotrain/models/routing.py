@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: how many they choose, and the loss that balances them.
+"""The loss that balances the routers of a mixture of experts.
 
 T: tokens, E: experts.
 """
@@ -9,28 +9,17 @@ import sys
 from collections.abc import Callable
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from isotrain.errors import ModelError
+from isotrain.models.config import chosen_experts, number_of_experts
 
 TINY = torch.finfo(torch.float32).tiny
 
 
-def active_experts(config: PretrainedConfig) -> float:
-    """The share of a layer's experts that a token is sent to; 1 for dense models."""
-    experts = number_of_experts(config)
-    return config.num_experts_per_tok / experts if experts else 1.0
-
-
-def number_of_experts(config: PretrainedConfig) -> int:
-    """Of one layer; families name it differently."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return next((count for name in names if (count := getattr(config, name, None))), 0)
-
-
 class RouterBalance:
     def __init__(self, model: PreTrainedModel, coefficient: float) -> None:
-        kind, config = model.config.model_type, model.config
+        kind = model.config.model_type
         # Each family has its own in the file of its model; those that balance in another way have none.
         function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
         if function is None:
@@ -39,8 +28,8 @@ class RouterBalance:
             )
         self._function: Callable[..., torch.Tensor] = function
         self.coefficient = coefficient
-        self._experts = number_of_experts(config)
-        self._top_k: int = config.num_experts_per_tok
+        self._experts = number_of_experts(model.config)
+        self._top_k = chosen_experts(model.config)
         self._are_probabilities: bool | None = None
 
     def __call__(

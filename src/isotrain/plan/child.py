@@ -20,6 +20,7 @@ from isotrain.recipe.schema import Recipe
 
 def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
     """The recipe with a model of fewer layers, of which only the configuration exists."""
+    from isotrain.models.config import text_part
     from isotrain.models.load import model_directory
 
     source = model_directory(recipe.model.path)
@@ -27,10 +28,12 @@ def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
         if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja"):
             shutil.copyfile(file, directory / file.name)  # some algorithms ask the tokenizer
     config = json.loads((source / "config.json").read_text())
+    text = text_part(config)
     for name in ("layer_types", "mlp_layer_types"):
-        if isinstance(config.get(name), list):
-            config[name] = config[name][:layers]
-    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        if isinstance(text.get(name), list):
+            text[name] = text[name][:layers]
+    text["num_hidden_layers"] = layers
+    (directory / "config.json").write_text(json.dumps(config))
     model = recipe.model.model_copy(update={"path": str(directory)})
     return recipe.model_copy(update={"model": model})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from isotrain.errors import ModelError
+from isotrain.models.config import AttentionShape, attention_shapes
 from isotrain.models.load import read_config
 
 
@@ -36,22 +37,19 @@ def config_directory(path: str) -> Path:
 @dataclass(frozen=True)
 class Shape:
     config: PretrainedConfig
-    layers: int
-    key_heads: int
-    head_size: int
+    attention: list[AttentionShape]
+    """Of each layer."""
 
     @classmethod
     def of(cls, directory: Path) -> Shape:
-        config = read_config(directory).get_text_config()
-        heads = config.num_attention_heads
-        return cls(
-            config,
-            config.num_hidden_layers,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
+        config = read_config(directory)
+        return cls(config, attention_shapes(config))
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention)
 
     def cache_bytes(self, tensor_parallel: int) -> int:
         """Of one token on one device of an engine: keys and values of all layers, in bfloat16."""
-        heads = max(1, self.key_heads // tensor_parallel)
-        return 2 * 2 * self.layers * heads * self.head_size
+        heads = (max(1, layer.key_heads // tensor_parallel) * layer.head_size for layer in self.attention)
+        return 2 * 2 * sum(heads)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
+from isotrain.models.config import model_end_tokens
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,13 @@ def check_tokens(sequences: Sequence[npt.NDArray[np.int32]], vocabulary: int, en
 
 def stop_tokens(directory: Path) -> tuple[int, ...]:
     """Tokens at which every engine stops; the one that came is part of the response."""
-    from isotrain.data.chat import end_tokens, model_end_tokens  # with transformers, unlike dry runs
+    from isotrain.data.chat import end_tokens  # with transformers, unlike dry runs
     from isotrain.models.load import load_tokenizer
 
+    model_ends = model_end_tokens(directory)
     if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return end_tokens(directory, load_tokenizer(directory))
-    return model_end_tokens(directory)
+        return end_tokens(model_ends, load_tokenizer(directory))
+    return model_ends
 
 
 More = Callable[[], Sequence[Request]]

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import ModelError, RolloutError, WeightUpdateError
+from isotrain.models.config import vocabulary_size
 from isotrain.models.conversion import Conversion, conversions, published_shapes, stored_buffers
 from isotrain.rollout.base import (
     More,
@@ -92,7 +93,7 @@ class HfEngine:
             directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
         )
         self._model = cast(Any, model).eval()  # torch's methods are wrapped, and lose their types
-        self._vocabulary = int(self._model.config.get_text_config().vocab_size)
+        self._vocabulary = vocabulary_size(self._model)
         self._move(device)
 
     @property

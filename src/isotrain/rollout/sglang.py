@@ -28,6 +28,7 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import find_device
 from isotrain.device.variables import child_environment
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
+from isotrain.models.config import attention_shapes, vocabulary_size
 from isotrain.models.conversion import published_shapes, stored_buffers
 from isotrain.models.load import build_causal_lm
 from isotrain.rollout.base import (
@@ -95,7 +96,7 @@ class SglangEngine:
         self._ends = stop_tokens(directory)
         model = build_causal_lm(directory, "padded")
         own = {**dict(model.named_parameters()), **stored_buffers(model)}
-        self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self._vocabulary = vocabulary_size(model)
         self._needed = set(published_shapes(model, own))
         # Tied ones have several names.
         self._shapes = published_shapes(model, own | dict(model.named_parameters(remove_duplicate=False)))
@@ -385,10 +386,8 @@ def _options(device_type: str, eager: bool) -> dict[str, str]:
 
 def _bytes_per_token(config: Any, dtype: str) -> int:
     """Of keys and values in all layers."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize)
+    numbers = sum(2 * shape.key_heads * shape.head_size for shape in attention_shapes(config))
+    return int(numbers * getattr(torch, dtype).itemsize)
 
 
 def _words(options: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isotrain.engine.score_tests.rotary import Rope
+from isotrain.models.config import attention_shapes
 
 
 class UnknownError(Exception):
@@ -59,28 +60,28 @@ class AttentionConstants:
     query_norm: str | None
 
 
-def norm_constants(config: Any, name: str) -> NormConstants:
-    family = _family(config)
+def norm_constants(text: Any, name: str) -> NormConstants:
+    family = _family(text)
     if name.rpartition(".")[2] not in NORMS:
         raise UnknownError("a norm whose epsilon the config does not state")
-    return NormConstants(float(config.rms_norm_eps), family.adds_one)
+    return NormConstants(float(text.rms_norm_eps), family.adds_one)
 
 
-def attention_constants(config: Any, layer: int) -> AttentionConstants:
-    family = _family(config)
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+def attention_constants(text: Any, layer: int) -> AttentionConstants:
+    family = _family(text)
+    if getattr(text, "attn_logit_softcapping", None) is not None:
         raise UnknownError("attention that caps its scores")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False):
         raise UnknownError("attention that is not causal")
-    if getattr(config, "attention_dropout", 0.0):
+    if getattr(text, "attention_dropout", 0.0):
         raise UnknownError("attention with dropout")
-    divisor = getattr(config, family.scale_field) if family.scale_field else head_size(config)
-    return AttentionConstants(float(divisor) ** -0.5, _window(config, layer), family.query_norm)
+    divisor = getattr(text, family.scale_field) if family.scale_field else head_size(text)
+    return AttentionConstants(float(divisor) ** -0.5, _window(text, layer), family.query_norm)
 
 
-def rope_constants(config: Any, layer_type: str | None) -> Rope:
-    _family(config)
-    stated = getattr(config, "rope_parameters", None) or {}
+def rope_constants(text: Any, layer_type: str | None) -> Rope:
+    _family(text)
+    stated = getattr(text, "rope_parameters", None) or {}
     if layer_type is not None and layer_type in stated:
         stated = stated[layer_type] or {}
     kind = stated.get("rope_type")
@@ -88,7 +89,7 @@ def rope_constants(config: Any, layer_type: str | None) -> Rope:
         raise UnknownError(f"rotary embeddings of type '{kind}'")
     if stated.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnknownError("rotary embeddings of a part of each head")
-    found = Rope(kind, float(stated["rope_theta"]), head_size(config))
+    found = Rope(kind, float(stated["rope_theta"]), head_size(text))
     if kind == "default":
         return found
     if kind == "linear":
@@ -104,19 +105,22 @@ def rope_constants(config: Any, layer_type: str | None) -> Rope:
     )
 
 
-def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def head_size(text: Any) -> int:
+    sizes = {shape.head_size for shape in attention_shapes(text)}
+    if len(sizes) > 1:
+        raise UnknownError("heads of different sizes")
+    return sizes.pop()
 
 
-def _family(config: Any) -> Family:
-    kind = str(config.model_type)
+def _family(text: Any) -> Family:
+    kind = str(text.model_type)
     if kind not in FAMILIES:
         raise UnknownError(f"the formulas of model type '{kind}' are not known here")
     return FAMILIES[kind]
 
 
-def _window(config: Any, layer: int) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds[layer] == "sliding_attention" if kinds else config.model_type in _WINDOW_EVERYWHERE
+def _window(text: Any, layer: int) -> int | None:
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    slides = kinds[layer] == "sliding_attention" if kinds else text.model_type in _WINDOW_EVERYWHERE
     return int(window) if slides and window else None

@@ -29,6 +29,7 @@ from isotrain.engine.score_tests.fit import Fit
 from isotrain.engine.score_tests.samples import Heads, Segment, on_host, rows, segments
 from isotrain.errors import RecipeError
 from isotrain.models.backbone import is_padded
+from isotrain.models.config import text_config
 from isotrain.observe.run_directory import write_atomically
 
 FORMAT = 1
@@ -48,7 +49,7 @@ class ScoreTests:
         self._engine = engine
         self._directory = directory
         self._step = step
-        self._config = engine.model.pretrained.config.get_text_config()
+        self._text = text_config(engine.model.pretrained)
         self._looking = False
         self._segments: list[Segment] = []
         self._held: dict[str, dict[str, Any]] = {}
@@ -86,11 +87,11 @@ class ScoreTests:
                 self._not_tested[name] = str(reason)
 
     def _attach_norm(self, name: str, module: nn.Module) -> None:
-        constants = norm_constants(self._config, name)
+        constants = norm_constants(self._text, name)
         self._handles.append(module.register_forward_hook(partial(self._norm, name, constants)))
 
     def _attach_attention(self, name: str, module: Any) -> None:
-        constants = attention_constants(self._config, int(getattr(module, "layer_idx", 0)))
+        constants = attention_constants(self._text, int(getattr(module, "layer_idx", 0)))
         normed = ("q_norm", "k_norm") if constants.query_norm else ()
         parts = (*_PROJECTIONS, "o_proj")
         if not all(isinstance(getattr(module, part, None), nn.Module) for part in (*parts, *normed)):
@@ -144,7 +145,7 @@ class ScoreTests:
         layer_type = given.get("layer_type")
         told = name if layer_type is None else f"{name} ({layer_type})"
         try:
-            rope = rope_constants(self._config, layer_type)
+            rope = rope_constants(self._text, layer_type)
         except UnknownError as reason:
             self._not_tested[told] = str(reason)
             return
@@ -181,7 +182,7 @@ class ScoreTests:
         self._tell(name, "attention", attention.CONSTANTS, (constants.scale, None, None), output, test)
 
     def _heads(self, held: dict[str, Any], constants: Any, output: torch.Tensor) -> Heads:
-        size = head_size(self._config)
+        size = head_size(self._text)
 
         def split(x: torch.Tensor) -> torch.Tensor:
             return x.reshape(*x.shape[:2], -1, size)
@@ -246,7 +247,7 @@ class ScoreTests:
             "format": FORMAT,
             "step": self._step,
             "ranks": world.size,
-            "model_type": str(self._config.model_type),
+            "model_type": str(self._text.model_type),
             "modules": self._modules,
             "not_tested": self._not_tested,
         }

@@ -15,6 +15,7 @@ from isotrain.data.prompts import Prompt
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.engine.schedule import Schedule, make_schedule
+from isotrain.models.config import vocabulary_size
 from isotrain.models.load import model_directory, read_config
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
@@ -145,7 +146,7 @@ def _maker(
             n=rollout.n,
             max_prompt=recipe.data.max_length,
             max_tokens=rollout.max_tokens,
-            vocabulary=read_config(model_directory(recipe.model.path)).get_text_config().vocab_size,
+            vocabulary=vocabulary_size(read_config(model_directory(recipe.model.path))),
         )
     return BatchMaker(
         collector,

@@ -92,6 +92,8 @@ def drawn_tokens(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from isotrain.models.config import vocabulary_size
+
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             step.model, dtype=getattr(torch, step.dtype), use_safetensors=True, trust_remote_code=False
@@ -99,7 +101,7 @@ def drawn_tokens(
     except (OSError, ValueError) as error:
         raise ModelError(f"{step.model}: the model cannot be loaded: {error}") from error
     model = cast(Any, loaded).float().eval()
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = vocabulary_size(model)
     left = most
     for trajectory in step.trajectories:
         if left <= 0:

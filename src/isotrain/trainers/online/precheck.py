@@ -63,12 +63,14 @@ def _named(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 def _check_ends(recipe: Recipe) -> list[str]:
     """Where the engines would not stop, responses run on to `rollout.max_tokens` and tools are not called."""
-    from isotrain.data.chat import end_of_turn, end_tokens, model_end_tokens
+    from isotrain.data.chat import end_of_turn, end_tokens
+    from isotrain.models.config import model_end_tokens
     from isotrain.models.load import load_tokenizer, model_directory
 
     directory = model_directory(recipe.model.path)
     tokenizer = load_tokenizer(directory)
-    own, ends, turn = model_end_tokens(directory), end_tokens(directory, tokenizer), end_of_turn(tokenizer)
+    own, turn = model_end_tokens(directory), end_of_turn(tokenizer)
+    ends = end_tokens(own, tokenizer)
     if not ends:
         return [
             "model.path: neither generation_config.json nor the tokenizer has an end token: every response "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from isotrain.errors import ModelError
+from isotrain.models.config import vocabulary_size
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 
 
@@ -23,7 +24,7 @@ def check_vocabulary(policy: Path, path: str, field: str) -> list[str]:
     unknown = {token: number for token, number in ours.items() if token not in theirs}
     if not unknown:
         return []
-    size = read_config(directory).get_text_config().vocab_size
+    size = vocabulary_size(read_config(directory))
     if max(unknown.values()) >= size:
         token = max(unknown, key=unknown.__getitem__)
         raise ModelError(

@@ -1,0 +1,130 @@
+"""Packed log-probs of many model types equal those of transformers' own forward, or the type is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from isotrain.device.detect import choose_device
+from isotrain.engine.build import build_engine
+from isotrain.engine.world import join_world
+from isotrain.errors import ModelError
+from isotrain.recipe.schema import ModelSection, OptimizerSection
+from small_models import save_small, small_config
+
+LENGTHS = (9, 1, 20, 4)
+
+# Those that `small_models` cannot make small, or that need packages that are not installed here.
+NOT_SMALL: set[str] = set()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 50, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def by_transformers(model: PreTrainedModel) -> torch.Tensor:
+    """The model's own log-probs, one sample at a time."""
+    logps = []
+    for sample_T in tokens().split(LENGTHS):
+        logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, :-1].float()
+        logps.append(logits_TV.log_softmax(-1).gather(1, sample_T[1:, None])[:, 0])
+    return torch.cat(logps)
+
+
+def by_engine(directory: Path, device_type: str, attention: str, fused: str = "auto") -> list[torch.Tensor]:
+    """Ours of all samples in one pack: as a frozen model computes them, and as a training step does."""
+    device = choose_device(device_type)
+    values = {"path": str(directory), "dtype": "float32", "attention": attention, "fused": fused}
+    section = ModelSection.model_validate(values)
+    starts = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
+    predict = [torch.arange(start, start + length - 1) for start, length in zip(starts, LENGTHS, strict=True)]
+    predict_N = torch.cat(predict)
+    positions_T = torch.cat([torch.arange(length) for length in LENGTHS])
+    with join_world(device) as world:
+        engine = build_engine(section, OptimizerSection(), device=device, world=world, seed=0)
+        inputs = [x.to(world.device) for x in (predict_N, tokens()[predict_N + 1])]
+        pack = (tokens().to(world.device), positions_T.to(world.device), LENGTHS)
+        with torch.no_grad():
+            frozen_N = engine.model.eval()(*pack, *inputs, lambda head: head.logps())
+        trained_N = engine.model.train()(*pack, *inputs, lambda head: head.logps())
+        trained_N.sum().backward()
+        return [frozen_N.cpu(), trained_N.detach().cpu()]
+
+
+def assert_same(directory: Path, model: PreTrainedModel, device_type: str, attention: str) -> None:
+    expected_N = by_transformers(model)
+    assert expected_N.std() > 0.1, "a model that gives all tokens the same shows nothing"
+    for logp_N in by_engine(directory, device_type, attention):
+        torch.testing.assert_close(logp_N, expected_N, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        ("llama", "auto"),
+        ("gemma3", "auto"),  # composite, with windows
+        ("deepseek_v3", "auto"),
+        ("doge", "padded"),
+        ("nemotron", "padded"),
+    ],
+)
+def test_log_probs_are_those_of_transformers(
+    tmp_path: Path, device_type: str, kind: str, attention: str
+) -> None:
+    assert_same(tmp_path, save_small(kind, tmp_path), device_type, attention)
+
+
+def test_flash_attention_is_told_where_samples_begin(tmp_path: Path) -> None:
+    assert_same(tmp_path, save_small("llama", tmp_path), "npu", "flash")
+    save_small("nemotron", tmp_path)
+    with pytest.raises(ModelError, match=r"'nemotron' does not tell .*set model\.attention=padded"):
+        by_engine(tmp_path, "npu", "flash")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gemma4": ({"final_logit_softcapping": 30.0}, "padded", r"its logits \(final_logit_softcapping\)"),
+    "inkling_text": ({}, "padded", r"scales or caps its logits \(logits_mup_width_multiplier\)"),
+    "doge": ({}, "auto", r"'doge' has an attention mask of its own, .*; set model\.(attention|fused)="),
+    "nemotron": ({}, "auto", r"'nemotron' does not tell its attention where .*model\.attention=padded"),
+    "gpt_oss": ({}, "auto", r"'gpt_oss' uses 's_aux', .*; set model\.(attention|fused)="),
+    "llama4_text": ({}, "padded", "cannot be run without its head"),
+    "jetmoe": ({}, "auto", r"model\.gradient_checkpointing: .*; set it to false"),
+    "qwen2_5_vl": ({}, "auto", "cannot build a causal language model"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_types_that_would_train_wrongly_are_refused(tmp_path: Path, device_type: str, kind: str) -> None:
+    changes, attention, reason = REFUSED[kind]
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not have it")
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        save_small(kind, tmp_path, **changes)
+    else:
+        small_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        by_engine(tmp_path, device_type, attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_every_type_is_right_or_refused(tmp_path: Path, kind: str) -> None:
+    try:
+        model = save_small(kind, tmp_path)
+        by_transformers(model)
+    except Exception as error:
+        assert kind in NOT_SMALL, f"{type(error).__name__}: {error}"
+        pytest.skip(f"cannot be made small: {error}")
+    for device_type, attention in (("cpu", "auto"), ("cpu", "padded"), ("npu", "auto")):
+        try:
+            assert_same(tmp_path, model, device_type, attention)
+        except ModelError as refusal:
+            reasons = ("set ", "not supported", "cannot build", "no language-model head")
+            assert any(reason in str(refusal) for reason in reasons)
