@@ -50,7 +50,9 @@ def _merged(engine: TrainingEngine, name: str) -> torch.Tensor:
     layer = engine.model.get_submodule(layer_name)
     assert isinstance(layer, LoraLayer)
     scaling: float = layer.scaling[ADAPTER]
-    return weight + (up @ down) * scaling
+    delta = (up @ down) * scaling
+    # GPT-2's layers have inputs first.
+    return weight + (delta.t() if getattr(layer, "fan_in_fan_out", False) else delta)
 
 
 def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from isotrain.errors import ModelError
 from isotrain.models.config import number_of_experts
@@ -64,7 +65,8 @@ def _check_targets(model: PreTrainedModel, targets: str | Collection[str] | None
     if targets is None or isinstance(targets, str):
         return  # `all-linear`, which leaves the head out by itself
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kinds = (nn.Linear, Conv1D)  # GPT-2's linear layers are the latter
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     known = sorted({name.rpartition(".")[2] for name, module in linear.items() if module is not head})
     for target in targets:
         matches = [module for name, module in linear.items() if name == target or name.endswith(f".{target}")]
