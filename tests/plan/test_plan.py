@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from isotrain.device.published import Published
 from isotrain.errors import PlanError
 from isotrain.plan import plan as plans
 from isotrain.plan.memory import TrainingMemory
-from isotrain.plan.plan import alternatives, device_named, make_plan, search
+from isotrain.plan.plan import Plan, alternatives, device_named, make_plan, search
 from isotrain.recipe.schema import Recipe
 
 GB = 2**30
@@ -83,6 +85,87 @@ def test_devices_of_engines(tiny: object, measured: dict[str, float]) -> None:
     assert "does not hold one response" in replace(plan, engines=full).problems[0]
 
 
+# A device of round numbers: 100 TFLOPS, 2 TB/s of memory, 100 GB/s inside a machine of 8, 10 GB/s between.
+ROUND = Published("round", 64, 100, 2, 100, 10, 8)
+ONLINE: dict[str, Any] = {
+    "rollout": {"n": 4, "max_tokens": 512, "tensor_parallel": 2},
+    "reward": {"function": {"path": "rewards.py:score"}},
+}
+
+
+def planned(
+    path: str, monkeypatch: pytest.MonkeyPatch, dtype: str, devices: int = 8, gb: float = 64, **algorithm: Any
+) -> Plan:
+    """4e9 weights, of which 3e9 are multiplied and 1.5e9 trained; steps of 64 prompts with 4 responses.
+
+    The tiny model has 2 layers, 2 heads and one key head of 32: a token's cache has 2 x 2 x 32 numbers.
+    """
+    memory = TrainingMemory({"activations": GB}, "backward pass", 0, 3 * 10**9, 15 * 10**8, 4 * 10**9)
+    monkeypatch.setattr(plans, "training_memory", lambda *_: memory)
+    data = {"train": "r.jsonl", "max_length": 256, "batch_size": 64, "tokens_per_micro_batch": 4096}
+    model = {"path": path, "dtype": dtype}
+    sections = {"data": data, "model": model, "device": {"ranks": devices}, **ONLINE}
+    given = recipe(path, algorithm={"name": "grpo", **algorithm}, **sections)
+    return make_plan(given, devices, ROUND, gb)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_engines_by_hand(tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int) -> None:
+    """Weights and cache have the type of the model; each device of an engine has half of the weights."""
+    engines = planned(f"{tiny}/model", monkeypatch, dtype).engines
+    assert engines is not None and (engines.engines, engines.tensor_parallel) == (4, 2)
+    weights = size * 4e9 / 2
+    assert engines.weights_gb * GB == pytest.approx(weights)
+    # Half of 64 GB, without weights and 3 GB for graphs and activations.
+    cache = 32 * GB - weights - 3 * GB
+    assert engines.cache_gb * GB == pytest.approx(cache)
+    assert engines.responses == int(cache // (size * 128 * (256 + 512)))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_seconds_of_a_step_by_hand(
+    tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
+) -> None:
+    kl = {"place": "loss"}
+    seconds = planned(f"{tiny}/model", monkeypatch, dtype, kl=kl, ppo_epochs=3).time.seconds
+    weights = size * 4e9 / 2
+    # 64 responses an engine, all at one time: 256 tokens each on average, and all wait for the longest, 512.
+    # A token reads the weights and, of each response, the cache of half the prompt and half its own tokens.
+    token = (weights + 64 * (128 + 128) * size * 128) / (2e12 * 0.7) + 0.004
+    assert seconds["generation"] == pytest.approx(512 * token)
+    assert seconds["weight sync"] == pytest.approx(weights / (100e9 * 0.7))
+    # 256 samples of 384 tokens, two passes: old log-probs and those of the reference.
+    tokens, peak = 256 * 384, 8 * 100e12 * 0.4
+    assert seconds["log-probs"] == pytest.approx(2 * 2 * 3e9 * tokens / peak)
+    # 4 operations a multiplied weight, 2 a trained one, attention of 2 layers and width 64, one third again.
+    attention = 6 * 2 * 64 * 256 * 384**2
+    update = ((4 * 3e9 + 2 * 1.5e9) * tokens + attention) * 4 / 3 / peak
+    assert seconds["update"] == pytest.approx(3 * update)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_links_by_hand(tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int) -> None:
+    """More than one machine: the slow link carries weights to engines, and layers to ranks."""
+    plan = planned(f"{tiny}/model", monkeypatch, dtype, devices=128, ppo_epochs=2)
+    assert plan.time.seconds["weight sync"] == pytest.approx(size * 4e9 / 2 / (10e9 * 0.7))
+    # One micro-batch a rank: weights twice, gradients of the trained half in float32, from 127 of 128 ranks.
+    travelled = (2 * size * 4e9 + 4 * 4e9 * 0.5) * 127 / 128
+    assert plan.time.seconds["update"] == pytest.approx(2 * travelled / (10e9 * 0.7))
+    assert plan.time.bottleneck == "update" and plan.time.total == sum(plan.time.seconds.values())
+    # A critic of the same size learns as well.
+    ppo = planned(f"{tiny}/model", monkeypatch, dtype, devices=128, name="ppo")
+    assert ppo.time.seconds["update"] == pytest.approx(plan.time.seconds["update"])
+
+
+def test_a_small_cache_makes_responses_wait(tiny: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 16.5 * 2 * 128 * 768  # sixteen of the longest responses, and not a seventeenth
+    plan = planned(f"{tiny}/model", monkeypatch, "bfloat16", gb=2 * (4e9 + 3 * GB + room) / GB)
+    assert plan.engines is not None and plan.engines.responses == 16
+    token = (4e9 + 16 * 256 * 2 * 128) / (2e12 * 0.7) + 0.004
+    # 64 responses of 256 tokens by 16 at a time, and the rest of the longest.
+    assert plan.time.seconds["generation"] == pytest.approx((256 * 64 / 16 + 256) * token)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "passes"),
     [
@@ -104,7 +187,8 @@ def test_passes_before_the_updates(
         plan = make_plan(recipe(f"{tiny}/model", algorithm=algorithm, **online), 8, A2, 64)
         return plan.time.seconds["log-probs"]
 
-    assert seconds(algorithm) == pytest.approx(passes * seconds({"name": "grpo", "ppo_epochs": 2}))
+    one = seconds({"name": "grpo", "ppo_epochs": 2})
+    assert one > 0 and seconds(algorithm) == pytest.approx(passes * one)
 
 
 def test_engines_that_stay_awake(tiny: object, measured: dict[str, float]) -> None:

@@ -28,6 +28,11 @@ ENGINE_RESERVE_GB = 3.0
 """Of an engine's memory, for graphs and activations."""
 
 
+def element_bytes(recipe: Recipe) -> int:
+    """Of a weight or a cached value: engines, and gathered layers, have the model's own type."""
+    return {"bfloat16": 2, "float32": 4}[recipe.model.dtype]
+
+
 @dataclass(frozen=True)
 class EnginePlan:
     """One engine of so many devices."""
@@ -64,10 +69,10 @@ def plan_engines(
     each = rollout.tensor_parallel
     free = devices - ranks if cluster.placement == "separate" else devices
     engines = rollout.engines or max(1, free // each)
-    weights = 2 * memory.all_parameters / each
+    weights = element_bytes(recipe) * memory.all_parameters / each
     cache = rollout.memory_utilization * device_gb * GB - weights - ENGINE_RESERVE_GB * GB
     _, longest = step_samples(recipe)
-    responses = int(max(0.0, cache) // (shape.cache_bytes(each) * longest))
+    responses = int(max(0.0, cache) // (shape.cache_bytes(each, element_bytes(recipe)) * longest))
     return EnginePlan(engines, each, weights / GB, cache / GB, responses)
 
 
@@ -92,7 +97,7 @@ def step_time(
     if isinstance(algorithm, OnlineSection) and engines is not None:
         result.seconds["generation"] = _generation(recipe, shape, device, engines)
         result.seconds["log-probs"] = _forward_passes(recipe, algorithm) * forward
-        sync = 2 * memory.all_parameters / engines.tensor_parallel
+        sync = element_bytes(recipe) * memory.all_parameters / engines.tensor_parallel
         slow = device.inside_gb_s if ranks <= device.per_machine else device.between_gb_s
         result.seconds["weight sync"] = sync / (slow * 1e9 * BANDWIDTH_EFFICIENCY)
     trained_models = 2 if isinstance(algorithm, PpoSection) else 1
@@ -117,7 +122,7 @@ def _gathering(
         return 0.0
     data_ranks = ranks // mesh.context
     micro_batches = math.ceil(sum(lengths) / (data_ranks * recipe.data.tokens_per_micro_batch))
-    gathered = 2 * memory.all_parameters * (2 if recipe.model.dtype == "bfloat16" else 4)
+    gathered = 2 * memory.all_parameters * element_bytes(recipe)
     summed = 4 * memory.all_parameters * (memory.trained / max(1, memory.parameters))
     link = device.inside_gb_s if group <= device.per_machine else device.between_gb_s
     travelled = micro_batches * (gathered + summed) * (group - 1) / group
@@ -131,7 +136,8 @@ def _generation(recipe: Recipe, shape: Shape, device: Published, engines: Engine
     running = max(1, min(responses, engines.responses))
     length = recipe.rollout.max_tokens * MEAN_OF_LONGEST
     seen = recipe.data.max_length * MEAN_OF_LONGEST + length / 2
-    read = engines.weights_gb * GB + running * seen * shape.cache_bytes(engines.tensor_parallel)
+    cached = shape.cache_bytes(engines.tensor_parallel, element_bytes(recipe))
+    read = engines.weights_gb * GB + running * seen * cached
     token = read / (device.memory_tb_s * 1e12 * BANDWIDTH_EFFICIENCY) + DECODING_STEP_SECONDS
     # The last ones are the longest, and run when others have ended.
     tokens = length * responses / running + recipe.rollout.max_tokens - length

@@ -49,7 +49,7 @@ class Shape:
     def layers(self) -> int:
         return len(self.attention)
 
-    def cache_bytes(self, tensor_parallel: int) -> int:
-        """Of one token on one device of an engine: keys and values of all layers, in bfloat16."""
+    def cache_bytes(self, tensor_parallel: int, element_bytes: int) -> int:
+        """Of one token on one device of an engine: keys and values of all layers."""
         heads = (max(1, layer.key_heads // tensor_parallel) * layer.head_size for layer in self.attention)
-        return 2 * 2 * sum(heads)
+        return 2 * element_bytes * sum(heads)
