@@ -6,6 +6,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
+from isotrain.algorithms.aggregate import AGGREGATIONS
 from isotrain.algorithms.value import explained_variance, value_loss
 from isotrain.algorithms.whitening import combine, moments
 
@@ -42,9 +43,29 @@ def test_without_clipping_it_is_half_the_squared_error() -> None:
     assert metrics["critic/vf_clipfrac"].item() == 0
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        # Squared errors 4, 1 and 16 of trajectories with two tokens and one, halved; the horizon is 10.
+        ("token-mean", (4 + 1 + 16) / 2 / 3),
+        ("seq-mean-token-sum", (5 + 16) / 2 / 2),
+        ("seq-mean-token-mean", (2.5 + 16) / 2 / 2),
+        ("seq-mean-token-sum-norm", (5 + 16) / 2 / 2 / 10),
+    ],
+)
+def test_aggregation_by_hand(device_type: str, aggregation: str, expected: float) -> None:
+    values_N, returns_N = (
+        torch.zeros(3, device=device_type),
+        torch.tensor([2.0, 1.0, 4.0], device=device_type),
+    )
+    share = whole([2, 1], horizon=10, device=device_type)
+    loss, _ = value_loss(values_N, values_N, returns_N, share, clip=None, aggregation=aggregation)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_shares_add_up(aggregation: str) -> None:
-    share, tensors = whole(LENGTHS, MASK), [numbers(seed) for seed in range(3)]
+    share, tensors = whole(LENGTHS, MASK, horizon=10), [numbers(seed) for seed in range(3)]
     loss, metrics = value_loss(*tensors, share, aggregation=aggregation)
     parts = [
         value_loss(*(x[at] for x in tensors), part, aggregation=aggregation)
@@ -90,6 +111,17 @@ def test_explained_variance_by_hand() -> None:
     assert explained(returns_N, returns_N, mask_N) == 1
     assert explained(returns_N, torch.full((4,), 7.0), mask_N) == pytest.approx(0, abs=2e-5)
     assert math.isnan(explained(returns_N, values_N, torch.tensor([1, 0, 0, 0]).bool()))
+
+
+def test_explained_variance_of_few_or_equal_returns() -> None:
+    """Two tokens are enough. Where all returns are equal, 1e-5 stands for their variance."""
+    all_N = torch.ones(2).bool()
+    # Returns 0 and 4 have variance 8; residuals 1 and 3 have 2.
+    assert explained(torch.tensor([0.0, 4.0]), torch.tensor([-1.0, 1.0]), all_N) == pytest.approx(
+        0.75, abs=1e-5
+    )
+    equal_N = torch.tensor([1.0, 1.0])
+    assert explained(equal_N, torch.tensor([0.0, 1.0]), all_N) == pytest.approx(1 - 0.5 / 1e-5, rel=1e-6)
 
 
 def test_explained_variance_over_ranks() -> None:

@@ -64,6 +64,7 @@ def drawn(chance: random.Random) -> dict[str, Any]:
         algorithm["gamma"] = chance.choice([1.0, 0.9])
     if name == "ppo":
         algorithm["critic"] = {"lr": 3e-5, "clip": 0.4, "warmup_steps": 2, "path": "models/critic"}
+        algorithm["critic"] |= chance.choice([{}, {"aggregation": "seq-mean-token-sum"}])
     return {
         "name": "drawn",
         "output": "runs/drawn it's",

@@ -143,8 +143,10 @@ def test_losses_of_a_version() -> None:
     flat = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data a.jsonl --reward_pretrain rm"
     old = fields(convert(flat.encode(), "openrlhf", "0.5.9"))
     assert old["algorithm.loss.aggregation"] == "seq-mean-token-mean" and old["algorithm.critic.clip"] == 0.2
+    assert old["algorithm.critic.aggregation"] == "seq-mean-token-mean"
     new = fields(convert(flat.encode(), "openrlhf"))
     assert new["algorithm.loss.aggregation"] == "token-mean" and new["algorithm.critic.clip"] == 0.5
+    assert new["algorithm.critic.aggregation"] == "token-mean"
 
 
 @pytest.mark.parametrize(

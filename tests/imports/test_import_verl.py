@@ -96,6 +96,24 @@ def test_ppo_script() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("keys", "policy", "critic"),
+    [
+        ((), "token-mean", "token-mean"),
+        ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",), "seq-mean-token-sum", "seq-mean-token-sum"),
+        (("critic.loss_agg_mode=seq-mean-token-mean",), "token-mean", "seq-mean-token-mean"),
+        ((f"{ACTOR}.policy_loss.loss_mode=gspo",), "seq-mean-token-mean", "token-mean"),
+    ],
+)
+def test_the_critic_aggregates_as_the_actors_key_says_or_its_own(
+    keys: tuple[str, ...], policy: str, critic: str
+) -> None:
+    result = imported("algorithm.adv_estimator=gae", *keys)
+    found = fields(result)
+    assert (found["algorithm.loss.aggregation"], found["algorithm.critic.aggregation"]) == (policy, critic)
+    assert not [key for key in refused(result) if "agg_mode" in key]
+
+
 def test_dapo_script() -> None:
     result = script("verl-dapo.sh")
     found = fields(result)

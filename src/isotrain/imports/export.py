@@ -86,6 +86,9 @@ def spelled_out(recipe: Recipe) -> dict[str, Any]:
             values.pop(f"algorithm.{field}", None)
     if isinstance(algorithm, PpoSection):
         values["algorithm.critic.path"] = algorithm.critic.path or recipe.model.path
+        values["algorithm.critic.aggregation"] = (
+            algorithm.critic.aggregation or values["algorithm.loss.aggregation"]
+        )
     if not recipe.model.lora.rank:
         for field in ("alpha", "targets", "dropout"):
             values.pop(f"model.lora.{field}", None)
@@ -227,6 +230,8 @@ def _rewards(recipe: Recipe) -> dict[str, Any]:
         values["critic.model.path"] = critic.path or recipe.model.path
         values |= {"critic.optim.lr": critic.lr, "critic.cliprange_value": critic.clip}
         values["trainer.critic_warmup"] = critic.warmup_steps
+        policy_mode = "seq-mean-token-mean" if algorithm.loss.name == "gspo" else "token-mean"
+        values["critic.loss_agg_mode"] = critic.aggregation or algorithm.loss.aggregation or policy_mode
     return values
 
 

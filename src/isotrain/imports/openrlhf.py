@@ -154,6 +154,8 @@ def _critic(d: Draft) -> None:
         )
     d.put("algorithm.critic.lr", d.number("critic.adam.lr", 9e-6), "critic.adam.lr")
     d.put("algorithm.critic.clip", d.number("critic.value_clip", 0.5), "critic.value_clip")
+    mode = "seq-mean-token-mean" if d.version == "0.5.9" else "token-mean"
+    d.put("algorithm.critic.aggregation", mode, note=f"what OpenRLHF {d.version} does")
     frozen = max(0, d.whole("critic.freezing_steps", -1) or 0)
     d.put("algorithm.critic.warmup_steps", frozen, "critic.freezing_steps")
     for name in (

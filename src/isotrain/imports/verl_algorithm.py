@@ -82,7 +82,6 @@ def critic(d: Draft) -> None:
         "critic.optim.lr_decay_style": f"{OPTIM}.lr_decay_style",
         "critic.ppo_mini_batch_size": f"{A}.ppo_mini_batch_size",
         "critic.ppo_epochs": f"{A}.ppo_epochs",
-        "critic.loss_agg_mode": f"{A}.loss_agg_mode",
         "critic.grad_clip": f"{A}.grad_clip",
         "critic.optim.clip_grad": f"{OPTIM}.clip_grad",
     }
@@ -126,15 +125,21 @@ def loss(d: Draft) -> None:
     if name == "clip":
         bound = d.number(f"{A}.clip_ratio_c", 3.0)
         d.put("algorithm.loss.dual_clip", bound, f"{A}.clip_ratio_c")
-    aggregation(d, name)
-
-
-def aggregation(d: Draft, name: str) -> None:
     key = f"{A}.loss_agg_mode"
-    mode = d.text(key, "token-mean")
-    if name == "gspo" and mode != "seq-mean-token-mean":
+    if d.written("algorithm.name", "") == "ppo":
+        # The default of verl's critic is the actor's key, also with gspo, which does not use it.
+        own = "critic.loss_agg_mode"
+        own = own if d.given(own) and d.value(own) is not None else key
+        d.put("algorithm.critic.aggregation", aggregation(d, own), own)
+    if name == "gspo" and d.text(key, "token-mean") != "seq-mean-token-mean":
         d.put("algorithm.loss.aggregation", "seq-mean-token-mean", note="what verl's gspo always uses")
         return
+    d.put("algorithm.loss.aggregation", aggregation(d, key), key)
+
+
+def aggregation(d: Draft, key: str) -> str:
+    """The mode that a key names, if isotrain has it."""
+    mode = d.text(key, "token-mean")
     if mode not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         d.refuse(key, f"{shown(mode, 30)} is not an aggregation of isotrain; token-mean is written")
         mode = "token-mean"
@@ -147,9 +152,9 @@ def aggregation(d: Draft, name: str) -> None:
             )
         elif factor is not None and as_number(factor) != length:
             d.refuse(f"{A}.loss_scale_factor", f"isotrain divides by rollout.max_tokens ({length})")
-    d.put("algorithm.loss.aggregation", mode, key)
     if d.version == "0.5.0":
         d.note("verl 0.5.0 averages losses in each micro-batch, isotrain and newer verl over the mini-batch")
+    return mode
 
 
 def kl(d: Draft) -> None:

@@ -114,7 +114,7 @@ CRITIC = [
     part("critic.grad_clip", "optimizer.max_grad_norm", 1.0),
     part("critic.ppo_mini_batch_size", "algorithm.mini_batch_size"),
     part("critic.ppo_epochs", "algorithm.ppo_epochs"),
-    part("critic.loss_agg_mode", "algorithm.loss.aggregation"),
+    part("critic.loss_agg_mode", "algorithm.critic.aggregation"),
     drops(
         "critic.{rollout_n,shuffle,data_loader_seed,loss_scale_factor,enable}",
         "the critic follows the policy",

@@ -118,6 +118,8 @@ class CriticSection(Section):
     """Learning rate of the critic."""
     clip: float | None = Field(default=0.5, gt=0)
     """Clip range of the value loss: how far a value may move from its old one; null for no clipping."""
+    aggregation: Aggregation | None = None
+    """How token losses of the critic are aggregated; by default as those of the policy."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of first steps that train only the critic."""
 

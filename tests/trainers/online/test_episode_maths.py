@@ -97,6 +97,7 @@ def test_no_gradient_reaches_what_tools_wrote(device_type: str, name: str, loss:
         loss=POLICY_LOSSES[loss],
         loss_options={},
         aggregation="token-mean",
+        critic_aggregation="token-mean",
         horizon=16,
         entropy=0.3,
         kl_place="loss",

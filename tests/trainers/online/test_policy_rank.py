@@ -229,11 +229,12 @@ def check_critic(step: Step, model: Any, old: Tensors, returns: list[list[float]
     found = formulas.written(step.found("values_N"), FLAT)
     torch.testing.assert_close(torch.cat(found), torch.cat(old), rtol=1e-5, atol=1e-5)
     check_tokens(step.found("returns_N"), returns)
-    clip, wanted = step.recipe.algorithm.critic.clip, [torch.tensor(own) for own in returns]
+    algorithm, wanted = step.recipe.algorithm, [torch.tensor(own) for own in returns]
+    how = algorithm.critic.aggregation or algorithm.loss.aggregation or "token-mean"
     for (weights, result), mini in zip(step.critic, mini_batches(step), strict=True):
         values = formulas.ask_critic(model, weights, FLAT)
-        told = [formulas.value_losses(clip, values[i], old[i], wanted[i]) for i in mini]
-        loss = formulas.aggregate("token-mean", [own for own, _ in told], MAX_TOKENS)
+        told = [formulas.value_losses(algorithm.critic.clip, values[i], old[i], wanted[i]) for i in mini]
+        loss = formulas.aggregate(how, [own for own, _ in told], MAX_TOKENS)
         assert near(result.loss, loss.item()) and near(result.metrics["critic/vf_loss"], loss.item())
         assert near(result.metrics["critic/vf_clipfrac"], torch.cat([held for _, held in told]).mean())
         assert result.grad_norm == pytest.approx(formulas.gradient_norm(model, loss), rel=1e-4)
@@ -265,6 +266,33 @@ def test_a_step_equals_the_formulas(
         assert not weights["score.weight"].any() and not any(one.any() for one in step.found("values_N"))
     with torch.no_grad():
         values = formulas.ask_critic(model, weights, FLAT)
+    check_critic(step, model, values, check(step, causal, values))
+
+
+@pytest.mark.parametrize(
+    ("loss", "critic"),
+    [
+        ({"aggregation": "seq-mean-token-sum"}, {}),
+        ({"aggregation": "seq-mean-token-mean"}, {"aggregation": "seq-mean-token-sum-norm"}),
+    ],
+)
+def test_the_critic_aggregates_as_the_recipe_says(
+    tiny: Path,
+    tmp_path: Path,
+    device_type: str,
+    causal: Any,
+    reward_model: Path,
+    loss: dict[str, Any],
+    critic: dict[str, Any],
+) -> None:
+    """As the policy by default, with small micro-batches, which add up to the same."""
+    own = {"name": "ppo", **ALGORITHMS["ppo"], "mini_batch_size": 2, "loss": loss}
+    own["critic"] = {**own["critic"], "path": str(reward_model), **critic}
+    data = {"tokens_per_micro_batch": 42}
+    step = take_step(step_recipe(tiny, tmp_path, device_type, algorithm=own, data=data))
+    model = classifier(reward_model)
+    with torch.no_grad():
+        values = formulas.ask_critic(model, step.critic[0][0], FLAT)
     check_critic(step, model, values, check(step, causal, values))
 
 

@@ -33,6 +33,7 @@ from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.scalar import ScalarModel
 from isotrain.plugins import Plugin, find_plugin
 from isotrain.recipe.online import (
+    CriticSection,
     GrpoSection,
     LossSection,
     Online,
@@ -125,12 +126,15 @@ def _process_reward_model(
 def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
     assert recipe.rollout is not None
     rollout, loss, kl = recipe.rollout, algorithm.loss, algorithm.kl
+    aggregation = loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean")
+    critic = algorithm.critic if isinstance(algorithm, PpoSection) else CriticSection()
     return UpdateSettings(
         temperature=rollout.temperature,
         ppo_epochs=algorithm.ppo_epochs,
         loss=plugin_loss(loss.plugin) if loss.plugin else POLICY_LOSSES[loss.name],
         loss_options=loss.plugin.options if loss.plugin else _loss_options(loss),
-        aggregation=loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean"),
+        aggregation=aggregation,
+        critic_aggregation=critic.aggregation or aggregation,
         horizon=rollout.max_tokens,
         entropy=loss.entropy,
         kl_place=kl.place,

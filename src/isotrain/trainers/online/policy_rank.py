@@ -325,7 +325,9 @@ class PolicyRank:
         critic, clip = self.models.critic, self.models.value_clip
         assert critic is not None
         results = [
-            critic.update([(m.batch.packed, critic_objective(m, totals, clip)) for m in mini], lr)
+            critic.update(
+                [(m.batch.packed, critic_objective(m, totals, self.settings, clip)) for m in mini], lr
+            )
             for _ in range(self.settings.ppo_epochs)
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]

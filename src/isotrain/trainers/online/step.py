@@ -38,6 +38,7 @@ class UpdateSettings:
     loss: Callable[..., Loss]
     loss_options: dict[str, Any]
     aggregation: str
+    critic_aggregation: str
     horizon: int
     entropy: float
     kl_place: str
@@ -275,12 +276,21 @@ def policy_objective(
     return objective
 
 
-def critic_objective(micro: Micro, totals: Totals, clip: float | None) -> Callable[[ScalarHead], Loss]:
+def critic_objective(
+    micro: Micro, totals: Totals, settings: UpdateSettings, clip: float | None
+) -> Callable[[ScalarHead], Loss]:
     """The critic's loss on one micro-batch, as a share of its mini-batch's."""
 
     def objective(head: ScalarHead) -> Loss:
         assert micro.values_N is not None and micro.returns_N is not None
-        return value_loss(head.values(), micro.values_N, micro.returns_N, micro.share(totals), clip=clip)
+        return value_loss(
+            head.values(),
+            micro.values_N,
+            micro.returns_N,
+            micro.share(totals, settings.horizon),
+            clip=clip,
+            aggregation=settings.critic_aggregation,
+        )
 
     return objective
 
