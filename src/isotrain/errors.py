@@ -58,6 +58,10 @@ class NonFiniteError(IsotrainError, ArithmeticError):
     """A loss or gradient that is not a finite number."""
 
 
+class ZeroGradientError(IsotrainError, ArithmeticError):
+    """A run in which no update had a gradient: it would end without having learnt anything."""
+
+
 class LaunchError(IsotrainError, RuntimeError):
     """A rank that ended with an error."""
 

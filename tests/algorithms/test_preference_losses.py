@@ -6,6 +6,7 @@ P: pairs, S: responses, N: ends of steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from isotrain.algorithms.preference import PREFERENCE_LOSSES
 from isotrain.algorithms.preference.dpo import dpo
 from isotrain.algorithms.preference.ipo import ipo
 from isotrain.algorithms.preference.kto import kto, reference_point
-from isotrain.algorithms.preference.metrics import pair_metrics
+from isotrain.algorithms.preference.metrics import calibration_sums, pair_metrics
 from isotrain.algorithms.preference.orpo import orpo
 from isotrain.algorithms.preference.pairs import Side, shares
 from isotrain.algorithms.preference.process_reward import prm, two_classes
@@ -222,3 +223,25 @@ def test_half_precision_is_widened(device_type: str) -> None:
         for s in (chosen, rejected)
     ]
     assert dpo(*half).loss_P.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("items", "values"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda own, few: rm(own, own, margin_P=few),
+        lambda own, few: rm(own, few),
+        lambda own, few: Side(own, few, own.long()),
+        lambda own, few: Side(few, None, own.long()),
+        lambda own, few: shares(ipo(Side(own, own, own), Side(few, few, few)), 2),
+        lambda own, few: kto(own, few, own.bool(), kl=0.0, responses=2),
+        lambda own, few: kto(own, own, few.bool(), kl=0.0, responses=2),
+        lambda own, few: prm(own, own, few, 2),
+        lambda own, few: calibration_sums(few, own.bool(), 2),
+    ],
+)
+def test_values_of_other_items_are_refused(loss: Callable[..., Any], items: int, values: int) -> None:
+    """torch would stretch one value over two items, and reduce one item to none where there is no value."""
+    loss(torch.zeros(items), torch.zeros(items))
+    with pytest.raises(AssertionError, match="values of the same items have shapes"):
+        loss(torch.zeros(items), torch.zeros(values))

@@ -7,13 +7,19 @@ from typing import Any
 import chat_templates as styles
 import numpy as np
 import pytest
+import torch
 
+from isotrain.data.chat import closing_tokens
 from isotrain.data.encode import TooLong
 from isotrain.data.items import Item
 from isotrain.data.preference_items import Kind, PreferenceEncoder
+from isotrain.data.prompts import PromptEncoder
 from isotrain.data.rows import Row
+from isotrain.data.steps import separator_tokens
 from isotrain.data.tokenise import build_store, cached_store
+from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError
+from isotrain.trainers.online.reward_models import ProcessRewardModel, ResponseRewardModel
 
 PAIR = {"prompt": "What is 12 plus 30?", "chosen": "It is 42.", "rejected": "It is 43 or so."}
 STEPS = {
@@ -67,6 +73,29 @@ def test_both_sides_of_a_pair(make_encoder: MakeEncoder, template: str | None) -
     assert one(encoder, {**values, "margin": 1.5}).values_V.tolist() == [1.5]
 
 
+def test_margins_are_there_or_the_row_is_refused(make_encoder: MakeEncoder) -> None:
+    encoder = make_encoder("pairs", margins=True)
+    assert one(encoder, {**PAIR, "margin": 0}).values_V.tolist() == [0.0]
+    for values in (PAIR, {**PAIR, "margin": None}):
+        with pytest.raises(DataError, match=r"rows.jsonl:7: no 'margin', but algorithm.margins is true"):
+            one(encoder, values)
+
+
+def test_a_pair_of_equal_tokens_is_refused(make_encoder: MakeEncoder) -> None:
+    """The gradient of such a pair is 0. Both sides are cut before they differ, or the template trims them."""
+    alike = {**PAIR, "chosen": "It is as we said 42.", "rejected": "It is as we said 7."}
+    chosen, rejected = (s.tokens_T.tolist() for s in one(make_encoder("pairs"), alike).samples)
+    common = next(i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    with pytest.raises(DataError, match=rf"rows.jsonl:7: .* the same {common} tokens.*data.max_length"):
+        one(make_encoder("pairs", max_length=common, too_long="truncate"), alike)
+    trims = styles.CHATML.replace("message.content", "(message.content | trim)")
+    assert trims != styles.CHATML
+    blank = {**PAIR, "rejected": PAIR["chosen"] + " "}
+    with pytest.raises(DataError, match=r"the same .* tokens"):
+        one(make_encoder("pairs", trims, scored=True), blank)
+    assert make_encoder("pairs", trims, too_long="drop", scored=True)(Row(blank, "x")) == []
+
+
 def test_responses(make_encoder: MakeEncoder) -> None:
     encoder = make_encoder("responses")
     item = one(encoder, {"prompt": "1 + 1?", "completion": "2", "label": True})
@@ -81,12 +110,65 @@ def test_marks_at_the_ends_of_steps(make_encoder: MakeEncoder, template: str | N
     asked = [{"role": "user", "content": STEPS["prompt"]}] if template else STEPS["prompt"]
     item = one(encoder, {**STEPS, "prompt": asked})
     begin = encoder.tokenizer.decode(item.samples[0].tokens_T)
-    assert begin.startswith(f"{STEPS['prompt']}\n12" if template is None else "<|im_start|>system")
+    assert begin.startswith(f"{STEPS['prompt']}12" if template is None else "<|im_start|>system")
     (sample,) = item.samples
     assert item.values_V.tolist() == [1.0, 0.25] and sample.mask_T.sum() == 2 and sample.mask_T[-1]
     ends = np.flatnonzero(sample.mask_T) + 1
     assert encoder.tokenizer.decode(sample.tokens_T[: ends[0]]).endswith("12 + 30 = 42\n")
     assert encoder.tokenizer.decode(sample.tokens_T[ends[0] : ends[1]]) == "It is 42.\n"
+
+
+@pytest.mark.parametrize("template", [None, styles.CHATML])
+@pytest.mark.parametrize("in_messages", [False, True])
+def test_reward_models_score_the_tokens_that_they_learn_from(
+    make_encoder: MakeEncoder, template: str | None, in_messages: bool
+) -> None:
+    """A policy's response to the same prompt, in an online run, has the ids of the training sample."""
+    if in_messages and template is None:
+        pytest.skip("conversations need a template")
+    asked = [{"role": "user", "content": PAIR["prompt"]}] if in_messages else PAIR["prompt"]
+    steps, pairs = make_encoder("steps", template), make_encoder("pairs", template, scored=True)
+    (prompt,) = PromptEncoder(steps.tokenizer, "prompt", 200, "error").values(Row({"prompt": asked}, "x"))
+
+    def written(text: str) -> Trajectory:
+        response_N = [*steps.tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        return Trajectory(
+            row=0,
+            prompt_index=0,
+            sample=0,
+            seed=0,
+            prompt_length=len(prompt.tokens_P),
+            tokens_T=np.concatenate([prompt.tokens_P, np.array(response_N, np.int32)]),
+            mask_N=np.ones(len(response_N), np.bool_),
+            logp_N=np.zeros(len(response_N), np.float32),
+            version_N=np.zeros(len(response_N), np.int32),
+            finished=True,
+        )
+
+    closing = closing_tokens(steps.tokenizer)
+    end = closing[0]
+    nothing: Any = None
+    process = ProcessRewardModel(
+        nothing, 200, nothing, steps.tokenizer, "\n", separator_tokens(steps.tokenizer, "\n", "x"), torch.min
+    )
+    (learnt,) = one(steps, {**STEPS, "prompt": asked}).samples
+    scored, count = process._sample(written("\n".join(STEPS["completions"])))
+    assert scored.tokens_T.tolist() == learnt.tokens_T.tolist() and count == 2
+    assert scored.mask_T.tolist() == learnt.mask_T.tolist()
+
+    said = [{"role": "assistant", "content": PAIR[side]} for side in ("chosen", "rejected")]
+    sides = {"chosen": said[:1], "rejected": said[1:]} if in_messages else {}
+    learnt, _ = one(pairs, {**PAIR, "prompt": asked, **sides}).samples
+    scored = ResponseRewardModel(nothing, 200, closing, [end])._sample(written(PAIR["chosen"]))
+    assert scored.tokens_T.tolist() == learnt.tokens_T.tolist()
+
+
+def test_tools_of_a_prompt_are_read(make_encoder: MakeEncoder) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
+    asked = [{"role": "user", "content": STEPS["prompt"]}]
+    encoder = make_encoder("steps", "{{ tools }}" + styles.CHATML)
+    with_tools = one(encoder, {**STEPS, "prompt": asked, "tools": tools})
+    assert "adds" in encoder.tokenizer.decode(with_tools.samples[0].tokens_T)
 
 
 def test_too_long(make_encoder: MakeEncoder) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from isotrain.cli.main import app
 from isotrain.engine.export import export_run
-from isotrain.errors import DataError, RecipeError
+from isotrain.errors import DataError, RecipeError, ZeroGradientError
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.launch import launch
 from preference_runs import ALGORITHMS, KIND, assert_same_run, preference_recipe, write_preferences
@@ -252,6 +252,12 @@ def test_a_classifier_of_steps_learns_and_is_exported(
             "set a text that is one token",
         ),
         ("dpo", {"data": {"train": "responses.jsonl"}}, DataError, "no 'chosen'"),
+        (
+            "rm",
+            {"algorithm": {"name": "rm", "margins": True}, "data": {"train": "pairs.jsonl"}},
+            DataError,
+            r"pairs.jsonl:1: no 'margin', but algorithm.margins is true",
+        ),
     ],
 )
 def test_mistakes(
@@ -264,9 +270,31 @@ def test_mistakes(
     message: str,
 ) -> None:
     if "data" in sections:
-        sections = {"data": {"train": str(rows / sections["data"]["train"])}}
+        sections = {**sections, "data": {"train": str(rows / sections["data"]["train"])}}
     with pytest.raises(error, match=message):
         launch(preference_recipe(name, tiny, rows, tmp_path / "run", "cpu", **sections), "")
+
+
+def test_a_run_that_learns_nothing_fails(
+    tiny: Path, rows: Path, tmp_path: Path, device_type: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only undesirable responses, which have no weight; it ends long before its last step."""
+    lines = [json.loads(line) for line in (rows / "responses.jsonl").read_text().splitlines()]
+    bad = [json.dumps(line) + "\n" for line in lines if not line["label"]]
+    (tmp_path / "bad.jsonl").write_text("".join(bad[:64]))
+    sections: dict[str, Any] = {
+        "data": {"train": str(tmp_path / "bad.jsonl"), "batch_size": 2},
+        "algorithm": {"name": "kto", "undesirable_weight": 0.0},
+        "trainer": {"steps": 500, "save_every": 4},
+    }
+    recipe = preference_recipe("kto", tiny, rows, tmp_path / "run", device_type, **sections)
+    with pytest.raises(ZeroGradientError, match=r"step 10: the gradient .* exactly 0 and the loss is 0"):
+        launch(recipe, "")
+    assert len(stable_metrics(recipe.output)) == 9
+    # A resumed run knows it, too: it goes on from step 8.
+    with pytest.raises(ZeroGradientError, match="step 10: the gradient of every update so far is exactly 0"):
+        launch(recipe, "")
+    assert "not used" not in capfd.readouterr().err
 
 
 def test_preview_shows_both_sides(tiny: Path, rows: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import npusim
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isotrain.device.npu import NPU
-from isotrain.errors import NonFiniteError, RecipeError
+from isotrain.errors import NonFiniteError, RecipeError, ZeroGradientError
 from isotrain.observe.metrics import read_metrics
 from isotrain.trainers.launch import launch
 from isotrain.trainers.start import run_lock
@@ -134,6 +136,19 @@ def test_non_finite_loss_raises_or_is_skipped(tiny: Path, tmp_path: Path, device
     rows = read_metrics(tmp_path / "skip" / "metrics.jsonl")
     numbers = [(row["train/loss"], row["train/grad_norm"]) for row in rows]
     assert sum(not all(map(math.isfinite, pair)) for pair in numbers) == 2
+
+
+def test_a_run_whose_updates_are_all_skipped_fails(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    sections = {
+        "model": {"path": str(tmp_path / "model")},
+        "trainer": {"steps": 2, "non_finite": "skip", "max_skipped_steps": 9},
+    }
+    with pytest.raises(ZeroGradientError, match="all 2 updates up to step 2 were skipped"):
+        launch(tiny_recipe(tiny, tmp_path / "run", "cpu", **sections), "")
 
 
 @pytest.mark.parametrize("on", [pytest.param("cpu", marks=pytest.mark.slow), "npu"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from isotrain.algorithms.segments import spread, sums, widen
+from isotrain.algorithms.segments import assert_aligned, spread, sums, widen
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A micro-batch's share of a loss, which bears the gradient, and its shares of metrics by name."""
@@ -37,6 +37,7 @@ class LossNormalizer:
 
     def only(self, values_N: torch.Tensor) -> torch.Tensor:
         """The values under the mask and 0 elsewhere, where not even a NaN gets through."""
+        assert_aligned(values_N, self.mask_N)
         return torch.where(self.mask_N, widen(values_N), 0.0)
 
     def mean(self, values_N: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,14 @@ def widen(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def assert_aligned(*columns: torch.Tensor | None) -> None:
+    """Values of the same items must be equally many: torch would stretch one value over all items, or
+    reduce them to none where there is no value.
+    """
+    shapes = [tuple(column.shape) for column in columns if column is not None]
+    assert all(shape == shapes[0] for shape in shapes), f"values of the same items have shapes {shapes}"
+
+
 def sums(values_N: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The sum over each trajectory's tokens.
 

@@ -95,7 +95,7 @@ _TOKEN_FILES = Ragged("tokens", {TOKENS: "<i4", MASK: "|u1"}, "offsets.bin")
 SAMPLES = Codec(1, (_TOKEN_FILES,), _write_sample, _read, {"loss_tokens": MASK})
 """Of items that are one sample without labels."""
 ITEMS = Codec(
-    3,
+    4,
     (
         _TOKEN_FILES,
         Ragged("samples", {LENGTHS: "<i8", PROMPTS: "<i8", PROMPT_IDS: "<i8"}, "sample-offsets.bin"),

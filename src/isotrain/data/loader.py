@@ -26,13 +26,18 @@ from isotrain.errors import DataError
 class MicroBatch:
     packed: PackedBatch
     lengths: tuple[int, ...]
-    """Marked tokens of each sample, on the host."""
+    """Marked tokens of each sample after its first, which nothing predicts, on the host."""
     values_V: torch.Tensor
     """The labels of all items, one after the other."""
     numbers: tuple[int, ...]
     """Of the items, in their store."""
     ref_logp_S: torch.Tensor | None = None
     """Log-probs under the reference, where the loader has them."""
+
+    def __post_init__(self) -> None:
+        assert sum(self.lengths) == self.packed.loss_tokens, "each marked token has a log-prob"
+        if self.ref_logp_S is not None:
+            assert len(self.ref_logp_S) == len(self.lengths), "each sample has a reference"
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class BatchLoader:
         values_V = np.concatenate([np.zeros(0, np.float32), *(item.values_V for item in items)])
         return MicroBatch(
             packed=pack_shared(samples, prompts) if self.share_prompts else pack(samples),
-            lengths=tuple(int(sample.mask_T.sum()) for sample in samples),
+            lengths=tuple(int(sample.mask_T[1:].sum()) for sample in samples),
             values_V=torch.from_numpy(values_V),
             numbers=tuple(numbers),
             ref_logp_S=self._ref_logps(numbers, columns),

@@ -43,8 +43,11 @@ class LabelledSteps(NamedTuple):
     labels: list[float]
 
 
-def read_pair(row: Row) -> Pair:
-    """A preference; UltraFeedback's rows and dialogues as text with `Assistant:` turns work as they are."""
+def read_pair(row: Row, in_turns: bool = False) -> Pair:
+    """A preference; UltraFeedback's rows and dialogues as text with `Assistant:` turns work as they are.
+
+    `in_turns`: a text prompt is the user's turn and its responses are the assistant's, not plain text.
+    """
     chosen, rejected = _wanted(row, "chosen", PAIR_SHAPES), _wanted(row, "rejected", PAIR_SHAPES)
     if chosen == rejected:
         raise DataError(f"{row.origin}: 'chosen' and 'rejected' are the same; remove the row")
@@ -55,6 +58,8 @@ def read_pair(row: Row) -> Pair:
         raise DataError(f"{row.origin}: 'chosen' and 'rejected' must have the same type; {PAIR_SHAPES}")
     elif prompt is None:
         prompt, chosen, rejected = _split_texts(row, chosen, rejected)
+    elif in_turns:
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
     margin = row.values.get("margin")
     if margin is not None and (isinstance(margin, bool) or not _is_finite(margin)):
         raise DataError(f"{row.origin}: 'margin' must be a number, not {margin!r}")
@@ -91,8 +96,8 @@ def read_steps(row: Row) -> LabelledSteps:
             raise DataError(
                 f"{row.origin}: labels[{number}] must be true, false or between 0 and 1: {label!r}"
             )
-    prompt = replace(row, values={"prompt": _wanted(row, "prompt", STEP_SHAPES)})
-    return LabelledSteps(prompt, steps, [float(label) for label in labels])
+    prompt = {"prompt": _wanted(row, "prompt", STEP_SHAPES), **_tools(row)}
+    return LabelledSteps(replace(row, values=prompt), steps, [float(label) for label in labels])
 
 
 def _split_messages(row: Row, prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Any, Any, Any]:
@@ -127,10 +132,12 @@ def _completed(row: Row, prompt: Any, completion: Any, side: str) -> Row:
     """A row of prompt and completion; errors about it name the side."""
     if isinstance(completion, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    values = {"prompt": prompt, "completion": completion}
-    if "tools" in row.values:
-        values["tools"] = row.values["tools"]
+    values = {"prompt": prompt, "completion": completion, **_tools(row)}
     return replace(row, values=values, origin=f"{row.origin} ({side})")
+
+
+def _tools(row: Row) -> dict[str, Any]:
+    return {"tools": row.values["tools"]} if "tools" in row.values else {}
 
 
 def _wanted(row: Row, key: str, shapes: str) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from isotrain.data.sample import Sample
 from isotrain.errors import DataError
 
 
@@ -26,14 +28,20 @@ def single_token(tokenizer: PreTrainedTokenizerBase, text: str, field: str) -> i
 
 def join_steps(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], steps: Sequence[str], separator: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """All tokens, and the places where steps end: the last token of the separator after each."""
+) -> Sample:
+    """Prompt and steps, marked where steps end: at the last token of the separator after each.
+
+    Training and scoring both take their tokens from here, and the prompt's from `PromptEncoder`: a model
+    that scores other tokens than it was trained on gives scores that mean nothing.
+    """
     tokens, ends = list(prompt), []
     for step in steps:
         tokens += tokenizer(step, add_special_tokens=False, verbose=False)["input_ids"]
         tokens += separator
         ends.append(len(tokens) - 1)
-    return tokens, ends
+    mask_T = np.zeros(len(tokens), np.bool_)
+    mask_T[ends] = True
+    return Sample(np.array(tokens, np.int32), mask_T)
 
 
 def split_steps(text: str, separator: str) -> list[str]:

@@ -67,6 +67,14 @@ class KtoSection(PreferenceSection):
     """Where reference log-probs come from: computed once before training and cached, a second model,
     or the model without its adapters. `auto` uses the last with LoRA, else the first."""
 
+    @model_validator(mode="after")
+    def _some_responses_count(self) -> KtoSection:
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError(
+                tr("desirable_weight and undesirable_weight are both 0, so nothing is learnt: raise one")
+            )
+        return self
+
 
 class RmSection(PreferenceSection):
     kind: ClassVar[Kind] = "pairs"

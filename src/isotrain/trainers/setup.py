@@ -75,7 +75,16 @@ def preference_encoder(
     tokenizer: PreTrainedTokenizerBase, data: DataSection, algorithm: PreferenceSection
 ) -> PreferenceEncoder:
     separator = algorithm.step_separator if isinstance(algorithm, PrmSection) else ""
-    return PreferenceEncoder(tokenizer, algorithm.kind, data.max_length, data.too_long, separator)
+    margins = isinstance(algorithm, RmSection) and algorithm.margins
+    return PreferenceEncoder(
+        tokenizer,
+        algorithm.kind,
+        data.max_length,
+        data.too_long,
+        separator,
+        margins=margins,
+        scored=isinstance(algorithm, RmSection),
+    )
 
 
 def _open_store(

@@ -15,7 +15,7 @@ from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule
 from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
-from isotrain.errors import CheckpointError, NonFiniteError
+from isotrain.errors import CheckpointError, NonFiniteError, ZeroGradientError
 from isotrain.models.flops import training_flops
 from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory
@@ -23,6 +23,9 @@ from isotrain.trainers.preemption import Preempted, Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.tasks.base import Task
+
+# A first batch can be in balance by chance, as one of soft labels 0.5 is; ten in a row are not.
+MAX_ZERO_GRADIENTS = 10
 
 
 @dataclass
@@ -49,6 +52,10 @@ class SupervisedTrainer:
     preemption: Preemption = field(default_factory=Preemption)
     around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
     skipped: int = 0
+    zero_gradients: int = 0
+    """Updates without a gradient before the first that has one."""
+    has_learnt: bool = False
+    """Whether an update had a gradient, before the last checkpoint too."""
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last of this run."""
@@ -72,6 +79,7 @@ class SupervisedTrainer:
             self.device.synchronize()
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)
+            self._check_gradient(step, result)
             if self.validation is not None and self._is_due(step, self.validate_every):
                 values |= self._validate(self.validation)
             self.recorder.write(step, values)
@@ -141,6 +149,25 @@ class SupervisedTrainer:
             )
         self.recorder.console.message(f"warning: {what}: not finite, update skipped")
 
+    def _check_gradient(self, step: int, result: UpdateResult) -> None:
+        """End a run in which nothing is learnt: its metrics look calm, and its weights stay the same."""
+        self.has_learnt = self.has_learnt or (result.applied and result.grad_norm != 0)
+        if self.has_learnt:
+            return
+        self.zero_gradients += result.applied
+        if step < self.last_step and self.zero_gradients < MAX_ZERO_GRADIENTS:
+            return
+        if not self.zero_gradients:
+            raise ZeroGradientError(
+                f"all {self.skipped} updates up to step {step} were skipped, because loss or gradient was "
+                "not finite: nothing is learnt; lower optimizer.lr, or check the samples"
+            )
+        raise ZeroGradientError(
+            f"step {step}: the gradient of every update so far is exactly 0 and the loss is {result.loss:g}: "
+            "nothing is learnt, because no sample has a target that the loss counts; check labels and "
+            "margins of the rows (`isotrain preview` shows them) and the weights in `algorithm`"
+        )
+
     def _save(self, step: int) -> None:
         started = time.perf_counter()
         self.recorder.sync()
@@ -148,6 +175,8 @@ class SupervisedTrainer:
             "taken": self.loader.sampler.taken,
             "skipped": self.skipped,
             "updates": optimizer_updates(self.engine),
+            "has_learnt": int(self.has_learnt),
+            "zero_gradients": self.zero_gradients,
         }
         shards = saved_shards(self.engine) | generator_shards(self.device)
         self.writer.save(step, shards, host_generators(), state)
@@ -167,5 +196,8 @@ class SupervisedTrainer:
         restore(self.engine, self.device, reader)
         self.loader.sampler.taken = int(reader.state["taken"])
         self.skipped = int(reader.state["skipped"])
+        # Checkpoints of earlier versions do not say it.
+        self.has_learnt = bool(reader.state.get("has_learnt", 1))
+        self.zero_gradients = int(reader.state.get("zero_gradients", 0))
         console.message(f"resuming after step {reader.step} of {self.steps}")
         return reader.step

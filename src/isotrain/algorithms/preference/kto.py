@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.segments import widen
+from isotrain.algorithms.segments import assert_aligned, widen
 
 
 def reference_point(log_ratio_sum: float, responses: int) -> float:
@@ -36,6 +36,7 @@ def kto(
     `l = logp - ref`; `kl` is the step's reference point, which bears no gradient. The loss is a share of the
     mean over the step's `responses`.
     """
+    assert_aligned(logp_S, ref_logp_S, desirable_S)
     log_ratio_S = widen(logp_S) - widen(ref_logp_S.detach())
     sign_S = torch.where(desirable_S, 1.0, -1.0)
     weight_S = torch.where(desirable_S, desirable_weight, undesirable_weight)

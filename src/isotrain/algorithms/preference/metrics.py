@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from isotrain.algorithms.segments import widen
+from isotrain.algorithms.segments import assert_aligned, widen
 
 Sums = dict[str, torch.Tensor]
 Metrics = dict[str, float]
@@ -22,6 +22,7 @@ def calibration_sums(probability_N: torch.Tensor, happened_N: torch.Tensor, coun
 
     `probability_N` is what the model gives to what `happened_N` says. An undecided one is half right.
     """
+    assert_aligned(probability_N, happened_N)
     confidence_N = torch.maximum(probability_N, 1 - probability_N)
     right_N = torch.where(
         probability_N == 0.5, 0.5, ((probability_N > 0.5) == happened_N).to(probability_N.dtype)

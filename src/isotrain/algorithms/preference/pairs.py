@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from isotrain.algorithms.aggregate import Loss
 from isotrain.algorithms.preference.metrics import pair_sums
-from isotrain.algorithms.segments import widen
+from isotrain.algorithms.segments import assert_aligned, widen
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Side:
     """The same under the reference; None for losses that have none."""
     tokens_P: torch.Tensor
     """Tokens of the response."""
+
+    def __post_init__(self) -> None:
+        assert_aligned(self.logp_P, self.ref_logp_P, self.tokens_P)
 
     def mean_logp_P(self) -> torch.Tensor:
         return widen(self.logp_P) / self.tokens_P.clamp(min=1)
@@ -52,6 +55,7 @@ def smoothed(h_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 def shares(losses: PairLosses, pairs: int) -> Loss:
     """A micro-batch's share of the mean over all `pairs` of the step, and of its metrics."""
+    assert_aligned(*losses)
     chosen_P, rejected_P = losses.chosen_P.detach(), losses.rejected_P.detach()
     loss = losses.loss_P.sum() / pairs
     return loss, {

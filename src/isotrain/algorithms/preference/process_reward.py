@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.segments import widen
+from isotrain.algorithms.segments import assert_aligned, widen
 
 
 def two_classes(logits_NC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,6 +25,7 @@ def prm(logq_bad_N: torch.Tensor, logq_good_N: torch.Tensor, labels_N: torch.Ten
     `logq_*` come from `two_classes`, or are the two tokens' log-probs among the whole vocabulary. Labels
     between 0 and 1 are probabilities of a good step: `-(1 - p) log q_bad - p log q_good`.
     """
+    assert_aligned(logq_bad_N, logq_good_N, labels_N)
     logq_bad_N, logq_good_N = widen(logq_bad_N), widen(logq_good_N)
     good_N = labels_N.to(logq_bad_N.dtype)
     loss_N = -(1 - good_N) * logq_bad_N - good_N * logq_good_N

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from isotrain.algorithms.preference.pairs import PairLosses
-from isotrain.algorithms.segments import widen
+from isotrain.algorithms.segments import assert_aligned, widen
 
 
 def rm(
@@ -25,6 +25,7 @@ def rm(
     The two are the same function; the second takes no margin, and is how OpenRLHF names and computes it.
     `centre` times `(r_c + r_r)^2` keeps scores around 0, which pairs alone do not determine.
     """
+    assert_aligned(chosen_P, rejected_P, margin_P)
     chosen_P, rejected_P = widen(chosen_P), widen(rejected_P)
     difference_P = chosen_P - rejected_P
     if loss == "logexp":

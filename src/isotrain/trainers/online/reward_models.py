@@ -67,7 +67,8 @@ class ResponseRewardModel:
         return {
             numbers[i]: score
             for micro, scores_R in zip(plan, score_samples(self.model, batches), strict=True)
-            for i, score in zip(micro, scores_R.tolist(), strict=False)
+            # The stand-in of an empty micro-batch has a score as well, which belongs to no trajectory.
+            for i, score in zip(micro, scores_R.tolist()[: len(micro)], strict=True)
         }
 
     def _sample(self, trajectory: Trajectory) -> Sample:
@@ -118,7 +119,4 @@ class ProcessRewardModel:
         assert isinstance(text, str)
         steps = split_steps(text, self.separator)
         prompt = trajectory.tokens_T[: trajectory.prompt_length].tolist()
-        tokens, ends = join_steps(self.tokenizer, prompt, steps or [""], self.separator_tokens)
-        mask_T = np.zeros(len(tokens), np.bool_)
-        mask_T[ends] = True
-        return Sample(np.array(tokens, np.int32), mask_T), len(steps)
+        return join_steps(self.tokenizer, prompt, steps or [""], self.separator_tokens), len(steps)

@@ -18,7 +18,7 @@ from isotrain.algorithms.preference.metrics import calibration_sums
 from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
 from isotrain.algorithms.preference.process_reward import prm
 from isotrain.algorithms.preference.reward_model import rm
-from isotrain.algorithms.segments import sums
+from isotrain.algorithms.segments import assert_aligned, sums
 from isotrain.data.loader import MicroBatch, StepData
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
@@ -78,8 +78,11 @@ class KtoWork:
     def _reference_point(self, data: StepData) -> float:
         policy = response_logps(self.engine, data.mismatched)
         reference = self.reference(data.mismatched)
-        own = sum((p - r).sum().item() for p, r in zip(policy, reference, strict=True))
-        return reference_point(self.engine.world.total([own])[0], data.items)
+        log_ratio = 0.0
+        for logp_S, ref_logp_S in zip(policy, reference, strict=True):
+            assert_aligned(logp_S, ref_logp_S)
+            log_ratio += (logp_S - ref_logp_S).sum().item()
+        return reference_point(self.engine.world.total([log_ratio])[0], data.items)
 
     def _objective(self, batch: MicroBatch, ref_logp_S: torch.Tensor, kl: float, responses: int) -> Objective:
         def objective(head: TokenHead) -> Loss:
