@@ -123,7 +123,7 @@ class TextDigest:
     """Equal for texts that differ in white space alone, which templates trim around messages."""
 
     def __init__(self, text: str = "", before: TextDigest | None = None) -> None:
-        self._hash = hashlib.sha256() if before is None else before._hash.copy()
+        self._hash: hashlib._Hash = hashlib.sha256() if before is None else before._hash.copy()
         self._hash.update("".join(text.split()).encode("utf-8", "surrogatepass"))
 
     def then(self, text: str) -> TextDigest:
