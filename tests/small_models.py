@@ -54,11 +54,15 @@ def _small(cls: Any, changes: dict[str, Any]) -> PretrainedConfig:
         return None if name in derived else getattr(default, name, None)
 
     values = {name: size for name, size in SIZES.items() if stated(name) is not None}
-    if hasattr(default, "num_key_value_heads"):  # some have none by default, and need it
-        values["num_key_value_heads"] = SIZES["num_key_value_heads"]
+    # Some have no default for what they need.
+    for name in ("num_key_value_heads", "head_dim", "num_experts_per_tok", "n_routed_experts"):
+        if hasattr(default, name) and name not in derived:
+            values[name] = SIZES[name]
     if "kv_lora_rank" in values:  # latent attention has no groups of heads
         values["num_key_value_heads"] = 4
     for name in ("layer_types", "mlp_layer_types"):
+        if name in cls.attribute_map:  # another name of a list that is derived
+            continue
         if kinds := stated(name):  # one of each, and the last ones as they are
             values[name] = [*dict.fromkeys(kinds), *kinds[-1:] * 4][: SIZES["num_hidden_layers"]]
     for name, value in vars(default).items():
