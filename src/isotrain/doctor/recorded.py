@@ -37,15 +37,15 @@ class RecordedMachine:
     """Reads from a folder that may come from anybody: it reads nothing outside."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.resolve()
-        text = self._text("machine.json")
         try:
+            self._folder = folder.resolve()
+            text = self._text("machine.json")
             if text is None:
                 raise ValueError("it has no machine.json")
             self._described = _Described.model_validate_json(text)
             for version in [self._described.python, *self._described.packages.values()]:
                 Version(version)
-        except ValueError as error:  # pydantic's and packaging's are of this kind
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links; pydantic's, packaging's
             raise DataError(f"{folder}: not a recorded machine: {error}") from None
         self.machine, self.python = self._described.machine, self._described.python
         self.variables: Mapping[str, str] = self._described.variables
@@ -83,7 +83,7 @@ class RecordedMachine:
                 return None
             with kept.open(encoding="utf-8", errors="replace") as file:
                 return file.read(LONGEST)
-        except (OSError, ValueError):  # a name with a zero byte is of the second kind
+        except (OSError, RuntimeError, ValueError):  # a loop of links; a name with a zero byte
             return None
 
 

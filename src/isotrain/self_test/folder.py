@@ -160,13 +160,13 @@ def is_self_test(folder: Path) -> bool:
 
 def read(folder: Path) -> Results:
     """A folder may come from anybody: nothing outside of it is read."""
-    path = (folder / RESULTS).resolve()
     try:
+        path = (folder / RESULTS).resolve()
         if not path.is_relative_to(folder.resolve()):
             raise ValueError(f"{RESULTS} is a link out of the folder")
         with path.open(encoding="utf-8") as file:
             return Results.model_validate_json(file.read(LARGEST_LOG))
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise DataError(f"{folder}: not the folder of a self-test: {error}") from None
 
 
