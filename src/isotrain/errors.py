@@ -18,6 +18,31 @@ class IsotrainError(Exception):
     """Whether the same command may succeed if it is run again: something died, nothing is to be changed."""
 
 
+# What Python raises for wrong data, a wrong path or a bug: the same command meets it again. Devices,
+# collectives and the network raise RuntimeError, OSError or types of their own.
+_COME_AGAIN = (
+    *(
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        NameError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ),
+    *(ImportError, NotImplementedError, RecursionError),
+    *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same command may succeed if it is run again, for any error that ended a run."""
+    if isinstance(error, IsotrainError):
+        return error.may_pass
+    return not isinstance(error, _COME_AGAIN)
+
+
 class RecipeError(IsotrainError, ValueError):
     """A recipe, override or command-line value that cannot be used, with what to write instead.
 
@@ -114,6 +139,10 @@ class WorkerLost(ClusterError):
     """A worker that died, crashed or did not reply, or whose machine was lost."""
 
     may_pass = True
+
+
+class WorkerFailed(ClusterError):
+    """A worker that met an error which comes again: wrong data, or a bug."""
 
 
 class CertificateError(IsotrainError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,12 +15,30 @@ from pathlib import Path
 import npusim
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from isotrain.cli.main import app
 from isotrain.cli.restarts import LONGEST_PAUSE, check_restarts, pause_before, reason_to_restart
 from isotrain.engine.checkpoint.layout import MARKER, step_directory
 from isotrain.engine.checkpoint.pending import newest_complete
-from isotrain.errors import MAY_PASS, RecipeError
+from isotrain.errors import (
+    MAY_PASS,
+    CheckpointError,
+    DataError,
+    EngineLost,
+    ModelError,
+    RankLost,
+    RecipeError,
+    RewardError,
+    WeightUpdateError,
+    WorkerFailed,
+    WorkerLost,
+)
+from isotrain.recipe.load import write_resolved
+from isotrain.trainers.launch import _error as launch_error
 from isotrain.trainers.preemption import PREEMPTED
+from isotrain.trainers.rank import LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
+from isotrain.trainers.rank import main as run_rank
 from support import command, run_cli, tiny_recipe, write_recipe
 
 HANG = 120.0
@@ -121,6 +140,52 @@ def test_which_ends_are_followed_by_a_restart() -> None:
     assert reason_to_restart(MAY_PASS) == "training failed"
     # Complete; an error of the user; a command that does not exist; somebody's Ctrl-C.
     assert [reason_to_restart(code) for code in (0, 1, 2, 130, -signal.SIGINT)] == [None] * 5
+
+
+class DeviceFailed(RuntimeError):
+    """As torch and the engines raise their own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *((kind("seen"), 1) for kind in (DataError, ModelError, CheckpointError, RewardError, WorkerFailed)),
+        *((kind("seen"), MAY_PASS) for kind in (RankLost, WorkerLost, EngineLost, WeightUpdateError)),
+        # Bugs and wrong data, which come again with the same command.
+        *((kind("seen"), 1) for kind in (AssertionError, AttributeError, IndexError, KeyError, NameError)),
+        *((kind("seen"), 1) for kind in (TypeError, ValueError, ZeroDivisionError, OverflowError)),
+        *((kind("seen"), 1) for kind in (RecursionError, NotImplementedError, ImportError)),
+        *((kind("seen"), 1) for kind in (FileNotFoundError, PermissionError, NotADirectoryError)),
+        (json.JSONDecodeError("seen", "{", 1), 1),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "seen"), 1),
+        # Devices, collectives, the network and the machine.
+        *((kind("seen"), MAY_PASS) for kind in (RuntimeError, DeviceFailed, OSError, MemoryError, EOFError)),
+        *((kind("seen"), MAY_PASS) for kind in (ConnectionResetError, TimeoutError, BrokenPipeError)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_what_may_pass_is_repeated(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command's exit code, and what becomes of the same error of one rank of several."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("isotrain.api.train", fail)
+    shown = CliRunner().invoke(app, ["train", "tiny-sft"])
+    assert shown.exit_code == code and "seen" in shown.output + shown.stderr
+    assert (reason_to_restart(code) is None) == (code == 1)
+
+    recipe = tiny_recipe(tmp_path, tmp_path, "cpu")
+    write_resolved(recipe, tmp_path / RECIPE_FILE)
+    (tmp_path / SOURCE_FILE).touch()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
+    monkeypatch.setattr("isotrain.trainers.rank.train_supervised", fail)
+    assert run_rank(tmp_path) == 1
+    raised = launch_error(tmp_path, {0: 1, 1: -signal.SIGTERM})
+    assert raised.may_pass == (code == MAY_PASS) and "seen" in str(raised)
 
 
 def test_pauses_grow_up_to_a_bound() -> None:

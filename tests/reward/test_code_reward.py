@@ -130,6 +130,36 @@ def test_responses_without_code_and_rows_without_tests() -> None:
     assert empty.detail.startswith("reward.code: the row has no tests; check reward.answer_key")
 
 
+def nested(depth: int) -> str:
+    return "[" * depth + "1" + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [300, 980, 5000, 200_000])
+def test_deep_rows_are_scored_or_refused_and_end_no_run(depth: int) -> None:
+    """Each at another place that reads, sends or compares it."""
+    code = f"def f(*x):\n    y = 1\n    for _ in range({min(depth, 5000)}):\n        y = [y]\n    return y"
+    deep: Any = 1
+    for _ in range(min(depth, 5000)):
+        deep = [deep]
+    functional = [{"input": "1", "output": nested(depth), "testtype": "functional"}]
+    items = [
+        written(code, nested(depth)),
+        written(code, functional, {"metadata": '{"func_name": "f"}'}),
+        written(code, functional, {"metadata": nested(depth)}),
+        written(code, {"inputs": [[1], deep], "outputs": [1, deep], "fn_name": "f"}),
+        written(code, {"inputs": [nested(depth)], "outputs": ["1"], "fn_name": "f"}),
+        written(code, {"inputs": [deep], "outputs": [deep]}),
+        written(code, {"test_list": deep}),
+        written("def f(*x):\n    return 1", {"inputs": [[1]], "outputs": [1], "fn_name": "f"}),
+    ]
+    with scorer(score="share") as rewards:
+        *hard, easy = rewards.score(items)
+    assert (easy.score, easy.failure) == (1.0, None)
+    for scored in hard:
+        assert scored.failure in (None, "error")
+        assert scored.failure is None or "reward.answer_key" in scored.detail, scored.detail
+
+
 def test_a_broken_sandbox_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "PAUSE", 0.01)
     with fusion_server(None) as server:

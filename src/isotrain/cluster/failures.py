@@ -17,8 +17,8 @@ from ray.exceptions import (
 )
 from ray.exceptions import OutOfMemoryError as RayOutOfMemory
 
-from isotrain.cluster.host import Crash, Whereabouts
-from isotrain.errors import ClusterError, IsotrainError, WorkerLost
+from isotrain.cluster.host import Bug, Crash, Whereabouts
+from isotrain.errors import ClusterError, IsotrainError, WorkerFailed, WorkerLost
 
 DEATHS = (RayActorError, NodeDiedError, ObjectLostError, RayOutOfMemory, WorkerCrashedError)
 LAST_LINES = 15
@@ -48,7 +48,8 @@ def explain(error: Exception, who: str, index: int, method: str, where: Whereabo
         return cause
     place = f"{who} {_placed(index, where)}"
     if isinstance(cause, Crash):
-        return WorkerLost(f"{place} failed in `{method}`:\n{cause}")
+        kind = WorkerFailed if isinstance(cause, Bug) else WorkerLost
+        return kind(f"{place} failed in `{method}`:\n{cause}")
     if isinstance(cause, ActorUnschedulableError):
         return ClusterError(f"{place} cannot be started: {cause}")
     if isinstance(cause, DEATHS):

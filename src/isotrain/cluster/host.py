@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from isotrain.errors import ClusterError, IsotrainError
+from isotrain.errors import ClusterError, IsotrainError, may_pass
 from isotrain.lifetime import die_with_parent
 
 
@@ -29,6 +29,10 @@ class Whereabouts:
 
 class Crash(Exception):
     """The traceback of an error that is not one of ours; the error itself may not survive pickling."""
+
+
+class Bug(Crash):
+    """The same of an error that would come again."""
 
 
 class Host:
@@ -71,7 +75,7 @@ class Host:
             # From the worker's own frames on: ours and Ray's explain nothing.
             frames = error.__traceback__.tb_next if error.__traceback__ else None
             lines = traceback.format_exception(type(error), error, frames)
-            raise Crash("".join(lines).rstrip()) from None
+            raise (Crash if may_pass(error) else Bug)("".join(lines).rstrip()) from None
 
 
 def _leave_sigterm_to_the_controller() -> None:

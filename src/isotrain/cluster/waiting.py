@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.errors import ClusterError, IsotrainError
+from isotrain.errors import ClusterError, IsotrainError, WorkerFailed
 
 LOOK_EVERY = 5.0
 # The first failure seen need not be the cause: a rank whose peer is killed loses its connections.
@@ -115,7 +115,7 @@ def _failures(
 
 def may_be_an_effect(failure: IsotrainError) -> bool:
     """Whether another member's end may have caused this: not if a worker says what is wrong."""
-    return isinstance(failure, ClusterError)
+    return isinstance(failure, ClusterError) and not isinstance(failure, WorkerFailed)
 
 
 def cause_of(failures: Sequence[IsotrainError]) -> IsotrainError:

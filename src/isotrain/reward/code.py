@@ -79,6 +79,11 @@ class CodeReward:
             graded = Graded(0, len(tests.tests)) if code is None else self.grade(code, tests)
         except (SandboxError, ValueError) as error:
             return Scored(0.0, failure="error", detail=one_line(str(error)))
+        except RecursionError:
+            detail = "the row's tests are nested too deeply; check reward.answer_key"
+            return Scored(0.0, failure="error", detail=detail)
+        except Exception as error:  # one row must not end the run
+            return Scored(0.0, failure="error", detail=one_line(f"{type(error).__name__}: {error}"))
         share = graded.passed / graded.total
         parts = {"no_code": float(code is None), "timeout": float(graded.timeout)}
         return Scored(share if self._share else float(share == 1.0), parts)

@@ -7,7 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from isotrain.errors import IsotrainError
+from isotrain.errors import IsotrainError, may_pass
 from isotrain.lifetime import die_with_parent
 from isotrain.recipe.load import load_resolved
 from isotrain.terminal import guard
@@ -37,8 +37,9 @@ def main(job: Path) -> int:
     except IsotrainError as error:
         (job / ERROR_FILE.format(rank=rank)).write_text(str(error))
         return 1
-    except Exception:
-        (job / CRASH_FILE.format(rank=rank)).write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+    except Exception as error:
+        file = CRASH_FILE if may_pass(error) else ERROR_FILE
+        (job / file.format(rank=rank)).write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         return 1
     return 0
 

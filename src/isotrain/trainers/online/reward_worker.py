@@ -49,9 +49,12 @@ class RewardWorker:
             if own is None
             else (
                 str(values.get("data_source", "data")),
-                tuple(Score(s.score, s.parts, s.failure, s.detail) for s in islice(scored, len(own))),
+                tuple(
+                    Score(s.score, s.parts, s.failure, _with_row(s, store, row))
+                    for s in islice(scored, len(own))
+                ),
             )
-            for own, values in zip(samples, rows, strict=True)
+            for own, values, (row, _) in zip(samples, rows, items, strict=True)
         ]
 
     def _samples(self, group: Sequence[Trajectory], values: dict[str, Any]) -> list[RewardInput]:
@@ -72,6 +75,12 @@ class RewardWorker:
         """End the processes of rewards with all that they started, which the end of this one would not."""
         if self.scorer is not None:
             self.scorer.close()
+
+
+def _with_row(scored: Scored, store: str, row: int) -> str:
+    """An error of a reward is mostly one of the row: say which."""
+    of_row = scored.failure == "error" and scored.detail.startswith("reward.")
+    return f"{scored.detail} (row {row} of the {store} prompts)" if of_row else scored.detail
 
 
 def _told(episode: Episode) -> Scored | None:
