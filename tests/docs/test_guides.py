@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from translations import ROOT
 
 from isotrain.cli.main import app
+from isotrain.errors import RecipeError
 from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
 from isotrain.recipe.schema import Recipe
@@ -108,14 +109,28 @@ def described(metric: str, known: str) -> bool:
     return f"`{part}`" in known or (f"`/{last}`" in known and f"`{head}/" in known)
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_sections_of_recipes_are_valid(guide: str) -> None:
-    """Each YAML block, as changes to a recipe that has all sections."""
-    for block in pages.code_blocks(TEXTS[guide]):
-        if block.startswith("```yaml\n"):
-            changes = yaml.safe_load("".join(block.splitlines(keepends=True)[1:-1]))
-            overrides = [f"{path}={json.dumps(value)}" for path, value in flat(changes)]
-            load_recipe(library.find("tiny-grpo"), overrides)
+SECTIONS = [
+    block for text in TEXTS.values() for block in pages.code_blocks(text) if block.startswith("```yaml")
+]
+
+
+def load_section(block: str) -> None:
+    """A YAML block, as changes to a recipe that has all sections."""
+    changes = yaml.safe_load("".join(block.splitlines(keepends=True)[1:-1]))
+    overrides = [f"{path}={json.dumps(value)}" for path, value in flat(changes)]
+    assert overrides
+    load_recipe(library.find("tiny-grpo"), overrides)
+
+
+def test_sections_of_recipes_are_valid() -> None:
+    assert len(SECTIONS) == sum(text.count("\n```yaml") for text in TEXTS.values()) > 0
+    for block in SECTIONS:
+        load_section(block)
+
+
+def test_wrong_sections_are_noticed() -> None:
+    with pytest.raises(RecipeError, match="rewards"):
+        load_section("```yaml\nrewards:\n  gsm8k: {}\n```")
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

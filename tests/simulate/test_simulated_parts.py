@@ -87,8 +87,9 @@ def test_a_transfer_through_two_points() -> None:
 
 
 def test_controller_seconds() -> None:
-    seconds = controller_seconds(ranks=100, agents=4, calls=3, own=0.1, per_rank=1e-3, per_agent_call=0.01)
-    assert seconds == pytest.approx(0.1 + 0.1 + 0.12)
+    # Terms of different sizes: none of them can stand for another.
+    seconds = controller_seconds(ranks=100, agents=4, calls=3, own=0.5, per_rank=1e-3, per_agent_call=0.07)
+    assert seconds == pytest.approx(0.5 + 0.1 + 0.84)
 
 
 def test_failures() -> None:
