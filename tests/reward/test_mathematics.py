@@ -58,13 +58,13 @@ def run(answers: list[RewardInput], timeout: float, size: int = 1) -> list[Score
 
 @pytest.mark.heavy
 def test_right_and_wrong() -> None:
-    missing = [("1", None), ("1", " "), ("1", "1" * 5000)]
+    missing = [("1", None), ("1", " "), ("1", "1" * 5000), ("5", "in $, not told")]
     results = run(
         [RewardInput(response, answer) for response, answer in RIGHT + WRONG + missing], timeout=60.0
     )
-    failed, results = results[-3:], results[:-3]
-    assert [result.failure for result in failed] == ["error"] * 3
-    assert "reward.answer_key" in failed[0].detail
+    failed, results = results[-4:], results[:-4]
+    assert [result.failure for result in failed] == ["error"] * 4
+    assert "reward.answer_key" in failed[0].detail and "reward.answer_key" in failed[3].detail
     assert [result.failure for result in results] == [None] * len(results)
     scores = [result.score for result in results]
     assert [case for case, score in zip(RIGHT, scores, strict=False) if score != 1.0] == []

@@ -103,6 +103,8 @@ def test_a_busy_server_is_asked_again_but_not_for_ever(server: FusionServer) -> 
         ((200, b"[]"), "could not run the program: status None"),
         (reply(top_status="SandboxError", top_message="no \x1b[31mworker\n"), r"program: no \[31mworker$"),
         (reply(top_run_result=None), "could not run the program"),
+        (reply(return_code=None), "sent no return code"),
+        (reply(return_code="x"), "sent no return code"),
         (reply(status="Error", stderr="docker is gone"), "could not run the program: docker is gone"),
         ((200, b" " * 400_000), "more than 185536 bytes"),
     ],
@@ -115,9 +117,9 @@ def test_a_broken_server_is_named_at_once(server: FusionServer, given: tuple[int
 
 
 def test_odd_values_of_a_reply_are_no_crash(server: FusionServer) -> None:
-    server.replies = [reply(stdout=None, stderr=7, return_code="x", execution_time="y", top_status="Failed")]
+    server.replies = [reply(stdout=None, stderr=7, return_code=3, execution_time="y", top_status="Failed")]
     outcome = SandboxFusion(server.address, LIMITS).run("")
-    assert (outcome.stdout, outcome.stderr, outcome.exit_code, outcome.seconds) == ("", "", None, 0.0)
+    assert (outcome.stdout, outcome.stderr, outcome.exit_code, outcome.seconds) == ("", "", 3, 0.0)
     assert not outcome.succeeded
 
 

@@ -55,6 +55,10 @@ def load_math() -> Callable[[str, Any], float]:
         if "\\boxed" not in gold_text and "$" not in gold_text:
             gold_text = f"\\boxed{{{gold_text}}}"
         gold = math_verify.parse(gold_text, parsing_timeout=None)
+        if not gold:  # nothing would ever equal it
+            raise ValueError(
+                f"no answer in the reference answer {gold_text[-60:]!r}; check reward.answer_key"
+            )
         found = math_verify.parse(response[-TAIL:], parsing_timeout=None)
         return float(math_verify.verify(gold, found, timeout_seconds=None))
 

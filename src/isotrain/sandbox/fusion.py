@@ -151,7 +151,8 @@ class SandboxFusion:
         if max(len(stdout.encode("utf-8", "replace")), len(stderr.encode("utf-8", "replace"))) > most:
             return Outcome("output", None, *kept)
         code = result.get("return_code")
-        code = code if isinstance(code, int) else None
+        if not isinstance(code, int):  # how it ended is not known, and must not count as a wrong program
+            raise SandboxError(f"{self._address} sent no return code: {_printable(str(result))}")
         return Outcome("memory" if ended_by_memory(code, stderr) else "exit", code, *kept)
 
 
