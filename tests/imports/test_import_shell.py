@@ -38,6 +38,25 @@ SAME_AS_BASH = {
     "and": '[ 1 -eq 1 ] && run yes\n[ 1 -eq 2 ] && run no',
     "text in a variable": "read -r -d '' w <<EOF || true\na \\\n --b c\n $((1 + 1)) d=e\nEOF\nrun $w",
     "comments": "# run no\nrun yes # run no",
+    "for": 'for i in a "b c" {1..3}; do x+=("$i"); done; run "${x[@]}"',
+    "items and slices": 'x=(a "b c" d e); run "${x[1]}" "${x[@]:1}" "${x[@]:1:2}" ${#x[@]} "${x[-1]}" "$x"',
+    "ends and cases": 'x=a/b.c.d; run ${x##*/} ${x%.*} ${x%%.*} ${x#*/} ${#x} ${x:2:3} ${x^^} "${x,,}"',
+    "a list inside text": 'x=(a b c); y=(); run "p=${x[@]}q" "p=${x[*]}" p=${x[*]} "e${y[@]}f" "${y[@]}"',
+    "unquoted text is split": 'x="1 2"; y=" "; run a=$x a="$x" a${y}b "" $y',
+    "arguments": 'set -- a "b c" d; shift; run $# "$1" "$@"',
+    "local": 'x=1; f() { local x=2; y=$x; }; f; run $x $y',
+    "unset": 'x=1; unset x; run ${x:-gone}',
+    "subshell": 'x=1; (x=2; run $x); echo 3 | read x; { x+=4; }; run $x',
+    "exit": 'run a; exit 0; run b',
+    "exit on a condition": '[ 1 -eq 2 ] || exit 0; run b',
+    "return": 'f() { run a; return; run b; }; f; run c',
+    "eval": "x='y=2'; eval \"$x\"; run $y",
+    "or": 'x=""; [ -n "$x" ] || x=d; run $x; false || run e; true || run f',
+    "longer tests": 'x=a; if [ $x = a ] && { [ 1 = 2 ] || ! false; }; then run yes; fi',
+    "double brackets and more": 'x=a; [[ $x == a && ! $x == b ]] && run yes; [[ $x == "a*" ]] || run no',
+    "arithmetic tests": 'n=3; if (( n % 2 == 1 && n > 2 )); then run odd; fi; (( n > 5 )) || run small',
+    "lists of tests": 'x=(a); [[ 1 == 1 ]] && x+=(b); [[ 1 == 2 ]] && x+=(c); run "${x[@]}"',
+    "quoted parts": """a='k=v w'; run +"$a" k='["a","b"]' 'k={a: 1, b: 2}' ++k="a b" $'t\\tu'""",
     "lists of Hydra": """run a=['c','d'] 'b=["e"]' c="['f']" d=[g,h]""",
 }  # fmt: skip
 
@@ -74,11 +93,26 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("run a=$((1 / 0))", "divides by zero"),
         (
             'a=1\nif [ "$HOST" = x ]; then a=2; fi\nrun a=$a',
-            "line 2 sets it under a condition that is not known",
+            'a is 2 if [ "$HOST" = x ] (line 2), 1 otherwise (line 2) (--set HOST=VALUE gives it)',
         ),
-        ("for a in 1 2; do run a=$a; done", "it changes in the loop of line 1"),
-        ("x=abc; run a=${x%c}", "line 1 computes it: ${x%c}"),
-        ("x=(a b); run a=${x[1]}", "line 1 takes it from a list"),
+        ("for a in $LIST; do run a=$a; done", "it changes in the loop of line 1"),
+        ("while read -r a; do run a=$a; done", "it changes in the loop of line 1"),
+        ("for ((i = 0; i < 3; i++)); do a=$i; done; run a=$a", "it changes in the loop of line 1"),
+        ("x=abc; run a=${x/b/d}", "line 1 computes it: ${x/b/d}"),
+        ("x=(a $N); run a=${x[1]}", "line 1 takes it from a list"),
+        ("declare -A x; run a=${x[k]}", "takes it from a list"),
+        ("x=1; let x=2; run a=$x", "sets it with let"),
+        ("x=1; ((x += 1)); run a=$x", "computes it: ((x += 1))"),
+        ("x=1; source ./other.sh; run a=$x", "line 1 sources ./other.sh, which may set it"),
+        ("source ./other.sh; run a=${x:-1}", "line 1 sources ./other.sh, which may set it"),
+        ('x=1; eval "$CODE"; run a=$x', "line 1 runs text as a program"),
+        ("mapfile -t x < f; run a=$x", "sets it with mapfile"),
+        ("read -r x <<< 1; run a=$x", "sets it with read"),
+        ("printf -v x %d 3; run a=$x", "sets it with printf"),
+        ("x=1; x[0]=2; run a=$x", "sets a part of it"),
+        ('f() { [ "$N" = 1 ] && return; x=2; }; x=1; f; run a=$x', 'if [ "$N" = 1 ]'),
+        ("x=1; nvidia-smi && x=2; run a=$x", "x is 2 if nvidia-smi (line 1), 1 unless nvidia-smi (line 1)"),
+        ('x=1; if [ "$N" = 1 ]; then x=2; elif [ "$N" = 2 ]; then x=3; fi; run a=$x', "1 otherwise (line 1)"),
     ],
 )
 def test_what_the_text_does_not_tell_is_unknown(script: str, why: str) -> None:
@@ -114,7 +148,7 @@ def test_secrets_of_variables_are_not_kept() -> None:
 
 def test_a_sourced_file_is_not_read_but_told() -> None:
     shell = read_script("source ./secrets.sh\nrun a")
-    assert shell.remarks == ["line 1: ./secrets.sh is sourced; it was not read"]
+    assert shell.notes == ["line 1: ./secrets.sh is sourced; it was not read"]
 
 
 @pytest.mark.parametrize(

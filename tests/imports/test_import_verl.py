@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from isotrain.cli.main import app
 from isotrain.errors import IsotrainError
+from isotrain.imports import hydra
 from isotrain.imports.convert import Imported, convert
-from isotrain.imports.source import flatten
+from isotrain.imports.draft import Draft
+from isotrain.imports.source import ImportSourceError, flatten
 from isotrain.recipe.load import parse_recipe, resolved
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -334,9 +336,193 @@ def test_every_key_that_was_given_is_told() -> None:
     result = imported(
         "data.return_raw_chat=True", "trainer.balance_batch=False", "a.b=1", "data.truncation=left"
     )
-    told = [*result.mapped, *(item.key for item in (*result.no_effect, *result.unknown))]
+    told = [*result.mapped, *(item.key for item in (*result.no_effect, *result.refused, *result.unknown))]
     expected = {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n", "data.train_files",
                 "data.val_files",
                 "actor_rollout_ref.rollout.name", "data.return_raw_chat", "trainer.balance_batch", "a.b",
                 "data.truncation"}  # fmt: skip
     assert sorted(told) == sorted(expected)
+    assert sum(result.account.values()) == len(expected)
+
+
+def test_a_lost_word_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words that went in are counted where they are read, so that a reader that drops one is noticed."""
+    read = hydra.read_overrides
+    monkeypatch.setattr(hydra, "read_overrides", lambda source, words: read(source, list(words)[:-1]))
+    with pytest.raises(IsotrainError, match="internal error: 6 words or keys were read, 5"):
+        imported("data.shuffle=False")
+
+
+def test_a_key_without_outcome_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    sort_keys = Draft.sort_keys
+
+    def forgetful(draft: Draft, ignore: Any) -> None:
+        sort_keys(draft, ignore)
+        draft.outcomes.pop("data.shuffle")
+
+    monkeypatch.setattr(Draft, "sort_keys", forgetful)
+    with pytest.raises(IsotrainError, match=r"lost: data\.shuffle=False"):
+        imported("data.shuffle=False")
+
+
+CONDITION = """
+DEVICE=${DEVICE:-$(detect)}
+ACTOR=(actor_rollout_ref.actor.use_kl_loss=True)
+EXTRA=()
+if [ "$DEVICE" = npu ]; then
+    ACTOR+=(actor_rollout_ref.actor.clip_ratio_high=0.4 trainer.n_gpus_per_node=16)
+    EXTRA+=(trainer.device=npu)
+fi
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 \
+    data.train_files=gsm8k data.val_files=gsm8k "${ACTOR[@]}" "${EXTRA[@]}"
+"""
+
+
+def test_both_branches_of_a_condition_are_told() -> None:
+    pytest.importorskip("tree_sitter_bash")
+    result = convert(CONDITION.encode(), "verl")
+    assert fields(result)["algorithm.kl.place"] == "loss" and not result.same_training
+    questions = {item.key: (item.why, item.changes) for item in result.questions}
+    assert questions.keys() == {f"{ACTOR}.clip_ratio_high", "trainer.n_gpus_per_node"}
+    assert 'it is 0.4 if [ "$DEVICE" = npu ] (line 5), not given' in questions[f"{ACTOR}.clip_ratio_high"][0]
+    [condition] = result.conditions
+    assert condition.names == ("DEVICE",) and condition.line == 5
+    assert condition.sets['if [ "$DEVICE" = npu ]'] == (
+        f"ACTOR+=({ACTOR}.clip_ratio_high=0.4 trainer.n_gpus_per_node=16)",
+        "EXTRA+=(trainer.device=npu)",
+    )
+    assert "--set DEVICE=VALUE decides it" in result.recipe
+
+
+@pytest.mark.parametrize(("device", "high"), [("npu", 0.4), ("gpu", 0.2)])
+def test_a_variable_that_is_given_decides_a_condition(device: str, high: float) -> None:
+    pytest.importorskip("tree_sitter_bash")
+    result = convert(CONDITION.encode(), "verl", given={"DEVICE": device})
+    assert result.same_training and not result.conditions and not result.questions
+    assert fields(result)["algorithm.loss.clip_ratio_high"] == high
+
+
+def test_variables_of_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("tree_sitter_bash")
+    path = tmp_path / "run.sh"
+    path.write_text(CONDITION)
+    arguments = ["import", "verl", str(path)]
+    without = RUNNER.invoke(app, arguments)
+    assert without.exit_code == 1 and "--set DEVICE=VALUE decides it" in without.output
+    assert RUNNER.invoke(app, [*arguments, "--set", "DEVICE=npu"]).exit_code == 0
+    unused = RUNNER.invoke(app, [*arguments, "--set", "DEVICE=npu", "--set", "OTHER=1"])
+    assert unused.exit_code == 1 and "does not use $OTHER" in unused.output
+    assert "expected NAME=VALUE" in RUNNER.invoke(app, [*arguments, "--set", "DEVICE"]).output
+
+
+EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
+ROLLOUT = "actor_rollout_ref.rollout"
+TRAINING = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+    "data.train_files=gsm8k data.val_files=gsm8k"
+)
+# Scripts of which something is not known; behind each is what the report has to name.
+NOT_THE_SAME = {
+    "list in an unknown loop": (f'for x in $X; do A+=("{EPOCHS}=$x"); done; {TRAINING} "${{A[@]}}"', "loop"),
+    "list of mapfile": (f'mapfile -t A < args; {TRAINING} "${{A[@]}}"', "mapfile"),
+    "list from nowhere": (f'{TRAINING} "${{A[@]}}"', "$A"),
+    "text from nowhere": (f"{TRAINING} $EXTRA", "$EXTRA"),
+    "text of a program": (f"E=$(make args); {TRAINING} $E", "$(make args)"),
+    "a file that is sourced": (f'A=(data.seed=1); source args.sh; {TRAINING} "${{A[@]}}"', "args.sh"),
+    "eval": (f'A=(); eval "$MORE"; {TRAINING} "${{A[@]}}"', "runs text as a program"),
+    "and": (f'A=(); [[ $N -gt 1 ]] && A+=({EPOCHS}=2); {TRAINING} "${{A[@]}}"', "ppo_epochs"),
+    "or": (f'A=(); [[ $N -gt 1 ]] || A+=({EPOCHS}=2); {TRAINING} "${{A[@]}}"', "ppo_epochs"),
+    "else": (f'if [ $N = 1 ]; then A=(); else A=({EPOCHS}=2); fi; {TRAINING} "${{A[@]}}"', "ppo_epochs"),
+    "case": (f'case $N in 1) A=({EPOCHS}=2);; esac; {TRAINING} "${{A[@]}}"', "ppo_epochs"),
+    "function": (f'f() {{ [ $N = 1 ] && A+=({EPOCHS}=2); }}; f; {TRAINING} "${{A[@]}}"', "ppo_epochs"),
+    "text of a condition": (f'[ $N = 1 ] && E="{EPOCHS}=2"; {TRAINING} $E', "ppo_epochs"),
+    "xargs": (f"echo {EPOCHS}=2 | xargs {TRAINING}", "xargs"),
+    "shifted arguments": (f'f() {{ shift $N; {TRAINING} "$@"; }}; f a {EPOCHS}=2', "shifts"),
+    "two trainings": (f"{TRAINING}; {TRAINING} {EPOCHS}=2", "there are 2 trainings"),
+    "training of a condition": (f"if [ $N = 1 ]; then {TRAINING}; fi", "runs only if [ $N = 1 ]"),
+    "braces": (f"{TRAINING} {EPOCHS}={{1,2}}", "braces"),
+    "removed key": (f"{TRAINING} ~{ACTOR}.clip_ratio_low", "takes it out"),
+    "no key": (f"{TRAINING} hello", "not key=value"),
+    "empty value": (f"{TRAINING} algorithm.adv_estimator=", "not an estimator"),
+    "null": (f"{TRAINING} {EPOCHS}=null", "null"),
+    "another configuration": (f"{TRAINING} --config-name mine", "--config-name"),
+    "configuration elsewhere": (f"{TRAINING} --config-path /x --config-name ppo_trainer", "--config-path"),
+    "another program": (TRAINING.replace("verl.trainer.main_ppo", "recipe.prime.main_prime"), "main_prime"),
+    "asynchronous program": (
+        TRAINING.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"),
+        "bypass_mode",
+    ),
+    "engine cache in 8 bits": (f"{TRAINING} +{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8", "kv_"),
+    "frozen routers": (
+        f"{TRAINING} +actor_rollout_ref.model.override_config.moe_config.freeze_moe_router=True",
+        "freeze_moe_router",
+    ),
+    "optimizer in bfloat16": (f"{TRAINING} {ACTOR}.optim.exp_avg_dtype=bf16", "exp_avg_dtype"),
+    "critic's own schedule": (
+        TRAINING.replace("=grpo", "=gae") + " critic.optim.min_lr_ratio=0.5",
+        "critic.optim.min_lr_ratio",
+    ),
+    "shorter model": (f"{TRAINING} actor_rollout_ref.rollout.max_model_len=600", "max_model_len"),
+    "more prompts": (f"{TRAINING} data.gen_batch_size=2048", "gen_batch_size"),
+    "images": (f"{TRAINING} data.image_key=images", "trains on text"),
+    "model of images": (f"{TRAINING} actor_rollout_ref.model.path=Qwen2.5-VL-7B", "trains on text"),
+    "rows with images": (TRAINING.replace("gsm8k", "geo3k/train.parquet"), "trains on text"),
+    "a line that is not understood": (f"x=((\n{TRAINING}", "not understood"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_THE_SAME)
+def test_what_is_not_known_is_never_the_same_training(name: str) -> None:
+    pytest.importorskip("tree_sitter_bash")
+    source, named = NOT_THE_SAME[name]
+    try:
+        result = convert(source.encode(), "verl")
+    except ImportSourceError as error:
+        assert named in str(error) or "no command" in str(error)
+        return
+    assert not result.same_training
+    findings = [item for item in (*result.refused, *result.unknown, *result.questions) if item.changes]
+    assert any(named in f"{item.key} {item.why}" for item in findings)
+
+
+# Scripts of which everything is known, and ppo_epochs.
+THE_SAME = {
+    "plain": (f"{TRAINING} {EPOCHS}=2", 2),
+    "the last wins": (f"{TRAINING} {EPOCHS}=2 {EPOCHS}=3", 3),
+    "a condition that a later word overrides": (
+        f'A=(); [ $N = 1 ] && A+=({EPOCHS}=2); {TRAINING} "${{A[@]}}" {EPOCHS}=3',
+        3,
+    ),
+    "both branches alike": (
+        f'if [ $N = 1 ]; then A=({EPOCHS}=2); else A=({EPOCHS}=2); fi; {TRAINING} "${{A[@]}}"',
+        2,
+    ),
+    "a branch that ends": (f"E=2; [ -f x ] || {{ E=3; exit 1; }}; {TRAINING} {EPOCHS}=$E", 2),
+    "pluses": (f"{TRAINING} ++{EPOCHS}=2", 2),
+    "torchrun, nohup and tee": (f"nohup torchrun {TRAINING[8:]} {EPOCHS}=2 2>&1 | tee log &", 2),
+    "ray": (f"ray job submit --address=$A --runtime-env=e.yaml -- {TRAINING} {EPOCHS}=2", 2),
+    "a function": (f'f() {{ {TRAINING} "$@"; }}; f {EPOCHS}=2', 2),
+    "a program in a text": (f'E=2; bash -c "{TRAINING} {EPOCHS}=$E"', 2),
+    "a list in a loop": (f'for k in ppo_epochs; do A+=({ACTOR}.$k=2); done; {TRAINING} "${{A[@]}}"', 2),
+    "arguments": (f'set -- {EPOCHS}=2; {TRAINING} "$@"', 2),
+    "a here-document": (f"read -r -d '' C <<EOF\n{TRAINING[11:]} {EPOCHS}=2\nEOF\npython3 -m $C", 2),
+    "its own configuration": (f"{TRAINING} --config-path=config --config-name='ppo_trainer' {EPOCHS}=2", 2),
+    "a launcher of a condition": (
+        f'L=(python3); [ $N = 1 ] && L=(uv run python3); "${{L[@]}}" {TRAINING[8:]} {EPOCHS}=2', 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THE_SAME)
+def test_what_is_known_is_the_same_training(name: str) -> None:
+    pytest.importorskip("tree_sitter_bash")
+    source, epochs = THE_SAME[name]
+    result = convert(source.encode(), "verl")
+    assert result.same_training, (result.refused, result.unknown, result.questions)
+    assert fields(result)["algorithm.ppo_epochs"] == epochs
+
+
+def test_a_word_that_may_be_any_key_marks_the_fields() -> None:
+    pytest.importorskip("tree_sitter_bash")
+    result = convert(f"{TRAINING} $EXTRA {EPOCHS}=2".encode(), "verl")
+    lines = dict(line.strip().split(":", 1) for line in result.recipe.splitlines() if ":" in line)
+    assert "NOT KNOWN: ? may set it" in lines["n"] and "NOT KNOWN" not in lines["ppo_epochs"]

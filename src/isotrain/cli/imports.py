@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +46,15 @@ def import_recipe(
     rows: Annotated[
         int | None, Option(min=1, help="Rows of the training data, for what a script gives in steps.")
     ] = None,
+    set_variables: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A variable of the script; give several. It decides conditions, and goes before what the "
+            "script assigns.",
+        ),
+    ] = None,
     as_json: Annotated[bool, Option("--json", help="Print recipe and report as JSON.")] = False,
 ) -> None:
     """Write a recipe from a training script of verl or OpenRLHF.
@@ -58,9 +68,11 @@ def import_recipe(
 
         isotrain import verl train.log --out grpo.yaml
 
+        isotrain import verl run_npu.sh --set DEVICE=npu
+
         isotrain import openrlhf - < run.sh
     """
-    result = convert(read_bytes(source), framework.value, version, rows)
+    result = convert(read_bytes(source), framework.value, version, rows, _variables(set_variables or []))
     if out is not None:
         write_new(out, result.recipe, force)
     if as_json:
@@ -70,6 +82,18 @@ def import_recipe(
             typer.echo(result.recipe, nl=False)
         typer.echo(report(result, out), err=True)
     raise typer.Exit(0 if result.same_training else 1)
+
+
+def _variables(texts: list[str]) -> dict[str, str]:
+    variables: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*|\d|if:\d+", name):
+            raise RecipeError(f"--set {text}: expected NAME=VALUE, such as --set DEVICE=npu")
+        if name.startswith("if:") and value not in ("true", "false"):
+            raise RecipeError(f"--set {text}: a condition is true or false")
+        variables[name] = value
+    return variables
 
 
 class Target(str, Enum):
@@ -120,10 +144,12 @@ def write_new(path: Path, text: str, force: bool) -> None:
 
 def report(result: Imported, out: Path | None) -> str:
     """The counts, and what to do about keys that are not in the recipe."""
+    counts = result.account
+    what = "words" if result.kind == "script" else "keys"
     lines = [
-        f"{result.framework} {result.version} ({result.kind}): {len(result.mapped)} keys mapped, "
-        f"{len(result.no_effect)} without effect, {len(result.refused)} refused, "
-        f"{len(result.unknown)} unknown, {len(result.questions)} questions"
+        f"{result.framework} {result.version} ({result.kind}): {sum(counts.values())} {what}: "
+        f"{counts['mapped']} mapped, {counts['no effect']} without effect, {counts['refused']} refused, "
+        f"{counts['unknown']} unknown; {len(result.questions)} questions"
     ]
     for title, findings in (
         ("questions", result.questions),
@@ -131,11 +157,19 @@ def report(result: Imported, out: Path | None) -> str:
         ("unknown", result.unknown),
     ):
         lines += _section(title, findings)
+    if result.conditions:
+        lines += ["conditions:", *(f"  {line}" for item in result.conditions for line in item.told())]
     lines += [f"note: {note}" for note in result.notes]
     name = str(out) if out else "RECIPE"
     if result.same_training:
         rest = "; the notes are differences that stay" if result.notes else ""
-        lines.append(f"Everything was taken over{rest}. Next: isotrain train {name} --dry-run")
+        partly = counts["refused"] or counts["unknown"]
+        whole = (
+            "The training is the same, but not all of its surroundings"
+            if partly
+            else "Everything was taken over"
+        )
+        lines.append(f"{whole}{rest}. Next: isotrain train {name} --dry-run")
     else:
         lines.append(f"Not the same training yet: read the lists above and change {name}")
     return "\n".join(lines)

@@ -19,6 +19,14 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     # A shell cuts towards zero.
     "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
     "%": lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
+    "<": lambda a, b: int(a < b),
+    "<=": lambda a, b: int(a <= b),
+    ">": lambda a, b: int(a > b),
+    ">=": lambda a, b: int(a >= b),
+    "==": lambda a, b: int(a == b),
+    "!=": lambda a, b: int(a != b),
+    "&&": lambda a, b: int(bool(a and b)),
+    "||": lambda a, b: int(bool(a or b)),
 }
 
 
@@ -30,7 +38,8 @@ def calculate(node: Any, lookup: Lookup, depth: int = 0) -> int | Unknown:
         return Unknown("the arithmetic is too deeply nested")
     if node.type in ("number", "word") and re.fullmatch(r"\d{1,18}", text):
         return int(text)
-    if node.type in ("variable_name", "simple_expansion", "expansion"):
+    is_name = node.type == "word" and re.fullmatch(r"[A-Za-z_]\w*", text)
+    if is_name or node.type in ("variable_name", "simple_expansion", "expansion"):
         name = text.strip("${}")
         value = lookup(name) if re.fullmatch(r"\w+", name) else Unknown(f"{text} is not read")
         if isinstance(value, Unknown):
@@ -40,8 +49,10 @@ def calculate(node: Any, lookup: Lookup, depth: int = 0) -> int | Unknown:
         )
     if node.type == "parenthesized_expression" and len(children) == 1:
         return calculate(children[0], lookup, depth + 1)
-    if node.type == "unary_expression" and len(children) == 2 and children[0].type in ("-", "+"):
+    if node.type == "unary_expression" and len(children) == 2 and children[0].type in ("-", "+", "!"):
         inner = calculate(children[1], lookup, depth + 1)
+        if children[0].type == "!" and not isinstance(inner, Unknown):
+            return int(inner == 0)
         return inner if isinstance(inner, Unknown) or children[0].type == "+" else -inner
     if node.type == "binary_expression" and len(children) == 3 and children[1].type in _OPERATORS:
         left = calculate(children[0], lookup, depth + 1)
@@ -50,7 +61,7 @@ def calculate(node: Any, lookup: Lookup, depth: int = 0) -> int | Unknown:
             return left
         if isinstance(right, Unknown):
             return right
-        if children[1].type in "/%" and right == 0:
+        if children[1].type in ("/", "%") and right == 0:
             return Unknown(f"{text} divides by zero")
         result = _OPERATORS[children[1].type](left, right)
         return result if abs(result) < LARGEST else Unknown(f"{text} is too large")

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isotrain.errors import IsotrainError
 from isotrain.imports import openrlhf, openrlhf_keys, openrlhf_offline, verl, verl_keys, verl_sft
 from isotrain.imports.draft import Draft, Finding
+from isotrain.imports.hydra import shown
 from isotrain.imports.read import read_source
-from isotrain.imports.source import ImportSourceError, Source
+from isotrain.imports.source import Condition, ImportSourceError, Outcome, Setting, Source, Unknown
 from isotrain.imports.write import to_text
+
+_WORST: tuple[Outcome, ...] = ("unknown", "refused", "mapped", "no effect")
+
+
+class ImportAccountError(IsotrainError, RuntimeError):
+    """Words of a source that ended nowhere."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class Imported:
     unknown: list[Finding]
     questions: list[Finding]
     notes: list[str]
+    conditions: list[Condition]
+    account: dict[Outcome, int]
 
     @property
     def same_training(self) -> bool:
@@ -37,9 +47,15 @@ class Imported:
         return {**asdict(self), "same_training": self.same_training}
 
 
-def convert(data: bytes, framework: str, version: str | None = None, rows: int | None = None) -> Imported:
-    """The recipe of a script, command, configuration or log of `framework`."""
-    return from_source(read_source(data, framework), framework, version, rows)
+def convert(
+    data: bytes,
+    framework: str,
+    version: str | None = None,
+    rows: int | None = None,
+    given: dict[str, str] | None = None,
+) -> Imported:
+    """The recipe of a script, command, configuration or log; `given` are variables of a script."""
+    return from_source(read_source(data, framework, given), framework, version, rows)
 
 
 def from_source(
@@ -52,6 +68,7 @@ def from_source(
         draft.put("model.path", "MODEL", note="not known")
         draft.ask("model.path", "set it to the directory or Hub name of the model")
     text = to_text(draft)
+    counts = account(draft)
     return Imported(
         text,
         framework,
@@ -63,7 +80,46 @@ def from_source(
         draft.unknown,
         draft.questions,
         draft.notes,
+        source.conditions,
+        counts,
     )
+
+
+def account(draft: Draft) -> dict[Outcome, int]:
+    """How many words of the source became what; an error if one of them is lost.
+
+    Words were counted where they were read. Every one of them has its own outcome or those of its keys.
+    """
+    source = draft.source
+    counts: dict[Outcome, int] = {"mapped": 0, "no effect": 0, "refused": 0, "unknown": 0}
+    lost: list[str] = []
+    for number, entry in enumerate(source.entries):
+        keys = [draft.renamed.get(key, key) for key in entry.keys]
+        outcomes = {
+            # A key that is given again takes the value that it is given last.
+            draft.outcomes.get(key)
+            if key not in source.settings or _gave(source, key, number)
+            else "no effect"
+            for key in keys
+        }
+        outcome = entry.outcome or next((worst for worst in _WORST if worst in outcomes), None)
+        if outcome is None or None in outcomes:
+            lost.append(shown(entry.text))
+        else:
+            counts[outcome] += 1
+    if lost or sum(counts.values()) != source.expected:
+        raise ImportAccountError(
+            f"internal error: {source.expected} words or keys were read, {sum(counts.values())} are "
+            "accounted for"
+            f"{'; lost: ' + ', '.join(lost[:5]) if lost else ''}. No recipe was written: please report this"
+        )
+    return counts
+
+
+def _gave(source: Source, key: str, number: int) -> bool:
+    """Whether the value of a key depends on this entry."""
+    entries = source.settings[key].entries
+    return number in entries or not entries
 
 
 def _chosen(version: str | None, versions: tuple[str, ...], revealed: str | None) -> str:
@@ -78,12 +134,15 @@ def _verl(source: Source, version: str | None, rows: int | None) -> Draft:
         chosen = verl_sft.trainer_of(source, version)
         draft = Draft(source, verl_sft.TABLE, "verl", verl_sft.VERSIONS, chosen, rows=rows)
         verl_sft.fill(draft)
-        draft.sort_keys(lambda key: None)
+        draft.sort_keys(verl_sft.ignored(draft))
         return draft
-    engine = source.settings.get("model_engine")
-    if engine is not None and engine.value == "megatron":
-        source.settings.setdefault("actor_rollout_ref.actor.strategy", engine)
+    names = [source.settings.get(key) for key in ("model_engine", "--config-name")]
+    engine = next((item for item in names if item is not None and "megatron" in str(item.value)), None)
+    if engine is not None and not isinstance(engine.value, Unknown):
+        source.settings.setdefault("actor_rollout_ref.actor.strategy", Setting("megatron", engine.line))
     draft = Draft(source, verl_keys.TABLE, "verl", verl_keys.VERSIONS, chosen, rows=rows)
+    draft.nullable = verl.NULLABLE
+    draft.value("model_engine")
     verl.fill(draft)
     draft.sort_keys(verl.ignored(draft))
     return draft
@@ -107,9 +166,12 @@ def _openrlhf(source: Source, version: str | None, rows: int | None) -> Draft:
     aliases = {new: old for old, new in names.items()} if flat else {}
     aliases.update({names.get(key, key): key for key in source.settings})
     source.settings = {names.get(key, key): setting for key, setting in source.settings.items()}
+    source.settled = {names.get(key, key) for key in source.settled}
     table = openrlhf_keys.PPO_TABLE if online else openrlhf_keys.OFFLINE_TABLE
     draft = Draft(source, table, "OpenRLHF", openrlhf_keys.VERSIONS, chosen, rows=rows, aliases=aliases)
+    draft.renamed = names
     openrlhf.fill(draft) if online else openrlhf_offline.fill(draft, trainer)
+    verl.multimodal(draft)
     draft.sort_keys(_unused(draft) if online else lambda key: None)
     return draft
 
@@ -119,10 +181,23 @@ def _unused(draft: Draft) -> Callable[[str], str | None]:
     critic = draft.value("algo.advantage.estimator") == "gae"
     remote = bool(draft.value("reward.remote_url"))
 
+    grouped = draft.value("algo.advantage.estimator") in openrlhf.GROUPED
+    dynamic = draft.flag("train.dynamic_batch_enable")
+    off = {
+        "reward.normalize_enable": (remote, "it is for reward models"),
+        "algo.advantage.gamma": (grouped, "OpenRLHF takes 1 for estimators that compare responses"),
+        "algo.advantage.lambd": (not critic, "only gae has it"),
+        "train.micro_batch_size": (dynamic, "dynamic_batch_enable is on"),
+        "train.max_tokens_per_gpu": (not dynamic, "dynamic_batch_enable is off"),
+        "algo.kl.use_loss": (not draft.number("algo.kl.init_coef"), "init_coef is 0"),
+        "algo.kl.estimator": (not draft.number("algo.kl.init_coef"), "init_coef is 0"),
+    }
+
     def reason(key: str) -> str | None:
         if key.startswith("critic.") and not critic:
             return "only gae has a critic"
-        return "it is for reward models" if key == "reward.normalize_enable" and remote else None
+        holds, why = off.get(key, (False, ""))
+        return why if holds else None
 
     return reason
 

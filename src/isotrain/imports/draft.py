@@ -9,7 +9,7 @@ from typing import Any
 
 from isotrain.imports.hydra import resolve, shown
 from isotrain.imports.rules import NONE, Rule, Table, default_of
-from isotrain.imports.source import SECRET, Source, Unknown, secret_name, without_secrets
+from isotrain.imports.source import SECRET, Outcome, Setting, Source, Unknown, secret_name, without_secrets
 from isotrain.recipe.fields import leaves
 from isotrain.recipe.schema import Recipe
 from isotrain.recipe.section import Affects
@@ -21,6 +21,7 @@ class Line:
 
     value: Any
     comment: str
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Draft:
     questions: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    nullable: frozenset[str] = frozenset()
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def given(self, key: str) -> bool:
         """Whether the source has a value for the key that is known."""
@@ -63,15 +68,16 @@ class Draft:
 
     def value(self, key: str, otherwise: Any = None) -> Any:
         """What the training uses: the value given, or else the default of its version."""
-        rule = self.table.exact.get(key)
+        rule = self.table.find(key)
         setting = self.source.settings.get(key)
         default = default_of(rule, self.versions.index(self.version)) if rule else NONE
         default = otherwise if default is NONE else default
+        self.used.add(key)
         if setting is None:
             return resolve(default, self._lookup)
         value = resolve(setting.value, self._lookup)
         if isinstance(value, Unknown):
-            self.ask(key, f"{value.why}; {self._instead(default)}", rule is None or changes(rule.field))
+            self.ask(key, f"{value.why}; {self._instead(default)}", _matters(rule))
             return resolve(default, self._lookup)
         return without_secrets(value)
 
@@ -113,7 +119,8 @@ class Draft:
     def partly(self, key: str, otherwise: str) -> str:
         """Text of which a part may be unknown, such as a date in a name: the rest of it."""
         raw = self.raw(key)
-        if isinstance(raw, Unknown) and (rest := raw.text.partition("=")[2].replace("?", "").strip("-_ ")):
+        if isinstance(raw, Unknown) and (rest := raw.text.replace("?", "").strip("-_ ")):
+            self.used.add(key)
             self.ask(key, f"{raw.why}; this part is left out", changes=False)
             return rest
         return self.text(key, otherwise)
@@ -138,8 +145,12 @@ class Draft:
         names = ", ".join(given)
         if keys and not given:
             names = f"default of {self.aliases.get(keys[0], keys[0])}"
+        open_words = self.source.opened
+        if keys and open_words and not all(self.source.certain(key) for key in given or keys[:1]):
+            note = ", ".join(text for text in (note, f"NOT KNOWN: {open_words[-1].text} may set it") if text)
         comment = ": ".join(text for text in (names, note) if text)
-        self.lines[path] = Line(value, comment)
+        self.used.update(keys)
+        self.lines[path] = Line(value, comment, keys)
 
     def refuse(self, key: str, why: str, changes: bool = True) -> None:
         setting = self.source.settings.get(key)
@@ -165,23 +176,51 @@ class Draft:
         for key, setting in self.source.settings.items():
             name, rule, reason = self.aliases.get(key, key), self.table.find(key), ignore(key)
             if rule is None and reason is None:
-                self.unknown.append(
-                    Finding(shown(name), f"value {_safe(name, setting.value)}", setting.line, True)
-                )
+                why = f"value {_safe(name, setting.value)}"
+                self.unknown.append(Finding(shown(name), why, setting.line, True))
+                self.outcomes[key] = "unknown"
             elif reason is not None or (rule is not None and rule.kind == "no effect"):
                 why = reason or (rule.why if rule else "")
                 self.no_effect.append(Finding(name, why, setting.line))
-            elif rule is not None and rule.kind == "refused":
-                self._refused(rule, key)
+                self.outcomes[key] = "no effect"
             else:
-                self.mapped.append(name)
+                assert rule is not None
+                self.outcomes[key] = self._sorted(rule, key, name, setting)
+                if self.outcomes[key] == "mapped":
+                    self.mapped.append(name)
+        for stray in self.source.strays:
+            self.unknown.append(Finding(stray.text, stray.why, stray.line, True))
 
-    def _refused(self, rule: Rule, key: str) -> None:
-        value = self.value(key)
-        if any(_same(value, neutral) for neutral in (*rule.neutral, {}, [])):
-            self.no_effect.append(Finding(self.aliases.get(key, key), "the value is what isotrain does"))
-        elif not any(item.key == self.aliases.get(key, key) for item in self.refused):
-            self.refuse(key, rule.why, rule.changes)
+    def _sorted(self, rule: Rule, key: str, name: str, setting: Setting) -> Outcome:
+        """What becomes of a key with a rule that maps or refuses it."""
+        if rule.kind == "refused":
+            value = self.value(key)
+            if any(item.key == name for item in self.questions):
+                return "unknown"
+            if any(_same(value, neutral) for neutral in (*rule.neutral, {}, [], "")):
+                self.no_effect.append(Finding(name, "the value is what isotrain does", setting.line))
+                return "no effect"
+            if not any(item.key == name for item in self.refused):
+                self.refuse(key, rule.why, rule.changes)
+            return "refused"
+        if isinstance(resolve(setting.value, self._lookup), Unknown):
+            self.value(key)  # asks
+            return "unknown"
+        if any(item.key == name for item in self.refused):
+            return "refused"
+        default = default_of(rule, self.versions.index(self.version))
+        if setting.value is None and default not in (NONE, None) and key not in self.nullable:
+            self.refuse(key, f"null: {self.framework} has another default, and isotrain no such value")
+            return "refused"
+        if key not in self.used and (setting.value is None or _same(setting.value, default)):
+            self.no_effect.append(Finding(name, "its default, which nothing here uses", setting.line))
+            return "no effect"
+        if key not in self.used:
+            self.unknown.append(
+                Finding(name, f"nothing here uses it: check what {rule.field} is", setting.line, True)
+            )
+            return "unknown"
+        return "mapped"
 
     def simple(self, skip: Callable[[str], bool]) -> None:
         """Write all fields that are one key each."""
@@ -205,6 +244,13 @@ def changes(path: str) -> bool:
     """Whether a field changes what the model learns, rather than where and how fast."""
     found = [leaf for leaf in leaves(Recipe) if leaf.path == path]
     return not found or any(leaf.affects not in (Affects.EXECUTION, Affects.PACKING) for leaf in found)
+
+
+def _matters(rule: Rule | None) -> bool:
+    """Whether a value of this key changes the training."""
+    if rule is None or rule.kind == "mapped":
+        return rule is None or changes(rule.field)
+    return rule.kind == "refused" and rule.changes
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from isotrain.errors import RecipeError
-from isotrain.imports.source import ImportSourceError, Setting, Source, Unknown, flatten
+from isotrain.imports.source import ImportSourceError, Source, Unknown, flatten
 from isotrain.recipe import document
 
 _KEY = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
@@ -24,53 +25,58 @@ OWN_CONFIGS = {
 }  # fmt: skip
 
 
-def read_overrides(source: Source, words: Iterable[tuple[str | Unknown, int]]) -> None:
-    """Words of a command line into `source`: `a.b=c`, `+a.b=c`, `~a.b`, `--config-name`."""
+def read_overrides(source: Source, words: Iterable[tuple[str | Unknown, int, str]]) -> None:
+    """Words of a command line into `source`: `a.b=c`, `+a.b=c`, `~a.b`, `--config-name`.
+
+    Each word has its line and the condition under which it is there.
+    """
     waiting = ""
-    for word, line in words:
+    for word, line, when in words:
+        text = word.text if isinstance(word, Unknown) else word
+        known = word.head if isinstance(word, Unknown) else word
+        source.enter(text, line)
         if waiting:
-            _option(source, waiting, word, line)
+            _option(source, waiting, word, line, when)
             waiting = ""
             continue
-        text = word.text if isinstance(word, Unknown) else word
-        name, equals, value = text.partition("=")
-        if name in _OPTIONS:
+        name, equals, value = known.partition("=")
+        if name in _OPTIONS and (equals or name == text):
             if equals:
-                _option(source, name, word if isinstance(word, Unknown) else value, line)
+                chosen = Unknown(word.why, value + "?") if isinstance(word, Unknown) else value
+                _option(source, name, chosen, line, when)
             else:
+                source.entries[-1].outcome = "mapped"  # with the name that follows
                 waiting = name
             continue
-        found = _KEY.fullmatch(text)
-        if not found:
-            if text.strip():
-                source.remarks.append(f"line {line}: {shown(text)} is not key=value; it was left out")
-            continue
-        sign, key, value = found[1], found[2], found[3]
-        if sign == "~":
-            source.settings.pop(key, None)
-        elif value is None:
-            source.remarks.append(f"line {line}: {shown(text)} is not key=value; it was left out")
+        key = _KEY.fullmatch(known)
+        if isinstance(word, Unknown) and (not key or key[3] is None):
+            source.stray(shown(text), f"{word.why}, so it may be any key", line, opens=True)
+        elif not key or (key[3] is None and key[1] != "~"):
+            what = "an empty word" if not text.strip() else "not key=value"
+            source.stray(shown(text), f"it is {what}, so what it changes is not known", line)
+        elif key[1] == "~":
+            _delete(source, key[2], line)
         elif isinstance(word, Unknown):
-            source.set(key, word if "?" in value else scalar(value), line)
+            source.set(key[2], replace(word, text=word.text.partition("=")[2]), line, when)
         else:
-            parsed = scalar(value)
-            for name, part in flatten({key: parsed}).items():
-                source.set(name, part, line)
+            for name, part in flatten({key[2]: scalar(key[3])}).items():
+                source.set(name, part, line, when)
+    if waiting:
+        source.stray(waiting, "nothing follows it", 0)
 
 
-def _option(source: Source, name: str, word: str | Unknown, line: int) -> None:
+def _delete(source: Source, key: str, line: int) -> None:
+    """`~a.b` takes a key and all below it out of the configuration."""
+    for name in [name for name in source.settings if name.startswith(f"{key}.")]:
+        source.set(name, Unknown(f"line {line} takes it out of the configuration"), line)
+    source.set(key, Unknown(f"line {line} takes it out of the configuration"), line)
+
+
+def _option(source: Source, name: str, word: str | Unknown, line: int, when: str) -> None:
+    """`--config-name` and the options that say where that file is."""
     text = word.text if isinstance(word, Unknown) else word.strip("'\"").removesuffix(".yaml")
-    if name in ("--config-name", "-cn") and text in OWN_CONFIGS:
-        if "megatron" in text:
-            source.settings.setdefault("actor_rollout_ref.actor.strategy", Setting("megatron", line))
-        return
-    if name not in ("--config-name", "-cn"):
-        return  # where the file of that name is
-    source.remarks.append(
-        f"line {line}: {name} {shown(text)} names a file that is not read, so its values are missing: import "
-        "the resolved configuration instead (.hydra/config.yaml of a run, or its log)"
-    )
-    source.set("--config-name", text, line)
+    key = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}.get(name, name)
+    source.set(key, word if isinstance(word, Unknown) else text, line, when)
 
 
 def scalar(text: str) -> Any:
@@ -83,7 +89,7 @@ def scalar(text: str) -> Any:
     if quoted := _QUOTED.fullmatch(plain):
         return re.sub(r"\\(['\"\\])", r"\1", quoted[2])
     if _REFERENCE.search(plain) or not plain:
-        return plain or None
+        return plain
     try:
         parsed = document.parse(plain, "value")
     except (RecipeError, RecursionError):
@@ -102,8 +108,19 @@ def read_config(source: Source, text: str) -> None:
     if not isinstance(parsed.values, dict):
         raise ImportSourceError("the configuration has no 'key: value' lines")
     places = {document.dotted(path): place.order[1] for path, place in parsed.places.items()}
+    source.expected = count_leaves(parsed.values)
+    for problem in parsed.problems:
+        source.stray(
+            document.dotted(problem.path) or "the configuration", problem.text, problem.place.order[1]
+        )
     for key, value in flatten(parsed.values).items():
+        source.enter(key, places.get(key, 0))
         source.set(key, value, places.get(key, 0))
+
+
+def count_leaves(values: Any) -> int:
+    """Values of nested sections; an empty section is one."""
+    return sum(map(count_leaves, values.values())) if isinstance(values, dict) and values else 1
 
 
 def resolve(value: Any, lookup: Callable[[str], Any], depth: int = 0) -> Any:

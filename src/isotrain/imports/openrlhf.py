@@ -7,7 +7,7 @@ from typing import Any
 
 from isotrain.imports.draft import Draft, as_number, as_whole
 from isotrain.imports.hydra import shown
-from isotrain.imports.openrlhf_shared import checkpoints, lora, mesh, names, schedule, sources
+from isotrain.imports.openrlhf_shared import PLAIN_PROMPTS, checkpoints, lora, mesh, names, schedule, sources
 
 ESTIMATORS = {
     "gae": "ppo",
@@ -56,11 +56,7 @@ def _data(d: Draft) -> None:
     sources(d, "data.prompt_dataset", "data.prompt_split")
     d.put("data.too_long", "error", note="OpenRLHF cuts or fails; set drop to leave longer prompts out")
     if not d.flag("data.apply_chat_template"):
-        d.ask(
-            "data.apply_chat_template",
-            "it is off, so prompts are plain text. isotrain uses the chat template if the tokenizer has one: "
-            "remove it from the tokenizer files for the same prompts",
-        )
+        d.ask("data.apply_chat_template", PLAIN_PROMPTS)
     if d.value("data.input_template"):
         d.refuse("data.input_template", "write the text around the prompt into the rows")
 

@@ -100,7 +100,7 @@ PPO = [
     part("train.micro_batch_size", "data.tokens_per_micro_batch", _by(4, 4, 1, 1)),
     drops("rollout.micro_batch_size", "data.tokens_per_micro_batch is the budget of every pass"),
     drops("rollout.max_tokens_per_gpu", "data.tokens_per_micro_batch is the budget of every pass"),
-    refuses("data.image_key", "images", why=IMAGES),
+    refuses("data.image_key", why=IMAGES),
     refuses("data.max_images_per_prompt", 0, why=IMAGES),
     part("algo.advantage.estimator", "algorithm.name", "gae"),
     part("algo.advantage.gamma", "algorithm.gamma", 1),

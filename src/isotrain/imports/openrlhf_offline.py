@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isotrain.imports.draft import Draft
 from isotrain.imports.hydra import shown
-from isotrain.imports.openrlhf_shared import checkpoints, lora, mesh, names, schedule, sources
+from isotrain.imports.openrlhf_shared import PLAIN_PROMPTS, checkpoints, lora, mesh, names, schedule, sources
 
 # Defaults that differ between the trainers: learning rate, epochs, longest sample, micro-batch.
 DEFAULTS = {
@@ -136,5 +136,7 @@ def _column(d: Draft, key: str, column: str) -> None:
 
 
 def _template(d: Draft) -> None:
+    if not d.flag("data.apply_chat_template"):
+        d.ask("data.apply_chat_template", PLAIN_PROMPTS)
     if d.value("data.input_template") and not d.flag("data.apply_chat_template"):
         d.refuse("data.input_template", "write the text around the prompt into the rows")

@@ -16,6 +16,12 @@ SCHEDULES = {
 _MANY = 1_000_000
 
 
+PLAIN_PROMPTS = (
+    "it is off, so prompts are plain text. isotrain uses the chat template if the tokenizer has one: "
+    "remove it from the tokenizer files for the same prompts"
+)
+
+
 def names(d: Draft) -> None:
     """Name, directory and loggers. The wandb key only says that wandb is on."""
     output = d.text("ckpt.output_dir", "./ckpt")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from isotrain.imports import hydra, log
 from isotrain.imports.shell import Command, read_script
-from isotrain.imports.source import LARGEST, ImportSourceError, Setting, Source, Unknown, flatten
+from isotrain.imports.source import LARGEST, ImportSourceError, Setting, Source, Stray, Unknown, flatten
 
 _MODULES = {
     "verl": re.compile(
@@ -21,6 +23,12 @@ _FILES = {
     "verl": re.compile(r"(?:.*/)?(?:main_(?:ppo|dapo)\w*|\w*sft_trainer\w*|fully_async_main)\.py"),
     "openrlhf": re.compile(r"(?:.*/)?train_(?:ppo_ray|ppo|sft|dpo|rm|kto|prm|kd)\.py"),
 }
+# Flags of OpenRLHF that take no value: what follows one is no value of it.
+_SWITCH = re.compile(
+    r"_enable$|_reentrant$|offload$|colocate|packing_samples$|^bf16$|^flash_attn$|apply_chat_template$|multiturn$"
+    r"|^gradient_checkpointing$|(^|\.)(use_(?!wandb|tensorboard|swanlab)|enable_|disable_|no_|save_|freeze_)\w+$"
+    r"|enforce_eager$|sync_with_ray$|load_in_4bit$|overlap_comm$|normalize_reward$|load_checkpoint$|deepcompile$"
+)
 _COUNTS = ("nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes")
 
 
@@ -39,25 +47,40 @@ def read_bytes(name: str) -> bytes:
     return data
 
 
-def read_source(data: bytes, framework: str) -> Source:
-    """What the text of a source says about a training with `framework`."""
+def read_source(data: bytes, framework: str, given: dict[str, str] | None = None) -> Source:
+    """What the text of a source says about a training; `given` are the variables of `--set`."""
     text = data.decode("utf-8-sig", "replace")
     if "\x00" in text:
         raise ImportSourceError("this is not text; give a script, a command, a configuration or a log")
-    if framework == "verl" and (found := _from_log(text)):
-        return found
-    if framework == "verl" and _is_config(text):
+    source = _without_variables(text) if framework == "verl" else None
+    if source is None:
+        return _from_script(text, framework, given or {})
+    if given:
+        raise ImportSourceError(f"--set is for scripts; this is a {source.kind}, which has no variables")
+    return source
+
+
+def _without_variables(text: str) -> Source | None:
+    """A log, a configuration or overrides of verl."""
+    if source := _from_log(text):
+        return source
+    if _is_config(text):
         source = Source("config")
         hydra.read_config(source, text)
         return source
-    if framework == "verl" and _is_overrides(text):
-        source = Source("overrides")
-        lines = enumerate(text.splitlines(), start=1)
-        hydra.read_overrides(
-            source, [(line.strip().removeprefix("- "), number) for number, line in lines if line.strip()]
-        )
-        return source
-    return _from_script(text, framework)
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
+    lines = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    if not _is_overrides([line for _, line in lines]):
+        return None
+    source = Source("overrides", expected=len(lines))
+    hydra.read_overrides(source, [(_unquoted(line.removeprefix("- ")), number, "") for number, line in lines])
+    return source
+
+
+def _unquoted(line: str) -> str:
+    """Quotes of YAML around a whole override."""
+    quoted = len(line) > 1 and line[0] == line[-1] and line[0] in "'\""
+    return line[1:-1].replace("''", "'") if quoted and line[0] == "'" else line[1:-1] if quoted else line
 
 
 def _from_log(text: str) -> Source | None:
@@ -71,66 +94,74 @@ def _from_log(text: str) -> Source | None:
         return None
     if printed is None:
         assert traced is not None
-        source = _from_script(traced[0], "verl")
-        source.settings = {key: Setting(item.value, traced[1]) for key, item in source.settings.items()}
+        source = _from_script(traced[0], "verl", {})
+        source.settings = {key: replace(item, line=traced[1]) for key, item in source.settings.items()}
     else:
-        source = Source("log")
+        source = Source("log", expected=hydra.count_leaves(printed[0]))
         for key, value in flatten(printed[0]).items():
+            source.enter(key, printed[1])
             source.set(key, value, printed[1])
     source.kind, source.total_steps = "log", log.total_steps(lines)
     return source
 
 
 def _is_config(text: str) -> bool:
-    sections = set(re.findall(r"^(\w+):\s*$", text, re.M))
+    sections = set(re.findall(r"^(\w+):[ \t]*$", text, re.M))
     return len(sections & {"actor_rollout_ref", "algorithm", "trainer", "data", "model", "optim"}) >= 2
 
 
-def _is_overrides(text: str) -> bool:
+def _is_overrides(lines: list[str]) -> bool:
     """One override per line, as in `.hydra/overrides.yaml`; few keys, such as `model_engine`, have no dot."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    pattern = re.compile(r"(?:- )?(?:\+{1,2}|~)?[a-z_]\w*(\.\w+)*=[^\\]*")
-    found = [pattern.fullmatch(line) for line in lines]
-    return len(lines) > 1 and all(found) and any(match and match[1] for match in found)
+    pattern = re.compile(r"(?:- )?['\"]?(?:\+{1,2}|~)?[a-z_]\w*(\.\w+)*(?:=[^\\]*)?")
+    matches = [pattern.fullmatch(line) for line in lines]
+    assigns = all("=" in line or line.removeprefix("- ").startswith("~") for line in lines)
+    return len(lines) > 1 and assigns and all(matches) and any(match and match[1] for match in matches)
 
 
-def _from_script(text: str, framework: str) -> Source:
-    shell = read_script(text)
+def _from_script(text: str, framework: str, given: dict[str, str]) -> Source:
+    shell = read_script(text, given)
+    if unused := sorted(given.keys() - shell.pins_used):
+        raise ImportSourceError(f"--set {unused[0]}: the script does not use ${unused[0]} before its end")
     trainings = [(command, place) for command in shell.commands if (place := _module(command, framework))]
-    source = Source("script", remarks=list(shell.remarks))
+    source = Source("script", remarks=list(shell.notes))
     if not trainings:
         bare = _bare(shell.commands, framework)
         if bare is None:
-            other = "openrlhf" if framework == "verl" else "verl"
-            hint = f"; it is one of {other}" if any(_module(c, other) for c in shell.commands) else ""
-            example = "verl.trainer.main_ppo" if framework == "verl" else "openrlhf.cli.train_sft"
-            raise ImportSourceError(
-                f"no command of {framework} was found{hint}: expected a script with a line such as "
-                f"`python3 -m {example} ...`"
-            )
+            raise ImportSourceError(_no_command(shell.commands, framework))
         trainings = [(bare, 0)]
     command, place = trainings[0]
-    if len(trainings) > 1:
-        where = ", ".join(str(other.lines[0]) for other, _ in trainings)
-        source.remarks.append(f"there are {len(trainings)} trainings (lines {where}); this is the first")
-    if not command.certain:
-        source.remarks.append(
-            f"line {command.lines[0]}: the training runs under a condition that is not known"
-        )
-    words = list(zip(command.words, command.lines, strict=True))
+    source.conditions = [shell.conditions[number] for number in sorted(command.conditions)]
+    source.expected = len(command.words)
+    words = list(zip(command.words, command.lines, command.when, strict=True))
     if place:
         source.program = str(command.words[place]).removesuffix(".py").replace("/", ".")
-        _launcher(source, words[:place])
+        _launcher(source, words[: place + 1])
         words = words[place + 1 :]
-    _arguments(source, words, framework)
-    return source
-
-
-def _arguments(source: Source, words: list[tuple[str | Unknown, int]], framework: str) -> None:
     if framework == "verl":
         hydra.read_overrides(source, words)
     else:
         read_flags(source, words)
+    line = command.lines[0]
+    if len(trainings) > 1:
+        where = ", ".join(str(other.lines[0]) for other, _ in trainings)
+        why = f"there are {len(trainings)} trainings (lines {where}); this is the first: keep one of them"
+        source.strays.append(Stray("the script", why, line))
+    if command.under:
+        source.strays.append(Stray("the script", f"the training runs only {command.under}", line))
+    if shell.broken_lines:
+        why = f"line {shell.broken_lines[0]} is not understood, so what it sets is not known"
+        source.strays.append(Stray("the script", why, shell.broken_lines[0]))
+    return source
+
+
+def _no_command(commands: Iterable[Command], framework: str) -> str:
+    other = "openrlhf" if framework == "verl" else "verl"
+    hint = f"; it is one of {other}" if any(_module(command, other) for command in commands) else ""
+    example = "verl.trainer.main_ppo" if framework == "verl" else "openrlhf.cli.train_sft"
+    return (
+        f"no command of {framework} was found{hint}: expected a script with a line such as "
+        f"`python3 -m {example} ...`"
+    )
 
 
 def _module(command: Command, framework: str) -> int:
@@ -153,39 +184,76 @@ def _bare(commands: Iterable[Command], framework: str) -> Command | None:
     ]
     if not found:
         return None
-    words = tuple(word for command in found for word in command.words)
-    return Command(words, tuple(line for command in found for line in command.lines), found[0].certain)
+    return Command(
+        tuple(word for command in found for word in command.words),
+        tuple(line for command in found for line in command.lines),
+        tuple(when for command in found for when in command.when),
+        found[0].under,
+        frozenset().union(*(command.conditions for command in found)),
+    )
 
 
-def _launcher(source: Source, words: list[tuple[str | Unknown, int]]) -> None:
-    """Numbers of machines and devices that torchrun or deepspeed got."""
-    for place, (word, line) in enumerate(words):
+def _launcher(source: Source, words: list[tuple[str | Unknown, int, str]]) -> None:
+    """The words up to the name of the program; torchrun and deepspeed get numbers of machines and devices."""
+    for place, (word, line, _) in enumerate(words):
         text = word.text if isinstance(word, Unknown) else word
-        name, equals, value = text.lstrip("-").partition("=")
-        if text.startswith("--") and name in _COUNTS:
+        known = word.head if isinstance(word, Unknown) else word
+        name, equals, value = known.lstrip("-").partition("=")
+        is_option = known.startswith("-") and (equals or not isinstance(word, Unknown))
+        before = words[place - 1][0] if place else ""
+        is_value = isinstance(before, str) and before.startswith("--") and "=" not in before
+        program = place in (0, len(words) - 1) or known in ("-m", "--module")
+        source.enter(text, line, "mapped" if program else "no effect")
+        if known.startswith("--") and name in _COUNTS and is_option:
             following = words[place + 1][0] if place + 1 < len(words) else ""
-            found = (word if isinstance(word, Unknown) else value) if equals else following
+            number = replace(word, text=text.partition("=")[2]) if isinstance(word, Unknown) else value
+            number = number if equals else following
             source.launcher[name.replace("-", "_")] = Setting(
-                found if isinstance(found, Unknown) else hydra.scalar(found), line
+                number if isinstance(number, Unknown) else hydra.scalar(number), line
             )
+            source.entries[-1].outcome = "unknown" if isinstance(number, Unknown) else "mapped"
+        elif isinstance(word, Unknown) and not is_option and not is_value:
+            source.stray(hydra.shown(text), f"{word.why}; it begins the command", line)
     first = words[0][0] if words else ""
     if isinstance(first, str) and first:
         source.launcher["name"] = Setting(first.rpartition("/")[2], words[0][1])
 
 
-def read_flags(source: Source, words: Iterable[tuple[str | Unknown, int]]) -> None:
+def read_flags(source: Source, words: Iterable[tuple[str | Unknown, int, str]]) -> None:
     """`--flag`, `--name value`, `--name=value` and `--name value value` into `source`."""
-    name, values, start = "", [], 0
-    for word, line in [*words, ("--", 0)]:
-        text = word.text if isinstance(word, Unknown) else word
-        if not text.startswith("--"):
-            if name:
-                values.append(word if isinstance(word, Unknown) else hydra.scalar(word))
-            elif text.strip():
-                source.remarks.append(f"line {line}: {hydra.shown(text)} is no flag; it was left out")
-            continue
+    name, start, condition = "", 0, ""
+    values: list[Any] = []
+    numbers: list[int] = []
+
+    def end() -> None:
         if name:
-            source.set(name, True if not values else values[0] if len(values) == 1 else values, start)
-        given, equals, value = text[2:].partition("=")
-        name, start = given, line
-        values = [] if not equals else [word if isinstance(word, Unknown) else hydra.scalar(value)]
+            value = True if not values else values[0] if len(values) == 1 else values
+            unknown = next((part for part in values if isinstance(part, Unknown)), value)
+            source.set(name, unknown, start, condition, numbers)
+
+    for word, line, when in words:
+        text = word.text if isinstance(word, Unknown) else word
+        known = word.head if isinstance(word, Unknown) else word
+        is_flag = known.startswith("--")
+        if is_flag:
+            end()
+            name, values, numbers = "", [], []
+        source.enter(text, line)
+        alone = not name or bool(values) or bool(_SWITCH.search(name))
+        given, equals, value = known[2:].partition("=")
+        part = (
+            replace(word, text=text.partition("=")[2]) if isinstance(word, Unknown) else hydra.scalar(value)
+        )
+        if isinstance(word, Unknown) and ((is_flag and not equals) or (not known and alone)):
+            source.stray(hydra.shown(text), f"{word.why}, so it may be any flag", line, opens=True)
+        elif is_flag:
+            name, start, condition, numbers = given, line, when, [len(source.entries) - 1]
+            values = [part] if equals else []
+        elif not name:
+            source.stray(hydra.shown(text), "it is no flag, so what it changes is not known", line)
+        else:
+            numbers.append(len(source.entries) - 1)
+            sometimes = Unknown(f"{hydra.shown(text)} is there only {when or 'sometimes'}")
+            whole = word if isinstance(word, Unknown) else hydra.scalar(word)
+            values.append(sometimes if when != condition else whole)
+    end()

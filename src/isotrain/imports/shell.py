@@ -1,55 +1,56 @@
-"""The commands of a shell script with their words expanded, read from its syntax tree and never run."""
+"""The commands of a shell script with their words expanded, read from its syntax tree and never run.
+
+Where a condition is not known, every branch is walked from the same variables. What the branches leave behind
+is merged: equal values stay, other values become gaps, and words that one branch appends to a list are there
+under its condition only.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from isotrain.imports import syntax
-from isotrain.imports.arithmetic import calculate
+from isotrain.imports.branches import Ended, Returned, condition, merged, truth, walk_case, walk_if
+from isotrain.imports.expand import MARKS, MOST_DEPTH, MOST_STEPS, Value, Words, loose, uncertain
 from isotrain.imports.source import SECRET, ImportSourceError, Unknown, holds_secret
 
 LONGEST_SCRIPT = 1024 * 1024
-MOST_STEPS = 200_000
-MOST_DEPTH = 60
-LONGEST_WORD = 100_000
-MOST_WORDS = 10_000
-HOME = "~"
-_LOOPS = ("for_statement", "c_style_for_statement", "while_statement")
-_BRANCHES = ("elif_clause", "else_clause")
-
-
-# Between two of these characters is the number of the reason why a part of a word is unknown.
-_GAP = "\ue000"
-_GAPS = re.compile(f"{_GAP}(\\d+){_GAP}")
-
-Value = str | list[str]
+_MOST_ROUNDS = 100
+# Files that set up an environment and not the variables of a training.
+_ENVIRONMENTS = re.compile(
+    r"(?:.*/)?(?:set_?env\.sh|activate|\.bashrc|\.bash_profile|\.profile|conda\.sh|profile)"
+)
 
 
 @dataclass(frozen=True)
 class Command:
-    """`lines` has the line of each word, counted from 1; a word that is not known is `Unknown`."""
+    """`lines` has the line of each word, counted from 1; a word that is not known is `Unknown`.
+
+    `when` has the condition under which each word is there, "" if it always is; `under` that of the command.
+    """
 
     words: tuple[str | Unknown, ...]
     lines: tuple[int, ...]
-    certain: bool
+    when: tuple[str, ...] = ()
+    under: str = ""
+    conditions: frozenset[int] = frozenset()
 
 
 @dataclass
-class Shell:
+class Shell(Words):
     """Walks a script from its first line to its last and keeps what the variables hold."""
 
     commands: list[Command] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    variables: dict[str, Value] = field(default_factory=dict)
     functions: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
-    depth: int = 0
-    reasons: list[str] = field(default_factory=list)
-    unsure: int = 0
+    under: list[int] = field(default_factory=list)
+    frames: list[dict[str, Value | None]] = field(default_factory=list)
+    # States in which functions may have returned, with their conditions.
+    returned: list[list[tuple[int, dict[str, Value]]]] = field(default_factory=list)
+    exported: set[str] = field(default_factory=set)
+    broken_lines: list[int] = field(default_factory=list)
 
     def walk(self, node: Any) -> None:
         self.steps += 1
@@ -65,10 +66,14 @@ class Shell:
         for child in node.named_children:
             self.walk(child)
 
+    def _all(self, nodes: list[Any]) -> None:
+        for node in nodes:
+            self.walk(node)
+
     def _nothing(self, node: Any) -> None:
         pass
 
-    # Statements
+    # Assignments
 
     def _assignment(self, node: Any) -> None:
         name = syntax.text(node.child_by_field_name("name"))
@@ -76,61 +81,215 @@ class Shell:
         appends = any(child.type == "+=" for child in node.children)
         value: Value
         if node.child_by_field_name("name").type == "subscript":
-            self.variables[name.partition("[")[0]] = self.gap(f"line {syntax.line(node)} sets a part of it")
+            name = name.partition("[")[0]
+            self.assign(name, self.gap(f"line {syntax.line(node)} sets a part of it", name))
             return
         if value_node is None:
             value = ""
         elif value_node.type == "array":
-            value = self.few([word for item in value_node.named_children for word in self.words(item)])
+            value = self.few([word for item in syntax.items(value_node) for word in self.words(item)])
+            if any(item.type in ("concatenation", "word") and syntax.text(item)[:1] == "["
+                   and "]=" in syntax.text(item) for item in value_node.named_children):  # fmt: skip
+                value = self.gap(f"line {syntax.line(node)} sets parts of it by their keys", name)
         else:
             value = self.joined(value_node)
             if holds_secret(name, value):
                 value = SECRET
-        before = self.variables.get(name, "")
-        if appends and isinstance(before, list):
-            value = self.few([*before, *(value if isinstance(value, list) else [value])])
-        elif appends and isinstance(value, str) and isinstance(before, str):
-            value = self.bounded(before + value)
-        if self.unsure and name not in self.variables:
-            self.remarks.append(
-                f"line {syntax.line(node)} sets {name} if a condition holds: taken as if it did"
+        if appends:
+            value = self._appended(self.variables.get(name, [] if isinstance(value, list) else ""), value)
+        self.assign(name, value, node)
+
+    def _appended(self, before: Value, value: Value) -> Value:
+        if isinstance(before, list) and isinstance(value, list):
+            return self.few([*before, *value])
+        if isinstance(before, str) and isinstance(value, str):
+            return self.bounded(before + value)
+        if isinstance(value, list):
+            return self.few([str(before), *value])
+        first = before[0] if before else ""
+        return self.gap("text is appended to a list") if MARKS.search(first) else [first + value, *before[1:]]
+
+    def assign(self, name: str, value: Value, node: Any = None) -> None:
+        """Give a variable its value, unless `--set` did."""
+        if name not in self.pinned:
+            self.variables[name] = value
+            return
+        pinned = self.pinned[name]
+        if node is not None and isinstance(value, str) and not MARKS.search(value) and value != pinned:
+            note = (
+                f"line {syntax.line(node)} sets {name} to {self.plain(value)!r}: --set {name} goes before it"
             )
-        elif self.unsure and self.variables[name] != value:
-            value = self.gap(f"line {syntax.line(node)} sets it under a condition that is not known")
-        self.variables[name] = value
+            if note not in self.notes:
+                self.notes.append(note)
+
+    def _declaration(self, node: Any) -> None:
+        """`export`, `declare`, `local`, `readonly`: a local variable ends with its function."""
+        keyword = syntax.text(node.children[0])
+        options = "".join(syntax.text(child) for child in node.named_children if child.type == "word")
+        local = self.frames and (
+            keyword == "local" or (keyword in ("declare", "typeset") and "g" not in options)
+        )
+        for child in node.named_children:
+            if child.type not in ("variable_assignment", "variable_name"):
+                continue
+            is_name = child.type == "variable_name"
+            name = syntax.text(child if is_name else child.child_by_field_name("name"))
+            if local:
+                self.frames[-1].setdefault(name, self.variables.get(name))
+                self.variables.pop(name, None)
+            if not is_name:
+                self.walk(child)
+            elif keyword in ("declare", "typeset", "local") and name not in self.variables:
+                self.assign(name, [] if re.search(r"-\w*a", options) else "")
+            if re.search(r"-\w*[nAilu]", options) and (keyword != "export"):
+                self.assign(name, self.gap(f"line {syntax.line(node)} declares it as {options}", name))
+            if keyword == "export" or re.search(r"-\w*x", options):
+                self.exported.add(name)
+
+    def _unset(self, node: Any) -> None:
+        for child in node.named_children:
+            name = syntax.text(child)
+            if syntax.NAME.fullmatch(name):
+                self.variables.pop(name, None)
+            elif "[" in name:
+                name = name.strip("'\"").partition("[")[0]
+                self.assign(name, self.gap(f"line {syntax.line(node)} unsets a part of it", name))
+
+    # Commands
 
     def _command(self, node: Any) -> None:
         words: list[str] = []
         lines: list[int] = []
+        before = [child for child in node.named_children if child.type == "variable_assignment"]
         for child in node.named_children:
-            if child.type in ("variable_assignment", "file_redirect", "herestring_redirect"):
+            if child.type in ("variable_assignment", "file_redirect", "herestring_redirect", "comment"):
                 continue
-            found = self.words(child)
-            words += found
-            lines += [syntax.line(child)] * len(found)
+            expanded = self.words(child)
+            words += expanded
+            lines += [syntax.line(child)] * len(expanded)
         if not words:
             return
         name = words[0]
-        if name in ("source", ".") and len(words) > 1:
-            file = words[1] if not _GAPS.search(words[1]) else "a file"
-            self.remarks.append(f"line {lines[0]}: {file} is sourced; it was not read")
-        elif name in self.functions and self.depth < MOST_DEPTH - 10:
+        if name in self.functions and self.depth < MOST_DEPTH - 10:
+            saved = dict(self.variables) if before else None
+            self._all(before)
             self._call(name, words[1:])
-        else:
-            known = tuple(self.known(word) for word in words)
-            self.commands.append(Command(known, tuple(lines), not self.unsure))
+            if saved is not None:
+                self.variables = saved
+            return
+        if "xargs" in words[:-1]:
+            words.append(self.gap(f"line {lines[0]}: xargs adds words"))
+            lines.append(lines[0])
+        known = [self.known(word) for word in words]
+        under, depends = self.under[-1:], self.depends_on(*words)
+        label = self.labels[under[0]] if under else None
+        self.commands.append(
+            Command(
+                tuple(word for word, _ in known),
+                tuple(lines),
+                tuple(when for _, when in known),
+                label.text if label else "",
+                depends | (label.conditions if label else frozenset()),
+            )
+        )
+        self._builtin(name, words, lines[0])
+
+    def _builtin(self, name: str, words: list[str], line: int) -> None:
+        """Commands that change variables, run other text, or end the script."""
+        arguments = words[1:]
+        if name in ("source", ".") and arguments:
+            self._sourced(arguments[0], line)
+        elif name == "eval" or name in ("exit", "return", "exec"):
+            if name == "eval":
+                self._text(" ".join(arguments), line, f"line {line} runs text as a program, which may set it")
+            elif name != "exec" or arguments:
+                raise Returned if name == "return" else Ended
+        elif name == "set" and arguments and (arguments[0] == "--" or arguments[0][:1] not in ("-", "+")):
+            self._positional(arguments[1:] if arguments[0] == "--" else arguments)
+        elif name == "shift" and "@" in self.variables:
+            given = self.variables["@"]
+            count = arguments[0] if arguments else "1"
+            certain = isinstance(given, list) and count.isdigit() and not any(map(loose, given[: int(count)]))
+            rest = given[int(count) :] if certain else [self.gap(f"line {line} shifts the arguments")]
+            self._positional(list(rest))
+        elif name in syntax.SETTERS:
+            for word in arguments:
+                if syntax.NAME.fullmatch(target := re.split(r"[+*/%-]?=|\+\+|--", word)[0]):
+                    self.assign(target, self.gap(f"line {line} sets it with {name}", target))
+        for place, word in enumerate(words[:-2]):
+            if re.fullmatch(r"(?:.*/)?(?:ba|z|da)?sh", word) and re.fullmatch(r"-\w*c", words[place + 1]):
+                self._program(words[place + 2], line)
+
+    def _sourced(self, file: str, line: int) -> None:
+        plain = self.plain(file)
+        if _ENVIRONMENTS.fullmatch(plain):
+            self.notes.append(
+                f"line {line}: {plain} is sourced; it was not read, and taken to set no variable"
+            )
+            return
+        self.notes.append(f"line {line}: {plain} is sourced; it was not read")
+        self._anything(f"line {line} sources {plain}, which may set it")
+
+    def _anything(self, why: str) -> None:
+        """Any variable may have any value from here."""
+        for name in self.variables:
+            self.assign(name, self.gap(why, name))
+        self.others_set = why
+
+    def _text(self, text: str, line: int, why: str) -> None:
+        """Walk a text that the script runs as a program."""
+        if MARKS.search(text):
+            self._anything(why)
+            return
+        tree = syntax.parser().parse(("\n" * (line - 1) + text).encode("utf-8", "replace"))
+        self.walk(tree.root_node)
+
+    def _program(self, text: str, line: int) -> None:
+        """`bash -c TEXT`: only exported variables reach it, and none comes back."""
+        outside, others = self.variables, self.others_set
+        self.variables = {name: value for name, value in outside.items() if name in self.exported}
+        try:
+            self._text(text, line, f"line {line} runs a text that is not known")
+        except (Ended, Returned):
+            pass
+        finally:
+            self.variables, self.others_set = outside, others
+
+    def _positional(self, arguments: list[str]) -> None:
+        for key in [key for key in self.variables if key.isdigit()]:
+            del self.variables[key]
+        self.variables["@"] = arguments
+        certain = next((place for place, word in enumerate(arguments) if loose(word)), len(arguments))
+        for place, word in enumerate(arguments[:10], start=1):
+            self.variables[str(place)] = (
+                word if place <= certain else self.gap("words before it may be missing")
+            )
+        for place in range(len(arguments) + 1, 10):
+            self.variables[str(place)] = "" if certain == len(arguments) else self.gap("words may be missing")
 
     def _call(self, name: str, arguments: list[str]) -> None:
         outer = {key: value for key, value in self.variables.items() if key.isdigit() or key == "@"}
-        for key in outer:
-            del self.variables[key]
-        self.variables.update({str(place): word for place, word in enumerate(arguments, start=1)})
-        self.variables["@"] = arguments
+        self._positional(arguments)
         body = self.functions.pop(name)  # a function that calls itself is not followed
+        self.frames.append({})
+        self.returned.append([])
         try:
-            self.walk(body)
+            if body is None:
+                self._anything(f"it may be set by {name}, which a condition defines")
+            else:
+                self.walk(body)
+        except Returned:
+            pass
         finally:
             self.functions[name] = body
+            if states := self.returned.pop():
+                here = self.label("otherwise", *self.labels[states[0][0]].conditions)
+                self.variables = merged(self, [(here, self.variables), *states])
+            for key, value in self.frames.pop().items():
+                if value is None:
+                    self.variables.pop(key, None)
+                else:
+                    self.variables[key] = value
             for key in [key for key in self.variables if key.isdigit() or key == "@"]:
                 del self.variables[key]
             self.variables.update(outer)
@@ -142,28 +301,18 @@ class Shell:
 
     def _redirected(self, node: Any) -> None:
         """`read -r -d '' name <<EOF` puts a text into a variable; other redirections change no word."""
-        bodies = [
-            body
-            for redirect in node.named_children
-            if redirect.type == "heredoc_redirect"
-            for body in redirect.named_children
-            if body.type == "heredoc_body"
-        ]
-        quoted = any(
-            syntax.text(start)[:1] in "'\"\\"
-            for redirect in node.named_children
-            if redirect.type == "heredoc_redirect"
-            for start in redirect.named_children
-            if start.type == "heredoc_start"
-        )
+        redirects = [child for child in node.named_children if child.type == "heredoc_redirect"]
+        parts = [part for redirect in redirects for part in redirect.named_children]
+        bodies = [part for part in parts if part.type == "heredoc_body"]
+        quoted = any(part.type == "heredoc_start" and syntax.text(part)[:1] in "'\"\\" for part in parts)
         before = len(self.commands)
         self._children(node)
         if bodies and len(self.commands) > before and self.commands[-1].words[0] == "read":
             words = [word for word in self.commands[-1].words[1:] if isinstance(word, str)]
-            names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)]
-            if names:
+            names = [word for word in words if syntax.NAME.fullmatch(word)]
+            if names and "-d" in words:
                 text = syntax.text(bodies[0]) if quoted else self._heredoc(bodies[0])
-                self.variables[names[-1]] = text.strip()
+                self.assign(names[-1], text.strip())
 
     def _heredoc(self, body: Any) -> str:
         """Expanded like a string in double quotes; the grammar does not see all expansions in it."""
@@ -177,282 +326,113 @@ class Shell:
             else self.gap(f"line {syntax.line(body)} has a text that is not read")
         )
 
-    def _case(self, node: Any) -> None:
-        subject_node = node.child_by_field_name("value")
-        subject = self.joined(subject_node) if subject_node is not None else ""
-        items = [child for child in node.named_children if child.type == "case_item"]
-        if _GAPS.search(subject):
-            for item in items:
-                self._maybe(item)
+    def _apart(self, node: Any) -> None:
+        """A subshell and each part of a pipeline have variables of their own."""
+        parts = node.named_children if node.type == "pipeline" else [node]
+        for part in parts:
+            outside = dict(self.variables)
+            try:
+                self.walk(part) if node.type == "pipeline" else self._children(part)
+            except (Ended, Returned):
+                pass
+            finally:
+                self.variables = outside
+
+    def _arithmetic_statement(self, node: Any) -> None:
+        """`{ ...; }`, or `(( x += 1 ))`, which sets what it names."""
+        if not syntax.text(node).startswith("(("):
+            self._children(node)
             return
-        for item in items:
-            patterns = [syntax.text(child) for child in item.children_by_field_name("value")]
-            if any(fnmatchcase(subject, pattern.strip("'\"")) for pattern in patterns):
-                self._body(item, skip=len(patterns))
-                return
-
-    def _if(self, node: Any) -> None:
-        conditions = node.children_by_field_name("condition")
-        truth = self.test(conditions[0]) if conditions else None
-        branches = [child for child in node.named_children if child.type in _BRANCHES]
-        body = [c for c in node.named_children if c not in conditions and c.type not in _BRANCHES]
-        if truth is not False:
-            for child in body:
-                self.walk(child) if truth else self._maybe(child)
-        if truth is True:
-            return
-        if truth is None:
-            for branch in branches:
-                self._maybe(branch)
-        elif branches:
-            self._elif(branches)
-
-    def _elif(self, branches: list[Any]) -> None:
-        """The branches after a condition that is false."""
-        for place, branch in enumerate(branches):
-            if branch.type == "else_clause":
-                self._children(branch)
-                return
-            parts = branch.named_children
-            truth = self.test(parts[0]) if parts else None
-            if truth is None:
-                for other in branches[place:]:
-                    self._maybe(other)
-                return
-            if truth:
-                for child in parts[1:]:
-                    self.walk(child)
-                return
-
-    def _list(self, node: Any) -> None:
-        """`a && b`: the second is certain only if the first is a test that is true."""
-        parts = node.named_children
-        operator = next((child.type for child in node.children if child.type in ("&&", "||")), "")
-        truth = self.test(parts[0]) if parts and parts[0].type == "test_command" else True
-        self.walk(parts[0])
-        for part in parts[1:]:
-            if truth is None:
-                self._maybe(part)
-            elif truth == (operator == "&&") or parts[0].type != "test_command":
-                self.walk(part)
+        for name in syntax.assigned_numbers(node):
+            self.assign(name, self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}", name))
 
     def _loop(self, node: Any) -> None:
         variable = node.child_by_field_name("variable")
-        if variable is not None:
-            self.variables[syntax.text(variable)] = self.gap(
-                f"it changes in the loop of line {syntax.line(node)}"
-            )
-        self._maybe(node)
+        body = node.child_by_field_name("body")
+        leaves = any(
+            part.type == "command" and syntax.text(part).split()[:1] in (["break"], ["continue"])
+            for part in syntax.below(node)
+        )
+        if node.type == "for_statement" and variable is not None and node.children[0].type == "for":
+            name = syntax.text(variable)
+            items = [word for item in node.children_by_field_name("value") for word in self.words(item)]
+            if name in self.pinned:
+                self.pins_used.add(name)
+                items = [self.pinned[name]]
+            listed = any(child.type == "in" for child in node.children)
+            if listed and not uncertain(items) and not leaves and len(items) <= _MOST_ROUNDS:
+                for item in items:
+                    self.assign(name, item)
+                    self.walk(body)
+                return
+        elif node.type == "while_statement":
+            until = node.children[0].type == "until"
+            if truth(self, node.child_by_field_name("condition")) is until:
+                return
+        self._unknown_loop(node, body)
 
-    def _body(self, item: Any, skip: int) -> None:
-        for child in item.named_children[skip:]:
-            self.walk(child)
+    def _unknown_loop(self, node: Any, body: Any) -> None:
+        """A loop of unknown rounds: what it sets is not known in it, nor behind it."""
+        line = syntax.line(node)
+        why = f"it changes in the loop of line {line}"
+        number = condition(self, node, f"the loop of line {line} runs")
+        names = set(syntax.assigned(node, self.functions, self.variables))
 
-    def _maybe(self, node: Any) -> None:
-        self.unsure += 1
+        def forget() -> None:
+            for name in names:
+                before = self.variables.get(name)
+                lost = self.gap(why, name)
+                self.assign(name, [*before, lost] if isinstance(before, list) and name in appended else lost)
+
+        appended = {name for name in names if syntax.only_appends(node, name)}
+        runs = self.label(f"in the loop of line {line}", number)
+        forget()
+        self.under.append(runs)
         try:
-            self._children(node) if node.type in (*_BRANCHES, "case_item", *_LOOPS) else self.walk(node)
+            self.walk(body)
+        except (Ended, Returned):
+            pass
         finally:
-            self.unsure -= 1
-
-    def test(self, node: Any) -> bool | None:
-        """Whether a simple `[ ... ]` is true; None if that is not known."""
-        inner = list(node.named_children)
-        if node.type != "test_command" or len(inner) != 1:
-            return None
-        words = [
-            self.joined(child) if child.is_named else syntax.text(child) for child in syntax.flat(inner[0])
-        ]
-        return None if any(_GAPS.search(word) for word in words) else syntax.compare(words)
-
-    # Words
-
-    def gap(self, why: str) -> str:
-        """A part of a word that only running the script would tell."""
-        self.reasons.append(why)
-        return f"{_GAP}{len(self.reasons) - 1}{_GAP}"
-
-    def known(self, word: str) -> str | Unknown:
-        found = _GAPS.search(word)
-        if not found:
-            return word
-        return Unknown(self.reasons[int(found[1])], _GAPS.sub("?", word))
-
-    def bounded(self, word: str) -> str:
-        if len(word) > LONGEST_WORD:
-            raise ImportSourceError(f"a word of the script is longer than {LONGEST_WORD} characters")
-        return word
-
-    def few(self, words: list[str]) -> list[str]:
-        if len(words) > MOST_WORDS:
-            raise ImportSourceError(f"a list of the script has more than {MOST_WORDS} words: it is too long")
-        return words
-
-    def words(self, node: Any) -> list[str]:
-        """The words that one node becomes: a list expands to several, an unquoted text is split."""
-        if node.type == "command_name":
-            return [word for child in node.named_children for word in self.words(child)]
-        if node.type in ("simple_expansion", "expansion"):
-            value = self.expand(node)
-            return value if isinstance(value, list) else value.split()
-        if node.type == "string":
-            inner = node.named_children
-            if len(inner) == 1 and inner[0].type in ("simple_expansion", "expansion"):
-                value = self.expand(inner[0])
-                if isinstance(value, list) and len(syntax.text(node)) == len(syntax.text(inner[0])) + 2:
-                    return value
-        return [self.joined(node)]
-
-    def joined(self, node: Any) -> str:
-        """The text of one node, as one word."""
-        self.steps += 1
-        if self.steps > MOST_STEPS or self.depth > MOST_DEPTH:
-            raise ImportSourceError("the script is too long or too deeply nested to be read")
-        self.depth += 1
-        try:
-            return self.bounded(_WORDS.get(node.type, Shell._plain)(self, node))
-        finally:
-            self.depth -= 1
-
-    def _plain(self, node: Any) -> str:
-        if node.named_child_count and node.type not in ("word", "extglob_pattern", "regex"):
-            return self._between(node)
-        return re.sub(r"\\(.)", r"\1", syntax.text(node).replace("\\\n", ""))
-
-    def _raw(self, node: Any) -> str:
-        return syntax.text(node)[1:-1]
-
-    def _ansi(self, node: Any) -> str:
-        return syntax.text(node)[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'")
-
-    def _string(self, node: Any) -> str:
-        return self._between(node, quoted=True)
-
-    def _between(self, node: Any, quoted: bool = False) -> str:
-        """The expansions inside a node, and the text between them as it is."""
-        source: bytes = node.text
-        start, word = (1 if quoted else 0), ""
-        end = len(source) - (1 if quoted else 0)
-        for child in node.named_children:
-            if child.type == "string_content":
-                continue
-            first = child.start_byte - node.start_byte
-            word += self._literal(source[start:first], quoted) + self.joined(child)
-            start = child.end_byte - node.start_byte
-        return word + self._literal(source[start:end], quoted)
-
-    @staticmethod
-    def _literal(source: bytes, quoted: bool) -> str:
-        text = source.decode("utf-8", "replace").replace("\\\n", "")
-        return re.sub(r'\\([$`"\\])' if quoted else r"\\(.)", r"\1", text)
-
-    def _expansion(self, node: Any) -> str:
-        value = self.expand(node)
-        return value if isinstance(value, str) else " ".join(value)
-
-    def _substitution(self, node: Any) -> str:
-        text = syntax.text(node)
-        if re.fullmatch(r"\$\(\s*pwd\s*\)|`pwd`", text):
-            return "."
-        if re.fullmatch(r"\$\(\([^$`]*\)\)", text) and (again := syntax.arithmetic(text)) is not None:
-            return self.joined(again)  # in some places the grammar takes arithmetic for a command
-        return self.gap(f"line {syntax.line(node)} runs a command for it: {syntax.short(node)}")
-
-    def _arithmetic(self, node: Any) -> str:
-        inner = node.named_children
-        if len(inner) != 1:
-            return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
-        result = calculate(inner[0], lambda name: self.joined_variable(name, node))
-        return self.gap(result.why) if isinstance(result, Unknown) else str(result)
-
-    def joined_variable(self, name: str, node: Any) -> str | Unknown:
-        value = self.lookup(name, node)
-        return self.known(value) if isinstance(value, str) else Unknown(f"{name} is a list")
-
-    def lookup(self, name: str, node: Any) -> Value:
-        if name in ("@", "*"):
-            return self.variables.get("@", [])
-        if name in self.variables:
-            return self.variables[name]
-        if name in ("HOME", "PWD"):
-            return HOME if name == "HOME" else "."
-        place = "command line" if name.isdigit() else "environment"
-        return self.gap(f"line {syntax.line(node)} takes it from the {place} (${name})")
-
-    def expand(self, node: Any) -> Value:
-        """`$x`, `${x}`, `${x[@]}` and `${x:-default}`; other forms are unknown."""
-        children = [child for child in node.children if child.type not in ("$", "${", "}")]
-        if not children or children[0].type not in ("variable_name", "special_variable_name", "subscript"):
-            return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
-        head, rest = children[0], children[1:]
-        if head.type == "subscript":
-            name, _, index = syntax.text(head).partition("[")
-            value = self.lookup(name, node)
-            whole = index.rstrip("]").strip("\"'") in ("@", "*")
-            if not (whole and isinstance(value, list)) or rest:
-                return self.gap(f"line {syntax.line(node)} takes it from a list: {syntax.short(node)}")
-            return value
-        name = syntax.text(head)
-        known = self.variables.get(name)
-        value = self.lookup(name, node)
-        if isinstance(value, list) and name not in ("@", "*"):
-            value = value[0] if value else ""
-        if not rest:
-            return value
-        operator = rest[0].type
-        other = ""
-        for child in rest[1:]:
-            other += self.joined(child)
-        empty = known in (None, "")
-        if operator in (":-", ":=") or (operator in ("-", "=") and known is None):
-            if empty and operator in (":=", "="):
-                self.variables[name] = other
-            return other if empty else value
-        if operator in ("-", "="):
-            return value
-        if operator in (":?", "?") and not empty:
-            return value
-        if operator in (":+", "+"):
-            return "" if empty else other
-        return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
+            self.under.pop()
+            forget()
 
 
 _STATEMENTS: dict[str, Callable[[Shell, Any], None]] = {
     "variable_assignment": Shell._assignment,
+    "declaration_command": Shell._declaration,
+    "unset_command": Shell._unset,
     "command": Shell._command,
     "function_definition": Shell._function,
     "redirected_statement": Shell._redirected,
-    "case_statement": Shell._case,
-    "if_statement": Shell._if,
-    "list": Shell._list,
-    "test_command": Shell._nothing,
+    "compound_statement": Shell._arithmetic_statement,
+    "subshell": Shell._apart,
+    "pipeline": Shell._apart,
+    "case_statement": walk_case,
+    "if_statement": walk_if,
+    **dict.fromkeys(("list", "negated_command", "test_command"), truth),
     "comment": Shell._nothing,
     "heredoc_redirect": Shell._nothing,
     "file_redirect": Shell._nothing,
     "herestring_redirect": Shell._nothing,
     "command_substitution": Shell._nothing,
-    **dict.fromkeys(_LOOPS, Shell._loop),
-}
-_WORDS: dict[str, Callable[[Shell, Any], str]] = {
-    "raw_string": Shell._raw,
-    "ansi_c_string": Shell._ansi,
-    "string": Shell._string,
-    "simple_expansion": Shell._expansion,
-    "expansion": Shell._expansion,
-    "command_substitution": Shell._substitution,
-    "process_substitution": Shell._substitution,
-    "arithmetic_expansion": Shell._arithmetic,
+    **dict.fromkeys(("for_statement", "c_style_for_statement", "while_statement"), Shell._loop),
 }
 
 
-def read_script(text: str) -> Shell:
-    """All commands of a script; nothing of it is run."""
-    data = text.replace(_GAP, "").encode("utf-8", "replace")
+def read_script(text: str, given: dict[str, str] | None = None) -> Shell:
+    """All commands of a script; nothing of it is run. `given` has the variables of `--set`."""
+    data = MARKS.sub("", text).encode("utf-8", "replace")
     if len(data) > LONGEST_SCRIPT:
         raise ImportSourceError(f"longer than {LONGEST_SCRIPT // 1024} KiB; is this a shell script?")
-    shell = Shell()
+    shell = Shell(pinned=dict(given or {}))
     try:
-        shell.walk(syntax.parser().parse(data).root_node)
+        tree = syntax.parser().parse(data)
+        if tree.root_node.has_error:  # the grammar stumbles over arithmetic that begins with a bracket
+            tree = syntax.parser().parse(data.replace(b"$(((", b"$(( ("))
+        shell.broken_lines = syntax.errors(tree.root_node)
+        shell.walk(tree.root_node)
+    except (Ended, Returned):
+        pass
     except RecursionError:
         raise ImportSourceError("the script is too deeply nested to be read") from None
     return shell

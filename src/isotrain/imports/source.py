@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from isotrain.errors import IsotrainError
 
@@ -25,36 +25,142 @@ class ImportSourceError(IsotrainError, ValueError):
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only running the script would tell; `text` has a question mark for what is missing."""
+    """A value that only running the script would tell; `text` has a question mark for what is missing.
+
+    `head` is the text before the first part that is missing.
+    """
 
     why: str
     text: str = "?"
+    head: str = ""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition of a script that is not known, and what each of its branches sets.
+
+    `names` are the variables that decide it, or `if:LINE` if it is no question of variables.
+    """
+
+    line: int
+    text: str
+    names: tuple[str, ...]
+    sets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def told(self) -> list[str]:
+        """For the report: the condition, what decides it, and what each branch sets."""
+        decides = " ".join(
+            f"--set {name}={'true' if name.startswith('if:') else 'VALUE'}" for name in self.names
+        )
+        branches = [f"  {branch}: {', '.join(sets) or 'nothing'}" for branch, sets in self.sets.items()]
+        return [f"line {self.line}: {self.text} is not known; {decides} decides it", *branches]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One value as it was given; `line` is 0 if there are no lines."""
+    """One value as it was given; `line` is 0 if there are no lines.
+
+    `entries` are the numbers of the entries that gave it. `told` has the values that conditions give it.
+    """
 
     value: Any
     line: int = 0
+    entries: frozenset[int] = frozenset()
+    told: tuple[str, ...] = ()
+
+
+Outcome = Literal["mapped", "no effect", "refused", "unknown"]
+
+
+@dataclass
+class Entry:
+    """One word of a command, or one key of a configuration, and what becomes of it.
+
+    An entry with keys ends as its keys do. One without has its outcome from where it was read.
+    """
+
+    text: str
+    line: int
+    keys: list[str] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Stray:
+    """A word of a command whose effect is not known."""
+
+    text: str
+    why: str
+    line: int
 
 
 @dataclass
 class Source:
-    """Everything that was found. `kind` is `script`, `overrides`, `config` or `log`."""
+    """Everything that was found. `kind` is `script`, `overrides`, `config` or `log`.
+
+    `expected` is the number of words or keys that went in, counted where they were read; `entries` is what
+    was made of them. `opened` are words that may be any key, `settled` the keys that were given after them.
+    """
 
     kind: str
     settings: dict[str, Setting] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    expected: int = 0
+    strays: list[Stray] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)
+    conditions: list[Condition] = field(default_factory=list)
+    opened: list[Stray] = field(default_factory=list)
     program: str = ""
     launcher: dict[str, Setting] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     total_steps: int | None = None
 
-    def set(self, key: str, value: Any, line: int = 0) -> None:
+    def enter(self, text: str, line: int = 0, outcome: Outcome | None = None) -> None:
+        """Take a word or key into the account; `set` names its keys."""
+        self.entries.append(Entry(text, line, outcome=outcome))
+
+    def set(
+        self, key: str, value: Any, line: int = 0, when: str = "", entries: Iterable[int] | None = None
+    ) -> None:
+        """A value of the entry that was taken last, or of `entries`; `when` is the condition of it."""
         if len(self.settings) >= MOST_KEYS:
             raise ImportSourceError(f"more than {MOST_KEYS} keys; is this a configuration?")
-        self.settings.pop(key, None)
-        self.settings[key] = Setting(value, line)
+        numbers = frozenset(range(len(self.entries))[-1:] if entries is None else entries)
+        for number in numbers:
+            self.entries[number].keys.append(key)
+        before = self.settings.pop(key, None)
+        told: tuple[str, ...] = ()
+        if when and not (before and type(before.value) is type(value) and before.value == value):
+            told, value = self._either(before, value, when)
+        if before and (told or before.value == value):
+            numbers |= before.entries
+        self.settings[key] = Setting(value, line, numbers, told)
+        self.settled.add(key)
+
+    @staticmethod
+    def _either(before: Setting | None, value: Any, when: str) -> tuple[tuple[str, ...], Unknown]:
+        """A value that is given under a condition only."""
+        told = before.told if before else ()
+        if before and not told:
+            earlier = before.value.why if isinstance(before.value, Unknown) else before.value
+            told = (f"{without_secrets(earlier)} before",)
+        shown = value.why if isinstance(value, Unknown) else without_secrets(value)
+        told = (*told, f"{shown} {when}")
+        rest = ", not given otherwise" if before is None else ""
+        return told, Unknown(f"it is {', '.join(map(str, told))}{rest}")
+
+    def stray(self, text: str, why: str, line: int, opens: bool = False) -> None:
+        """What the entry that was taken last may change is not known; with `opens` it may be any key."""
+        self.strays.append(Stray(text, why, line))
+        if self.entries:
+            self.entries[-1].outcome = "unknown"
+        if opens:
+            self.opened.append(self.strays[-1])
+            self.settled.clear()
+
+    def certain(self, key: str) -> bool:
+        """Whether no word that may be any key comes after the last that gave this one."""
+        return key in self.settled or not self.opened
 
 
 def secret_name(name: str) -> bool:

@@ -7,13 +7,27 @@ from collections.abc import Callable
 from typing import Any
 
 from isotrain.imports.draft import Draft, as_flag, as_whole
-from isotrain.imports.hydra import shown
+from isotrain.imports.hydra import OWN_CONFIGS, shown
+from isotrain.imports.source import Stray, Unknown
 from isotrain.imports.verl_algorithm import algorithm, batch_size, correction, dapo, kl, loss, reward_manager
 from isotrain.imports.verl_optimizer import optimizer
-from isotrain.imports.verl_reasons import A, M, R
+from isotrain.imports.verl_reasons import ASYNC, IMAGES, OPTIM, A, M, R
 from isotrain.observe.loggers import LOGGERS
 
+OVERLONG = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model")
+NULLABLE = frozenset(f"{A}.{key}" for key in ("clip_ratio_low", "clip_ratio_high", "optim.lr_warmup_steps"))
 VERL_REWARD = "verl_reward.py:compute_score"
+PROGRAMS = (
+    "verl.trainer.main_ppo",
+    "verl.trainer.main_ppo_sync",
+    "recipe.dapo.main_dapo",
+    "main_ppo",
+    "main_dapo",
+)
+MULTIMODAL = re.compile(
+    r"(?i)(?<![a-z])(?:\w*vl|vlm?|omni|llava\w*|internvl\w*|vision|video\w*|image\w*|audio\w*|geo3k\w*|\w*mm|geometry3k"
+    r"|minicpm[-_.]?[ov]\w*|pixtral|paligemma|idefics\d*|glm[-_]?4(?:\.\d)?v|kimi[-_]vl|captions?)(?![a-z])"
+)
 
 
 def fill(d: Draft) -> None:
@@ -35,20 +49,121 @@ def fill(d: Draft) -> None:
     optimizer(d)
     trainer(d)
     observe(d)
+    program(d)
+    multimodal(d)
+
+
+def program(d: Draft) -> None:
+    """What another program than `main_ppo`, or another configuration than its own, changes."""
+    name = d.source.program
+    asynchronous = "fully_async" in name or "one_step_off" in name
+    if name and not asynchronous and name not in PROGRAMS:
+        why = "a program whose training loop and defaults are not known"
+        d.source.strays.append(Stray(shown(name), why, 0))
+    if asynchronous:
+        d.refuse("program", f"{shown(name)}: {ASYNC}")
+        if not d.given("algorithm.rollout_correction.bypass_mode"):
+            why = "on by default there; isotrain always computes old log-probs with the trained model"
+            d.refuse("algorithm.rollout_correction.bypass_mode", why)
+    if not own_config(d):
+        file = d.value("--config-name") or d.value("--config-path") or d.value("--config-dir")
+        text = f"the configuration {shown(str(file), 60)}"
+        d.source.opened.append(Stray(text, "it is not read", 0))
+
+
+def own_config(d: Draft) -> bool:
+    """Whether the configuration is one of verl's own, whose defaults the tables have."""
+    name, path, directory = (d.raw(f"--config-{part}") for part in ("name", "path", "dir"))
+    folder = str(path).removeprefix("./")
+    inside = path is None or (
+        isinstance(path, str) and re.fullmatch(r"config|(?:.*/)?verl/(?:.*/)?config", folder)
+    )
+    return bool(inside) and directory is None and (name is None or name in OWN_CONFIGS)
+
+
+def multimodal(d: Draft) -> None:
+    """Images, video and audio: isotrain trains on text."""
+    saved = d.source.kind in ("config", "log")  # they hold the defaults too
+    for key in ("image", "video", "audio"):
+        column = d.value(f"data.{key}_key")
+        if column and not (saved and column == f"{key}s"):
+            d.refuse(f"data.{key}_key", IMAGES)
+    keys = (f"{M}.path", "model.path", "model.partial_pretrain", "data.train_files", "data.val_files")
+    keys += ("actor.model_name_or_path", "model.model_name_or_path", "data.prompt_dataset", "data.dataset")
+    for key in keys:
+        value = d.raw(key)
+        text = value.text if isinstance(value, Unknown) else str(value)
+        if found := MULTIMODAL.search(text):
+            d.refuse(key, f"{shown(found[0])}: {IMAGES}; if all rows are text, use a text model")
 
 
 def ignored(d: Draft) -> Callable[[str], str | None]:
     """Why a key has no effect in this training: that of a critic where there is none, and so on."""
-    ppo = d.value("algorithm.adv_estimator") == "gae"
+    megatron = d.value(f"{A}.strategy") == "megatron"
+    dynamic = d.flag(f"{A}.use_dynamic_bsz")
+    estimator = d.text("algorithm.adv_estimator", "gae")
+    loss_name = d.written("algorithm.loss.name", "clip")
+    in_reward = d.flag("algorithm.use_kl_in_reward")
+    off = [
+        (
+            ("critic.", "trainer.critic_warmup"),
+            estimator != "gae",
+            "only PPO (adv_estimator: gae) has a critic",
+        ),
+        (("algorithm.lam",), estimator != "gae", "only PPO (adv_estimator: gae) has it"),
+        (
+            ("algorithm.gamma",),
+            estimator not in ("gae", "reinforce_plus_plus"),
+            f"{shown(estimator, 30)} does not discount",
+        ),
+        (("algorithm.norm_adv_by_std_in_grpo",), estimator != "grpo", "only grpo has it"),
+        (("--config-",), own_config(d), "verl's own configuration, whose defaults are known"),
+        (
+            tuple(f"{place}.overlong_buffer" for place in OVERLONG)
+            + tuple(f"{place}.max_resp_len" for place in OVERLONG),
+            not any(
+                d.flag(f"{place}.overlong_buffer{end}.enable") for place in OVERLONG for end in ("", "_cfg")
+            ),
+            "its switch enable is off",
+        ),
+        ((f"{M}.lora_alpha", f"{M}.target_modules"), not d.whole(f"{M}.lora_rank", 0, 0), "lora_rank is 0"),
+        (
+            ("algorithm.rollout_correction.rollout_is_threshold",),
+            d.written("algorithm.rollout_correction.level", "off") == "off",
+            "rollout_is is off",
+        ),
+        (
+            ("reward.custom_reward_function.name", "custom_reward_function.name"),
+            not any(d.value(f"{place}custom_reward_function.path") for place in ("", "reward.")),
+            "custom_reward_function.path is not given",
+        ),
+        (
+            (f"{OPTIM}.lr_decay_", f"{OPTIM}.lr_warmup_init", f"{OPTIM}.weight_decay_incr_style"),
+            not megatron,
+            "the engine is not Megatron",
+        ),
+        ((f"{OPTIM}.lr_scheduler_type", f"{OPTIM}.warmup_style"), megatron, "the engine is Megatron"),
+        (
+            ("reward_model.model.", "reward_model.rollout."),
+            not d.flag("reward_model.enable"),
+            "reward_model.enable is off",
+        ),
+        ((f"{A}.kl_loss_",), not d.flag(f"{A}.use_kl_loss"), "use_kl_loss is off"),
+        (("algorithm.kl_ctrl.", "algorithm.kl_penalty"), not in_reward, "use_kl_in_reward is off"),
+        (
+            ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+            d.text("algorithm.kl_ctrl.type", "fixed") == "fixed",
+            "kl_ctrl.type is fixed",
+        ),
+        ((f"{A}.ppo_micro_batch_size",), dynamic, "use_dynamic_bsz is on"),
+        ((f"{A}.ppo_max_token_len_per_gpu",), not dynamic, "use_dynamic_bsz is off"),
+        ((f"{A}.clip_ratio_c",), loss_name != "clip", "only the loss vanilla has it"),
+        ((f"{A}.megatron.", "actor_rollout_ref.ref.megatron."), not megatron, "the engine is not Megatron"),
+        ((f"{A}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config."), megatron, "the engine is Megatron"),
+    ]
 
     def reason(key: str) -> str | None:
-        if key.startswith("critic.") and not ppo:
-            return "only PPO (adv_estimator: gae) has a critic"
-        if key.startswith(("reward_model.model.", "reward_model.rollout.")) and not d.flag(
-            "reward_model.enable"
-        ):
-            return "reward_model.enable is off"
-        return None
+        return next((why for prefixes, holds, why in off if holds and key.startswith(prefixes)), None)
 
     return reason
 
@@ -148,9 +263,13 @@ def lengths(d: Draft) -> None:
             f"isotrain does not cut prompts ({shown(cut, 20)}): too_long: error stops the run if one is "
             "longer than data.max_length; raise that, or set drop to leave them out",
         )
-    longest = (d.whole("data.max_prompt_length", 512, 1) or 512) + (
-        d.whole("data.max_response_length", 512, 1) or 512
-    )
+    prompt, response = (d.whole(f"data.max_{part}_length", 512, 1) or 512 for part in ("prompt", "response"))
+    longest = prompt + response
+    for key, least in (("max_model_len", longest), ("prompt_length", prompt), ("response_length", response)):
+        length = d.whole(f"{R}.{key}")
+        if length is not None and (length < least or (key != "max_model_len" and length != least)):
+            d.refuse(f"{R}.{key}", f"{length}: isotrain's engines take what data.max_length and "
+                     f"rollout.max_tokens give, {least}")  # fmt: skip
     rows = d.whole("data.val_max_samples", -1)
     if rows is not None and rows > 0:
         d.put("data.validation_rows", rows, "data.val_max_samples", note="the first rows")
@@ -252,10 +371,11 @@ def _list(value: Any) -> list[Any]:
 
 def cluster(d: Draft) -> None:
     actor = "megatron" if d.value(f"{A}.strategy") == "megatron" else "fsdp_config"
+    offloaded = ("param_offload", "optimizer_offload")
     switches = [
-        *(f"{A}.{actor}.{name}" for name in ("param_offload", "optimizer_offload")),
-        f"actor_rollout_ref.ref.{actor}.param_offload",
-        *(["critic.model.fsdp_config.param_offload", "critic.fsdp.param_offload"]),
+        *(f"{A}.{actor}.{name}" for name in offloaded),
+        *(f"actor_rollout_ref.ref.{actor}.{name}" for name in offloaded),
+        *(f"critic.{place}.{name}" for place in ("model.fsdp_config", "fsdp") for name in offloaded),
     ]
     on = [key for key in switches if d.flag(key)]
     d.put("cluster.offload", bool(on), *(on or switches[:1]))

@@ -82,9 +82,13 @@ def critic(d: Draft) -> None:
         "critic.optim.lr_decay_style": f"{OPTIM}.lr_decay_style",
         "critic.ppo_mini_batch_size": f"{A}.ppo_mini_batch_size",
         "critic.ppo_epochs": f"{A}.ppo_epochs",
+        "critic.loss_scale_factor": f"{A}.loss_scale_factor",
         "critic.grad_clip": f"{A}.grad_clip",
         "critic.optim.clip_grad": f"{OPTIM}.clip_grad",
     }
+    for own in d.source.settings:
+        if own.startswith("critic.optim.") and own != "critic.optim.lr":
+            same.setdefault(own, own.replace("critic.optim", OPTIM))
     for own, actors in same.items():
         if d.given(own) and d.value(own) is not None and d.value(own) != d.value(actors):
             d.refuse(own, f"the critic has the policy's value, {shown(str(d.value(actors)), 30)}")
@@ -241,6 +245,11 @@ def dapo(d: Draft) -> None:
         metric = d.text("algorithm.filter_groups.metric", "")
         if metric not in ("", "seq_reward", "seq_final_reward", "score"):
             d.note(f"algorithm.filter_groups.metric {shown(metric, 20)}: isotrain compares rewards")
+    elif d.given("data.gen_batch_size") and d.whole("data.gen_batch_size") not in (None, batch):
+        d.refuse(
+            "data.gen_batch_size",
+            f"without filter_groups verl draws so many prompts per step; data.batch_size is {batch}",
+        )
     shaping(d)
 
 

@@ -24,7 +24,7 @@ NAMES = [
     part("trainer.experiment_name", "name", "gsm8k"),
     part("trainer.default_local_dir", "output"),
     part("data.seed", "seed"),
-    part(f"{A}.data_loader_seed", "seed"),
+    drops(f"{A}.data_loader_seed", "the order of mini-batches, which actor.shuffle: False keeps"),
     drops(f"{{{A},actor_rollout_ref.ref,critic}}.{{fsdp_config,fsdp,megatron}}.seed", "seed is one field"),
     drops(f"{R}.seed", "seed is one field"),
 ]
@@ -124,7 +124,9 @@ MODEL = [
         why="set model.attention",
         changes=False,
     ),
-    drops(f"{M}.override_config.moe_config.freeze_moe_router", MEGATRON),
+    refuses(
+        f"{M}.override_config.moe_config.freeze_moe_router", False, why="isotrain trains the routers too"
+    ),
     refuses(
         f"{M}.override_config.{{attention_dropout,embd_pdrop,resid_pdrop}}",
         0,
@@ -143,8 +145,11 @@ MODEL = [
     drops(
         f"{{{A},actor_rollout_ref.ref}}.{{use_torch_compile,entropy_from_logits_with_chunking,"
         "entropy_from_logits_chunk_size,entropy_checkpointing,use_fused_kernels,use_remove_padding,"
-        f"use_prefix_grouper,pad_to_length,load_weight}}",
+        f"use_prefix_grouper,pad_to_length}}",
         KERNELS,
+    ),
+    refuses(
+        f"{{{A},actor_rollout_ref.ref}}.load_weight", True, why="models begin with the weights of model.path"
     ),
     drops(
         "*.fsdp_config.{use_torch_compile,entropy_from_logits_with_chunking,"
@@ -189,7 +194,19 @@ MODEL = [
     ),
     drops("*.megatron.override_transformer_config", MEGATRON),
     drops(f"{A}.megatron.{{use_mbridge,use_dist_checkpointing}}", SAVED),
-    drops("*.megatron.*", MEGATRON + " for layout, checkpoints or speed"),
+    drops(
+        "*.megatron.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_path,"
+        "dist_checkpointing_prefix}",
+        SAVED,
+    ),
+    drops("*.megatron.{use_remove_padding,use_megatron_fsdp,extra,forward_only,load_weight}", LAYOUT),
+    drops("*.megatron.{override_ddp_config*,use_distributed_optimizer}", LAYOUT),
+    drops("*.megatron.seed", "seed is one field"),
+    drops(
+        "*.megatron.{param_offload,optimizer_offload,grad_offload,*_parallel_size,sequence_parallel}", LAYOUT
+    ),
+    refuses("*.megatron.dtype", "bfloat16", "bf16", why="set model.dtype"),
+    refuses("*.megatron.{override_mcore_model_config,override_mcore_model_config.*}", why=MEGATRON),
 ]
 
 DATA = [
@@ -208,8 +225,9 @@ DATA = [
     part("data.gen_batch_size", "algorithm.dynamic_sampling.max_attempts"),
     refuses("data.train_max_samples", -1, why="write the rows to train on into a file of their own"),
     part("data.val_max_samples", "data.validation_rows", -1),
-    refuses("data.{image_key,video_key,audio_key}", "images", "videos", "audios", why=IMAGES),
+    part("data.{image_key,video_key,audio_key}", "data.train"),
     drops("data.{return_multi_modal_inputs,image_patch_size,mm_processor_kwargs}", "it is for images"),
+    drops(f"{R}.limit_images", "it is for images"),
     refuses("data.custom_cls.path", why=CODE),
     refuses("data.{sampler.class_path,datagen.path}", why=CODE),
     drops(

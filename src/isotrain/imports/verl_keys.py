@@ -10,6 +10,7 @@ from isotrain.imports.verl_reasons import (
     ASYNC,
     BUDGET,
     ENGINE,
+    LAYOUT,
     LOGGED,
     OPTIM,
     RAY,
@@ -21,6 +22,14 @@ from isotrain.imports.verl_reasons import (
     R,
 )
 
+# Options of engines that change their speed and memory, and no token.
+ENGINE_OPTIONS = (
+    "compilation_config.*,mm_processor_cache_gb,disable_mm_preprocessor_cache,attention_backend,"
+    "batch_wait_timeout_iters,batch_wait_max_tokens_ratio,mamba_scheduler_strategy,disable_radix_cache,"
+    "enable_memory_saver,enable_dp_attention,chunked_prefill_size,cuda_graph_max_bs,max_running_requests,"
+    "disable_cuda_graph,enable_expert_parallel,enable_weights_cpu_backup,enable_draft_weights_cpu_backup,"
+    "disable_overlap_schedule,additional_config.enable_cpu_binding,async_scheduling,swap_space"
+)
 VERSIONS = ("0.5.0", "0.7.0", "2026-08")
 """Whose defaults are in the tables; the last is verl's main branch of August 2026."""
 
@@ -115,11 +124,11 @@ CRITIC = [
     part("critic.ppo_mini_batch_size", "algorithm.mini_batch_size"),
     part("critic.ppo_epochs", "algorithm.ppo_epochs"),
     part("critic.loss_agg_mode", "algorithm.critic.aggregation"),
-    drops(
-        "critic.{rollout_n,shuffle,data_loader_seed,loss_scale_factor,enable}",
-        "the critic follows the policy",
-    ),
-    drops("critic.optim.*", "the critic has the policy's optimizer"),
+    drops("critic.{rollout_n,data_loader_seed}", "the critic follows the policy"),
+    refuses("critic.shuffle", False, why="mini-batches keep the order in which prompts were drawn"),
+    refuses("critic.enable", True, why="PPO (adv_estimator: gae) has a critic"),
+    part("critic.loss_scale_factor", "algorithm.loss.aggregation"),
+    part("critic.optim.*", "optimizer"),
     drops(
         "critic.{ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu,ppo_micro_batch_size,"
         "use_dynamic_bsz,forward_max_token_len_per_gpu,forward_micro_batch_size,"
@@ -134,7 +143,7 @@ CRITIC = [
     refuses("critic.model.lora_rank", 0, why="the critic trains all weights"),
     drops("critic.model.*", "the critic follows the policy's model options"),
     drops("critic.nccl_timeout", RAY),
-    drops("critic.load_weight", ALWAYS),
+    refuses("critic.load_weight", True, why="the critic begins with the weights of algorithm.critic.path"),
 ]
 
 ROLLOUT = [
@@ -169,20 +178,21 @@ ROLLOUT = [
     refuses(f"{R}.enable_rollout_routing_replay", False, why="isotrain has no router replay"),
     refuses(f"{R}.over_sample_rate", 0, why="isotrain waits for every response"),
     refuses(f"{R}.use_fire_sampling", False, why="isotrain samples every token at one temperature"),
-    drops(
-        f"{R}.{{max_model_len,prompt_length,response_length}}",
-        "derived from data.max_length and rollout.max_tokens",
-    ),
+    part(f"{R}.{{max_model_len,prompt_length,response_length}}", "rollout.max_tokens"),
     drops(
         f"{R}.{{max_num_batched_tokens,max_num_seqs,enable_chunked_prefill,enable_prefix_caching,"
-        "free_cache_engine,dtype,disable_log_stats,skip_tokenizer_init,cudagraph_capture_sizes,"
+        "free_cache_engine,disable_log_stats,skip_tokenizer_init,cudagraph_capture_sizes,"
         f"multi_stage_wake_up,scheduling_policy,full_determinism}}",
         ENGINE,
     ),
-    drops(
-        f"{R}.{{engine_kwargs,engine_kwargs.*,prometheus.*,disaggregation.*,trace.*,limit_images,"
-        f"layer_name_map.*,micro_batch_size,logprobs_mode}}",
-        ENGINE,
+    refuses(f"{R}.dtype", "bfloat16", "auto", why="engines compute in model.dtype"),
+    drops(f"{R}.{{prometheus.*,disaggregation.*,trace.*,layer_name_map.*,micro_batch_size}}", ENGINE),
+    drops(f"{R}.engine_kwargs.{{vllm,sglang,trtllm}}.{{{ENGINE_OPTIONS}}}", ENGINE),
+    refuses(f"{R}.engine_kwargs*", why="an option of the engine that isotrain does not know"),
+    refuses(
+        f"{R}.logprobs_mode",
+        "processed_logprobs",
+        why="log-probs of the engine are those of the tokens that it samples from",
     ),
     drops(f"{R}.{{load_format,layered_summon,update_weights_bucket_megabytes}}", TRANSFER),
     drops(
@@ -192,7 +202,8 @@ ROLLOUT = [
     ),
     drops(f"{R}.mode", "isotrain's engines always run beside the controller"),
     drops(f"{R}.calculate_log_probs", ALWAYS),
-    drops(f"{R}.{{nnodes,n_gpus_per_node,skip_rollout,skip_dump_dir}}", RAY),
+    drops(f"{R}.{{nnodes,n_gpus_per_node,skip_dump_dir}}", RAY),
+    refuses(f"{R}.skip_rollout", False, why="set rollout.record and rollout.replay"),
     refuses(f"{R}.multi_turn.enable", False, why=TURNS),
     refuses(f"{R}.multi_turn.{{tool_config_path,interaction_config_path,function_tool_path}}", why=TURNS),
     drops(f"{R}.multi_turn.{{max_assistant_turns,format}}", "multi-turn rollout: see multi_turn.enable"),
@@ -233,7 +244,7 @@ REWARD = [
     ),
     drops(
         "{reward_model,reward.reward_model}.{enable_resource_pool,n_gpus_per_node,nnodes,rollout.*,"
-        "model.*,max_length,micro_batch_size,micro_batch_size_per_gpu,use_dynamic_bsz,"
+        "model.*,micro_batch_size,micro_batch_size_per_gpu,use_dynamic_bsz,"
         "forward_max_token_len_per_gpu,megatron,nccl_timeout,load_weight}",
         "the reward model runs on the training ranks",
     ),
@@ -242,7 +253,10 @@ REWARD = [
 CLUSTER = [
     part(f"{A}.fsdp_config.{{param_offload,optimizer_offload}}", "cluster.offload", False),
     part("actor_rollout_ref.ref.fsdp_config.{param_offload,optimizer_offload}", "cluster.offload", False),
-    part(f"{A}.megatron.{{param_offload,optimizer_offload,grad_offload}}", "cluster.offload", False),
+    part(f"{A}.megatron.{{param_offload,optimizer_offload}}", "cluster.offload", False),
+    drops(
+        f"{{{A},actor_rollout_ref.ref,critic}}.megatron.grad_offload", "gradients of FSDP2 stay on the device"
+    ),
     part("actor_rollout_ref.ref.megatron.param_offload", "cluster.offload", False),
     part("actor_rollout_ref.hybrid_engine", "cluster.placement", True),
     part("rollout.nnodes", "rollout.engines"),
@@ -291,7 +305,18 @@ OPTIMIZER = [
     ),
     drops(f"{OPTIM}.zero_indexed_step", "isotrain's first step of a warm-up is 1 / steps, not 0"),
     drops(f"{OPTIM}.total_training_steps", "trainer.steps is one field"),
-    drops(f"{OPTIM}.*", "an option of a schedule or optimizer that is not used"),
+    drops(
+        f"{OPTIM}.{{lr_wsd_decay_style,lr_wsd_decay_steps}}", "the schedule WSD, which lr_decay_style chooses"
+    ),
+    drops(f"{OPTIM}.muon_*", "the optimizer Muon, which optim.optimizer chooses"),
+    drops(f"{OPTIM}.{{use_checkpoint_opt_param_scheduler,use_layer_wise_distributed_optimizer}}", LAYOUT),
+    refuses(
+        f"{OPTIM}.{{use_precision_aware_optimizer,main_grads_dtype,exp_avg_dtype,exp_avg_sq_dtype}}",
+        False,
+        "fp32",
+        "float32",
+        why="gradients and moments are float32; optimizer.state_dtype: bfloat16 saves memory",
+    ),
 ]
 
 TRAINER = [
@@ -327,13 +352,17 @@ TRAINER = [
     ),
     drops("{*.profiler.*,*.profile.*,*.profiler,*._target_,_target_}", LOGGED),
     refuses("distillation.enabled", False, why="isotrain has no distillation"),
+    refuses("reward_model.max_length", why="rewards see the whole response"),
     drops("distillation.*", "distillation, which enabled: False switches off"),
     refuses(
         "skip.{rollout,rollout_tq,async_rollout}.enable", False, why="set rollout.record and rollout.replay"
     ),
     drops("skip.*", "its switch is off"),
     drops("hydra.*", RAY),
-    refuses("--config-name", why="its values are not known: import the resolved configuration of a run"),
+    refuses(
+        "{--config-name,--config-path,--config-dir}",
+        why="its values are not known: import the resolved configuration of a run",
+    ),
 ]
 
 OBSERVE = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from isotrain.imports.draft import Draft, every, flag, number, text, texts, whole
 from isotrain.imports.hydra import shown
 from isotrain.imports.rules import ByVersion, Table, drops, maps, part, refuses
-from isotrain.imports.source import Source
-from isotrain.imports.verl import checkpoints, lora, mesh, observe, run_name
+from isotrain.imports.source import Source, Stray
+from isotrain.imports.verl import checkpoints, lora, mesh, multimodal, observe, own_config, run_name
 from isotrain.imports.verl_optimizer import schedule, total_steps, warmup
 from isotrain.imports.verl_reasons import (
     ALWAYS,
@@ -134,7 +136,10 @@ TABLE = Table(
         part("trainer.rollout_data_dir", "rollout.record"),
         drops("{profiler.*,*._target_}", LOGGED),
         drops("ray_kwargs.*", RAY),
-        refuses("--config-name", why="its values are not known: import the resolved configuration"),
+        refuses(
+            "{--config-name,--config-path,--config-dir}",
+            why="its values are not known: import the resolved configuration",
+        ),
     ],
 )
 
@@ -169,6 +174,37 @@ def fill(d: Draft) -> None:
     _optimizer(d)
     _trainer(d)
     observe(d)
+    multimodal(d)
+    if not own_config(d):
+        d.source.opened.append(Stray("the configuration file", "it is not read", 0))
+
+
+def ignored(d: Draft) -> Callable[[str], str | None]:
+    """Why a key has no effect in this training."""
+    dynamic, multiturn = d.flag("data.use_dynamic_bsz"), d.flag("data.multiturn.enable")
+    launched = "nproc_per_node" in d.source.launcher
+    off = [
+        (("--config-",), own_config(d), "verl's own configuration, whose defaults are known"),
+        (("data.micro_batch_size",), dynamic, "use_dynamic_bsz is on"),
+        (("data.max_token_len_per_gpu",), not dynamic, "use_dynamic_bsz is off"),
+        (
+            ("model.lora_alpha", "model.target_modules"),
+            not d.whole("model.lora_rank", 0, 0),
+            "lora_rank is 0",
+        ),
+        (("trainer.nnodes", "trainer.n_gpus_per_node"), launched, "torchrun has the number of ranks"),
+        (
+            ("data.multiturn.messages_key", "data.messages_key"),
+            d.version == VERSIONS[0] and not multiturn,
+            "multiturn.enable is off",
+        ),
+        (
+            ("data.prompt_", "data.response_"),
+            d.version == VERSIONS[1] or multiturn,
+            "rows are messages",
+        ),
+    ]
+    return lambda key: next((why for keys, holds, why in off if holds and key.startswith(keys)), None)
 
 
 def _devices(d: Draft) -> None:

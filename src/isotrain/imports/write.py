@@ -54,6 +54,10 @@ def _remove(draft: Draft, problem: str, places: dict[int, str]) -> bool:
                 draft.lines[path] = Line(_REQUIRED[path], "set this")
             why = found[2] if found else message
             draft.refused.append(Finding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
+            for key in line.keys:
+                if draft.outcomes.get(key) == "mapped":
+                    draft.outcomes[key] = "refused"
+                    draft.mapped.remove(draft.aliases.get(key, key))
             removed = True
     return removed
 
@@ -88,6 +92,8 @@ def _header(draft: Draft) -> list[str]:
         for item in findings:
             where = f" (line {item.line})" if item.line else ""
             lines.append(f"# {heading} {shown(item.key, 120)}{where}: {shown(item.why, 400)}")
+    for condition in draft.source.conditions:
+        lines += [f"# CONDITION {shown(line, 300)}" for line in condition.told()]
     return [*lines, *(f"# NOTE {shown(note, 300)}" for note in draft.notes)]
 
 
