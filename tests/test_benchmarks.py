@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench
+import mutants
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -208,3 +209,24 @@ def test_quick_runs_and_says_what_it_has_measured(name: str) -> None:
     if not case.rows:
         assert {"name", "ratio", "goal", "met"} <= set(last)
         assert last["met"] is True or not case.met, last
+
+
+def test_mutants_change_what_a_function_does_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(
+        "LIMIT = 3\n\n\ndef f(a, b=2):\n    assert a != 7\n    found = []\n    found.append(a)\n"
+        "    return max(a, b) if not a < b else -len(found) + a\n"
+    )
+    namespace: dict[str, Any] = {}
+    results = {}
+    for mutant in mutants.mutants(source):
+        exec(mutant.code, namespace)
+        results[mutant.line, mutant.operator] = [namespace["f"](1), namespace["f"](2), namespace["f"](5)]
+    assert results == {
+        (7, "call deleted"): [1, 2, 5],
+        (8, "max -> min"): [0, 2, 2],
+        (8, "Lt -> LtE"): [0, 1, 5],
+        (8, "Not removed"): [2, 1, 4],
+        (8, "Add -> Sub"): [-2, 2, 5],
+        (8, "USub removed"): [2, 2, 5],
+    }

@@ -18,7 +18,7 @@ from isotrain.algorithms.preference.ipo import ipo
 from isotrain.algorithms.preference.kto import kto, reference_point
 from isotrain.algorithms.preference.metrics import calibration_sums, pair_metrics
 from isotrain.algorithms.preference.orpo import orpo
-from isotrain.algorithms.preference.pairs import Side, shares
+from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
 from isotrain.algorithms.preference.process_reward import prm, two_classes
 from isotrain.algorithms.preference.reward_model import rm
 from isotrain.algorithms.preference.simpo import simpo
@@ -100,6 +100,8 @@ def test_orpo_by_hand(likely: float, device_type: str) -> None:
     preference = orpo(chosen, rejected, beta=0.3)
     odds = (likely - math.log(-math.expm1(likely))) - (-3 - math.log(-math.expm1(-3)))
     assert preference.loss_P.item() == pytest.approx(-likely - 0.3 * math.log(sigmoid(odds)), rel=1e-5)
+    assert preference.chosen_P.item() == pytest.approx(0.3 * likely)
+    assert preference.rejected_P.item() == pytest.approx(0.3 * -3)
     preference.loss_P.sum().backward()
     assert chosen.logp_P.grad is not None and chosen.logp_P.grad.isfinite().all()
 
@@ -245,3 +247,12 @@ def test_values_of_other_items_are_refused(loss: Callable[..., Any], items: int,
     loss(torch.zeros(items), torch.zeros(items))
     with pytest.raises(AssertionError, match="values of the same items have shapes"):
         loss(torch.zeros(items), torch.zeros(values))
+
+
+def test_shares_of_a_step_by_hand(device_type: str) -> None:
+    """Two pairs of a step of four, one of them won."""
+    chosen_P, rejected_P = (torch.tensor(x, device=device_type) for x in ([3.0, 1.0], [1.0, 2.0]))
+    loss, metrics = shares(PairLosses(torch.tensor([0.5, 1.5], device=device_type), chosen_P, rejected_P), 4)
+    assert loss.item() == 0.5
+    expected = {"accuracy": 0.25, "margin": 0.25, "chosen_reward": 1.0, "rejected_reward": 0.75}
+    assert {name: metrics[name].item() for name in expected} == expected

@@ -91,3 +91,17 @@ def test_means_and_spreads_of_responses(device_type: str) -> None:
     assert metrics["rejected_reward_std"] == pytest.approx(1.0)
     only = response_metrics(added(kto(logp_S, logp_S, desirable_S | True, kl=0.0, responses=4)[1]))
     assert only["rejected_reward"] == only["rejected_reward_std"] == 0.0
+
+
+def test_f1_by_hand(device_type: str) -> None:
+    """Of 10 steps 5 are wrong, 3 are called wrong, 2 of them rightly: precision 2/3, recall 2/5."""
+    none = calibration_sums(torch.zeros(0, device=device_type), torch.zeros(0, device=device_type).bool(), 10)
+    sums = {"found": 0.2, "called_wrong": 0.3, "wrong": 0.5, **{name: x.item() for name, x in none.items()}}
+    assert step_metrics(sums)["f1"] == pytest.approx(2 * (2 / 3) * (2 / 5) / (2 / 3 + 2 / 5))
+    assert step_metrics({**sums, "found": 0.0, "called_wrong": 0.0, "wrong": 0.0})["f1"] == 1.0
+
+
+def test_bins_of_confidence_are_a_twentieth_wide(device_type: str) -> None:
+    # 0.56 and 0.59 share a bin, where one's gap of -0.44 and the other's of 0.59 add up; 0.61 is in the next.
+    assert calibration_error([0.56, 0.59], [True, False], 1, device_type) == pytest.approx(0.15 / 2)
+    assert calibration_error([0.56, 0.61], [True, False], 1, device_type) == pytest.approx((0.44 + 0.61) / 2)

@@ -117,3 +117,11 @@ def test_half_precision_is_promoted() -> None:
     mask_N = torch.ones(5, dtype=torch.bool)
     expected: Mismatch = mismatch(*(x.float() for x in halves), mask_N)
     assert mismatch(*halves, mask_N) == expected
+
+
+@pytest.mark.parametrize("constant", ["trained", "rollout"])
+def test_constant_probabilities_have_no_correlation(constant: str) -> None:
+    flat_N, uneven_N = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log()
+    given = (flat_N, uneven_N) if constant == "trained" else (uneven_N, flat_N)
+    metrics = mismatch(*given, torch.ones(2).bool()).metrics()
+    assert math.isnan(metrics["training/rollout_actor_probs_pearson_corr"])

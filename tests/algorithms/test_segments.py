@@ -69,3 +69,7 @@ def test_a_sum_does_not_depend_on_its_neighbours() -> None:
 )
 def test_widen(given: torch.dtype, wide: torch.dtype) -> None:
     assert widen(torch.ones(1, dtype=given)).dtype == wide
+
+
+def test_no_trajectory_has_no_sum_whatever_the_tokens() -> None:
+    assert sums(torch.ones(3), []).shape == (0,)

@@ -43,3 +43,11 @@ def test_where_nothing_was_written_there_is_no_reward() -> None:
 def test_other_types_are_promoted(dtype: torch.dtype) -> None:
     result = token_rewards(torch.tensor([1, 0, 1], dtype=dtype), MASK_N, LENGTHS)
     assert result.dtype == torch.float32 and result.sum().item() == 2
+
+
+def test_rewards_of_turns_by_hand() -> None:
+    """A turn's reward stays where it was earned; the last token gets the rest of the score."""
+    mask_N, turns_N = torch.tensor([1, 0, 1, 1]).bool(), torch.tensor([0.5, 9.0, 0.0, 0.25])
+    given = {"turn_rewards_N": turns_N, "earlier_R": torch.tensor([2.0])}
+    # 5 - 0.75 in these turns - 2 in earlier ones is 2.25, beside the 0.25 of the last turn.
+    assert token_rewards(torch.tensor([5.0]), mask_N, [4], **given).tolist() == [0.5, 0.0, 0.0, 2.5]

@@ -82,3 +82,8 @@ def test_half_precision_is_promoted() -> None:
     result = whiten(values_N, MASK_N)
     assert result.dtype == torch.float32
     assert torch.equal(result, whiten(values_N.float(), MASK_N))
+
+
+def test_moments_of_nothing() -> None:
+    nothing = moments(torch.ones(2), torch.zeros(2).bool())
+    assert (nothing.number, nothing.mean, nothing.variance()) == (0.0, 0.0, 0.0)

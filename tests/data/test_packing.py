@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.data.packing import pack, plan_micro_batches
+from isotrain.data.packing import _fewest_bins, _fill, computing_cost, pack, plan_micro_batches
 from isotrain.data.sample import Sample
 
 
@@ -21,6 +21,8 @@ def test_three_samples_by_hand() -> None:
     assert batch.lengths == (3, 1, 3)
     # The masks of 10, 20 and 30 count for nothing: they are first in their samples.
     assert batch.predict_N.tolist() == [1, 4] and batch.targets_N.tolist() == [12, 31]
+    assert batch.predict_on_host_N is not None and batch.predict_on_host_N.tolist() == [1, 4]
+    assert batch.last_S.tolist() == [2, 3, 6]
     assert batch.loss_tokens == 2
     tensors = (batch.tokens_T, batch.positions_T, batch.predict_N, batch.targets_N)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
@@ -80,6 +82,50 @@ def test_plan_by_hand() -> None:
 def test_ranks_meet_at_micro_batches_of_like_cost() -> None:
     # 6 | 5 | 4 | 4, then 3 to the first 4: the costliest are 7 and 6, then come 5 and 4.
     assert plan_micro_batches([6, 5, 4, 4, 3], budget=9, ranks=2) == [[[2, 4], [1]], [[0], [3]]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fewest"),
+    [
+        ([], 0),
+        ([1], 1),
+        ([5, 5], 1),
+        ([5, 5, 1], 2),  # one token more than a bin has
+        ([6, 6, 6], 3),  # 18 tokens would fit two bins, but no two of these fit one
+        ([4, 4, 4, 4, 4], 3),  # two to a bin, not three
+        ([4, 4, 3, 3], 2),
+        ([3] * 7, 3),
+    ],
+)
+def test_bins_that_any_packing_needs(lengths: list[int], fewest: int) -> None:
+    assert _fewest_bins(lengths, budget=10) == fewest
+
+
+def first_that_fits(lengths: list[int], budget: int, ranks: int) -> int:
+    """Micro-batches a rank, tried one after the other."""
+    costs = [computing_cost(length, length) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return next(n for n in range(1, len(lengths) + 1) if _fill(order, lengths, costs, budget, n * ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_fewest_micro_batches(seed: int, ranks: int) -> None:
+    """Samples of a third to a half of the budget leave much of it unused: the first guess is too low."""
+    lengths = np.random.default_rng(seed).integers(30, 52, 90).tolist()
+    assert len(plan_micro_batches(lengths, 100, ranks)[0]) == first_that_fits(lengths, 100, ranks)
+
+
+def test_many_micro_batches_are_nearly_the_fewest() -> None:
+    lengths = np.random.default_rng(7).integers(30, 52, 1200).tolist()
+    fewest = first_that_fits(lengths, 100, 1)
+    assert fewest > 400 and fewest <= len(plan_micro_batches(lengths, 100, 1)[0]) <= 1.01 * fewest + 1
+
+
+def test_cost_by_hand() -> None:
+    assert computing_cost(10, 0) == 10 and computing_cost(10, 49152) == 20
+    # Costs of their own decide which samples share a micro-batch: the dear one is alone.
+    assert plan_micro_batches([2, 2, 2, 2], 8, 2, costs=[9.0, 1.0, 1.0, 1.0]) == [[[0]], [[1, 2, 3]]]
 
 
 def test_samples_as_long_as_the_budget() -> None:
