@@ -61,7 +61,7 @@ def _check_body(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _is_plain_projection(model: PreTrainedModel, head: nn.Module) -> bool:
+def _is_plain_projection(model: PreTrainedModel, head: Any) -> bool:
     """Whether the model's own forward makes of hidden states what our head does.
 
     Its layers are left out: the forward gets our hidden states, and a head of few outputs. The numbers are
