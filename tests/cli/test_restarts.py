@@ -182,6 +182,7 @@ def test_only_what_may_pass_is_repeated(
     (tmp_path / SOURCE_FILE).touch()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
+    monkeypatch.setattr("isotrain.trainers.rank.die_with_parent", lambda _: None)  # it is this process's
     monkeypatch.setattr("isotrain.trainers.rank.train_supervised", fail)
     assert run_rank(tmp_path) == 1
     raised = launch_error(tmp_path, {0: 1, 1: -signal.SIGTERM})

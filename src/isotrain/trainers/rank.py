@@ -34,12 +34,11 @@ def main(job: Path) -> int:
     except Preempted:
         (job / PREEMPTED_FILE).touch()
         return PREEMPTED
-    except IsotrainError as error:
-        (job / ERROR_FILE.format(rank=rank)).write_text(str(error))
-        return 1
     except Exception as error:
+        ours = isinstance(error, IsotrainError)
+        text = str(error) if ours else f"rank {rank} failed:\n{traceback.format_exc()}"
         file = CRASH_FILE if may_pass(error) else ERROR_FILE
-        (job / file.format(rank=rank)).write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+        (job / file.format(rank=rank)).write_text(text)
         return 1
     return 0
 
