@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from support import run_cli, stable_metrics, write_recipe
 
 pytestmark = pytest.mark.heavy
 
+Plain = Callable[[str, str], list[dict[str, float]]]
 LN2 = math.log(2)
 LORA = {"lora": {"rank": 4, "alpha": 8}}
 
@@ -34,6 +37,21 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(recipe: Recipe) -> list[dict[str, float]]:
     launch(recipe, "")
     return stable_metrics(recipe.output)
+
+
+SAVED = {"steps": 6, "save_every": 2}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Metrics of each algorithm on each device, run once: what other runs are compared with."""
+
+    @cache
+    def run(name: str, device_type: str) -> list[dict[str, float]]:
+        output = tmp_path_factory.mktemp("plain") / "run"
+        return train(preference_recipe(name, tiny, rows, output, device_type, trainer=SAVED))
+
+    return run
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["all weights", "adapters"])
@@ -102,17 +120,13 @@ def test_the_kin_of_dpo_learn(tiny: Path, rows: Path, tmp_path: Path, loss: str)
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_do_not_matter(
-    tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str
+    tiny: Path, rows: Path, tmp_path: Path, plain: Plain, device_type: str, name: str
 ) -> None:
-    def run(budget: int, attention: str) -> list[dict[str, float]]:
-        output = tmp_path / f"{budget}-{attention}"
-        sections = {"data": {"tokens_per_micro_batch": budget}, "model": {"attention": attention}}
-        return train(preference_recipe(name, tiny, rows, output, device_type, **sections))
-
-    one = run(4096, "sdpa")
-    # Padded, no prompt is shared.
-    for other in (run(128, "sdpa"), run(4096, "padded")):
-        assert_same_run(one, other)
+    """A step is several micro-batches of 256 tokens, or one; padded, no prompt is shared."""
+    for attention in ("sdpa", "padded"):
+        sections = {"data": {"tokens_per_micro_batch": 4096}, "model": {"attention": attention}}
+        other = train(preference_recipe(name, tiny, rows, tmp_path / attention, device_type, **sections))
+        assert_same_run(plain(name, device_type)[: len(other)], other)
 
 
 @pytest.mark.parametrize(
@@ -142,35 +156,26 @@ def test_ranks_do_not_matter(
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_checkpointing_activations_does_not_matter(
-    tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str
+    tiny: Path, rows: Path, tmp_path: Path, plain: Plain, device_type: str, name: str
 ) -> None:
-    runs = [
-        train(
-            preference_recipe(
-                name,
-                tiny,
-                rows,
-                tmp_path / str(checkpointing),
-                device_type,
-                model={"gradient_checkpointing": checkpointing},
-            )
-        )
-        for checkpointing in (True, False)
-    ]
-    assert_same_run(*runs, rel=1e-5, abs_=1e-6)
+    recipe = preference_recipe(name, tiny, rows, tmp_path / "run", device_type)
+    other = not recipe.model.gradient_checkpointing
+    changed = preference_recipe(
+        name, tiny, rows, tmp_path / "run", device_type, model={"gradient_checkpointing": other}
+    )
+    metrics = train(changed)
+    assert_same_run(plain(name, device_type)[: len(metrics)], metrics, rel=1e-5, abs_=1e-6)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_resume_is_exact(tiny: Path, rows: Path, tmp_path: Path, device_type: str, name: str) -> None:
-    def recipe(output: str) -> Recipe:
-        trainer = {"steps": 6, "save_every": 2}
-        return preference_recipe(name, tiny, rows, tmp_path / output, device_type, trainer=trainer)
-
-    whole = train(recipe("whole"))
-    train(recipe("parts"))
+def test_resume_is_exact(
+    tiny: Path, rows: Path, tmp_path: Path, plain: Plain, device_type: str, name: str
+) -> None:
+    recipe = preference_recipe(name, tiny, rows, tmp_path / "parts", device_type, trainer=SAVED)
+    train(recipe)
     (tmp_path / "parts" / "checkpoints" / "step-00000006" / "COMPLETE").unlink()
     torch.manual_seed(999)
-    assert train(recipe("parts")) == whole
+    assert train(recipe) == plain(name, device_type)
 
 
 def test_a_reward_model_is_exported_as_a_classifier(tiny: Path, rows: Path, tmp_path: Path) -> None:
