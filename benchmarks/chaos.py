@@ -327,6 +327,8 @@ def main() -> None:
     parser.add_argument("--long-stop-seconds", type=float, default=90.0, help="every fourth stopped worker")
     parser.add_argument("--keep", type=Path, help="a directory for logs and the run, after the end")
     options = parser.read()
+    # Whoever ends this script, also with a time limit, ends the run and its mount too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))
     # Short: Ray's sockets are below it.
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     options.shared_before = abandoned()

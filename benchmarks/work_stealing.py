@@ -101,7 +101,7 @@ class _Prompts:
 
 
 def main() -> None:
-    parser = bench.Options(__doc__, turns=1, prompts=32, engines=2)
+    parser = bench.Options(__doc__, turns=1, prompts=64, engines=2, slow=2.0)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=256)
