@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from isotrain.cli.main import app
 from isotrain.errors import IsotrainError
+from isotrain.imports import log
 from isotrain.imports.convert import convert
 from isotrain.recipe.load import parse_recipe
 
@@ -121,6 +123,41 @@ def test_bombs_and_rubbish(
     monkeypatch.chdir(tmp_path)
     attempt(data, framework)
     assert list(tmp_path.iterdir()) == []
+
+
+def seconds(text: str) -> float:
+    start = time.process_time()
+    attempt(text.encode(), "verl")
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "{'a': {\n}\n",
+        "{'a': {'b': 1,\n 'c': [}\n",
+        "\n \n",
+        "sft_trainer",
+        "fully_async",
+        "a_",
+        "$(key",
+        "A+=(a.b=1); [ $N = 1 ] && A+=(a.c=2)\n",
+    ],
+)
+def test_time_grows_with_the_length_only(piece: str) -> None:
+    """Four times the text takes about four times the time: far below the sixteen of quadratic readers."""
+    pytest.importorskip("tree_sitter_bash")
+    head, tail = "python3 -m verl.trainer.main_ppo x.", "=1\ntrainer:\n"
+    short, long = (head + piece * (size // len(piece)) + tail for size in (15_000, 60_000))
+    seconds(short)
+    assert min(seconds(long) for _ in range(2)) < 9 * min(seconds(short) for _ in range(2)) + 0.2
+
+
+def test_a_broken_configuration_of_a_log_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(log, "_literal", lambda text: calls.append(text))
+    assert log.printed_config(["{'a': {'b': 1,", *[" 'c': {'d': 1}"] * 500, "}}", "{'a': {'b': 1}}"]) is None
+    assert len(calls) == 2
 
 
 def test_comments_cannot_leave_their_line() -> None:

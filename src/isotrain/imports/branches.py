@@ -16,7 +16,7 @@ from isotrain.imports.source import Condition, Unknown
 if TYPE_CHECKING:
     from isotrain.imports.shell import Shell
 
-_MOST_COMPARED = 400
+_MOST_COMPARED = 100
 # Commands that are taken to succeed before `&&` and `||`; others may fail.
 _SUCCEED = {
     "cd", "mkdir", "echo", "export", "set", "pip", "pip3", "git", "rm", "cp", "mv", "ln", "sleep", "ray",
@@ -56,6 +56,7 @@ def condition(shell: Shell, node: Any, what: str = "") -> int:
 def fork(shell: Shell, branches: list[Branch]) -> None:
     """Walk each branch from the same variables, and merge what they leave behind."""
     before, functions, others = shell.variables, shell.functions, shell.others_set
+    shell.steps += len(before) * len(branches) // 20  # each branch copies and merges all of them
     alive: list[tuple[int, dict[str, Value]]] = []
     kept: list[dict[str, Any]] = []
     ended: BaseException = Ended()
@@ -277,20 +278,22 @@ def _merged_lists(shell: Shell, lists: list[tuple[int, list[str]]]) -> list[str]
     """Words of all lists stay; the others are there under the condition of their branch."""
     earlier, words = lists[0]
     for label, other in lists[1:]:
-        short = max(len(words), len(other)) <= _MOST_COMPARED
-        codes = [("replace", 0, len(words), 0, len(other))]
-        if short:
-            codes = [*SequenceMatcher(None, words, other, autojunk=False).get_opcodes()]
-        merged_words: list[str] = []
+        same = next((i for i, (a, b) in enumerate(zip(words, other, strict=False)) if a != b), None)
+        same = min(len(words), len(other)) if same is None else same
+        rest, other_rest = words[same:], other[same:]
+        codes = [("replace", 0, len(rest), 0, len(other_rest))]
+        if max(len(rest), len(other_rest)) <= _MOST_COMPARED:
+            codes = [*SequenceMatcher(None, rest, other_rest, autojunk=False).get_opcodes()]
+        merged_words = words[:same]
         for kind, first, last, start, end in codes:
             if kind == "equal":
-                merged_words += words[first:last]
+                merged_words += rest[first:last]
                 continue
             merged_words += [
                 word if loose(word) and label != lists[1][0] else shell.maybe(word, earlier)
-                for word in words[first:last]
+                for word in rest[first:last]
             ]
-            merged_words += [shell.maybe(word, label) for word in other[start:end]]
+            merged_words += [shell.maybe(word, label) for word in other_rest[start:end]]
         words = merged_words
         text = f"{shell.labels[earlier].text}, or {shell.labels[label].text}"
         earlier = shell.label(text, *shell.labels[earlier].conditions, *shell.labels[label].conditions)

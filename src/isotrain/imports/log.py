@@ -13,6 +13,8 @@ _WORKER = re.compile(r"^\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) ?|^\(\w+ pid=\d+(?:
 _TRACE = re.compile(r"^\++ ((?:\S+ )?(?:python\S*|torchrun|deepspeed|ray) .*)$")
 _STEPS = re.compile(r"Total training steps: (\d{1,9})\b")
 _START = re.compile(r"^\{'\w+': ?\{")
+_STRING = re.compile(r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"")
+_BRACKETS = re.compile(r"[{}\[\]()]")
 LONGEST_CONFIG = 512 * 1024
 _MOST_DEPTH = 30
 
@@ -23,29 +25,35 @@ def plain_lines(text: str) -> list[str]:
 
 
 def printed_config(lines: list[str]) -> tuple[dict[str, Any], int] | None:
-    """The first printed configuration and its line, counted from 1."""
-    for start, line in enumerate(lines):
-        if not _START.match(line):
+    """The first printed configuration and its line, counted from 1.
+
+    Each line is read once: brackets are counted line by line, and only a text whose brackets are closed is
+    parsed. `pprint` indents all lines but the first: a second beginning means that the first was broken off.
+    """
+    taken: list[str] = []
+    start = length = depth = 0
+    for number, line in enumerate(lines, start=1):
+        if _START.match(line):
+            taken, start, length, depth = [], number, 0, 0
+        elif not taken:
             continue
-        taken, length = [], 0
-        for following in lines[start:]:
-            taken.append(following)
-            length += len(following) + 1
-            if length > LONGEST_CONFIG:
-                raise ImportSourceError(f"line {start + 1}: the printed configuration has no end")
-            # `pprint` ends the outermost braces at the end of a line.
-            if following.rstrip().endswith("}") and (values := _literal("\n".join(taken))) is not None:
-                return values, start + 1
+        taken.append(line)
+        length += len(line) + 1
+        if length > LONGEST_CONFIG:
+            raise ImportSourceError(f"line {start}: the printed configuration has no end")
+        for character in _BRACKETS.findall(_STRING.sub("", line)):
+            depth += 1 if character in "{[(" else -1
+            if depth > _MOST_DEPTH or depth < 0:
+                break
+        if depth > _MOST_DEPTH or depth <= 0:
+            values = _literal("\n".join(taken)) if depth == 0 else None
+            if values is not None:
+                return values, start
+            taken = []
     return None
 
 
 def _literal(text: str) -> dict[str, Any] | None:
-    depth = deepest = 0
-    for character in re.sub(r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"", "", text):
-        depth += (character in "{[(") - (character in "}])")
-        deepest = max(deepest, depth)
-    if depth != 0 or deepest > _MOST_DEPTH:
-        return None
     try:
         values = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

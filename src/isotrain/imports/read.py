@@ -29,6 +29,7 @@ _SWITCH = re.compile(
     r"|^gradient_checkpointing$|(^|\.)(use_(?!wandb|tensorboard|swanlab)|enable_|disable_|no_|save_|freeze_)\w+$"
     r"|enforce_eager$|sync_with_ray$|load_in_4bit$|overlap_comm$|normalize_reward$|load_checkpoint$|deepcompile$"
 )
+_LONGEST_NAME = 300
 _COUNTS = ("nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes")
 
 
@@ -166,7 +167,8 @@ def _no_command(commands: Iterable[Command], framework: str) -> str:
 
 def _module(command: Command, framework: str) -> int:
     """Place of the word that names the trainer; 0 if the command is none."""
-    words = [word if isinstance(word, str) else "" for word in command.words]
+    # A longer word is no program, and would take the expressions quadratic time.
+    words = [word if isinstance(word, str) and len(word) <= _LONGEST_NAME else "" for word in command.words]
     for place, word in enumerate(words[1:], start=1):
         after_m = words[place - 1] in ("-m", "--module")
         if (after_m and _MODULES[framework].fullmatch(word)) or _FILES[framework].fullmatch(word):

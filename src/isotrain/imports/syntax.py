@@ -51,7 +51,7 @@ def line(node: Any) -> int:
 
 def short(node: Any) -> str:
     """The text of a node for messages: one line, without what follows the name of a secret."""
-    plain = " ".join(text(node).split())
+    plain = " ".join(text(node)[:2000].split())[:200]
     hidden = re.sub(r"(?i)((?:key|token|secret|password)\w*[=\s]+)\S+", rf"\1{SECRET}", plain)
     return hidden if len(hidden) <= 60 else f"{hidden[:57]}..."
 
