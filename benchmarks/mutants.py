@@ -239,7 +239,7 @@ class Run:
         started = time.monotonic()
         for done, mutant in enumerate(chosen):
             if time.monotonic() - started > self.seconds:
-                print(json.dumps({"stopped": f"after {done} of {len(chosen)} mutants"}), flush=True)
+                bench.show(stopped=f"after {done} of {len(chosen)} mutants")
                 break
             tests = by_line[mutant.file, mutant.line]
             limit = 5 + 3 * sum(durations[i] for i in tests)
@@ -250,7 +250,7 @@ class Run:
             counts[outcome] += 1
             place = str(Path(mutant.file).relative_to(bench.REPOSITORY))
             line = {"file": place, "line": mutant.line, "operator": mutant.operator, "outcome": outcome}
-            print(json.dumps(line), flush=True)
+            bench.show(**line)
         counts.pop("no such function", None)
         killed, total = counts["killed"], max(1, sum(counts.values()))
         bench.report("mutants killed", killed / total, 0.9, killed / total >= 0.9, **counts)

@@ -15,7 +15,8 @@ import bench
 import mutants
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TESTS = Path(__file__).parent
+BENCHMARKS = TESTS.parent / "benchmarks"
 SCRIPTS = [path for path in BENCHMARKS.glob("*.py") if "def main()" in path.read_text()]
 
 SCRIPT = """
@@ -142,8 +143,14 @@ CASES = {
     "episodes": Case(("seconds_overlapped", "idle_in_rounds"), minutes=15),
     "fused": Case(("max_loss_difference", "first_loss", "last_loss"), met=True, simulated_npu=True),
     "gsm8k_format": Case(("correct", "count")),
+    "import_examples": Case(
+        ("scripts", "same"), met=True, arguments=("--scripts", str(TESTS / "imports" / "scripts"))
+    ),
     "layer_trace_overhead": Case(("tested", "afterwards", "bytes_per_step")),
     "long_contexts": Case(("ratios", "peak_mib", "overhead"), met=True, simulated_npu=True, minutes=15),
+    "mutants": Case(
+        ("killed",), arguments=("src/isotrain/algorithms/kl.py", "tests/algorithms/test_kl_estimators.py")
+    ),
     "parity_calibration": Case(("designed", "worst"), rows=True),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
     "parity_power": Case(("calls", "without_verdict", "training_s"), met=True, minutes=15),

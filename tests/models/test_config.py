@@ -40,7 +40,6 @@ def test_a_composite_model_says_what_its_language_model_does(kind: str) -> None:
         attention_shapes,
         has_window,
         layer_kinds,
-        model_end_tokens,
         vocabulary_size,
         number_of_experts,
         active_experts,
@@ -115,4 +114,4 @@ def test_a_plan_takes_layers_off_the_language_model(tmp_path: Path) -> None:
     path = Path(with_layers(recipe, 2, fewer).model.path)
     assert Shape.of(source).attention == [AttentionShape(4, 2, 8)] * 4
     assert Shape.of(path).layers == 2
-    assert Shape.of(path).cache_bytes(1) * 2 == Shape.of(source).cache_bytes(1) == 2 * 2 * 4 * 2 * 8
+    assert Shape.of(path).cache_bytes(1, 2) * 2 == Shape.of(source).cache_bytes(1, 2) == 2 * 2 * 4 * 2 * 8

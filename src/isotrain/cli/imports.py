@@ -68,7 +68,7 @@ def import_recipe(
 
         isotrain import verl train.log --out grpo.yaml
 
-        isotrain import verl run_npu.sh --set DEVICE=npu
+        isotrain import verl run_grpo.sh --set NODES=2
 
         isotrain import openrlhf - < run.sh
     """
@@ -89,7 +89,7 @@ def _variables(texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*|\d|if:\d+", name):
-            raise RecipeError(f"--set {text}: expected NAME=VALUE, such as --set DEVICE=npu")
+            raise RecipeError(f"--set {text}: expected NAME=VALUE, such as --set NODES=2")
         if name.startswith("if:") and value not in ("true", "false"):
             raise RecipeError(f"--set {text}: a condition is true or false")
         variables[name] = value

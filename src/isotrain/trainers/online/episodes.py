@@ -23,6 +23,7 @@ from isotrain.data.formats import Conversation, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
 from isotrain.errors import DataError, RolloutError
+from isotrain.models.config import vocabulary_size
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.recipe.environment import AgentSection, EnvironmentSection
 from isotrain.recipe.schema import Recipe
@@ -52,7 +53,7 @@ class Episodes:
         self._processes = _processes(section, source)
         self._processes.start()
         directory = model_directory(recipe.model.path)
-        vocabulary = int(read_config(directory).get_text_config().vocab_size)
+        vocabulary = vocabulary_size(read_config(directory))
         limits = _limits(section, recipe.data.max_length, recipe.rollout.max_tokens, vocabulary)
         tokenizer = load_tokenizer(directory)
         self._template = TurnTemplate(tokenizer)

@@ -322,13 +322,11 @@ class PolicyRank:
         return AdvantageMetrics(spans, critic)
 
     def _update_critic(self, lr: float) -> dict[str, float]:
-        critic, clip = self.models.critic, self.models.value_clip
+        critic, clip, settings = self.models.critic, self.models.value_clip, self.settings
         assert critic is not None
         results = [
-            critic.update(
-                [(m.batch.packed, critic_objective(m, totals, self.settings, clip)) for m in mini], lr
-            )
-            for _ in range(self.settings.ppo_epochs)
+            critic.update([(m.batch.packed, critic_objective(m, totals, settings, clip)) for m in mini], lr)
+            for _ in range(settings.ppo_epochs)
             for mini, totals in zip(self.minis, self.totals, strict=True)
         ]
         return update_means(results, "critic") | {"critic/lr": lr}
