@@ -82,7 +82,7 @@ def variants(node: ast.AST) -> Iterator[Change]:
         yield _attribute(node, "op", swapped_bool(), f"{type(node.op).__name__} -> {swapped_bool.__name__}")
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
         value = node.value
-        changed = not value if isinstance(value, bool) else {0: 1, 1: 0}.get(value, value + 1)
+        changed = not value if isinstance(value, bool) else 1 - value if value in (0, 1) else value + 1
         yield _attribute(node, "value", type(value)(changed), f"{value} -> {type(value)(changed)}")
     elif isinstance(node, ast.Name) and node.id in NAMES:
         yield _attribute(node, "id", NAMES[node.id], f"{node.id} -> {NAMES[node.id]}")
@@ -167,9 +167,9 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def apply(mutant: Mutant, functions: Sequence[types.FunctionType]) -> bool:
     """Give the functions of the file the changed code; False where it does not fit a closure."""
-    changed = {(code.co_qualname, code.co_firstlineno): code for code in _codes(mutant.code)}
+    changed = {(code.co_name, code.co_firstlineno): code for code in _codes(mutant.code)}
     for function in functions:
-        key = function.__code__.co_qualname, function.__code__.co_firstlineno
+        key = function.__code__.co_name, function.__code__.co_firstlineno
         if function.__code__.co_filename == mutant.file and key in changed:
             try:
                 function.__code__ = changed[key]

@@ -75,9 +75,12 @@ def parse_json(
         content = json.loads(data, parse_constant=constants, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    opening = ("[", "{") if isinstance(data, str) else (b"[", b"{")
     # Mostly there are too few brackets for it, which is known without a walk through the content.
-    if sum(data.count(bracket) for bracket in opening) > DEEPEST_JSON:  # type: ignore[arg-type]
+    if isinstance(data, str):
+        brackets = data.count("[") + data.count("{")
+    else:
+        brackets = data.count(b"[") + data.count(b"{")
+    if brackets > DEEPEST_JSON:
         _check_depth(content)
     return content
 

@@ -123,7 +123,9 @@ def _read_header(stream: BinaryIO, position: int) -> tuple[_Page, int]:
             if len(data) < length or length >= _MOST_HEADER_BYTES:
                 raise DataError("a page without a header") from error
             length *= 8  # it has long statistics
-    inner = next((fields[number] for number in (5, 7, 8) if isinstance(fields.get(number), dict)), {})
+    inner: dict[int, Any] = next(
+        (fields[number] for number in (5, 7, 8) if isinstance(fields.get(number), dict)), {}
+    )
     encoding = inner.get(4 if isinstance(fields.get(8), dict) else 2, _PLAIN)
     numbers = (fields.get(1), fields.get(2), fields.get(3), inner.get(1, 0), encoding)
     if not all(type(number) is int for number in numbers):

@@ -397,7 +397,7 @@ class Shell(Words):
             forget()
 
 
-_STATEMENTS: dict[str, Callable[[Shell, Any], None]] = {
+_STATEMENTS: dict[str, Callable[[Shell, Any], object]] = {
     "variable_assignment": Shell._assignment,
     "declaration_command": Shell._declaration,
     "unset_command": Shell._unset,

@@ -88,8 +88,8 @@ def multimodal(d: Draft) -> None:
         column = d.value(f"data.{key}_key")
         if column and not (saved and column == f"{key}s"):
             d.refuse(f"data.{key}_key", IMAGES)
-    keys = (f"{M}.path", "model.path", "model.partial_pretrain", "data.train_files", "data.val_files")
-    keys += ("actor.model_name_or_path", "model.model_name_or_path", "data.prompt_dataset", "data.dataset")
+    keys = [f"{M}.path", "model.path", "model.partial_pretrain", "data.train_files", "data.val_files"]
+    keys += ["actor.model_name_or_path", "model.model_name_or_path", "data.prompt_dataset", "data.dataset"]
     for key in keys:
         value = d.raw(key)
         text = value.text if isinstance(value, Unknown) else str(value)
