@@ -17,6 +17,7 @@ from isotrain.engine.build import build_engine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
 from isotrain.models.backbone import Backbone
+from isotrain.models.config import text_config
 from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from small_models import save_small, small_config
@@ -25,10 +26,12 @@ LENGTHS = (9, 1, 20, 4)
 
 # Those that `small_models` cannot make small, or that need packages that are not installed here.
 NOT_SMALL = {
-    *("blt", "cohere_compass_text", "dbrx", "dots1", "gemma3n", "gemma4_assistant"),
+    *("blt", "cohere_compass_text", "dbrx", "dots1", "falcon_h1", "gemma3n", "gemma4_assistant"),
     *("gemma4_unified_assistant", "gpt_neo", "lfm2_moe", "mamba2", "musicgen", "musicgen_melody"),
     *("qwen4_exp", "qwen4_exp_text", "reformer", "roc_bert", "xmod", "zamba", "zamba2", "zaya"),
 }
+# Its routers draw experts at random while it trains.
+RANDOM_IN_TRAINING = {"phimoe"}
 
 
 def tokens() -> torch.Tensor:
@@ -90,11 +93,15 @@ def assert_same(directory: Path, model: PreTrainedModel, device_type: str, atten
     expected = by_transformers(model)
     assert expected.frozen_N.std() > 0.1, "a model that gives all tokens the same shows nothing"
     torch.testing.assert_close(ours.frozen_N, expected.frozen_N, rtol=1e-4, atol=1e-4)
+    if text_config(model).model_type in RANDOM_IN_TRAINING:
+        return
     torch.testing.assert_close(ours.trained_N, expected.trained_N, rtol=1e-4, atol=1e-4)
     assert ours.gradients.keys() == expected.gradients.keys() and len(ours.gradients) > 4
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     for name, gradient in expected.gradients.items():
-        largest = float(gradient.abs().max())
-        assert float((ours.gradients[name] - gradient).abs().max()) <= 1e-3 * largest, name
+        # Some, as that of a key's bias, are 0 but for rounding.
+        allowed = 1e-3 * float(gradient.abs().max()) + 1e-6 * largest
+        assert float((ours.gradients[name] - gradient).abs().max()) <= allowed, name
 
 
 @pytest.mark.parametrize(
