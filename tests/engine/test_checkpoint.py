@@ -242,7 +242,7 @@ def test_nothing_valid_is_said(tmp_path: Path) -> None:
     (save(tmp_path, 10) / "COMPLETE").unlink()
     step, said = newest(tmp_path)
     assert step is None and "step-00000010 is not used" in said
-    assert said.endswith(f"no valid checkpoint in {tmp_path}: the run starts from the beginning")
+    assert said.endswith(f"no valid checkpoint in {tmp_path}")
 
 
 def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ from checkpoint_files import STATE, flip, shards, tensors, worlds
 
 from isotrain.engine.checkpoint.layout import step_directory, steps_in
 from isotrain.engine.checkpoint.reader import CheckpointReader
-from isotrain.engine.checkpoint.resume_point import resume_point
+from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
 from isotrain.engine.checkpoint.storage import Storage, StorageError
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.errors import CheckpointError
+from isotrain.observe.run_directory import RunDirectory
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -279,7 +280,14 @@ def test_a_manifest_cannot_lead_out_of_its_directory(url: str, tmp_path: Path) -
     Storage(url).commit(5, text)
     step, said = step_of(tmp_path / "local", url)
     assert step is None and "does not describe rank-00000.safetensors" in said
-    assert "the run starts from the beginning" in said
+    assert said.endswith("no valid checkpoint in " + url)
+    # It was complete once: the run does not start from its first step unless it is told to.
+    run, (world,) = RunDirectory(tmp_path), worlds(1)
+    lost = lost_checkpoint(run, world, None, Storage(url))
+    assert lost is not None and lost.fatal and lost.step == 5
+    assert "start_over and another trainer.checkpoint_storage" in lost.words
+    fs.rm_file(path_of(url, "step-00000005/COMPLETE")[1])
+    assert lost_checkpoint(run, world, None, Storage(url)) is None, "it was never finished"
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

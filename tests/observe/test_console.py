@@ -119,14 +119,18 @@ def test_missing_and_non_finite_values_are_no_trouble() -> None:
 
 
 def test_a_closed_pipe_does_not_stop_the_run() -> None:
+    tried: list[str] = []
+
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
+            tried.append(text)
             raise BrokenPipeError
 
     progress = LineConsole(Gone())
     progress.start(2, 1)
     progress.update(1, VALUES)
     progress.update(2, VALUES)
+    assert tried and "step 1/2" in tried[0], "it was written to"
 
 
 def test_eta_ignores_the_resumed_part_and_the_first_step() -> None:
@@ -215,10 +219,12 @@ def test_terminal_bar(width: int) -> None:
 
 
 def test_a_bar_that_never_started_can_be_closed() -> None:
+    stream = io.StringIO()
     with open_console(
-        console=RichConsole(force_terminal=True, file=io.StringIO(), _environ={"TERM": "xterm"})
+        console=RichConsole(force_terminal=True, file=stream, _environ={"TERM": "xterm"})
     ) as bar:
         bar.message("nothing to do")
+    assert "nothing to do" in stream.getvalue()
 
 
 def test_lines_where_there_is_no_terminal() -> None:

@@ -29,7 +29,7 @@ IN_PARITY_ONLY = {"rollout.replay"}
 BOTH = {
     *("name", "output"),
     *(f"trainer.{name}" for name in ("save_every", "keep_checkpoints", "checkpoint_storage")),
-    *(f"trainer.{name}" for name in ("resume", "preemption_seconds")),
+    *(f"trainer.{name}" for name in ("resume", "follow_links", "preemption_seconds")),
     *(
         f"model.{name}"
         for name in (

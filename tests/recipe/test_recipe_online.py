@@ -247,7 +247,7 @@ NO_PART = (
                 "r.yaml:7: 'algorithm.loss.clip_ratio_high' is the text '0.28'; "
                 "expected a number, at least 0; write 0.28 without quotes",
                 "r.yaml:13: 'trainer.resume' is the text 'nevr'; "
-                "expected one of 'auto', 'never'; did you mean 'never'?",
+                "expected one of 'auto', 'never', 'start_over'; did you mean 'never'?",
             ],
         ),
         (

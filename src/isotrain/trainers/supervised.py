@@ -187,7 +187,7 @@ class SupervisedTrainer:
         reader, complaints = resume_point(run.checkpoints, self.engine.world, self.writer.storage)
         for complaint in complaints:
             console.message(f"warning: {complaint}")
-        if loss := lost_checkpoint(run, self.engine.world, reader):
+        if loss := lost_checkpoint(run, self.engine.world, reader, self.writer.storage):
             if loss.fatal:
                 raise CheckpointError(loss.words)
             console.message(f"warning: {loss.words}")

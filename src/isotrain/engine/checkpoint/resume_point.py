@@ -49,26 +49,36 @@ class LostCheckpoint(NamedTuple):
 
 
 def lost_checkpoint(
-    run: RunDirectory, world: World, reader: CheckpointReader | None
+    run: RunDirectory, world: World, reader: CheckpointReader | None, storage: Storage | None = None
 ) -> LostCheckpoint | None:
     """Whether a newer checkpoint than `reader`, the one to resume from, was saved; the same on all ranks.
 
     A disk that is not mounted looks like a run that was killed before its first checkpoint, except that
     `saved.json` tells of one.
     """
-    saved = max(run.saved_step(), newest_complete(run.checkpoints) or 0) if world.leads else 0
+    saved, error = 0, None
+    if world.leads:
+        try:
+            stored = (step for step in storage.steps() if storage.is_complete(step)) if storage else ()
+            saved = max(run.saved_step(), newest_complete(run.checkpoints) or 0, next(iter(stored), 0))
+        except StorageError as met:
+            error = met
+    _raise_together(error, world)
     step, done = int(world.sum([saved])[0]), reader.step if reader else 0
     if step <= done:
         return None
     if reader is not None:
         words = f"the checkpoint of step {step} is lost: training again from step {done + 1}"
         return LostCheckpoint(step, False, f"{words}; earlier metrics are kept in {run.path}/earlier-N")
+    where, also = str(run.checkpoints), ""
+    if storage is not None:
+        where, also = f"neither it nor {storage.url}", " and another trainer.checkpoint_storage"
     return LostCheckpoint(
         step,
         True,
-        f"output: a checkpoint of step {step} was saved, but {run.checkpoints} has no valid one: mount or "
-        "restore it and run the same command again, or set trainer.resume=start_over to move what is left "
-        "to earlier-N and train from the first step",
+        f"output: a checkpoint of step {step} was saved, but {where} has no valid one: mount or restore "
+        f"{run.checkpoints} and run the same command again, or set trainer.resume=start_over{also} to move "
+        "what is left to earlier-N and train from the first step",
     )
 
 

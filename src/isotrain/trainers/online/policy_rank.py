@@ -175,7 +175,7 @@ class PolicyRank:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = resume_point(self.writer.root, self.world, self.writer.storage)
         done, observe = reader.step if reader else 0, self.recipe.observe
-        lost = lost_checkpoint(self.run, self.world, reader)
+        lost = lost_checkpoint(self.run, self.world, reader, self.writer.storage)
         check_probed(self.recipe, done)
         if done == observe.layer_trace_after:
             LayerTrace(self.policy, self.run.layer_trace, observe.layer_trace, after=done)
