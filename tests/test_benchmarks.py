@@ -153,7 +153,7 @@ CASES = {
     ),
     "parity_calibration": Case(("designed", "worst"), rows=True),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
-    "parity_power": Case(("calls", "without_verdict", "training_s"), met=True, minutes=15),
+    "parity_power": Case(("calls", "without_verdict", "training_s"), minutes=20),
     "plan_accuracy": Case(("cases",), met=True, simulated_npu=True),
     "plan_sizes": Case(("plans",)),
     "record_overhead": Case(("plain_step_s", "recording_step_s", "record_s"), minutes=15),
@@ -170,7 +170,7 @@ CASES = {
     "weight_deltas": Case(("shares", "bytes_over_all"), met=True, minutes=15),
     "weight_streams": Case(("bucket", "collective", "shared"), met=True, simulated_npu=True),
     "weight_sync": Case(("threads_1",)),
-    "work_stealing": Case(("seconds", "engines", "prompts")),
+    "work_stealing": Case(("seconds", "engines", "prompts"), minutes=15),
 }
 # Wherever one of these is told, it holds whatever else the machine does.
 ALWAYS = ("losses_equal", "losses_agree", "responses_equal")
