@@ -120,8 +120,22 @@ class TestEncoder:
         with pytest.raises(DataError, match=message):
             make_encoder(max_length=len(whole) - 1)(row(prompt=QUESTION))
         assert make_encoder(max_length=len(whole) - 1, too_long="drop")(row(prompt=QUESTION)) is None
-        with pytest.raises(DataError, match=r"data\.too_long: truncate.*'error' or 'drop'"):
-            make_encoder(too_long="truncate")
+
+    @pytest.mark.parametrize("length", [2, 5, 6])
+    def test_cut_prompts(self, make_encoder: MakeEncoder, length: int) -> None:
+        whole = make_encoder()(row(prompt=QUESTION))
+        assert whole is not None and len(whole) > 6
+        half = length // 2
+        expected = {
+            "truncate": [*whole[:length]],
+            "truncate-left": [*whole[len(whole) - length :]],
+            "truncate-middle": [*whole[:half], *whole[len(whole) - (length - half) :]],
+        }
+        for too_long, tokens in expected.items():
+            kept = make_encoder(max_length=length, too_long=too_long)(row(prompt=QUESTION))
+            assert kept is not None and kept.tolist() == tokens and len(tokens) == length
+            same = make_encoder(max_length=len(whole), too_long=too_long)(row(prompt=QUESTION))
+            assert same is not None and same.tolist() == whole.tolist()
 
 
 def characters(row: Row) -> Any:

@@ -35,6 +35,15 @@ def test_it_falls_towards_the_least_share() -> None:
     )
 
 
+def test_warm_up_in_steps() -> None:
+    """It equals the ratio of the same number of steps; a longer one than the run ends below the top."""
+    in_steps = make_schedule("linear", 2.0, 6, 0.5, 0.0, warmup_steps=2)
+    assert [in_steps(step) for step in range(1, 7)] == values("linear", 6, warmup=1 / 3)
+    assert make_schedule("cosine", 2.0, 4, 0.5, 0.0, warmup_steps=0)(1) == 2.0
+    longer = make_schedule("constant", 2.0, 2, 0.0, 0.0, warmup_steps=4)
+    assert [longer(1), longer(2)] == [0.5, 1.0]
+
+
 @pytest.mark.parametrize("kind", FALLS)
 def test_a_single_step_trains(kind: str) -> None:
     assert values(kind, 1, warmup=0.1) == [2.0]

@@ -93,7 +93,7 @@ def test_ppo_script() -> None:
         "algorithm.critic.warmup_steps": 5,
         "data.tokens_per_micro_batch": 4 * 1024,
         "trainer.steps": 200,
-        "optimizer.warmup_ratio": 0.1,
+        "optimizer.warmup_steps": 20,
     }
     assert {name: found[name] for name in expected} == expected
 
@@ -216,8 +216,7 @@ def test_defaults_are_those_of_the_version() -> None:
         ("algorithm.adv_estimator=opo", "algorithm.adv_estimator"),
         (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.loss_mode"),
         ("actor_rollout_ref.actor.loss_agg_mode=token-sum", "actor_rollout_ref.actor.loss_agg_mode"),
-        ("data.truncation=left", "data.truncation"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", "actor_rollout_ref.actor.optim.lr_warmup_steps"),
+        ("data.truncation=ends", "data.truncation"),
         ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
         ("algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.multi_turn.enable"),
@@ -261,16 +260,36 @@ def test_the_old_sum_over_sequences_is_refused_only_in_old_versions() -> None:
     assert refused(imported(mode, version="0.7.0")) == {"actor_rollout_ref.actor.loss_agg_mode": True}
 
 
-def test_steps_of_a_warm_up_need_the_number_of_steps() -> None:
-    warmup = (
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
-        "data.train_batch_size=100",
-        "trainer.total_epochs=2",
-    )
-    assert not imported(*warmup).same_training
-    result = imported(*warmup, rows=1050)
-    assert result.same_training
-    assert fields(result)["optimizer.warmup_ratio"] == pytest.approx(10 / 20)
+def test_steps_of_a_warm_up_are_a_field() -> None:
+    result = imported(f"{ACTOR}.optim.lr_warmup_steps=10", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.3")
+    assert result.same_training and fields(result)["optimizer.warmup_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("version", "cut", "expected"),
+    [
+        ("0.5.0", "error", "error"),
+        ("0.5.0", "left", "truncate-left"),
+        ("0.5.0", "right", "truncate"),
+        ("0.5.0", "middle", "truncate-middle"),
+        ("0.7.0", "left", "error"),
+        ("2026-08", "error", "truncate-left"),
+        ("2026-08", "right", "truncate-left"),
+    ],
+)
+def test_long_prompts_are_cut_as_the_version_does(version: str, cut: str, expected: str) -> None:
+    result = imported(f"data.truncation={cut}", version=version)
+    assert result.same_training and fields(result)["data.too_long"] == expected
+    dropped = imported(f"data.truncation={cut}", "data.filter_overlong_prompts=True", version=version)
+    assert fields(dropped)["data.too_long"] == "drop"
+
+
+def test_steps_end_with_the_epochs() -> None:
+    steps = ("trainer.total_training_steps=50", "data.train_batch_size=100", "trainer.total_epochs=2")
+    assert fields(imported(*steps))["trainer.steps"] == 50
+    assert any("--rows N tells" in note for note in imported(*steps).notes)
+    assert fields(imported(*steps, rows=1050))["trainer.steps"] == 20
+    assert fields(imported(*steps, rows=100_000))["trainer.steps"] == 50
 
 
 def test_a_step_of_the_asynchronous_trainer_is_what_it_fetches() -> None:
@@ -334,7 +353,7 @@ def test_a_named_configuration_file_is_not_guessed() -> None:
 def test_every_key_that_was_given_is_told() -> None:
     """Mapped, without effect, refused or unknown: never in two of them, never in none."""
     result = imported(
-        "data.return_raw_chat=True", "trainer.balance_batch=False", "a.b=1", "data.truncation=left"
+        "data.return_raw_chat=True", "trainer.balance_batch=False", "a.b=1", "data.truncation=ends"
     )
     told = [*result.mapped, *(item.key for item in (*result.no_effect, *result.refused, *result.unknown))]
     expected = {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n", "data.train_files",

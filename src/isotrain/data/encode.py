@@ -14,7 +14,7 @@ from isotrain.data.rows import Row
 from isotrain.data.sample import Sample
 from isotrain.errors import DataError
 
-TooLong = Literal["error", "truncate", "drop"]
+TooLong = Literal["error", "truncate", "drop", "truncate-left", "truncate-middle"]
 
 
 class Encoder:

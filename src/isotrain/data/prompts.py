@@ -73,11 +73,6 @@ class PromptEncoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_key: str, max_length: int, too_long: TooLong
     ) -> None:
-        if too_long == "truncate":
-            raise DataError(
-                "data.too_long: truncate would change the meaning of prompts; "
-                "set data.too_long to 'error' or 'drop'"
-            )
         self.tokenizer = tokenizer
         self.prompt_key, self.max_length, self.too_long = prompt_key, max_length, too_long
         self.arguments: dict[str, Any] = {
@@ -108,6 +103,8 @@ class PromptEncoder:
             return prompt_P
         if self.too_long == "drop":
             return None
+        if self.too_long != "error":
+            return cut(prompt_P, self.max_length, self.too_long)
         raise DataError(
             f"{row.origin}: the prompt has {len(prompt_P)} tokens, but data.max_length is {self.max_length}; "
             "raise it, or set data.too_long to 'drop'"
@@ -115,6 +112,21 @@ class PromptEncoder:
 
     def values(self, row: Row) -> list[Prompt]:
         return [] if (prompt_P := self(row)) is None else [Prompt(prompt_P, json_line(row))]
+
+
+def cut(prompt_P: npt.NDArray[np.int32], length: int, too_long: TooLong) -> npt.NDArray[np.int32]:
+    """The tokens of a long prompt that stay, as verl cuts them.
+
+    `truncate` keeps the beginning, and so loses the generation prompt; `truncate-left` keeps the end,
+    `truncate-middle` both, with the larger half at the end.
+    """
+    if too_long == "truncate":
+        return prompt_P[:length]
+    if too_long == "truncate-left":
+        return prompt_P[-length:]
+    assert too_long == "truncate-middle"
+    first = length // 2
+    return np.concatenate([prompt_P[:first], prompt_P[len(prompt_P) - (length - first) :]])
 
 
 def json_line(row: Row) -> bytes:

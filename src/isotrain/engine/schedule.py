@@ -17,10 +17,18 @@ FALLS: dict[str, Callable[[float], float]] = {
 
 
 def make_schedule(
-    kind: str, lr: float, total_steps: int, warmup_ratio: float, min_lr_ratio: float
+    kind: str,
+    lr: float,
+    total_steps: int,
+    warmup_ratio: float,
+    min_lr_ratio: float,
+    warmup_steps: int | None = None,
 ) -> Schedule:
-    """Linear warm-up that reaches `lr` at its last step, then `kind` down towards `lr * min_lr_ratio`."""
-    warmup = round(total_steps * warmup_ratio)
+    """Linear warm-up that reaches `lr` at its last step, then `kind` down towards `lr * min_lr_ratio`.
+
+    A warm-up of more steps than there are ends below `lr`.
+    """
+    warmup = round(total_steps * warmup_ratio) if warmup_steps is None else warmup_steps
     fall = FALLS[kind]
 
     def schedule(step: int) -> float:

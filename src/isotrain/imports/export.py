@@ -11,6 +11,7 @@ from typing import Any
 from isotrain.imports.convert import from_source
 from isotrain.imports.draft import changes
 from isotrain.imports.source import ImportSourceError, Source, flatten
+from isotrain.imports.verl import CUTS
 from isotrain.imports.verl_algorithm import ESTIMATORS, LOSSES
 from isotrain.imports.verl_reasons import OPTIM, A, M, R
 from isotrain.recipe.load import parse_recipe, resolved
@@ -18,6 +19,8 @@ from isotrain.recipe.online import ClusterSection, Online, OnlineSection, PpoSec
 from isotrain.recipe.schema import Recipe, SftSection
 
 PER_MACHINE = 8
+
+NO_LONG_PROMPTS = ("data.too_long", "error")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,15 @@ def to_verl(recipe: Recipe) -> Exported:
     there = spelled_out(parse_recipe(from_source(source, "verl").recipe, "recipe"))
     here = spelled_out(recipe)
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    found = [Difference(name, here.get(name), there.get(name), changes(name)) for name in names]
+    found = [
+        # A run with `error` has no long prompts, so that it does not matter how verl cuts them.
+        Difference(
+            name, here.get(name), there.get(name), changes(name) and (name, here[name]) != NO_LONG_PROMPTS
+        )
+        if name in here
+        else Difference(name, None, there.get(name), changes(name))
+        for name in names
+    ]
     return Exported(program, overrides, found)
 
 
@@ -89,6 +100,8 @@ def spelled_out(recipe: Recipe) -> dict[str, Any]:
         values["algorithm.critic.aggregation"] = (
             algorithm.critic.aggregation or values["algorithm.loss.aggregation"]
         )
+    if recipe.optimizer.warmup_steps is not None:
+        values.pop("optimizer.warmup_ratio", None)
     if not recipe.model.lora.rank:
         for field in ("alpha", "targets", "dropout"):
             values.pop(f"model.lora.{field}", None)
@@ -132,7 +145,7 @@ def _online(recipe: Recipe) -> dict[str, Any]:
         "data.max_prompt_length": data.max_length,
         "data.max_response_length": rollout.max_tokens,
         "data.filter_overlong_prompts": data.too_long == "drop",
-        "data.truncation": "error",
+        "data.truncation": next((cut for cut, kept in CUTS.items() if kept == data.too_long), "error"),
         f"{M}.path": recipe.model.path,
         f"{M}.enable_gradient_checkpointing": recipe.model.gradient_checkpointing,
         f"{M}.enable_activation_offload": recipe.model.offload.activations,
@@ -154,6 +167,7 @@ def _online(recipe: Recipe) -> dict[str, Any]:
         f"{OPTIM}.clip_grad": optimizer.max_grad_norm,
         f"{OPTIM}.lr_scheduler_type": optimizer.schedule,
         f"{OPTIM}.lr_warmup_steps_ratio": optimizer.warmup_ratio,
+        f"{OPTIM}.lr_warmup_steps": optimizer.warmup_steps or -1,
         f"{OPTIM}.min_lr_ratio": optimizer.min_lr_ratio,
         f"{R}.name": rollout.engine,
         f"{R}.n": rollout.n,
@@ -254,6 +268,7 @@ def _sft(recipe: Recipe) -> tuple[str, dict[str, Any]]:
         "optim.weight_decay": optimizer.weight_decay,
         "optim.clip_grad": optimizer.max_grad_norm,
         "optim.lr_warmup_steps_ratio": optimizer.warmup_ratio,
+        "optim.lr_warmup_steps": optimizer.warmup_steps or -1,
     }
     if messages:
         values |= {"data.messages_key": "messages", "data.use_dynamic_bsz": True}

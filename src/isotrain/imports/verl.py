@@ -14,6 +14,7 @@ from isotrain.imports.verl_optimizer import optimizer
 from isotrain.imports.verl_reasons import ASYNC, IMAGES, OPTIM, A, M, R
 from isotrain.observe.loggers import LOGGERS
 
+CUTS = {"error": "error", "left": "truncate-left", "right": "truncate", "middle": "truncate-middle"}
 OVERLONG = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model")
 NULLABLE = frozenset(f"{A}.{key}" for key in ("clip_ratio_low", "clip_ratio_high", "optim.lr_warmup_steps"))
 VERL_REWARD = "verl_reward.py:compute_score"
@@ -255,14 +256,7 @@ def lengths(d: Draft) -> None:
     """Long prompts, and the size of batches and micro-batches."""
     note = "ppo_mini_batch_size x require_batches" if d.value("data.train_batch_size") == 0 else ""
     d.put("data.batch_size", batch_size(d), "data.train_batch_size", note=note)
-    dropped, cut = d.flag("data.filter_overlong_prompts"), d.text("data.truncation", "error")
-    d.put("data.too_long", "drop" if dropped else "error", "data.filter_overlong_prompts", "data.truncation")
-    if not dropped and cut != "error":
-        d.refuse(
-            "data.truncation",
-            f"isotrain does not cut prompts ({shown(cut, 20)}): too_long: error stops the run if one is "
-            "longer than data.max_length; raise that, or set drop to leave them out",
-        )
+    long_prompts(d)
     prompt, response = (d.whole(f"data.max_{part}_length", 512, 1) or 512 for part in ("prompt", "response"))
     longest = prompt + response
     for key, least in (("max_model_len", longest), ("prompt_length", prompt), ("response_length", response)):
@@ -284,6 +278,22 @@ def lengths(d: Draft) -> None:
     if budget < longest:
         note, budget = f"{budget} is raised to hold the longest sample", longest
     d.put("data.tokens_per_micro_batch", budget, *keys, note=note)
+
+
+def long_prompts(d: Draft) -> None:
+    """verl 0.5.0 cuts as `data.truncation` says; 0.7.0 cuts nothing, later ones the left, whatever it is."""
+    filtered, key = "data.filter_overlong_prompts", "data.truncation"
+    cut = d.text(key, "error")
+    if cut not in CUTS:
+        d.refuse(key, f"{shown(cut, 20)} is none of {', '.join(CUTS)}")
+    if d.flag(filtered):
+        d.put("data.too_long", "drop", filtered, key)
+    elif d.version == "0.5.0":
+        d.put("data.too_long", CUTS.get(cut, "error"), key)
+    elif d.version == "0.7.0":
+        d.put("data.too_long", "error", key, note="verl 0.7.0 fails too, whatever it says")
+    else:
+        d.put("data.too_long", "truncate-left", key, note="verl cuts the left, whatever it says")
 
 
 def micro_batch(d: Draft) -> tuple[int, list[str]]:
@@ -398,7 +408,17 @@ def trainer(d: Draft) -> None:
     steps = as_whole(d.value("trainer.total_training_steps"))
     epochs = d.whole("trainer.total_epochs", 30, 1) or 30
     if steps:
-        d.put("trainer.steps", steps, "trainer.total_training_steps")
+        most = max(1, d.rows // batch_size(d)) * epochs if d.rows else steps
+        note = f"{epochs} epochs end it earlier than {steps}" if most < steps else ""
+        d.put(
+            "trainer.steps",
+            min(steps, most),
+            "trainer.total_training_steps",
+            "trainer.total_epochs",
+            note=note,
+        )
+        if not d.rows and not d.source.total_steps:
+            d.note(f"verl ends after {epochs} epochs if that is before {steps} steps: --rows N tells")
     elif d.source.total_steps:
         note = f"{d.source.total_steps} steps, verl drops the last, smaller batch of each of {epochs} epochs"
         d.put("trainer.steps", d.source.total_steps, "trainer.total_epochs", note=note)

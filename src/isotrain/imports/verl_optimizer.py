@@ -60,17 +60,8 @@ def total_steps(d: Draft) -> int | None:
 
 
 def warmup(d: Draft, steps_key: str, ratio_key: str) -> None:
-    steps, total = d.whole(steps_key, -1), total_steps(d)
-    ratio = d.number(ratio_key, 0.0) or 0.0
+    steps, ratio = d.whole(steps_key, -1), d.number(ratio_key, 0.0) or 0.0
     if steps is None or steps <= 0:
-        d.put("optimizer.warmup_ratio", ratio, ratio_key)
-    elif total:
-        note = f"{steps} of {total} steps"
-        d.put("optimizer.warmup_ratio", round(min(1.0, steps / total), 8), steps_key, note=note)
+        d.put("optimizer.warmup_ratio", ratio, ratio_key, steps_key)
     else:
-        d.put("optimizer.warmup_ratio", ratio, ratio_key)
-        d.refuse(
-            steps_key,
-            "isotrain counts warm-up as a share of all steps, whose number is not known: give --rows, or set "
-            f"optimizer.warmup_ratio to {steps} / all steps",
-        )
+        d.put("optimizer.warmup_steps", steps, steps_key, ratio_key)

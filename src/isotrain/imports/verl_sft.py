@@ -108,7 +108,7 @@ TABLE = Table(
         maps("optim.clip_grad", "optimizer.max_grad_norm", 1.0, number),
         part("optim.lr_warmup_steps_ratio", "optimizer.warmup_ratio", _by(0.1, 0.0)),
         part("optim.warmup_steps_ratio", "optimizer.warmup_ratio"),
-        part("optim.lr_warmup_steps", "optimizer.warmup_ratio", -1),
+        part("optim.lr_warmup_steps", "optimizer.warmup_steps", -1),
         part("optim.lr_scheduler", "optimizer.schedule", _by("cosine", None)),
         part("optim.lr_scheduler_type", "optimizer.schedule", _by(None, "constant")),
         part("optim.warmup_style", "optimizer.schedule"),

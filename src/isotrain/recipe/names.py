@@ -89,6 +89,7 @@ _OTHERS = {
     "optimizer.max_grad_norm": "clip_grad grad_clip",
     "optimizer.schedule": "lr_scheduler_type",
     "optimizer.warmup_ratio": "lr_warmup_steps_ratio",
+    "optimizer.warmup_steps": "lr_warmup_steps",
     "trainer.epochs": "num_episodes num_train_epochs total_epochs",
     "trainer.steps": "max_steps total_training_steps",
     "trainer.validate_every": "eval_steps test_freq",

@@ -163,8 +163,9 @@ class DataSection(Section):
     """Column of the completion; a dotted path as for `prompt_key`."""
     max_length: int = Field(default=1024, ge=2)
     """Longest sample in tokens; for online algorithms, the longest prompt."""
-    too_long: Literal["error", "truncate", "drop"] = "error"
-    """What to do with longer samples: stop with an error, truncate the end, or drop the sample."""
+    too_long: Literal["error", "truncate", "drop", "truncate-left", "truncate-middle"] = "error"
+    """What to do with longer samples: stop with an error, truncate the end, or drop the sample. Prompts of
+    online algorithms can be cut at the beginning or in the middle too."""
     batch_size: Annotated[int, Affects.RESPONSES] = Field(default=256, ge=1)
     """Samples per step, over all ranks; for online algorithms, prompts."""
     tokens_per_micro_batch: Annotated[int, Affects.PACKING] = Field(default=16384, ge=2)
@@ -212,6 +213,8 @@ class OptimizerSection(Section):
     """How the learning rate decays after the warm-up."""
     warmup_ratio: Annotated[float, DefaultFor(ONLINE, 0.0)] = Field(default=0.1, ge=0, le=1)
     """Fraction of all steps over which the learning rate rises from 0."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """The same as a number of steps; `warmup_ratio` is ignored when it is given."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The schedule ends at this fraction of `lr`."""
 
@@ -357,6 +360,19 @@ class Recipe(Section):
             problems = listed(broken_rules(self, algorithm, rollout, reward), "\n")
             if problems:
                 raise ValueError(problems)
+        return self
+
+    @model_validator(mode="after")
+    def _cuts_fit(self) -> Recipe:
+        """Responses are cut at their end only."""
+        side = self.data.too_long
+        if side in ("truncate-left", "truncate-middle") and not isinstance(self.algorithm, OnlineSection):
+            raise ValueError(
+                tr(
+                    "data.too_long: {side} is for prompts of online algorithms: use error, truncate or drop",
+                    side=side,
+                )
+            )
         return self
 
     @model_validator(mode="after")

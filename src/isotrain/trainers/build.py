@@ -56,7 +56,12 @@ def build_trainer(
         device=device,
         task=task,
         schedule=make_schedule(
-            optimizer.schedule, optimizer.lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio
+            optimizer.schedule,
+            optimizer.lr,
+            steps,
+            optimizer.warmup_ratio,
+            optimizer.min_lr_ratio,
+            optimizer.warmup_steps,
         ),
         loader=loader,
         validation=validation,

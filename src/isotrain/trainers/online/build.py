@@ -242,7 +242,8 @@ def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:
 
 def _schedule(recipe: Recipe, lr: float, steps: int) -> Schedule:
     optimizer = recipe.optimizer
-    return make_schedule(optimizer.schedule, lr, steps, optimizer.warmup_ratio, optimizer.min_lr_ratio)
+    ratio, steps_given = optimizer.warmup_ratio, optimizer.warmup_steps
+    return make_schedule(optimizer.schedule, lr, steps, ratio, optimizer.min_lr_ratio, steps_given)
 
 
 def _controller(kl: KlSection, coefficient: float) -> FixedKl | AdaptiveKl:
