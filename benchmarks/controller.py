@@ -55,7 +55,8 @@ from isotrain.trainers.online.metrics import step_metrics
 from isotrain.trainers.online.prompt_queue import Draws
 from isotrain.trainers.online.reward_worker import ScoredGroup
 from isotrain.trainers.online.rollouts import Batch, Collector, RolloutProgress, Seconds, _informative
-from isotrain.trainers.online.weights import Engines, Tolerance
+from isotrain.trainers.online.weight_check import Tolerance
+from isotrain.trainers.online.weights import Engines
 from isotrain.trainers.setup import TRAIN
 
 ENGINES, SCORERS = 4, 2
@@ -268,8 +269,8 @@ def totals(all_times: Sequence[Times], step: Step) -> list[float]:
 
 def engines_without_weights(group: WorkerGroup[Any]) -> Engines:
     """That are only asked for responses: nothing is sent to them, and nothing compared."""
-    nothing_T, anything = np.zeros(1, np.int32), Tolerance(1.0, 1.0, 1.0)
-    return Engines(group, 60.0, print, check_T=nothing_T, timeout=60.0, tolerance=anything)
+    nothing, anything = [np.zeros(1, np.int32)], Tolerance.fixed(1.0)
+    return Engines(group, 60.0, print, check_prompts=nothing, timeout=60.0, tolerance=anything)
 
 
 def tell(

@@ -18,23 +18,26 @@ from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 
 
+Prompts = list[npt.NDArray[np.int32]]
+
+
 def step(
-    ranks: WorkerGroup[PolicyRank], engines: Engines, plans: list[RankPlan], check_T: npt.NDArray[np.int32]
+    ranks: WorkerGroup[PolicyRank], engines: Engines, plans: list[RankPlan], prompts: Prompts
 ) -> None:
     lost: list[list[int]] = ranks.call_each(PolicyRank.load, plans)
-    published: Published | None = ranks.within(60).call_on(0, PolicyRank.publish, 3, check_T, True)
+    published: Published | None = ranks.within(60).call_on(0, PolicyRank.publish, 3, prompts, True)
     engines.on_all(RolloutWorker.sleep, 60)
 """
 WRONG = {
     "ranks.call_each(PolicyRank.load, [3])": "arg-type",
-    'ranks.within(60).call_on(0, PolicyRank.publish, "3", check_T, True)': "arg-type",
+    'ranks.within(60).call_on(0, PolicyRank.publish, "3", prompts, True)': "arg-type",
     "ranks.call(PolicyRank.publish)": "call-arg",
-    "ranks.call(PolicyRank.publish, 3, check_T, True, timeout=60)": "call-arg",
+    "ranks.call(PolicyRank.publish, 3, prompts, True, timeout=60)": "call-arg",
     "ranks.call(RolloutWorker.sleep)": "arg-type",
     'ranks.call("publish", 3)': "arg-type",
     "version: str = engines.group.call_on(0, RolloutWorker.update, published.update)": "assignment",
     "engines.on_all(RolloutWorker.update, 60)": "arg-type",
-    "ranks.stream(0, PolicyRank.publish, 3, check_T, True)": "arg-type",
+    "ranks.stream(0, PolicyRank.publish, 3, prompts, True)": "arg-type",
 }
 
 

@@ -154,6 +154,45 @@ def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path, device_type:
     assert np.array_equal(next(engine.generate(requests(1), Sampling(max_tokens=8))).tokens_T, found.tokens_T)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_tensor_that_is_not_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_type: str, dtype: str, architecture: Any
+) -> None:
+    """Each in turn, in updates of 1e-6 that no log-prob could show."""
+    make_tiny(tmp_path, train_rows=1, validation_rows=1, architecture=architecture)
+    trained: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    device = torch.device(device_type)
+    engine = HfEngine(tmp_path / "model", name="e", dtype=dtype, device=device)
+    publish, copy, lost = Publisher(trained), torch.Tensor.copy_, torch.empty(0)
+
+    def forgetful(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return self if self.data_ptr() == lost.data_ptr() else copy(self, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", forgetful)
+    tied = {"lm_head.weight", "model.embed_tokens.weight"}
+    for version, (name, tensor) in enumerate(engine._own().items(), 1):
+        for parameter in trained.parameters():
+            parameter.data += 1e-6
+        tensors = [
+            (n, t.to(getattr(torch, dtype)))
+            for own_name, parameter in trained.named_parameters()
+            for n, t in publish(own_name, parameter.detach())
+        ]
+        lost, update = tensor, write_update(tensors, version)
+        with pytest.raises(
+            WeightUpdateError, match=rf"e: weight update {version} did not write . of"
+        ) as told:
+            engine.update_weights(update)
+        assert f": {', '.join(sorted(tied)) if name in tied else name};" in str(told.value)
+        with pytest.raises(RolloutError, match="e does not generate"):
+            engine.logps(PROMPTS[:1])
+        lost = torch.empty(0)
+        engine.update_weights(update)
+    if device_type == "cpu":  # the simulated NPU computes no mixtures
+        assert np.isfinite(engine.logps(PROMPTS[:1])[0]).all()
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
 def test_an_update_of_a_mixture_is_in_published_form(tmp_path: Path, architecture: Any) -> None:
     make_tiny(tmp_path, train_rows=1, validation_rows=1, architecture=architecture)

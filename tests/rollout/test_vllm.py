@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ def test_what_a_worker_reports_is_compared(vllm_found: dict[str, Any]) -> None:
         "WeightUpdateError: engine 7: worker 0 reports digest of another file"
     )
     assert reports["tensors"].startswith("WeightUpdateError: engine 7: worker 0 reports tensors 3 after")
+
+
+def test_every_tensor_that_is_not_written_is_named(vllm_found: dict[str, Any]) -> None:
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    stale = vllm_found["stale"]
+    assert "did not write 1 of 14 tensors: lm_head.weight;" in stale.pop("packed head")
+    assert len(stale) == 20
+    for name, error in stale.items():
+        *parents, layer, kind = name.split(".")
+        inside = ".".join([*parents, fused.get(layer, layer), kind])
+        assert re.search(rf"engine 7: weight update \d+ did not write . of 14 tensors: .*{inside}", error), (
+            name
+        )
+    assert vllm_found["after_stale"] < TOLERANCE
 
 
 def test_weights_that_are_sent(vllm_found: dict[str, Any]) -> None:

@@ -308,7 +308,8 @@ class RolloutSection(Section):
     takes longer."""
     weight_check_tolerance: Annotated[float | None, Affects.EXECUTION] = Field(default=None, gt=0)
     """Largest mean difference between the engine's and the trained model's log-probs after a weight update;
-    the default depends on `model.dtype` and on earlier updates."""
+    the default depends on `model.dtype`, on the
+    first update, and on how far the trained model has moved since then."""
     record: Annotated[bool, Affects.EXECUTION] = False
     """Write all trajectories to Parquet in the run directory."""
     replay: Annotated[str | None, Affects.SOURCE] = None

@@ -32,7 +32,7 @@ from isotrain.rollout.base import (
     stop_tokens,
     trajectory_of,
 )
-from isotrain.rollout.incoming import open_incoming, rehearse_incoming
+from isotrain.rollout.incoming import check_written, erase, open_incoming, rehearse_incoming, unwritten
 
 
 @dataclass
@@ -147,6 +147,7 @@ class HfEngine:
         missing = {name for name, _ in self._model.named_parameters()} | buffers.keys()
         parts = _Parts(self._plan)
         with open_incoming(update, self.name, self._timeout, self._device) as contents:
+            erase(own.values())
             for published, tensor in contents.tensors:
                 if published not in parts:
                     raise self._unfit(update, published, tensor, "no such parameter")
@@ -161,6 +162,7 @@ class HfEngine:
                 f"{self.name}: weight update {update.version} lacks weights of {len(missing)} parameters: "
                 f"{', '.join(sorted(missing)[:5])}"
             )
+        check_written(update, self.name, unwritten(own), len(own))
         self.version, self._unusable = update.version, ""
 
     @cached_property

@@ -6,12 +6,14 @@ vLLM's layer-wise reload is called directly: its transfer engines on top of it c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -23,7 +25,13 @@ from vllm.platforms import current_platform
 
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.incoming import open_incoming, rehearse_incoming
+from isotrain.rollout.incoming import (
+    check_written,
+    erase,
+    open_incoming,
+    rehearse_incoming,
+    unwritten,
+)
 from isotrain.rollout.transfer import Contents
 
 
@@ -70,12 +78,15 @@ def _take(model: nn.Module, config: Any, update: WeightUpdate, contents: Content
     # What vLLM computed from weights, as for latent attention, is gone now and will be computed again.
     parameters &= {name for name, _ in model.named_parameters()}
     _pack_experts_again(model)
-    try:
-        count = _load(model, parameters, contents, update, engine)
-    finally:
-        # Also after a failure: the layers are then unusable, but in a state that takes the next update.
-        finalize_layerwise_processing(model, config)
+    _erase(model, parameters)
+    with _new_tensors_are_nan():
+        try:
+            count = _load(model, parameters, contents, update, engine)
+        finally:
+            # Also after a failure: the layers are then unusable, but in a state that takes the next update.
+            finalize_layerwise_processing(model, config)
     _pack_tied_layers(model)
+    check_written(update, engine, _unwritten(model, parameters), len(parameters))
     return Outcome(contents.version, count, contents.digest)
 
 
@@ -99,6 +110,57 @@ def _load(
             f"{len(parameters)} parameters: {', '.join(sorted(incomplete)[:5])}"
         )
     return counted.count
+
+
+def _erase(model: nn.Module, parameters: set[str]) -> None:
+    """What the update must write: `parameters`, and the copies of them that are packed for CPUs."""
+    for prefix, layer in model.named_modules():
+        kept = get_layerwise_info(layer).kernel_tensors
+        tensors = kept[0] if kept else {}
+        erase(tensor for name, tensor in tensors.items() if _path(prefix, name) in parameters)
+        if _PACKED in vars(layer):
+            setattr(layer, _PACKED, _not_packed)
+
+
+def _unwritten(model: nn.Module, parameters: set[str]) -> list[str]:
+    stale = [_path(prefix, "weight") for prefix, layer in model.named_modules() if _has_old_copy(layer)]
+    return stale + unwritten({name: p for name, p in model.named_parameters() if name in parameters})
+
+
+def _has_old_copy(layer: nn.Module) -> bool:
+    """Whether the weights that are packed for CPUs were not renewed, or hold a NaN."""
+    multiply = vars(layer).get(_PACKED)
+    if multiply is None or multiply is _not_packed:
+        return multiply is not None
+    if not isinstance(layer, LinearBase):
+        return False
+    width = int(getattr(layer, "input_size_per_partition", layer.input_size))
+    # Packed weights cannot be read, but zero times NaN is NaN.
+    zeros = torch.zeros(1, width, dtype=layer.params_dtype)
+    return bool(multiply(zeros, layer.weight, None).isnan().any())
+
+
+# The attribute of a layer that multiplies by weights that vLLM has packed for CPUs; they cannot be read.
+_PACKED = "cpu_linear"
+
+
+def _not_packed(*_: object) -> torch.Tensor:
+    raise WeightUpdateError("a weight update did not renew the packed copy of a weight")
+
+
+def _path(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@contextmanager
+def _new_tensors_are_nan() -> Iterator[None]:
+    """A part of a fused weight that is taken but not written is then NaN, instead of what was in memory."""
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills what `empty` returns
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 class _Counted:

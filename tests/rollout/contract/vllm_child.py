@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,21 @@ class VllmChecks(Checks):
         again = self.scored_difference([tokens_T], self.engine.logps([tokens_T]))
         self.results["after_half"] = again
 
+    def stale(self) -> None:
+        """Each tensor in turn is taken by the loader and not written; then the copy of the tied head."""
+        sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+        stale_weights = importlib.import_module("stale_weights")
+        found = self.results["stale"] = {}
+        for name, _ in self.tensors():
+            update = write_update(self.tensors(), self.version + 1)
+            with stale_weights.lost_write("vllm", name, self.engine):
+                found[name] = self.error(lambda update=update: self.engine.update_weights(update))
+        with mock.patch("isotrain.rollout.vllm_worker._pack_tied_layers"):
+            found["packed head"] = self.error(lambda: self.engine.update_weights(update))
+        self.update()
+        tokens_T = requests(1)[0].prompt_P
+        self.results["after_stale"] = self.scored_difference([tokens_T], self.engine.logps([tokens_T]))
+
     def other_device(self) -> None:
         self.results["other_device"] = self.error(
             lambda: VllmEngine(self.work, name="e", dtype="float32", device_type="cuda", max_length=9)
@@ -100,4 +116,5 @@ class VllmChecks(Checks):
 
 if __name__ == "__main__":
     checks = VllmChecks(Path(sys.argv[1]), int(sys.argv[2]))
-    checks.run(checks.nothing_left, checks.reports, checks.sent, checks.other_device)
+    inside = [checks.stale] if checks.workers == 1 else []  # in this process
+    checks.run(checks.nothing_left, checks.reports, checks.sent, *inside, checks.other_device)

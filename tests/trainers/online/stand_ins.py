@@ -18,9 +18,10 @@ from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 from isotrain.trainers.online.rollouts import Collector, Seconds
-from isotrain.trainers.online.weights import Engines, Tolerance, Weights
+from isotrain.trainers.online.weight_check import Tolerance
+from isotrain.trainers.online.weights import Engines, Weights
 
-CHECK_T = np.zeros(3, np.int32)
+CHECK_PROMPTS = [np.zeros(4, np.int32)]
 LOGPS = np.zeros(3, np.float32)
 
 
@@ -83,13 +84,18 @@ class StandInGroup:
         self.version = update
         return update
 
-    def update_and_check(self, update: int, sequence_T: Any) -> tuple[int, Any]:
+    def update_and_check(self, update: int, prompts: Any) -> tuple[int, Any]:
         return self.update(update), LOGPS
 
 
 def stand_in_engines(group: StandInGroup, timeout: float = 10.0, in_flight: bool = False) -> Engines:
-    wide = Tolerance(1.0, 1.0, 1.0)
-    options: Any = {"check_T": CHECK_T, "timeout": timeout, "tolerance": wide, "in_flight": in_flight}
+    wide = Tolerance.fixed(1.0)
+    options: Any = {
+        "check_prompts": CHECK_PROMPTS,
+        "timeout": timeout,
+        "tolerance": wide,
+        "in_flight": in_flight,
+    }
     return Engines(group, 10.0, print, **options)  # type: ignore[arg-type]
 
 

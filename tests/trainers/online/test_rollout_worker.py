@@ -27,11 +27,11 @@ def worker(tiny: Path, tmp_path: Path) -> RolloutWorker:
 def test_it_can_be_closed_at_any_time(worker: RolloutWorker) -> None:
     worker.close()
     worker.start()
-    assert len(worker.weight_check(CHECK_T)) == len(CHECK_T) - 1
+    assert len(worker.weight_check([CHECK_T])) == len(CHECK_T) - 1
     worker.close()
     worker.close()
     with pytest.raises(RolloutError, match="it was closed"):
-        worker.weight_check(CHECK_T)
+        worker.weight_check([CHECK_T])
 
 
 def test_its_process_ends_with_a_lost_engine(
@@ -56,7 +56,7 @@ def test_its_process_ends_with_a_lost_engine(
     for act in (
         lambda: worker.update(update),
         lambda: list(worker.generate("train", [PromptRequest(0, 0)], 1, Sampling(4))),
-        lambda: worker.weight_check(CHECK_T),
+        lambda: worker.weight_check([CHECK_T]),
         worker.sleep,
         worker.wake,
     ):

@@ -17,7 +17,7 @@ from isotrain.trainers.online.rollouts import SyncBatches
 class Late:
     """Ranks and engines of which one does not answer; calls without a limit would wait for ever."""
 
-    timeout, check_T = 7.0, None
+    timeout, check_prompts = 7.0, None
 
     def __init__(self, method: str) -> None:
         self.method = method

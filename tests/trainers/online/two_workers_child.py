@@ -32,7 +32,8 @@ from isotrain.rollout.base import Sampling
 from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.trainers.online.weights import Engines, Tolerance, Weights
+from isotrain.trainers.online.weight_check import Tolerance
+from isotrain.trainers.online.weights import Engines, Weights
 from isotrain.trainers.setup import TRAIN
 
 CHECK_T = np.arange(3, 35, dtype=np.int32)
@@ -77,9 +78,9 @@ class Checks:
         )
 
     def weights(self) -> None:
-        (before,) = self.engines.group.call(RolloutWorker.weight_check, CHECK_T)
+        (before,) = self.engines.group.call(RolloutWorker.weight_check, [CHECK_T])
         first = self.update()
-        (after,) = self.engines.group.call(RolloutWorker.weight_check, CHECK_T)
+        (after,) = self.engines.group.call(RolloutWorker.weight_check, [CHECK_T])
         self.results["weights"] = {
             "moved": float(np.abs(after - before).mean()),
             "weight_check": max(first, self.update()),
@@ -141,8 +142,10 @@ def main() -> None:
         with WorkerGroup("rollout engine", RolloutWorker, [member]) as group:
             group.within(300).call(RolloutWorker.start)
             said: list[str] = []
-            exact = Tolerance(1e-3, 1e-3, 1e-3)
-            engines = Engines(group, 300.0, said.append, check_T=CHECK_T, timeout=60.0, tolerance=exact)
+            exact = Tolerance.fixed(1e-3)
+            engines = Engines(
+                group, 300.0, said.append, check_prompts=[CHECK_T], timeout=60.0, tolerance=exact
+            )
             checks = Checks(work, engines)
             checks.weights()
             checks.killed_idle()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
@@ -34,19 +32,14 @@ from isotrain.trainers.online.rollouts import (
     RolloutProgress,
     SyncBatches,
 )
+from isotrain.trainers.online.weight_check import TOLERANCE, Tolerance, check_prompts
 from isotrain.trainers.online.weight_streams import Streams
-from isotrain.trainers.online.weights import Engines, Tolerance
+from isotrain.trainers.online.weights import Engines
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import TRAIN, VALIDATION, total_steps
-
-# Long enough to show weights that do not fit, short enough to cost nothing.
-WEIGHT_CHECK_TOKENS = 32
-# In half precision models differ: a tiny one starts at 0.005 and stays below 0.01, SmolLM2-135M starts at
-# 0.06 and reaches 0.16.
-WEIGHT_CHECK_TOLERANCE = {"float32": Tolerance(1e-3, 1e-3, 1e-3), "bfloat16": Tolerance(0.3, 0.05, 0.5)}
 
 
 def build_trainer(
@@ -71,7 +64,7 @@ def build_trainer(
     engines = Engines(
         groups.engines,
         **common,
-        check_T=_check_tokens(stores[TRAIN]),
+        check_prompts=check_prompts(stores[TRAIN]),
         timeout=limit,
         tolerance=_tolerance(recipe.model.dtype, rollout.weight_check_tolerance),
         in_flight=rollout.in_flight,
@@ -158,15 +151,8 @@ def _maker(
     )
 
 
-def _tolerance(dtype: str, wanted: float | None) -> Tolerance:
-    return WEIGHT_CHECK_TOLERANCE[dtype] if wanted is None else Tolerance(wanted, wanted, wanted)
-
-
-def _check_tokens(store: SampleStore[Prompt]) -> npt.NDArray[np.int32]:
-    """The longest of the first prompts, cut; a single token is repeated, because log-probs need a second."""
-    prompts = [store[number].tokens_P for number in range(min(len(store), 16))]
-    longest_P = max(prompts, key=len)[:WEIGHT_CHECK_TOKENS]
-    return np.resize(longest_P, max(2, len(longest_P)))
+def _tolerance(dtype: str, limit: float | None) -> Tolerance:
+    return TOLERANCE[dtype] if limit is None else Tolerance.fixed(limit)
 
 
 def _reward_models(reward: RewardSection) -> dict[str, float]:

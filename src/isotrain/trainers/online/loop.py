@@ -368,7 +368,8 @@ class OnlineTrainer:
         limit = self.engines.timeout
         ranks = self.ranks.within(limit)
         difference = self.engines.settle()  # the files of the last update but one are about to be reused
-        published = ranks.call(PolicyRank.publish, version, self.engines.check_T, self.settings.colocated)
+        prompts, offloads = self.engines.check_prompts, self.settings.colocated
+        published = ranks.call(PolicyRank.publish, version, prompts, offloads)
         logps = next(found.logps for found in published if found is not None)
         if self.settings.colocated:
             self.engines.on_all(RolloutWorker.wake, limit)

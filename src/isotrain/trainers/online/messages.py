@@ -121,15 +121,15 @@ class ResumeState(NamedTuple):
 class Published(NamedTuple):
     update: WeightUpdate
     logps: npt.NDArray[np.float32]
-    """Of the tokens of the weight check from the second on, at temperature 1."""
+    """Of all tokens of the weight check but the first of each prompt, at temperature 1."""
 
 
 class StreamEnd(NamedTuple):
     """What a rank must know before it sends weights from its device."""
 
     version: int
-    check_T: npt.NDArray[np.int32]
-    """Tokens of the weight check."""
+    check_prompts: Sequence[npt.NDArray[np.int32]]
+    """Of the weight check."""
     way: Way
     host: str
     """The address on which the rank listens for its receivers."""

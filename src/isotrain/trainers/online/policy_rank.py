@@ -5,7 +5,7 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -354,13 +354,15 @@ class PolicyRank:
         with around():
             return self.policy.update(work, lr)
 
-    def publish(self, version: int, check_T: npt.NDArray[np.int32], offloads: bool) -> Published | None:
+    def publish(
+        self, version: int, check_prompts: Sequence[npt.NDArray[np.int32]], offloads: bool
+    ) -> Published | None:
         """Write the policy's weights where engines of this machine find them; one rank of each does.
 
         With `offloads` the device is the engines' afterwards.
         """
         update = self._written(version)
-        logps = self._check_logps(check_T)
+        logps = self._check_logps(check_prompts)
         if offloads:
             self.offload()
         return None if update is None else Published(update, logps)
@@ -410,7 +412,7 @@ class PolicyRank:
         What is not sent makes room for the engines' weights.
         """
         onload(self.policy)
-        logps = self._check_logps(end.check_T)
+        logps = self._check_logps(end.check_prompts)
         if end.offloads:
             self.offload(but_weights=True)
         if self.streamer is None:
@@ -438,9 +440,9 @@ class PolicyRank:
         assert self.sender is not None
         self.sender.send(read_update(update), update.version)
 
-    def _check_logps(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        mask_T = np.ones(len(sequence_T), np.bool_)
-        (logp_N,) = self.policy.infer([pack([Sample(sequence_T, mask_T)])], lambda head: head.logps())
+    def _check_logps(self, prompts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
+        samples = [Sample(prompt_P, np.ones(len(prompt_P), np.bool_)) for prompt_P in prompts]
+        (logp_N,) = self.policy.infer([pack(samples)], lambda head: head.logps())
         logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
         return logps
 

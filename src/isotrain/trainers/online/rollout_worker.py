@@ -145,19 +145,21 @@ class RolloutWorker:
             return f"{self.name}: {error}"
         return ""
 
-    def weight_check(self, sequence_T: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def weight_check(self, prompts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
+        """Log-probs of all prompts, one after the other."""
         with _dying_with_its_engine():
-            (logps,) = self.loop.run(lambda: self.engine.logps([sequence_T]))
-        return logps
+            return np.concatenate(self.loop.run(lambda: self.engine.logps(prompts)))
 
-    def version_and_check(self, sequence_T: npt.NDArray[np.int32]) -> tuple[int, npt.NDArray[np.float32]]:
-        return self.engine.version, self.weight_check(sequence_T)
+    def version_and_check(
+        self, prompts: Sequence[npt.NDArray[np.int32]]
+    ) -> tuple[int, npt.NDArray[np.float32]]:
+        return self.engine.version, self.weight_check(prompts)
 
     def update_and_check(
-        self, update: WeightUpdate, sequence_T: npt.NDArray[np.int32]
+        self, update: WeightUpdate, prompts: Sequence[npt.NDArray[np.int32]]
     ) -> tuple[int, npt.NDArray[np.float32]]:
         """In one call, because calls that run at the same time have no order."""
-        return self.update(update), self.weight_check(sequence_T)
+        return self.update(update), self.weight_check(prompts)
 
     def sleep(self) -> None:
         with _dying_with_its_engine():

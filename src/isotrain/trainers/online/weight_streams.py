@@ -112,9 +112,9 @@ class Streams:
 
     def _ends(self, version: int, timeout: float) -> list[StreamEnd]:
         """For each rank."""
-        way, check_T = self.routes.way, self.engines.check_T
+        way, prompts = self.routes.way, self.engines.check_prompts
         return [
-            StreamEnd(version, check_T, way, host, receivers, timeout, self.colocated)
+            StreamEnd(version, prompts, way, host, receivers, timeout, self.colocated)
             for host, receivers in zip(self.routes.hosts, self.routes.receivers, strict=True)
         ]
 

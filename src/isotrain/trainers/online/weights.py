@@ -1,7 +1,4 @@
-"""New weights on their way from the ranks to all engines, and the check that every engine has them.
-
-T: tokens of the weight check.
-"""
+"""New weights on their way from the ranks to all engines, and the check that every engine has them."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from isotrain.rollout.base import WeightUpdate
 from isotrain.rollout.relay import Relay
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.trainers.online.weight_check import Tolerance, WeightCheck, mean_difference
 
 
 class Weights(NamedTuple):
@@ -31,7 +29,7 @@ class Weights(NamedTuple):
     updates: list[WeightUpdate] | None
     """Where each engine finds them; None where they were sent and are nowhere to be found again."""
     logps: npt.NDArray[np.float32]
-    """The trained model's log-probs of a fixed prompt with these weights."""
+    """The trained model's log-probs of the prompts of the weight check, with these weights."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +42,13 @@ class Delivery:
     weights: Weights
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far log-probs of a fixed prompt may differ: at the first update, then relative to earlier ones.
-
-    Rounding differs from model to model, and grows slowly as a model leaves that prompt behind; weights that
-    an engine did not take show at once.
-    """
-
-    first: float
-    least: float
-    most: float
-    factor: float = 4.0
-
-    def after(self, largest: float | None) -> float:
-        """`largest`: of all updates so far."""
-        return self.first if largest is None else min(self.most, max(self.least, self.factor * largest))
-
-
 class Engines(Replaceable[RolloutWorker]):
     """Updates are queued behind what an engine is doing, or come between its tokens; every one is verified.
 
     The engine itself compares what it got with the update's digest. Here its version is compared, and its
-    log-probs of a fixed prompt with those of the trained model, which shows that the weights also mean the
-    same. Earlier calls of an engine may take any time: the timeout of an update begins after them, or at once
-    where updates are `in_flight`.
+    log-probs of fixed prompts with those of the trained model (weight_check.py), which shows that the weights
+    also mean the same. Earlier calls of an engine may take any time: the timeout of an update begins after
+    them, or at once where updates are `in_flight`.
     """
 
     def __init__(
@@ -77,22 +57,21 @@ class Engines(Replaceable[RolloutWorker]):
         start_timeout: float,
         tell: Callable[[str], None],
         *,
-        check_T: npt.NDArray[np.int32],
+        check_prompts: Sequence[npt.NDArray[np.int32]],
         timeout: float,
         tolerance: Tolerance,
         in_flight: bool = False,
     ) -> None:
         super().__init__(group, start_timeout, tell)
         self.in_flight = in_flight
-        self.check_T, self.timeout, self.tolerance = check_T, timeout, tolerance
+        self.check_prompts, self.timeout = check_prompts, timeout
+        self._check = WeightCheck(tolerance)
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
         self._verification: Future[float] | None = None
         """Of what is under way, once somebody watches it."""
         self.difference = 0.0
         """In the weight check, of the update that was verified last."""
-        self.largest: float | None = None
-        """In the weight check, of all updates."""
         self.write_again: Callable[[Weights], Weights] | None = None
         """Writes weights that were sent to where they can be found."""
 
@@ -101,10 +80,10 @@ class Engines(Replaceable[RolloutWorker]):
         weights, found = self.newest, []
         assert weights is not None
         method = RolloutWorker.version_and_check
-        for task in [self.submit(index, method, self.check_T) for index in range(len(self))]:
+        for task in [self.submit(index, method, self.check_prompts) for index in range(len(self))]:
             told = self.result(task, self.timeout)
             if not isinstance(told, Died):  # a successor was verified when it was given them
-                found.append(self._compared(engine_name(task.index), *told, weights))
+                found.append(self._compared(task.index, *told, weights))
         return self._noted(found)
 
     @property
@@ -123,7 +102,7 @@ class Engines(Replaceable[RolloutWorker]):
     def _send_to(self, index: int, announced: WeightUpdate, weights: Weights) -> Delivery:
         with self._places[index]:  # no thread may ask for responses in between
             free = None if self.in_flight else self.submit(index, RolloutWorker.report)
-            update = self.submit(index, RolloutWorker.update_and_check, announced, self.check_T)
+            update = self.submit(index, RolloutWorker.update_and_check, announced, self.check_prompts)
             return Delivery(free, update, weights)
 
     def settle(self) -> float:
@@ -145,7 +124,6 @@ class Engines(Replaceable[RolloutWorker]):
         """The largest of them; that of the update before, where all engines have died since."""
         if differences:
             self.difference = max(differences)
-            self.largest = max(self.difference, self.largest or 0.0)
         return self.difference
 
     def _verified(self, delivery: Delivery) -> float | None:
@@ -161,19 +139,15 @@ class Engines(Replaceable[RolloutWorker]):
             ) from error
         if isinstance(found, Died):
             return None  # its successor has been given the newest weights, and they were verified
-        return self._compared(name, *found, weights)
+        return self._compared(delivery.update.index, *found, weights)
 
-    def _compared(self, name: str, version: int, logps: npt.NDArray[np.float32], weights: Weights) -> float:
+    def _compared(self, index: int, version: int, logps: npt.NDArray[np.float32], weights: Weights) -> float:
+        name = engine_name(index)
         if version != weights.version:
             raise WeightUpdateError(f"{name} has weights of version {version} after update {weights.version}")
-        difference = float(np.abs(logps - weights.logps).mean())
-        allowed = self.tolerance.after(self.largest)
-        if not difference <= allowed:
-            raise WeightUpdateError(
-                f"{name}: after weight update {weights.version} its log-probs differ from the trained model "
-                f"by {difference:.3g} on average; {allowed:.3g} is allowed (rollout.weight_check_tolerance)"
-            )
-        return difference
+        if problem := self._check.problem(index, version, logps, weights.logps):
+            raise WeightUpdateError(f"{name}: after weight update {version} {problem}")
+        return mean_difference(logps, weights.logps)
 
     def prepare(self, index: int) -> None:
         super().prepare(index)
@@ -184,9 +158,9 @@ class Engines(Replaceable[RolloutWorker]):
             assert weights.updates is not None
             engine = self.group.within(self.timeout)
             found = engine.call_on(
-                index, RolloutWorker.update_and_check, weights.updates[index], self.check_T
+                index, RolloutWorker.update_and_check, weights.updates[index], self.check_prompts
             )
-            self._compared(engine_name(index), *found, weights)
+            self._compared(index, *found, weights)
 
 
 def engine_name(index: int) -> str:

@@ -1,0 +1,100 @@
+"""The weight check: do an engine's log-probs of fixed prompts move as those of the trained model do?
+
+It finds weights that are whole but wrong: an update that was skipped, exchanged tensors, a model that both
+sides understand differently. Tensors that an update leaves out are found before, in the engine
+(`rollout/incoming.py`): one small update moves log-probs by far less than rounding.
+
+T: tokens of all prompts, each from its second on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.data.prompts import Prompt
+from isotrain.data.store import SampleStore
+
+Logps = npt.NDArray[np.float32]
+
+# The mean over so many tokens is steady, and a device reads them in one step.
+CHECK_TOKENS = 256
+# How many of the first prompts they are taken from.
+CHECK_PROMPTS = 16
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far log-probs may differ, in the mean.
+
+    Rounding differs from model to model, so that the first update of a run says how large it is. It grows
+    with the distance that a model has gone since then, and with nothing else: what is allowed never follows
+    from differences that were accepted before.
+    """
+
+    first: float
+    """At the first update."""
+    later: float
+    """After it, or three times what was found at it if that is more."""
+    share: float = 0.0
+    """Of how far the trained model has moved since the first update; this much comes on top."""
+
+    @classmethod
+    def fixed(cls, limit: float) -> Tolerance:
+        """One limit for all updates: the user's."""
+        return cls(limit, limit)
+
+    def allowed(self, start: float, moved: float) -> float:
+        """`start`: the difference at the first update, `moved`: mean distance of the trained model since."""
+        return min(self.first, max(self.later, 3 * start)) + self.share * moved
+
+
+TOLERANCE = {"float32": Tolerance(1e-3, 1e-4, 0.01), "bfloat16": Tolerance(0.3, 0.02, 0.05)}
+
+
+def mean_difference(logp_T: Logps, trained_T: Logps) -> float:
+    return float(np.abs(logp_T - trained_T).mean())
+
+
+class WeightCheck:
+    """Remembers the first update of each engine."""
+
+    def __init__(self, tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
+        self._first: dict[int, tuple[int, float, Logps]] = {}
+
+    def problem(self, engine: int, version: int, logp_T: Logps, trained_T: Logps) -> str:
+        """What is wrong with an engine's log-probs after an update; nothing if they are as they should be."""
+        difference = mean_difference(logp_T, trained_T)
+        allowed, since = self.tolerance.first, ""
+        if engine in self._first:
+            first_version, start, trained_first_T = self._first[engine]
+            moved = mean_difference(trained_T, trained_first_T)
+            allowed = self.tolerance.allowed(start, moved)
+            since = (
+                f": it was {start:.3g} at weight update {first_version}, and the trained model has moved by "
+                f"{moved:.3g} since then"
+            )
+        if difference <= allowed:
+            self._first.setdefault(engine, (version, difference, trained_T))
+            return ""
+        return (
+            f"its log-probs of {len(trained_T)} tokens differ from the trained model by {difference:.3g} on "
+            f"average; {allowed:.3g} is allowed{since} (rollout.weight_check_tolerance). It does not compute "
+            "what the trained model does; rollout.engine: hf shows whether the engine is the reason"
+        )
+
+
+def check_prompts(store: SampleStore[Prompt]) -> list[npt.NDArray[np.int32]]:
+    """The first prompts, cut at `CHECK_TOKENS`; a single token is repeated: log-probs need a second."""
+    prompts: list[npt.NDArray[np.int32]] = []
+    room = CHECK_TOKENS
+    for number in range(min(len(store), CHECK_PROMPTS)):
+        prompt_P = store[number].tokens_P[:room]
+        prompts.append(np.resize(prompt_P, max(2, len(prompt_P))))
+        room -= len(prompts[-1])
+        if room < 2:
+            break
+    return prompts
