@@ -76,7 +76,7 @@ class Trained:
             with torch.no_grad():
                 for parameter in self.master.parameters():
                     signs = torch.randint(0, 2, parameter.shape, generator=self.random) * 2 - 1
-                    parameter += self.lr * signs
+                    parameter.add_(self.lr * signs)
         with torch.no_grad():
             for rounded, parameter in zip(self.rounded.parameters(), self.master.parameters(), strict=True):
                 rounded.copy_(parameter)
@@ -91,7 +91,7 @@ class Trained:
         return write_update(self.published().items(), self.version)
 
     @torch.no_grad()
-    def logps(self) -> Any:
+    def log_probs(self) -> Any:
         found = []
         for tokens_T in self.prompts:
             ids_T = torch.from_numpy(tokens_T).long()
@@ -140,7 +140,7 @@ def lost_write(kind: str, target: str, engine: Any) -> Iterator[None]:
             lost = self.data_ptr() == destination or source[0] <= other.data_ptr() < source[1]
         return self if lost else copy(self, other, *rest, **named)
 
-    torch.Tensor.copy_ = forgetful  # type: ignore[method-assign]
+    torch.Tensor.copy_ = forgetful  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -182,7 +182,8 @@ def lost_writes(kind: str, engine: Any, trained: Trained, step: int) -> dict[str
 def stale_head(engine: Any, trained: Trained) -> str:
     from isotrain.rollout import vllm_worker
 
-    pack, vllm_worker._pack_tied_layers = vllm_worker._pack_tied_layers, lambda _: None
+    pack = vllm_worker._pack_tied_layers
+    vllm_worker._pack_tied_layers = lambda model: None
     try:
         trained.move(learns=False)
         return refused(engine, trained.update())
@@ -198,7 +199,7 @@ def honest(engine: Any, trained: Trained, updates: int) -> dict[str, Any]:
         trained.move()
         problem = refused(engine, trained.update())
         if not problem:
-            logp_T, trained_T = np.concatenate(engine.logps(trained.prompts)), trained.logps()
+            logp_T, trained_T = np.concatenate(engine.logps(trained.prompts)), trained.log_probs()
             first_T = trained_T if first_T is None else first_T
             moved = mean_difference(trained_T, first_T)
             differences.append(mean_difference(logp_T, trained_T))
@@ -227,7 +228,7 @@ def stale_values(engine: hf.HfEngine, trained: Trained, names: Sequence[str], li
         with torch.no_grad():
             for name in names:
                 own[name].copy_(old[name])
-        if check.problem(0, number, np.concatenate(engine.logps(trained.prompts)), trained.logps()):
+        if check.problem(0, number, np.concatenate(engine.logps(trained.prompts)), trained.log_probs()):
             return number
     return None
 
@@ -240,9 +241,9 @@ def seconds(act: Callable[[], object]) -> float:
 
 def time_ratio(kind: str, engine: Any, trained: Trained, turns: int) -> float:
     """Of an update with the search for stale tensors over one without, in pairs."""
-    if kind == "hf":
-        module, off = hf, {"erase": lambda _: None, "unwritten": lambda _: []}
-    else:
+    module: Any = hf
+    off: dict[str, Any] = {"erase": lambda _: None, "unwritten": lambda _: []}
+    if kind != "hf":
         from isotrain.rollout import vllm_worker
 
         module = vllm_worker

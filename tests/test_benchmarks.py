@@ -160,6 +160,7 @@ CASES = {
     "rollout_overhead": Case(("responses_equal", "seconds", "tokens"), minutes=15),
     "sandbox": Case(("sandbox_ms", "plain_ms", "per_second")),
     "simulated_scale": Case(("figures", "free_figures", "by_source")),
+    "stale_weights": Case(("lost", "honest", "value")),
     "supervised_overhead": Case(("losses_equal", "bare_step_s", "isotrain_step_s"), minutes=15),
     "versus_trl sft": Case(("losses_agree", "ratio_packing"), arguments=("--algorithm", "sft"), minutes=20),
     "versus_trl dpo": Case(PREFERENCE, arguments=("--algorithm", "dpo"), minutes=20),

@@ -57,7 +57,7 @@ STAND_INS = {
     "tests/trainers/online/test_controller.py::LongWinded": StandIn((ENGINE,)),
     "tests/trainers/online/test_engine_loop.py::Forgetful": StandIn((ENGINE,)),
     "tests/trainers/online/test_engine_loop.py::Steps": StandIn((ENGINE,), ("step", "wait_until")),
-    "tests/trainers/online/test_episodes.py::Quick": StandIn((ENGINE,)),
+    "tests/trainers/online/test_episodes.py::Quick": StandIn((ENGINE,), ("asked",)),
     "tests/trainers/online/test_prompt_queue.py::Here": StandIn((f"{WORKERS}:Peer", f"{WORKERS}:Reply")),
     "tests/trainers/online/test_recovery.py::Ranks": StandIn((GROUP, TIMED)),
     "tests/trainers/online/test_replay.py::Inventor": StandIn((MAKER,), ("make",)),

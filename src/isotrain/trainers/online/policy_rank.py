@@ -154,14 +154,12 @@ class PolicyRank:
             open_storage(recipe.trainer.checkpoint_storage),
             self.run.saved,
         )
-        everything = sum(p.numel() for p in self.policy.model.parameters())
-        trained = sum(p.numel() for p in self.policy.trained.values())
         return Description(
             self.device.type,
             self.device.name(),
             describe_environment({}, self.device.numerics_variables),
-            everything,
-            trained,
+            sum(p.numel() for p in self.policy.model.parameters()),
+            sum(p.numel() for p in self.policy.trained.values()),
             describe_model(self.policy.model),
             str(self.policy.model.fused),
             all(shares_prompts(engine.model.attention) for engine in self.models.all()),
