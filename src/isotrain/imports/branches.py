@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isotrain.imports import syntax
@@ -118,7 +119,7 @@ def walk_case(shell: Shell, node: Any) -> None:
         line, text = shell.conditions[number].line, shell.conditions[number].text
         told = f"if {text.removeprefix('case ')} is {shown} (line {line})" if shown != "*" else \
             f"for other values of {text.removeprefix('case ')} (line {line})"  # fmt: skip
-        branches.append((shell.label(told, number), shown, lambda body=body: shell._all(body)))  # type: ignore[misc]
+        branches.append((shell.label(told, number), shown, partial(shell._all, body)))
         complete = complete or "*" in patterns
     if number >= 0:
         if not complete:
@@ -152,7 +153,7 @@ def _chain(shell: Shell, parts: list[tuple[Any, list[Any]]], branches: list[Bran
             return
         line = shell.conditions[numbers[-1]].line
         told = shell.label(f"{when} (line {line})", *numbers)
-        branches.append((told, when, lambda body=body: shell._all(body)))  # type: ignore[misc]
+        branches.append((told, when, partial(shell._all, body)))
         if holds is True:
             break
     else:
@@ -265,7 +266,7 @@ def _either(shell: Shell, name: str, values: list[tuple[int, Value | None]]) -> 
         for label, value in values
     ]
     names = [decider for label, _ in values for decider in _deciders(shell, label)]
-    texts = tuple((label, value or "") for label, value in values if isinstance(value, str | None))
+    texts = tuple((label, value or "") for label, value in values if not isinstance(value, list))
     options = texts if len(texts) == len(values) else ()
     return shell.gap(f"{name} is {', '.join(told)}", *dict.fromkeys(names), options=options)
 

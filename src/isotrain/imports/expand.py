@@ -82,7 +82,7 @@ class Words:
         """The conditions that texts depend on."""
         of_gaps = [self.reasons[int(number)].conditions for text in texts for number in _GAPS.findall(text)]
         of_words = [self.labels[int(number)].conditions for text in texts for number in _MAYBES.findall(text)]
-        return frozenset().union(*of_gaps, *of_words)
+        return frozenset[int]().union(*of_gaps, *of_words)
 
     def named(self, value: Value, name: str) -> None:
         """`--set` of `name` fills the gaps in its value."""

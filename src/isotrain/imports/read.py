@@ -191,7 +191,7 @@ def _bare(commands: Iterable[Command], framework: str) -> Command | None:
         tuple(line for command in found for line in command.lines),
         tuple(when for command in found for when in command.when),
         found[0].under,
-        frozenset().union(*(command.conditions for command in found)),
+        frozenset[int]().union(*(command.conditions for command in found)),
     )
 
 

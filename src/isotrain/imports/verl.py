@@ -105,7 +105,7 @@ def ignored(d: Draft) -> Callable[[str], str | None]:
     estimator = d.text("algorithm.adv_estimator", "gae")
     loss_name = d.written("algorithm.loss.name", "clip")
     in_reward = d.flag("algorithm.use_kl_in_reward")
-    off = [
+    off: list[tuple[tuple[str, ...], bool, str]] = [
         (
             ("critic.", "trainer.critic_warmup"),
             estimator != "gae",

@@ -183,7 +183,7 @@ def ignored(d: Draft) -> Callable[[str], str | None]:
     """Why a key has no effect in this training."""
     dynamic, multiturn = d.flag("data.use_dynamic_bsz"), d.flag("data.multiturn.enable")
     launched = "nproc_per_node" in d.source.launcher
-    off = [
+    off: list[tuple[tuple[str, ...], bool, str]] = [
         (("--config-",), own_config(d), "verl's own configuration, whose defaults are known"),
         (("data.micro_batch_size",), dynamic, "use_dynamic_bsz is on"),
         (("data.max_token_len_per_gpu",), not dynamic, "use_dynamic_bsz is off"),
