@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import alive, group_of, wait_for, write_functions
+from children import FUNCTIONS, alive, group_of, wait_for, write_functions
 
 from isotrain.errors import RewardError
 from isotrain.reward.base import RewardInput, Scored
@@ -87,7 +87,8 @@ def test_what_does_not_end_the_child_leaves_it_running(make_pool: MakePool) -> N
     assert (true.score, printed.score) == (1.0, 1.0)
     assert (parts.score, parts.parts) == (0.5, {"length": 3.0})
     details = dict(zip(kinds, [result.detail for result in failed], strict=True))
-    assert details["raise \x1b[31mred"] == "rewards.py:21: ValueError: no such thing [31mred"
+    line = 1 + next(i for i, text in enumerate(FUNCTIONS.splitlines()) if "no such thing" in text)
+    assert details["raise \x1b[31mred"] == f"rewards.py:{line}: ValueError: no such thing [31mred"
     assert all(detail.isprintable() and len(detail) <= 300 for detail in details.values())
     assert details["nan"] == "the function returned nan"
     assert details["text"] == "the function returned a str, not a number"
