@@ -158,25 +158,20 @@ def refused(engine: Any, update: Any) -> str:
 
 
 def lost_writes(kind: str, engine: Any, trained: Trained, step: int) -> dict[str, Any]:
-    """Every tensor in turn, or every `step`th; between two of them nothing is lost."""
+    """Every tensor in turn, or every `step`th; the next update writes what the one before has lost."""
     names = list(engine._own() if kind == "hf" else trained.published())[::step]
-    missed, example = [], ""
+    trained.move(learns=False)
+    update, missed, example = trained.update(), [], ""
     for name in names:
-        trained.move(learns=False)
-        update = trained.update()
         with lost_write(kind, name, engine):
             error = refused(engine, update)
         if "did not write" in error:
             example = error
         else:
             missed.append(name)
-        assert not refused(engine, update)
-    return {
-        "tensors": len(names),
-        "found": len(names) - len(missed),
-        "missed": missed[:5],
-        "example": example,
-    }
+    assert not refused(engine, update)
+    found = len(names) - len(missed)
+    return {"tensors": len(names), "found": found, "missed": missed[:5], "example": example}
 
 
 def stale_head(engine: Any, trained: Trained) -> str:
