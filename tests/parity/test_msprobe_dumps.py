@@ -287,7 +287,7 @@ def test_refused(tmp_path: Path, content: Any, words: str) -> None:
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nested: Any = {}
-    for _ in range(100):
+    for _ in range(90):
         nested = [nested]
     (tmp_path / "dump.json").write_text(json.dumps({"data": {"Torch.add.0.forward": {"output": nested}}}))
     with pytest.raises(DataError, match="nested too deeply"):
