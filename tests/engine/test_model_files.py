@@ -188,7 +188,8 @@ def test_weights_that_lie_the_other_way_round(tmp_path: Path) -> None:
     """GPT-2's layers have inputs first."""
     tiny = make_base(tmp_path / "tiny", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, **ends)
     model = AutoModelForCausalLM.from_config(config)
     (tiny / "model" / "generation_config.json").unlink()
     model.save_pretrained(tiny / "model")
