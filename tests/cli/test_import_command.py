@@ -18,15 +18,15 @@ def test_recipe_on_stdout_and_report_on_stderr() -> None:
     result = RUNNER.invoke(app, ["import", "verl", "-"], input=OVERRIDES)
     assert result.exit_code == 0
     assert result.stdout.startswith("# From verl") and "name: ppo  # algorithm.adv_estimator" in result.stdout
-    assert "3 keys mapped, 0 without effect, 0 refused" in result.stderr
+    assert "3 keys: 3 mapped, 0 without effect, 0 refused, 0 unknown" in result.stderr
 
 
 def test_the_exit_code_says_that_the_training_differs() -> None:
     result = RUNNER.invoke(
-        app, ["import", "verl", "-"], input=OVERRIDES + "my.option=1\ndata.truncation=left\n"
+        app, ["import", "verl", "-"], input=OVERRIDES + "my.option=1\nalgorithm.gamma=high\n"
     )
     assert result.exit_code == 1
-    assert "my.option (line 4): value 1" in result.stderr and "data.truncation (line 5)" in result.stderr
+    assert "my.option (line 4): value 1" in result.stderr and "algorithm.gamma (line 5)" in result.stderr
     harmless = OVERRIDES + "actor_rollout_ref.model.trust_remote_code=True\n"
     result = RUNNER.invoke(app, ["import", "verl", "-"], input=harmless)
     assert result.exit_code == 0 and "[the training is the same]" in result.stderr
