@@ -21,19 +21,10 @@ class IsotrainError(Exception):
 # What Python raises for wrong data, a wrong path or a bug: the same command meets it again. Devices,
 # collectives and the network raise RuntimeError, OSError or types of their own.
 _COME_AGAIN = (
-    *(
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        NameError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-    ),
-    *(ImportError, NotImplementedError, RecursionError),
-    *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
-)
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, SyntaxError, TypeError,
+    ValueError, ImportError, NotImplementedError, RecursionError,
+    FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError,
+)  # fmt: skip
 
 
 def may_pass(error: BaseException) -> bool:

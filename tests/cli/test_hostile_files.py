@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,18 +52,8 @@ FILES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_waiting() -> Iterator[None]:
-    """What waits for a pipe or reads a device to its end fails, and does not stop the suite."""
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError("the command does not end")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(50)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+# What waits for a pipe or reads a device to its end fails, and does not stop the suite.
+pytestmark = pytest.mark.timeout(50)
 
 
 COMMAND = typer.main.get_command(app)  # once: making it takes longer than most commands

@@ -84,8 +84,7 @@ def spelled_out(recipe: Recipe) -> dict[str, Any]:
     algorithm = recipe.algorithm
     if isinstance(algorithm, OnlineSection):
         name = algorithm.loss.name
-        sequences = "seq-mean-token-mean" if name == "gspo" else "token-mean"
-        values["algorithm.loss.aggregation"] = algorithm.loss.aggregation or sequences
+        values["algorithm.loss.aggregation"] = algorithm.loss.aggregates
         values["algorithm.mini_batch_size"] = algorithm.mini_batch_size or recipe.data.batch_size
         values.pop("cluster", None)
         values |= flatten({"cluster": (recipe.cluster or ClusterSection()).model_dump(mode="json")})
@@ -97,9 +96,7 @@ def spelled_out(recipe: Recipe) -> dict[str, Any]:
             values.pop(f"algorithm.{field}", None)
     if isinstance(algorithm, PpoSection):
         values["algorithm.critic.path"] = algorithm.critic.path or recipe.model.path
-        values["algorithm.critic.aggregation"] = (
-            algorithm.critic.aggregation or values["algorithm.loss.aggregation"]
-        )
+        values["algorithm.critic.aggregation"] = algorithm.critic.aggregation or algorithm.loss.aggregates
     if recipe.optimizer.warmup_steps is not None:
         values.pop("optimizer.warmup_ratio", None)
     if not recipe.model.lora.rank:
@@ -244,8 +241,7 @@ def _rewards(recipe: Recipe) -> dict[str, Any]:
         values["critic.model.path"] = critic.path or recipe.model.path
         values |= {"critic.optim.lr": critic.lr, "critic.cliprange_value": critic.clip}
         values["trainer.critic_warmup"] = critic.warmup_steps
-        policy_mode = "seq-mean-token-mean" if algorithm.loss.name == "gspo" else "token-mean"
-        values["critic.loss_agg_mode"] = critic.aggregation or algorithm.loss.aggregation or policy_mode
+        values["critic.loss_agg_mode"] = critic.aggregation or algorithm.loss.aggregates
     return values
 
 

@@ -46,6 +46,11 @@ class LossSection(Section):
     plugin: PluginSection | None = None
     """A policy loss from an installed package, in place of `name`."""
 
+    @property
+    def aggregates(self) -> Aggregation:
+        """The aggregation in use, given or by default."""
+        return self.aggregation or ("seq-mean-token-mean" if self.name == "gspo" else "token-mean")
+
 
 class KlSection(Section):
     place: Literal["off", "reward", "loss"] = "off"
@@ -308,8 +313,8 @@ class RolloutSection(Section):
     takes longer."""
     weight_check_tolerance: Annotated[float | None, Affects.EXECUTION] = Field(default=None, gt=0)
     """Largest mean difference between the engine's and the trained model's log-probs after a weight update;
-    the default depends on `model.dtype`, on the
-    first update, and on how far the trained model has moved since then."""
+    the default depends on `model.dtype`, on the first update, and on how far the trained model has moved
+    since then."""
     record: Annotated[bool, Affects.EXECUTION] = False
     """Write all trajectories to Parquet in the run directory."""
     replay: Annotated[str | None, Affects.SOURCE] = None

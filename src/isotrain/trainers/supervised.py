@@ -188,9 +188,7 @@ class SupervisedTrainer:
         for complaint in complaints:
             console.message(f"warning: {complaint}")
         if loss := lost_checkpoint(run, self.engine.world, reader, self.writer.storage):
-            if loss.fatal:
-                raise CheckpointError(loss.words)
-            console.message(f"warning: {loss.words}")
+            loss.tell(console.message)
         if reader is None:
             return 0
         restore(self.engine, self.device, reader)

@@ -13,7 +13,7 @@ from isotrain import plugins
 from isotrain.algorithms import ADVANTAGES, POLICY_LOSSES
 from isotrain.algorithms.advantages import Estimator
 from isotrain.algorithms.aggregate import Loss
-from isotrain.data.chat import closing_tokens
+from isotrain.data.chat import closing_tokens, end_tokens
 from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
@@ -29,6 +29,7 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
+from isotrain.models.config import model_end_tokens
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.models.scalar import ScalarModel
 from isotrain.plugins import Plugin, find_plugin
@@ -46,7 +47,6 @@ from isotrain.recipe.online import (
     RolloutCorrectionSection,
 )
 from isotrain.recipe.schema import ModelSection, Recipe
-from isotrain.rollout.base import stop_tokens
 from isotrain.trainers.online.reward_models import (
     AGGREGATIONS,
     ProcessRewardModel,
@@ -95,8 +95,9 @@ def build_reward_models(
     if reward.model is not None:
         scorer = build_reward_model(reward.model.path, model, device=device, world=world)
         policy = model_directory(model.path)
-        closing = closing_tokens(load_tokenizer(policy))
-        reward_models["model"] = ResponseRewardModel(scorer, budget, closing, stop_tokens(policy))
+        tokenizer = load_tokenizer(policy)
+        ends = end_tokens(model_end_tokens(policy), tokenizer)
+        reward_models["model"] = ResponseRewardModel(scorer, budget, closing_tokens(tokenizer), ends)
     if reward.process is not None:
         reward_models["process"] = _process_reward_model(reward.process, model, budget, device, world)
     return reward_models
@@ -126,15 +127,14 @@ def _process_reward_model(
 def update_settings(recipe: Recipe, algorithm: Online) -> UpdateSettings:
     assert recipe.rollout is not None
     rollout, loss, kl = recipe.rollout, algorithm.loss, algorithm.kl
-    aggregation = loss.aggregation or ("seq-mean-token-mean" if loss.name == "gspo" else "token-mean")
     critic = algorithm.critic if isinstance(algorithm, PpoSection) else CriticSection()
     return UpdateSettings(
         temperature=rollout.temperature,
         ppo_epochs=algorithm.ppo_epochs,
         loss=plugin_loss(loss.plugin) if loss.plugin else POLICY_LOSSES[loss.name],
         loss_options=loss.plugin.options if loss.plugin else _loss_options(loss),
-        aggregation=aggregation,
-        critic_aggregation=critic.aggregation or aggregation,
+        aggregation=loss.aggregates,
+        critic_aggregation=critic.aggregation or loss.aggregates,
         horizon=rollout.max_tokens,
         entropy=loss.entropy,
         kl_place=kl.place,

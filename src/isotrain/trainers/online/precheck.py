@@ -50,11 +50,13 @@ def check_online(recipe: Recipe) -> list[str]:
 
 def response_ends(recipe: Recipe) -> str:
     """The tokens at which engines end a response, for users."""
+    from isotrain.data.chat import end_tokens
+    from isotrain.models.config import model_end_tokens
     from isotrain.models.load import load_tokenizer, model_directory
-    from isotrain.rollout.base import stop_tokens
 
     directory = model_directory(recipe.model.path)
-    return _named(load_tokenizer(directory), stop_tokens(directory))
+    tokenizer = load_tokenizer(directory)
+    return _named(tokenizer, end_tokens(model_end_tokens(directory), tokenizer))
 
 
 def _named(tokenizer: Any, tokens: Sequence[int]) -> str:

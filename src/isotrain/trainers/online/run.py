@@ -11,7 +11,7 @@ from pathlib import Path
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.determinism import profile
-from isotrain.errors import CheckpointError, ClusterError
+from isotrain.errors import ClusterError
 from isotrain.observe.console import Console, open_console
 from isotrain.observe.environment import differences, without_secrets
 from isotrain.observe.journal import Journal
@@ -130,9 +130,7 @@ def _resume(ranks: WorkerGroup[PolicyRank], console: Console) -> ResumeState:
     for complaint in resumes.complaints:
         console.message(f"warning: {complaint}")
     if resumes.lost is not None:
-        if resumes.lost.fatal:
-            raise CheckpointError(resumes.lost.words)
-        console.message(f"warning: {resumes.lost.words}")
+        resumes.lost.tell(console.message)
     return resumes
 
 
