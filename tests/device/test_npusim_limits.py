@@ -131,24 +131,27 @@ def test_an_exclusive_device_has_one_process(tmp_path: Path) -> None:
     finish(holding(tmp_path, 1, NPU_SIM_EXCLUSIVE=1)[0])  # free again
 
 
-GROUP = """
-    import sys, torch, torch.distributed as dist
-    from datetime import timedelta
-    from torch_npu.distributed import hccl
+LISTEN = """
+    import sys, torch
+    from torch_npu.distributed import listen
     torch.npu.set_device({device})
     try:
-        hccl(dist.HashStore(), {rank}, 2, timedelta(seconds=0.2))
-    except Exception as error:  # nobody else comes: what counts is whether it could listen
-        print("bound already" in str(error), flush=True)
+        listen(rank={rank})
+    except RuntimeError as error:
+        assert "bound already" in str(error), error
+        print("clash", flush=True)
+    else:
+        print("free", flush=True)
     sys.stdin.readline()
 """
 
 
 def clashes(host: Path, device: int = 0, rank: int = 0, **options: object) -> bool:
-    """Whether a process that makes a communicator and goes on living finds its ports taken."""
-    process = start(GROUP.format(device=device, rank=rank), NPU_SIM_HOST=host, **options)
+    """Whether a process that listens for a communicator, and goes on living, finds its ports taken."""
+    assert all(process.poll() is None for process in STARTED), "who listened is gone"
+    process = start(LISTEN.format(device=device, rank=rank), NPU_SIM_HOST=host, **options)
     assert process.stdout is not None
-    return {"True": True, "False": False}[process.stdout.readline().strip()]
+    return {"clash": True, "free": False}[process.stdout.readline().strip()]
 
 
 def test_communicators_of_two_processes_on_one_device_clash_on_ports(tmp_path: Path) -> None:

@@ -17,16 +17,23 @@ _listening: dict[Path, IO[str]] = {}
 
 def hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
     """A backend for npu tensors whose ranks meet on a store."""
-    host = os.environ.get("NPU_SIM_HOST")
-    if host and size > 1:
-        device = _C.physical_device(npu.current_device())
-        _listen(Path(host), f"npu-{device}-port", NPU_PORT, "HCCL_NPU_SOCKET_PORT_RANGE")
-        if rank == 0:  # where the others learn of the communicator
-            _listen(Path(host), "host-port", HOST_PORT, "HCCL_HOST_SOCKET_PORT_RANGE")
+    if size > 1:
+        listen(rank)
     return _C.ProcessGroupHCCL(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), timeout)
 
 
-def _listen(host: Path, name: str, port: int, variable: str) -> None:
+def listen(rank: int) -> None:
+    """Take the ports of a communicator, on a simulated machine that has ports."""
+    host = os.environ.get("NPU_SIM_HOST")
+    if not host:
+        return
+    device = _C.physical_device(npu.current_device())
+    _take(Path(host), f"npu-{device}-port", NPU_PORT, "HCCL_NPU_SOCKET_PORT_RANGE")
+    if rank == 0:  # where the others learn of the communicator
+        _take(Path(host), "host-port", HOST_PORT, "HCCL_HOST_SOCKET_PORT_RANGE")
+
+
+def _take(host: Path, name: str, port: int, variable: str) -> None:
     """Take a port of the simulated machine until the end of the process, which uses it for all its groups."""
     wanted = os.environ.get(variable, "")
     if wanted == "auto":
