@@ -1,13 +1,17 @@
 """Do the tests notice a small mistake in the code? The share of mutants that they kill; higher is better.
 
     python benchmarks/mutants.py src/isotrain/algorithms tests/algorithms
-    python benchmarks/mutants.py src/isotrain/trainers tests/trainers --max 60 --seed 1
+    python benchmarks/mutants.py src/isotrain/rollout tests/rollout --max 80 --marks "not (slow or ray)"
+    python benchmarks/mutants.py src/isotrain/trainers tests/trainers --runs tests/trainers/test_supervised.py
 
 One expression or statement inside a function is changed at a time, by the operators of `variants`. Tests are
 collected once. They run once to learn which lines each of them executes; of each mutant, those run that
 execute its line, quickest first, until one fails. Each run is a fork of the process that has imported
 everything, in which the functions get the changed code: no file is written. Module constants and default
 arguments are not changed.
+
+Lines that only run in processes which the tests start, as Ray's workers, are not executed by these. With
+`--runs`, such a mutant is written into a copy of `src`, and the tests given there run on that copy.
 
 Prints one line for each mutant, then the score. Survivors are to be judged: some cannot change a result.
 """
@@ -22,8 +26,11 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections import defaultdict
@@ -61,6 +68,7 @@ class Mutant:
     line: int
     operator: str
     code: types.CodeType
+    source: str
 
 
 def _attribute(node: Any, field: str, value: Any, operator: str) -> Change:
@@ -154,8 +162,9 @@ def mutants(path: Path) -> Iterator[Mutant]:
         for line, (operator, make, take_back) in changes:
             make()
             code = compile(ast.fix_missing_locations(tree), str(path), "exec")
+            source = ast.unparse(tree)
             take_back()
-            yield Mutant(str(path), line, operator, code)
+            yield Mutant(str(path), line, operator, code, source)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -208,11 +217,46 @@ def forked(work: Callable[[], Any], cpu_seconds: float, seconds: float = 900) ->
     return json.loads(data) if data else None
 
 
+def outcome_of_runs(file: str, source: str, tests: Sequence[str]) -> str:
+    """Outcome of tests whose processes import a copy of `src` in which one file has another text."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "src")
+        shutil.copytree(bench.REPOSITORY / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / Path(file).relative_to(bench.REPOSITORY / "src")).write_text(source, encoding="utf-8")
+        path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "not npu",
+            *tests,
+        ]
+        process = subprocess.Popen(
+            command, cwd=bench.REPOSITORY, env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            return "survived" if process.wait(timeout=1200) == 0 else "killed"
+        except subprocess.TimeoutExpired:
+            return "killed"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 class Run:
     """Runs mutants in place of the collected tests."""
 
-    def __init__(self, sources: Sequence[Path], most: int | None, seed: int, seconds: float) -> None:
-        self.sources, self.most, self.seed, self.seconds = sources, most, seed, seconds
+    def __init__(
+        self, sources: Sequence[Path], most: int | None, seed: int, seconds: float, runs: Sequence[str]
+    ) -> None:
+        self.sources, self.most, self.seed, self.seconds, self.runs = sources, most, seed, seconds, runs
         self.functions: list[types.FunctionType] = []
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -235,6 +279,12 @@ class Run:
         chosen = [mutant for path in self.sources for mutant in mutants(path)]
         if self.most is not None and self.most < len(chosen):
             chosen = random.Random(self.seed).sample(chosen, self.most)
+        if self.runs:
+            first = chosen[0]
+            unchanged = Path(first.file).read_text(encoding="utf-8")
+            assert outcome_of_runs(first.file, unchanged, self.runs) == "survived", (
+                "they fail without a change"
+            )
         counts: defaultdict[str, int] = defaultdict(int)
         started = time.monotonic()
         for done, mutant in enumerate(chosen):
@@ -247,6 +297,8 @@ class Run:
             if tests:
                 work = partial(self._outcome, mutant, [items[i] for i in tests])
                 outcome = forked(work, limit) or "killed"
+            elif self.runs:
+                outcome = outcome_of_runs(mutant.file, mutant.source, self.runs)
             counts[outcome] += 1
             place = str(Path(mutant.file).relative_to(bench.REPOSITORY))
             line = {"file": place, "line": mutant.line, "operator": mutant.operator, "outcome": outcome}
@@ -293,17 +345,21 @@ class Run:
 def main() -> None:
     parser = bench.Options(__doc__, max=40)
     parser.add_argument("source", type=Path, help="a file, or a directory of them")
-    parser.add_argument("tests", nargs="+", help="test files or directories; only fast tests run")
+    parser.add_argument("tests", nargs="+", help="test files or directories")
+    parser.add_argument("--marks", default=FAST, help="which of the tests, as `pytest -m`")
     # The functions of a file are the same on both devices.
     parser.add_argument("--select", default="not npu", help="which of the tests, as `pytest -k`")
     parser.add_argument("--max", type=int, help="mutants that are drawn; by default all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--runs", nargs="*", default=[], help="tests for lines that only run in other processes"
+    )
     parser.add_argument("--seconds", type=float, default=1500, help="no mutant begins after this time")
     options = parser.read()
     source = options.source.resolve()
     sources = sorted(source.rglob("*.py")) if source.is_dir() else [source]
-    run = Run(sources, options.max, options.seed, options.seconds)
-    sys.exit(pytest.main(["-s", "-m", FAST, "-k", options.select, *options.tests], plugins=[run]))
+    run = Run(sources, options.max, options.seed, options.seconds, options.runs)
+    sys.exit(pytest.main(["-s", "-m", options.marks, "-k", options.select, *options.tests], plugins=[run]))
 
 
 if __name__ == "__main__":
