@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from isotrain.data import packing
 from isotrain.data.packing import _fewest_bins, _fill, computing_cost, pack, plan_micro_batches
 from isotrain.data.sample import Sample
 
@@ -120,6 +122,22 @@ def test_many_micro_batches_are_nearly_the_fewest() -> None:
     lengths = np.random.default_rng(7).integers(30, 52, 1200).tolist()
     fewest = first_that_fits(lengths, 100, 1)
     assert fewest > 400 and fewest <= len(plan_micro_batches(lengths, 100, 1)[0]) <= 1.01 * fewest + 1
+
+
+@pytest.mark.parametrize(("length", "attempts"), [(600, 1), (400, 1), (59, 1), (1000, 1), (21, 8)])
+def test_a_plan_takes_few_attempts(length: int, attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt packs all samples. The bound is exact for up to 16 equal samples in a bin."""
+    counts: list[int] = []
+
+    def counted(order: Any, lengths: Any, costs: Any, budget: int, count: int) -> list[list[int]] | None:
+        counts.append(count)
+        return _fill(order, lengths, costs, budget, count)
+
+    monkeypatch.setattr(packing, "_fill", counted)
+    plan = plan_micro_batches([length] * 4000, budget=1000, ranks=2)
+    assert len(counts) <= attempts, counts
+    per_bin = 1000 // length
+    assert len(plan[0]) <= (-(-4000 // per_bin) // 2 + 1) * 1.01
 
 
 def test_cost_by_hand() -> None:
