@@ -6,11 +6,10 @@ The targets are those of benchmarks/README.md and docs/gsm8k-grpo.md.
 from __future__ import annotations
 
 import numpy as np
+from simulate.lengths import Constant, Counts, Empirical, Lognormal
+from simulate.run import simulate
+from simulate.settings import Controller, Decode, Engines, Rewards, Run, Sync, Update
 from simulated_figures import FITTED, HELD_OUT, UNFITTED, Figure, fit, swap
-
-from isotrain.simulate.lengths import Constant, Counts, Empirical, Lognormal
-from isotrain.simulate.run import simulate
-from isotrain.simulate.settings import Controller, Decode, Engines, Rewards, Run, Sync, Update
 
 STEPS = 3
 # Of `controller.py`: 16,384 trajectories, 16 responses to a prompt, 8 ranks to a machine.

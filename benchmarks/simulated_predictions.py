@@ -9,23 +9,22 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from simulated_figures import swap
-from simulated_here import CALLS_A_STEP, TRAJECTORIES, controller_costs
-from simulated_published import ASSUMED, H800, weight_line
-
-from isotrain.cluster.agent import teams
-from isotrain.simulate.failures import Failures
-from isotrain.simulate.hardware import (
+from simulate.hardware import (
     Device,
+    Failures,
     Model,
     decode_of,
     sequences_at_once,
     training_seconds_per_token,
 )
-from isotrain.simulate.lengths import Lognormal
-from isotrain.simulate.outcome import Outcome
-from isotrain.simulate.run import simulate
-from isotrain.simulate.settings import Controller, Engines, Run, Sync, Update, controller_seconds
+from simulate.lengths import Lognormal
+from simulate.run import Outcome, simulate
+from simulate.settings import Controller, Engines, Run, Sync, Update, controller_seconds
+from simulated_figures import swap
+from simulated_here import CALLS_A_STEP, TRAJECTORIES, controller_costs
+from simulated_published import ASSUMED, H800, weight_line
+
+from isotrain.cluster.agent import teams
 
 N, A_MACHINE, SLICE = 16, 8, 1024
 LENGTHS = Lognormal(7000, 0.8, 32768, by_prompt=0.5)

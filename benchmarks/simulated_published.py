@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulated_figures import FITTED, HELD_OUT, UNFITTED, Figure, fit, swap
-
-from isotrain.simulate.hardware import (
+from simulate.hardware import (
     Device,
     Efficiency,
     Model,
+    Transfer,
     decode_of,
+    line_through,
     sequences_at_once,
     training_seconds_per_token,
 )
-from isotrain.simulate.lengths import Lengths, Lognormal, lognormal_of
-from isotrain.simulate.run import simulate
-from isotrain.simulate.settings import Decode, Engines, Run, Update
-from isotrain.simulate.transfer import Transfer, line_through
+from simulate.lengths import Lengths, Lognormal, lognormal_of
+from simulate.run import simulate
+from simulate.settings import Decode, Engines, Run, Update
+from simulated_figures import FITTED, HELD_OUT, UNFITTED, Figure, fit, swap
 
 # Data sheets: dense bfloat16, memory bandwidth, memory.
 H20 = Device("H20", 148.0, 4.0, 96.0)

@@ -22,7 +22,7 @@ LAYERS = (
     {"trainers"},
 )
 # They stand beside the layers and read run directories and machines.
-BESIDE = {"parity", "doctor", "simulate", "imports"}
+BESIDE = {"parity", "doctor", "imports"}
 BESIDE_MAY_IMPORT = {"recipe", "observe"}
 OPEN_TO_ALL = {
     "abandoned",

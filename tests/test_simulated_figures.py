@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from simulate.lengths import Constant
+from simulate.run import simulate
+from simulate.settings import Decode, Engines, Run, Update
 from simulated_figures import FITTED, HELD_OUT, Figure, fit, swap, table
 from simulated_here import OWN_64, OWN_1024, TRAJECTORIES, controller, controller_costs, work_stealing
 from simulated_predictions import DENSE, MIXTURE, build, central
 from simulated_published import DEEPSEEK_16, KIMI_16, weight_line, weight_sync
-
-from isotrain.simulate.lengths import Constant
-from isotrain.simulate.run import simulate
-from isotrain.simulate.settings import Decode, Engines, Run, Update
 
 
 def test_a_fit_finds_the_parameter() -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import astuple, dataclass, field
 from typing import Literal
 
-from isotrain.simulate.lengths import Lengths
+from simulate.lengths import Lengths
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ Nothing here is fitted. The efficiencies are round numbers, the same for all dev
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from isotrain.simulate.settings import Decode
+from simulate.settings import Decode
 
 BF16 = 2
 TRAINING_OPERATIONS = 8  # of a parameter and token: forward, backward, and forward again (checkpointing)
@@ -88,3 +89,49 @@ def training_seconds_per_token(
     """Of all ranks together, without attention's part, which grows with the length."""
     peak = 1e12 * device.tera_operations * ranks * efficiency.training
     return operations * model.active_billions * 1e9 / peak
+
+
+@dataclass(frozen=True)
+class Transfer:
+    fixed: float
+    gb_per_second: float
+
+    def seconds(self, gigabytes: float) -> float:
+        return self.fixed + gigabytes / self.gb_per_second
+
+
+def line_through(first: tuple[float, float], second: tuple[float, float]) -> Transfer:
+    """Of two pairs of gigabytes and seconds."""
+    (gb_1, seconds_1), (gb_2, seconds_2) = first, second
+    per_gb = (seconds_2 - seconds_1) / (gb_2 - gb_1)
+    if per_gb <= 0:
+        raise ValueError("the larger transfer must take longer")
+    return Transfer(seconds_1 - per_gb * gb_1, 1.0 / per_gb)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """`hours_between`: mean time between failures of one device, with its part of machine and network."""
+
+    hours_between: float
+    restart_seconds: float
+    """From a failure of a rank to the first new step."""
+    engine_seconds: float = 0.0
+    """That one engine is away after a failure; the run goes on."""
+
+    def an_hour(self, devices: int) -> float:
+        return devices / self.hours_between
+
+    def lost_share(self, ranks: int, save_every: float, save_seconds: float) -> float:
+        """Of the run's time, for steps done again, restarts and saving; 1 if it does not get anywhere."""
+        between = 3600.0 / self.an_hour(ranks)
+        again = self.restart_seconds + (save_every + save_seconds) / 2
+        return min(1.0, save_seconds / (save_every + save_seconds) + again / between)
+
+    def best_interval(self, ranks: int, save_seconds: float) -> float:
+        """Seconds between checkpoints that lose least (Young's formula)."""
+        return math.sqrt(2.0 * save_seconds * 3600.0 / self.an_hour(ranks))
+
+    def engines_away(self, engines: int, devices_of_one: int) -> float:
+        """Share of engines that are being replaced."""
+        return min(1.0, self.an_hour(engines * devices_of_one) * self.engine_seconds / 3600.0 / engines)

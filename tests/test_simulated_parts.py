@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from isotrain.simulate.clock import Clock
-from isotrain.simulate.failures import Failures
-from isotrain.simulate.hardware import (
+from simulate.engine import Clock, Servers
+from simulate.hardware import (
     Device,
     Efficiency,
+    Failures,
     Model,
     decode_of,
+    line_through,
     sequences_at_once,
     training_seconds_per_token,
 )
-from isotrain.simulate.lengths import Constant, Empirical, Lognormal, lognormal_of
-from isotrain.simulate.servers import Servers
-from isotrain.simulate.settings import Decode, controller_seconds
-from isotrain.simulate.transfer import line_through
+from simulate.lengths import Constant, Empirical, Lognormal, lognormal_of
+from simulate.settings import Decode, controller_seconds
 
 SEVEN = Model("7B", 7.0, 7.0, 28, 4, 128)
 DEVICE = Device("device", 100.0, 1.0, 80.0)

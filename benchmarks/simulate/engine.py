@@ -9,12 +9,72 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from isotrain.simulate.clock import Clock
-from isotrain.simulate.groups import Response
-from isotrain.simulate.settings import Decode
+from simulate.settings import Decode
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (max(time, self.now), self._count, act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.now + seconds, act)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Until `until` says so, or nothing is left to happen."""
+        while self._events and not until():
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+
+class Servers:
+    def __init__(self, clock: Clock, places: int | None) -> None:
+        self.clock, self.places = clock, places
+        self._free_at: list[float] = []
+        self.busy = 0.0
+
+    def serve(self, seconds: float, done: Callable[[], None]) -> None:
+        self.busy += seconds
+        begin = self.clock.now
+        if self.places is not None and len(self._free_at) >= self.places:
+            begin = max(begin, heapq.heappop(self._free_at))
+        if self.places is not None:
+            heapq.heappush(self._free_at, begin + seconds)
+        self.clock.at(begin + seconds, done)
+
+
+@dataclass(eq=False)
+class Group:
+    index: int
+    """Of the prompt, in the order in which prompts are drawn."""
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    version: int = sys.maxsize
+    """The oldest weights that began one of its responses."""
+    ungenerated: int = 0
+    unscored: int = 0
+    generated_at: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """That the ranks compute: the prompt once, and all responses."""
+        return self.prompt_tokens + sum(self.lengths)
+
+
+@dataclass(eq=False)
+class Response:
+    group: Group = field(repr=False)
+    tokens: int
 
 
 class Engine:

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from isotrain.simulate.lengths import Constant, Counts, Lognormal
-from isotrain.simulate.outcome import PARTS
-from isotrain.simulate.run import simulate
-from isotrain.simulate.settings import Controller, Decode, Engines, Rewards, Run, Sync, Update
+from simulate.lengths import Constant, Counts, Lognormal
+from simulate.run import PARTS, simulate
+from simulate.settings import Controller, Decode, Engines, Rewards, Run, Sync, Update
 
 SKEWED = Lognormal(200, 1.0, 2000, by_prompt=0.3)
 
