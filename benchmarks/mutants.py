@@ -296,7 +296,7 @@ class Run:
             outcome = "not executed"
             if tests:
                 work = partial(self._outcome, mutant, [items[i] for i in tests])
-                outcome = forked(work, limit) or "killed"
+                outcome = forked(work, limit, 30 + 4 * limit) or "killed"
             elif self.runs:
                 outcome = outcome_of_runs(mutant.file, mutant.source, self.runs)
             counts[outcome] += 1
