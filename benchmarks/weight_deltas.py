@@ -57,25 +57,34 @@ def recipe(directory: Path, lr: float, steps: int, prompts: int, responses: int)
 
 
 def shares(checkpoints: Path) -> list[float]:
-    """Of each step from the second on."""
-    found = []
+    """Shares of the steps from the second on that changed a weight in float32.
+
+    A step whose responses all have the same reward has no gradient, and says nothing about deltas.
+    """
+    by_step = []
     for earlier, later in pairwise(sorted(steps_in(checkpoints))):
         changed = total = 0
+        learned = False
         with (
             safe_open(step_directory(checkpoints, earlier) / rank_file(0), "pt") as before,
             safe_open(step_directory(checkpoints, later) / rank_file(0), "pt") as after,
         ):
             for name in list(before.keys()):
                 if name.startswith("weights/"):
-                    a, b = (file.get_tensor(name).to(torch.bfloat16) for file in (before, after))
-                    changed += int((a.view(torch.int16) != b.view(torch.int16)).sum())
+                    a, b = (file.get_tensor(name) for file in (before, after))
+                    learned = learned or not torch.equal(a, b)
+                    a, b = (weight.to(torch.bfloat16).view(torch.int16) for weight in (a, b))
+                    changed += int((a != b).sum())
                     total += a.numel()
-        found.append(changed / total)
-    return found
+        if learned:
+            by_step.append(changed / total)
+    if not by_step:
+        sys.exit("no step changed a weight: all responses to a prompt had the same reward; take more of them")
+    return by_step
 
 
 def main() -> None:
-    parser = bench.Options(__doc__, steps=2, lr=[1e-5], prompts=1, responses=2)
+    parser = bench.Options(__doc__, steps=3, lr=[1e-5], prompts=2, responses=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--prompts", type=int, default=4)
@@ -84,24 +93,24 @@ def main() -> None:
     by_lr = {}
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as work:
-            own = recipe(Path(work), lr, options.steps, options.prompts, options.responses)
-            write_resolved(own, Path(work) / "recipe.yaml")
+            run = recipe(Path(work), lr, options.steps, options.prompts, options.responses)
+            write_resolved(run, Path(work) / "recipe.yaml")
             subprocess.run(
                 [sys.executable, "-m", "isotrain.cli.main", "train", f"{work}/recipe.yaml"],
                 check=True,
                 stdout=sys.stderr,
             )
-            by_lr[lr] = shares(Path(own.output) / "checkpoints")
+            by_lr[lr] = shares(Path(run.output) / "checkpoints")
         largest = max(by_lr[options.lr[0]])
         bench.report(
             "weight_deltas",
             largest,
             goal=GOAL,
             met=largest <= GOAL,
-            shares={f"{lr:g}": [round(share, 5) for share in found] for lr, found in by_lr.items()},
+            shares={f"{lr:g}": [round(share, 5) for share in by_step] for lr, by_step in by_lr.items()},
             bytes_over_all={
-                f"{lr:g}": round(max(found) * (PLACE_BYTES + VALUE_BYTES) / VALUE_BYTES, 3)
-                for lr, found in by_lr.items()
+                f"{lr:g}": round(max(by_step) * (PLACE_BYTES + VALUE_BYTES) / VALUE_BYTES, 3)
+                for lr, by_step in by_lr.items()
             },
         )
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.online.build import kl_controller, prompt_sampler
 from isotrain.trainers.online.build_rank import advantage_settings, update_settings
 
 REWARDS_R, GROUP_R = torch.tensor([0.0, 1e-4, 5.0]), torch.tensor([0, 0, 1])
@@ -67,3 +69,41 @@ def test_the_longest_response_is_the_horizon_of_dr_grpo() -> None:
     found = recipe(name="grpo", loss={"aggregation": "seq-mean-token-sum-norm"})
     algorithm: Any = found.algorithm
     assert update_settings(found, algorithm).horizon == 7
+
+
+@pytest.mark.parametrize(
+    ("trainer", "algorithm", "drawn"),
+    [
+        ({"epochs": 3}, {}, 15),
+        ({"epochs": 1}, {}, 5),
+        ({"epochs": 1, "steps": 8}, {}, 16),
+        # Draws are replaced by others: epochs would end before the last step.
+        ({"epochs": 1}, {"dynamic_sampling": {"max_attempts": 2}}, 16),
+    ],
+)
+def test_prompts_end_with_the_epochs_unless_steps_are_given(
+    trainer: dict[str, int], algorithm: dict[str, Any], drawn: int
+) -> None:
+    settings = recipe(name="grpo", **algorithm).model_dump(exclude_unset=True)
+    data = {**settings["data"], "batch_size": 2}
+    chosen = Recipe.model_validate({**settings, "trainer": trainer, "data": data})
+    sampler = prompt_sampler(chosen, rows=5, taken=0)
+    assert sum(len(sampler.next_batch()) for _ in range(8)) == drawn
+
+
+def test_the_controller_of_kl() -> None:
+    adaptive = {"place": "reward", "controller": "adaptive", "target": 0.2, "horizon": 900}
+    algorithm: Any = recipe(name="grpo", kl=adaptive).algorithm
+    assert kl_controller(algorithm.kl, 0.5) == AdaptiveKl(0.5, 0.2, 900)
+    algorithm = recipe(name="grpo").algorithm
+    assert kl_controller(algorithm.kl, 0.5) == FixedKl(0.5)
+
+
+@pytest.mark.parametrize(
+    ("critic", "aggregation"),
+    [({"aggregation": "seq-mean-token-mean"}, "seq-mean-token-mean"), ({}, "token-mean")],
+)
+def test_the_critic_has_its_own_aggregation(critic: dict[str, str], aggregation: str) -> None:
+    chosen = recipe(name="ppo", critic=critic, loss={"aggregation": "token-mean"})
+    algorithm: Any = chosen.algorithm
+    assert update_settings(chosen, algorithm).critic_aggregation == aggregation

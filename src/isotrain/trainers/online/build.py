@@ -72,7 +72,7 @@ def build_trainer(
     rollout_progress = RolloutProgress(recorder.console.waiting, recorder.console.message)
     queue = Replaceable(groups.queue, **common) if len(groups.queue) else None
     collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress, queue)
-    sampler = _sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
+    sampler = prompt_sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
     trainer = OnlineTrainer(
         settings=settings,
@@ -89,7 +89,7 @@ def build_trainer(
             if isinstance(algorithm, PpoSection)
             else None
         ),
-        kl=_controller(algorithm.kl, float(state["kl_coefficient"])),
+        kl=kl_controller(algorithm.kl, float(state["kl_coefficient"])),
         saves=SaveSchedule(recipe.trainer.save_every, settings.steps),
         recorder=recorder,
         preemption=preemption or Preemption(),
@@ -217,7 +217,7 @@ def devices_of(recipe: Recipe, cluster: ClusterSection, engines: int | None = No
     return sum(demand_of(recipe, cluster, engines).bundles)
 
 
-def _sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:
+def prompt_sampler(recipe: Recipe, rows: int, taken: int) -> Sampler:
     algorithm, trainer = recipe.algorithm, recipe.trainer
     assert isinstance(algorithm, OnlineSection)
     # Where draws are replaced by others, steps and not epochs say when it is enough.
@@ -232,7 +232,7 @@ def _schedule(recipe: Recipe, lr: float, steps: int) -> Schedule:
     return make_schedule(optimizer.schedule, lr, steps, ratio, optimizer.min_lr_ratio, steps_given)
 
 
-def _controller(kl: KlSection, coefficient: float) -> FixedKl | AdaptiveKl:
+def kl_controller(kl: KlSection, coefficient: float) -> FixedKl | AdaptiveKl:
     if kl.controller == "adaptive":
         return AdaptiveKl(coefficient, kl.target, kl.horizon)
     return FixedKl(coefficient)
