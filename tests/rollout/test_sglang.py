@@ -244,7 +244,7 @@ def test_updates(
     assert write_update(weights, 6, tmp_path).address != write_update(weights, 7, tmp_path).address
 
 
-def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) -> None:
+def test_sleep(engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]) -> None:
     engine.wake()  # a server that is awake would not survive it
     engine.sleep()
     engine.sleep()
@@ -254,7 +254,9 @@ def test_sleep(engine: SglangEngine, weights: list[tuple[str, torch.Tensor]]) ->
     with pytest.raises(RolloutError, match="engine 7 does not generate: it slept"):
         engine.logps(PROMPTS)
     engine.update_weights(write_update(weights, 1))
+    engine.wake()  # awake again: the server is not told twice
     assert len(engine.logps(PROMPTS)) == 2
+    assert len(recorder.asked("/resume_memory_occupation")) == 1
 
 
 MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
@@ -303,6 +305,17 @@ def lasting(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         )
     yield engine, recorder
     engine.close()
+
+
+@pytest.mark.parametrize("logps", [[-1.0], "abcdef"])
+def test_log_probs_after_top_p_that_cannot_be_used(
+    lasting: tuple[SglangEngine, Recorder], logps: object
+) -> None:
+    engine, recorder = lasting
+    recorder.misbehave({"/generate": {"edit": {"meta_info.output_token_sampling_logprobs": logps}}})
+    with pytest.raises(RolloutError, match="output_token_sampling_logprobs are not those of 6 tokens"):
+        list(engine.generate(requests(1)[:1], replace(SAMPLING, top_p=0.9)))
+    recorder.misbehave({})
 
 
 @pytest.mark.parametrize("fault", MALFORMED)
