@@ -268,7 +268,7 @@ class Run:
             if isinstance(item, types.FunctionType) and item.__code__.co_filename in files
         ]
         gc.freeze()  # a collection in a fork would copy all that torch has imported
-        known = forked(lambda: self._baseline(items), 3600)
+        known = forked(lambda: self._baseline(items), 3600, 3600)
         assert known is not None, "the tests do not run to their end without a change"
         passed, lines, durations = known
         assert all(passed), [item.nodeid for item, good in zip(items, passed, strict=True) if not good]
