@@ -54,10 +54,10 @@ def main() -> None:
     from isotrain.data.sample import Sample
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
-    from isotrain.engine.layer_trace import LayerTrace
-    from isotrain.engine.score_tests.recorder import ScoreTests
     from isotrain.engine.world import join_world
     from isotrain.recipe.schema import ModelSection, OptimizerSection
+    from isotrain.tools.probes.layer_trace import LayerTrace
+    from isotrain.tools.probes.score_tests.recorder import ScoreTests
 
     draw = np.random.default_rng(0)
     every = np.ones(LENGTH, np.bool_)
@@ -78,13 +78,10 @@ def main() -> None:
 
         for turn in range(options.turns + 1):
             measured = {"plain": update()}
-            LayerTrace(engine, traces, steps=1)
+            engine.probes = [LayerTrace(traces, steps=1)]
             measured["traced"] = update()
-            update()  # whose forward takes the hooks away
-            LayerTrace(engine, traces, steps=1)
-            ScoreTests(engine, Path(directory) / "score_tests")
+            engine.probes = [LayerTrace(traces, steps=1), ScoreTests(Path(directory) / "score_tests")]
             measured["tested"] = update()
-            update()
             measured["afterwards"] = update()
             if turn:  # the first one warms up
                 for name, value in measured.items():

@@ -123,7 +123,6 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
             recorder=recorder,
             steps=len(store) // BATCH,
             last_step=len(store) // BATCH,
-            probed_after=0,
             validate_every=0,
             validate_first=False,
             saves=SaveSchedule(0, len(store) // BATCH),

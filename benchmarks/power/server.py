@@ -27,7 +27,11 @@ _MODULES = (
         "isotrain.api.child",
         "isotrain.doctor.preflight",
     ),
-    *("isotrain.engine.operator_errors", "isotrain.trainers.online.drawn_tokens", "isotrain.parity.sampler"),
+    *(
+        "isotrain.tools.probes.operator_errors",
+        "isotrain.trainers.online.drawn_tokens",
+        "isotrain.parity.sampler",
+    ),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3_moe", "gemma3")),
 )
 # Twice as many as a temperature that is 5 % off needs in the easiest case.

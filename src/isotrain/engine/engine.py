@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 Shares add up over micro-batches and ranks; those of metrics are single numbers without gradients.
 """
 
+Work = Sequence[tuple[PackedBatch, Objective]]
+"""This rank's micro-batches of an update, each with its objective."""
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -45,6 +49,13 @@ class UpdateResult:
     """Of a mixture whose routers are balanced: a mean over the step's tokens, before its coefficient."""
 
 
+class Probe(Protocol):
+    """Looks on while an engine trains, and leaves every number bitwise the same."""
+
+    def around_update(self, engine: TrainingEngine) -> AbstractContextManager[None]:
+        """Entered around each update; in the first, a probe may put hooks on the model and the optimizer."""
+
+
 class TrainingEngine(InferenceModel):
     def __init__(
         self, model: Backbone, optimizer: torch.optim.Optimizer, world: World, max_grad_norm: float
@@ -52,6 +63,7 @@ class TrainingEngine(InferenceModel):
         super().__init__(model, world)
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.probes: list[Probe] = []
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
@@ -71,11 +83,17 @@ class TrainingEngine(InferenceModel):
         ]
         return sum(count for count, _ in multiplied), sum(count for count, trained in multiplied if trained)
 
-    def update(self, work: Sequence[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
-        """One optimizer update from this rank's micro-batches, each with its objective.
+    def update(self, work: Work | Callable[[], Work], lr: float) -> UpdateResult:
+        """One optimizer update; every rank must bring equally many micro-batches and the same metrics.
 
-        Every rank must bring equally many micro-batches and the same names of metrics.
+        `work` is a function where making it takes a model, such as a reference: probes look on at that too.
         """
+        with ExitStack() as probes:
+            for probe in self.probes:
+                probes.enter_context(probe.around_update(self))
+            return self._update(work() if callable(work) else work, lr)
+
+    def _update(self, work: Work, lr: float) -> UpdateResult:
         self.model.train()
         total, sums = self._zero(), dict[str, torch.Tensor]()
         balance, imbalance = self.model.balance, self._zero()

@@ -281,6 +281,14 @@ class ObserveSection(Section):
     model_digest: bool = False
     """Record the SHA-256 of the model's files, which certificates need; with `layer_trace` it always is."""
 
+    @property
+    def probes(self) -> str | None:
+        """Which function makes the probes of a run, if there are any.
+
+        A name and no import: training does not know its auditors, and ranks get the recipe as text.
+        """
+        return "isotrain.tools.probes:make_probes" if self.layer_trace or self.operators else None
+
     def last_step(self, steps: int) -> int:
         """Of a run of `steps` steps: a probe ends with the steps that it records."""
         return min(steps, self.layer_trace_after + self.layer_trace) if self.layer_trace_after else steps

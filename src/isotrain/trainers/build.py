@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from isotrain.engine.build import build_critic, build_engine, build_reference, b
 from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.operator_errors import operators_compared
 from isotrain.engine.schedule import make_schedule
 from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
@@ -76,18 +73,12 @@ def build_trainer(
         recorder=recorder,
         steps=steps,
         last_step=recipe.observe.last_step(steps),
-        probed_after=recipe.observe.layer_trace_after,
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,
         saves=SaveSchedule(trainer.save_every, steps),
         max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
         preemption=preemption,
         peak_flops=peak * 1e12 if peak else device.peak_flops(getattr(torch, model.dtype)),
-        around_first_update=(
-            partial(operators_compared, run.path, world, model.dtype)
-            if recipe.observe.operators
-            else nullcontext
-        ),
     )
 
 

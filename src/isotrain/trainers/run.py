@@ -9,8 +9,6 @@ from pathlib import Path
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
-from isotrain.engine.layer_trace import LayerTrace
-from isotrain.engine.score_tests.recorder import ScoreTests
 from isotrain.engine.world import join_world
 from isotrain.models.load import model_directory
 from isotrain.observe.console import Console, open_console
@@ -23,8 +21,8 @@ from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder, draw_plots, recording
 from isotrain.trainers.setup import cache, open_loaders
 from isotrain.trainers.start import (
+    attach_probes,
     check_probe_in_run,
-    check_probed,
     check_run,
     describe_model,
     model_digest,
@@ -79,11 +77,7 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
             if cached:
                 _precompute_reference(recipe, trainer, data["model"], console)
             done = trainer.resume(run, console)
-            check_probed(recipe, done)
-            if done == recipe.observe.layer_trace_after:
-                LayerTrace(trainer.engine, run.layer_trace, recipe.observe.layer_trace, after=done)
-                if recipe.observe.layer_trace:
-                    ScoreTests(trainer.engine, run.score_tests)
+            attach_probes(trainer.engine, recipe, done)
             with recording(trainer.recorder, recipe, run, done, world.leads):
                 console.start(trainer.last_step, done + 1)
                 trainer.train(done)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from isotrain.device.base import Device
 from isotrain.device.determinism import Profile
 from isotrain.engine.checkpoint.layout import sha256_of
 from isotrain.engine.checkpoint.storage import open_storage
+from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError, ModelError, RecipeError
 from isotrain.files import open_own
@@ -76,14 +78,19 @@ def _check_links(recipe: Recipe, run: RunDirectory) -> None:
         )
 
 
-def check_probed(recipe: Recipe, done: int) -> None:
-    """A probe of later steps compares nothing unless it begins with the weights of exactly that step."""
+def attach_probes(engine: TrainingEngine, recipe: Recipe, done: int) -> None:
+    """Have what `observe` asks for look on at the updates after step `done`.
+
+    A probe of later steps compares nothing unless it begins with the weights of exactly that step.
+    """
     after = recipe.observe.layer_trace_after
     if after and done != after:
         raise RecipeError(
             f"observe.layer_trace_after: {recipe.output} has no checkpoint of step {after} to start from; "
             f"use `isotrain parity probe RUN --step {after} --out DIR`"
         )
+    if recipe.observe.probes and done == after:
+        engine.probes += resolve_name(recipe.observe.probes)(recipe, done)
 
 
 def check_probe_in_run(recipe: Recipe, steps: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +39,6 @@ class SupervisedTrainer:
     steps: int
     last_step: int
     """Where this run ends: a probe of later steps ends before the schedule does."""
-    probed_after: int
-    """The step before the first that is looked at closely."""
     validate_every: int
     validate_first: bool
     saves: SaveSchedule
@@ -50,7 +46,6 @@ class SupervisedTrainer:
     """Updates that may be skipped because a number was not finite."""
     peak_flops: float | None
     preemption: Preemption = field(default_factory=Preemption)
-    around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
     skipped: int = 0
     zero_gradients: int = 0
     """Updates without a gradient before the first that has one."""
@@ -74,8 +69,7 @@ class SupervisedTrainer:
             self.preemption.begin(step)
             started = time.perf_counter()
             data = self.loader.next_step()
-            with self.around_first_update() if step == self.probed_after + 1 else nullcontext():
-                result = self.task.update(data, self.schedule(step))
+            result = self.task.update(data, self.schedule(step))
             self.device.synchronize()
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)

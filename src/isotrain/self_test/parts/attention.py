@@ -15,12 +15,12 @@ from transformers import AttentionInterface
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine, choose_attention
-from isotrain.engine.operator_errors import deviation
-from isotrain.engine.operator_oracles import attention as by_formula
 from isotrain.engine.world import World, join_world
 from isotrain.models.load import IMPLEMENTATIONS
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from isotrain.self_test.verdicts import Reporter, Setting, Stage, own_setting
+from isotrain.tools.probes.operator_errors import deviation
+from isotrain.tools.probes.operator_oracles import attention as by_formula
 
 LENGTHS = (37, 200, 1, 64, 200)
 Dtype = Literal["float32", "bfloat16"]

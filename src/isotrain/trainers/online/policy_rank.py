@@ -6,7 +6,7 @@ R: trajectories, N: their response tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
-from isotrain.data.packing import PackedBatch, pack
+from isotrain.data.packing import pack
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.record import Record, step_file, write_trajectories
 from isotrain.data.sample import Sample
@@ -27,12 +27,8 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
 from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import Objective, UpdateResult
 from isotrain.engine.inference_model import InferenceModel
-from isotrain.engine.layer_trace import LayerTrace
 from isotrain.engine.offload import offload, onload
-from isotrain.engine.operator_errors import operators_compared
-from isotrain.engine.score_tests.recorder import ScoreTests
 from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
 from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
@@ -72,7 +68,7 @@ from isotrain.trainers.online.step import (
     whiten_all,
 )
 from isotrain.trainers.online.timing import timed
-from isotrain.trainers.start import check_probed, describe_model
+from isotrain.trainers.start import attach_probes, describe_model
 
 
 class Description(NamedTuple):
@@ -129,7 +125,6 @@ class PolicyRank:
         """To machines without a rank."""
         self.streamer: BroadcastSender | None = None
         """From this device to the engines'."""
-        self.around_first_update: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def open_store(self, host: str | None, directory: str | None) -> str:
         """Make the place where the ranks meet; asked of the first one."""
@@ -141,10 +136,6 @@ class PolicyRank:
         self.models: Models = build_models(recipe, self.algorithm, self.open, store)
         self.device, self.world = self.models.device, self.models.world
         self.policy = self.models.policy
-        if recipe.observe.operators:
-            self.around_first_update = partial(
-                operators_compared, Path(recipe.output), self.world, recipe.model.dtype
-            )
         self.run = RunDirectory(recipe.output)
         self.writer = CheckpointWriter(
             self.run.checkpoints,
@@ -172,15 +163,8 @@ class PolicyRank:
     def resume(self) -> ResumeState:
         """Go on from the newest valid checkpoint, if there is one."""
         reader, complaints = resume_point(self.writer.root, self.world, self.writer.storage)
-        done, observe = reader.step if reader else 0, self.recipe.observe
         lost = lost_checkpoint(self.run, self.world, reader, self.writer.storage)
-        check_probed(self.recipe, done)
-        if done == observe.layer_trace_after:
-            LayerTrace(self.policy, self.run.layer_trace, observe.layer_trace, after=done)
-            if observe.layer_trace:
-                ScoreTests(self.policy, self.run.score_tests)
-        else:
-            self.around_first_update = nullcontext
+        attach_probes(self.policy, self.recipe, reader.step if reader else 0)
         if reader is None:
             return ResumeState(0, {}, complaints, lost)
         restore(self.policy, self.device, reader)
@@ -332,7 +316,7 @@ class PolicyRank:
     def _update_policy(self, lr: float, kl_coefficient: float) -> dict[str, float]:
         settings = self.settings
         results = [
-            self._updated(
+            self.policy.update(
                 [(m.batch.packed, policy_objective(m, totals, settings, kl_coefficient)) for m in mini], lr
             )
             for _ in range(settings.ppo_epochs)
@@ -346,11 +330,6 @@ class PolicyRank:
         return mismatches.combine(
             [micro.mismatch or policy_mismatch(micro, micro.old_logp_N) for micro in self.micros]
         )
-
-    def _updated(self, work: list[tuple[PackedBatch, Objective]], lr: float) -> UpdateResult:
-        around, self.around_first_update = self.around_first_update, nullcontext
-        with around():
-            return self.policy.update(work, lr)
 
     def publish(
         self, version: int, check_prompts: Sequence[npt.NDArray[np.int32]], offloads: bool

@@ -6,8 +6,9 @@ S: samples of a micro-batch, of pairs chosen and rejected in turn; P: its pairs;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,11 @@ from isotrain.algorithms.preference.process_reward import prm
 from isotrain.algorithms.preference.reward_model import rm
 from isotrain.algorithms.segments import assert_aligned, sums
 from isotrain.data.loader import MicroBatch, StepData
-from isotrain.data.packing import PackedBatch
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
+from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult, Work
 from isotrain.engine.scores import StepScores, at_ends, at_last_tokens
 from isotrain.models.packed import TokenHead
 from isotrain.models.scalar import ScalarHead
 from isotrain.trainers.tasks.reference import Reference, response_logps
-
-Work = Sequence[tuple[PackedBatch, Objective]]
-"""A step's micro-batches, each with its objective: shares of the step's loss and metrics."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class PreferenceTask:
     """What the shares of a step are divided by."""
 
     def update(self, data: StepData, lr: float) -> UpdateResult:
-        result = self.engine.update(self.work(data), lr)
+        result = self.engine.update(partial(self.work, data), lr)
         return replace(result, metrics=self.metrics(result.metrics))
 
     def evaluate(self, steps: Iterable[StepData]) -> dict[str, float]:

@@ -14,11 +14,17 @@ import pytest
 import torch
 from scipy import stats
 
-from isotrain.engine.score_tests.attention import Sample, check_attention, turned_exactly
-from isotrain.engine.score_tests.fit import Estimate, Fit, fit
-from isotrain.engine.score_tests.norm import Norm, check_norm
-from isotrain.engine.score_tests.rotary import Rope, check_rotary
-from isotrain.engine.score_tests.rounding import rounded
+from isotrain.tools.probes.score_tests.fit import Estimate, Fit, fit
+from isotrain.tools.probes.score_tests.modules import (
+    Norm,
+    Rope,
+    Sample,
+    check_attention,
+    check_norm,
+    check_rotary,
+    rounded,
+    turned_exactly,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -194,7 +200,7 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from isotrain.engine.score_tests.families import rope_constants
+    from isotrain.tools.probes.score_tests.families import rope_constants
 
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}

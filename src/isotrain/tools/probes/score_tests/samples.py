@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isotrain.engine.score_tests.attention import Sample, turned_exactly
-from isotrain.engine.score_tests.fit import Array
+from isotrain.tools.probes.score_tests.fit import Array
+from isotrain.tools.probes.score_tests.modules import Sample, turned_exactly
 
 # A norm's numbers, and an attention's scores, that are looked at: a tenth of a second each on one core.
 NUMBERS, SCORES = 1 << 19, 1 << 22

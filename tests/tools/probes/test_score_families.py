@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from isotrain.engine.score_tests.families import (
+from isotrain.tools.probes.score_tests.families import (
     UnknownError,
     attention_constants,
     norm_constants,

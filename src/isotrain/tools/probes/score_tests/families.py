@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from isotrain.engine.score_tests.rotary import Rope
 from isotrain.models.config import attention_shapes
+from isotrain.tools.probes.score_tests.modules import Rope
 
 
 class UnknownError(Exception):

@@ -15,10 +15,10 @@ from safetensors import safe_open
 
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.device.detect import choose_device
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
-from isotrain.engine.layer_trace import SIZE, LayerTrace, Sketch
+from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult, Work
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
+from isotrain.tools.probes.layer_trace import SIZE, LayerTrace, Sketch
 
 BATCHES = [pack(jobs.SAMPLES[:2]), pack(jobs.SAMPLES[2:])]
 ROWS = sum(len(batch.tokens_T) for batch in BATCHES)
@@ -53,7 +53,7 @@ def read(directory: Path, step: int = 1) -> tuple[dict[str, Any], Numbers]:
 
 
 def recorded(engine: TrainingEngine, directory: Path, objective: Any = policy_objective) -> Any:
-    LayerTrace(engine, directory, steps=1)
+    engine.probes.append(LayerTrace(directory, steps=1))
     update(engine, objective)
     return read(directory)
 
@@ -107,7 +107,7 @@ def test_rows_go_on_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = sketch(x), sketch(x[:20].reshape(1, 20, 7), x[20:])
     np.testing.assert_allclose(parts.numbers_KK, whole.numbers_KK, rtol=1e-12)
     assert (parts.rows, parts.columns) == (50, 7)
-    monkeypatch.setattr("isotrain.engine.layer_trace._NUMBERS_AT_ONCE", 30)
+    monkeypatch.setattr("isotrain.tools.probes.layer_trace._NUMBERS_AT_ONCE", 30)
     np.testing.assert_allclose(sketch(x).numbers_KK, whole.numbers_KK, rtol=1e-12)
 
 
@@ -123,7 +123,7 @@ def test_it_records_what_the_engine_did(job: Job, tmp_path: Path) -> None:
     engine = job.policy()
     engine.max_grad_norm = 0.0
     before = jobs.local(engine)
-    LayerTrace(engine, tmp_path, steps=1)
+    engine.probes.append(LayerTrace(tmp_path, steps=1))
     result = update(engine)
     facts, numbers = read(tmp_path)
     assert facts["micro_batches"] == 2 and facts["ranks"] == 1 and facts["step"] == 1
@@ -150,28 +150,24 @@ def test_it_records_what_the_engine_did(job: Job, tmp_path: Path) -> None:
 def test_training_does_not_notice_it_and_it_goes(job: Job, tmp_path: Path) -> None:
     plain, traced = job.policy(), job.policy()
     untouched = hooks_of(plain)
-    LayerTrace(traced, tmp_path, steps=2)
-    assert hooks_of(traced) > untouched
+    traced.probes.append(LayerTrace(tmp_path, steps=2))
     for step in range(3):
         assert update(plain) == update(traced)
-        assert hooks_of(traced) == untouched or step < 2
+        assert (hooks_of(traced) > untouched) == (step < 1)
     assert jobs.same(jobs.local(plain), jobs.local(traced))
     assert sorted(file.name[:11] for file in tmp_path.iterdir()) == ["step-000001", "step-000002"]
-
-
-def test_none_is_asked_for(job: Job, tmp_path: Path) -> None:
-    engine = job.policy()
-    untouched = hooks_of(engine)
-    LayerTrace(engine, tmp_path, steps=0)
-    assert hooks_of(engine) == untouched
 
 
 def test_recomputation_and_inference_are_not_recorded(job: Job, tmp_path: Path) -> None:
     facts, numbers = recorded(job.policy(), tmp_path / "plain")
     engine = job.policy(gradient_checkpointing=True)
-    LayerTrace(engine, tmp_path / "again", steps=1)
-    engine.infer(BATCHES, TokenHead.logps)
-    update(engine)
+    engine.probes.append(LayerTrace(tmp_path / "again", steps=1))
+
+    def work() -> Work:
+        engine.infer(BATCHES, TokenHead.logps)
+        return [(batch, policy_objective(batch)) for batch in BATCHES]
+
+    engine.update(work, LR)
     other_facts, other_numbers = read(tmp_path / "again")
     assert other_facts == facts
     assert all(np.array_equal(numbers[name], other_numbers[name]) for name in numbers)
@@ -208,7 +204,7 @@ def test_a_critic(job: Job, tmp_path: Path) -> None:
 def test_digests_tell_what_changed(job: Job, tmp_path: Path) -> None:
     def digests(name: str, batches: list[PackedBatch]) -> dict[str, str]:
         engine = job.policy()
-        LayerTrace(engine, tmp_path / name, steps=1)
+        engine.probes.append(LayerTrace(tmp_path / name, steps=1))
         engine.update([(batch, policy_objective(batch)) for batch in batches], LR)
         found: dict[str, str] = read(tmp_path / name)[0]["digests"]
         return found
@@ -232,7 +228,7 @@ def test_an_update_that_was_left_out_leaves_nothing(job: Job, tmp_path: Path) ->
 
     facts, numbers = recorded(job.policy(), tmp_path / "plain")
     engine = job.policy()
-    LayerTrace(engine, tmp_path / "after", steps=1)
+    engine.probes.append(LayerTrace(tmp_path / "after", steps=1))
     assert not update(engine, broken).applied and not (tmp_path / "after").exists()
     update(engine)
     other_facts, other_numbers = read(tmp_path / "after")

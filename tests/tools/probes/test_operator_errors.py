@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isotrain.engine.operator_errors import OperatorErrors, deviation
-from isotrain.engine.operator_oracles import attention
+from isotrain.tools.probes.operator_errors import OperatorErrors, deviation
+from isotrain.tools.probes.operator_oracles import attention
 from isotrain.trainers.launch import launch
 from support import stable_metrics, tiny_recipe
 

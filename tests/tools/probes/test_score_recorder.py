@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isotrain.data.packing import pack
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
-from isotrain.engine.engine import TrainingEngine, UpdateResult
-from isotrain.engine.score_tests.recorder import ScoreTests
+from isotrain.engine.engine import TrainingEngine, UpdateResult, Work
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
+from isotrain.tools.probes.score_tests.recorder import ScoreTests
 
 SAMPLES = [jobs.sample(length, seed) for seed, length in enumerate((12, 7, 20, 9, 31, 25, 40, 33, 18, 26))]
 BATCH = pack(SAMPLES)
@@ -51,7 +51,7 @@ def update(engine: TrainingEngine) -> UpdateResult:
 
 
 def recorded(engine: TrainingEngine, directory: Path) -> dict[str, Any]:
-    ScoreTests(engine, directory)
+    engine.probes.append(ScoreTests(directory))
     update(engine)
     found: dict[str, Any] = json.loads((directory / "step-000001-rank-00000.json").read_text())
     return found
@@ -100,12 +100,15 @@ def test_wrong_constants_are_named(job: Job, tmp_path: Path, dtype: str) -> None
 def test_training_does_not_notice_it_and_it_goes(job: Job, tmp_path: Path) -> None:
     plain, tested = (job.policy(gradient_checkpointing=True) for _ in range(2))
     untouched = hooks_of(plain)
-    ScoreTests(tested, tmp_path)
-    assert hooks_of(tested) > untouched
-    tested.infer([BATCH], TokenHead.logps)
-    assert not list(tmp_path.iterdir()), "only a training step is looked at"
+    tested.probes.append(ScoreTests(tmp_path))
+
+    def work() -> Work:
+        tested.infer([BATCH], TokenHead.logps)
+        assert hooks_of(tested) > untouched or list(tmp_path.iterdir()), "only a training step is looked at"
+        return [(BATCH, policy_objective(BATCH))]
+
     for _ in range(2):
-        assert update(plain) == update(tested)
+        assert update(plain) == tested.update(work, LR)
         assert hooks_of(tested) == untouched
     assert jobs.same(jobs.local(plain), jobs.local(tested))
 

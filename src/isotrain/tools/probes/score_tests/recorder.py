@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,29 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.layer_trace import plain_name
-from isotrain.engine.score_tests import attention, norm, rotary
-from isotrain.engine.score_tests.families import (
+from isotrain.models.backbone import is_padded
+from isotrain.models.config import text_config
+from isotrain.tools.probes.layer_trace import plain_name, write_record
+from isotrain.tools.probes.score_tests.families import (
     UnknownError,
     attention_constants,
     head_size,
     norm_constants,
     rope_constants,
 )
-from isotrain.engine.score_tests.fit import Fit
-from isotrain.engine.score_tests.samples import Heads, Segment, on_host, rows, segments
-from isotrain.errors import RecipeError
-from isotrain.models.backbone import is_padded
-from isotrain.models.config import text_config
-from isotrain.observe.run_directory import write_atomically
+from isotrain.tools.probes.score_tests.fit import Fit
+from isotrain.tools.probes.score_tests.modules import (
+    ATTENTION_CONSTANTS,
+    NORM_CONSTANTS,
+    ROTARY_CONSTANTS,
+    Norm,
+    check_attention,
+    check_norm,
+    check_rotary,
+)
+from isotrain.tools.probes.score_tests.samples import Heads, Segment, on_host, rows, segments
 
-FORMAT = 1
+FORMAT, STEP = 1, 1
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Results of these types are compared; any other is of a kernel that is not known here.
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -45,11 +52,8 @@ class ScoreTests:
     inputs, with the constants that the model's config states and never those that the module holds.
     """
 
-    def __init__(self, engine: TrainingEngine, directory: Path, step: int = 1) -> None:
-        self._engine = engine
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._step = step
-        self._text = text_config(engine.model.pretrained)
         self._looking = False
         self._segments: list[Segment] = []
         self._held: dict[str, dict[str, Any]] = {}
@@ -57,16 +61,15 @@ class ScoreTests:
         self._modules: list[dict[str, Any]] = []
         self._not_tested: dict[str, str] = {}
         self._handles: list[RemovableHandle] = []
-        self._attach()
 
-    def close(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def around_update(self, engine: TrainingEngine) -> AbstractContextManager[None]:
+        if not self._handles:
+            self._attach(engine)
+        return nullcontext()
 
-    def _attach(self) -> None:
-        model = self._engine.model
+    def _attach(self, engine: TrainingEngine) -> None:
+        model, self._world = engine.model, engine.world
+        self._text = text_config(model.pretrained)
         self._handles += [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave),
@@ -75,7 +78,8 @@ class ScoreTests:
             name, kind = plain_name(full_name), type(module).__name__
             try:
                 if kind.endswith("RMSNorm"):
-                    self._attach_norm(name, module)
+                    norm = partial(self._norm, name, norm_constants(self._text, name))
+                    self._handles.append(module.register_forward_hook(norm))
                 elif kind.endswith("Attention"):
                     self._attach_attention(name, module)
                 elif kind.endswith("RotaryEmbedding"):
@@ -85,10 +89,6 @@ class ScoreTests:
                     raise UnknownError(f"norms of class {kind} are not known here")
             except UnknownError as reason:
                 self._not_tested[name] = str(reason)
-
-    def _attach_norm(self, name: str, module: nn.Module) -> None:
-        constants = norm_constants(self._text, name)
-        self._handles.append(module.register_forward_hook(partial(self._norm, name, constants)))
 
     def _attach_attention(self, name: str, module: Any) -> None:
         constants = attention_constants(self._text, int(getattr(module, "layer_idx", 0)))
@@ -110,8 +110,7 @@ class ScoreTests:
             module.o_proj.register_forward_pre_hook(partial(self._attention, name, constants)),
         ]
 
-    def _enter(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        model = self._engine.model
+    def _enter(self, model: Any, arguments: tuple[Any, ...]) -> None:
         self._looking = model.training and torch.is_grad_enabled()
         if self._looking:
             _, _, lengths, _, _, _, *rest = arguments
@@ -121,7 +120,8 @@ class ScoreTests:
     def _leave(self, *_: Any) -> None:
         if self._looking:
             self._looking = False
-            self.close()
+            for handle in self._handles:
+                handle.remove()
             self._write()
 
     def _norm(self, name: str, constants: Any, module: Any, arguments: tuple[Any, ...], output: Any) -> None:
@@ -134,9 +134,9 @@ class ScoreTests:
                 raise UnknownError("its weight is sharded while it runs")
             x_RD, y_RD = rows(x, output)
             gain_D = on_host(weight) + constants.adds_one
-            return norm.check_norm(norm.Norm(x_RD, gain_D, constants.epsilon), y_RD, dtype)
+            return check_norm(Norm(x_RD, gain_D, constants.epsilon), y_RD, dtype)
 
-        self._tell(name, "norm", norm.CONSTANTS, (constants.epsilon, None, None), output, test)
+        self._tell(name, "norm", NORM_CONSTANTS, (constants.epsilon, None, None), output, test)
 
     def _rotary(self, name: str, _: nn.Module, arguments: Any, options: dict[str, Any], output: Any) -> None:
         if not self._looking:
@@ -157,9 +157,9 @@ class ScoreTests:
             half = rope.head_size // 2
             positions_P = on_host(given["position_ids"].reshape(-1))
             cos_PF, sin_PF = (on_host(y.reshape(-1, rope.head_size)[:, :half]) for y in (cos, sin))
-            return rotary.check_rotary(rope, positions_P, cos_PF, sin_PF, dtype)
+            return check_rotary(rope, positions_P, cos_PF, sin_PF, dtype)
 
-        self._tell(told, "rotary", rotary.CONSTANTS, (rope.base, None), output[0], test)
+        self._tell(told, "rotary", ROTARY_CONSTANTS, (rope.base, None), output[0], test)
 
     def _angles(self, name: str, _: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
         if self._looking:
@@ -177,9 +177,9 @@ class ScoreTests:
             samples = heads.samples(self._segments)
             if not samples:
                 raise UnknownError("no sample has two tokens")
-            return attention.check_attention(samples, constants.scale, dtype)
+            return check_attention(samples, constants.scale, dtype)
 
-        self._tell(name, "attention", attention.CONSTANTS, (constants.scale, None, None), output, test)
+        self._tell(name, "attention", ATTENTION_CONSTANTS, (constants.scale, None, None), output, test)
 
     def _heads(self, held: dict[str, Any], constants: Any, output: torch.Tensor) -> Heads:
         size = head_size(self._text)
@@ -242,21 +242,14 @@ class ScoreTests:
         )
 
     def _write(self) -> None:
-        world = self._engine.world
+        world = self._world
         content = {
             "format": FORMAT,
-            "step": self._step,
+            "step": STEP,
             "ranks": world.size,
             "model_type": str(self._text.model_type),
             "modules": self._modules,
             "not_tested": self._not_tested,
         }
-        path = self._directory / f"step-{self._step:06d}-rank-{world.rank:05d}.json"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        except OSError as error:
-            raise RecipeError(
-                f"observe.layer_trace: cannot write {path} ({error.strerror or error}): "
-                "free disk space, or remove observe.layer_trace"
-            ) from error
+        path = self._directory / f"step-{STEP:06d}-rank-{world.rank:05d}.json"
+        write_record(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -15,7 +15,9 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from isotrain.engine.operator_oracles import (
+from isotrain.engine.engine import TrainingEngine
+from isotrain.observe.run_directory import write_atomically
+from isotrain.tools.probes.operator_oracles import (
     LARGEST,
     NoOracleError,
     Part,
@@ -25,8 +27,6 @@ from isotrain.engine.operator_oracles import (
     should_return,
     to_host,
 )
-from isotrain.engine.world import World
-from isotrain.observe.run_directory import write_atomically
 
 COMPARED = 2
 """Calls of one signature that are compared: the later ones only have other numbers in them."""
@@ -202,18 +202,27 @@ class OperatorErrors(TorchDispatchMode):
         }
 
 
-@contextmanager
-def operators_compared(run: Path, world: World, dtype: str) -> Iterator[None]:
-    """Record how the operators of a training step round, in `layer_trace/operators.json` of the run."""
-    if not world.leads:
-        yield
-        return
-    # The backward pass would have threads of its own, two of which might be in the mode at once.
-    with torch.autograd.set_multithreading_enabled(False), OperatorErrors() as errors:
-        yield
-    (run / "layer_trace").mkdir(parents=True, exist_ok=True)
-    content = {"dtype": dtype, "device": world.device.type, **errors.as_json()}
-    write_atomically(run / "layer_trace" / "operators.json", json.dumps(content, indent=1) + "\n")
+class FirstUpdateOperators:
+    """Records how the operators of the first update round, in `operators.json`; the leading rank does."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        self._directory = directory
+        self._dtype = dtype
+        self._done = False
+
+    @contextmanager
+    def around_update(self, engine: TrainingEngine) -> Iterator[None]:
+        world = engine.world
+        if self._done or not world.leads:
+            yield
+            return
+        self._done = True
+        # The backward pass would have threads of its own, two of which might be in the mode at once.
+        with torch.autograd.set_multithreading_enabled(False), OperatorErrors() as errors:
+            yield
+        self._directory.mkdir(parents=True, exist_ok=True)
+        content = {"dtype": self._dtype, "device": world.device.type, **errors.as_json()}
+        write_atomically(self._directory / "operators.json", json.dumps(content, indent=1) + "\n")
 
 
 def _as_json(worst: Deviation) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -57,31 +59,35 @@ class LayerTrace:
 
     Of every tensor a sketch is kept: outputs of layers and their gradients, the parameters' gradients after
     clipping, and how the update changed each parameter. While an update is recorded, the host holds a copy of
-    this rank's trained weights. After `steps` updates, the next forward removes all hooks.
+    this rank's trained weights. After `steps` updates, all hooks are removed.
     """
 
-    def __init__(self, engine: TrainingEngine, directory: Path, steps: int, *, after: int = 0) -> None:
+    def __init__(self, directory: Path, steps: int, *, after: int = 0) -> None:
         """`after` is how many steps the run has taken before."""
         self._after = after
-        self._engine = engine
         self._directory = directory
         self._steps = steps
         self._done = 0
         self._looking = False
-        self._update = _Update()
         self._before: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        if steps > 0:
-            self._attach()
 
-    def close(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    @contextmanager
+    def around_update(self, engine: TrainingEngine) -> Iterator[None]:
+        if self._done == self._steps:
+            yield
+            return
+        if not self._handles:
+            self._attach(engine)
+        # An update that is not finite makes no optimizer step, and leaves no record.
+        self._update = _Update()
+        yield
+        if self._done == self._steps:
+            for handle in self._handles:
+                handle.remove()
 
-    def _attach(self) -> None:
-        model, optimizer = self._engine.model, self._engine.optimizer
+    def _attach(self, engine: TrainingEngine) -> None:
+        self._engine, model, optimizer = engine, engine.model, engine.optimizer
         self._handles += [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave),
@@ -94,16 +100,10 @@ class LayerTrace:
                 hook = partial(self._layer, plain_name(name))
                 self._handles.append(module.register_forward_hook(hook))
 
-    def _enter(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if self._done == self._steps:
-            # Here and not after the last update: an optimizer's hooks cannot be removed while they run.
-            self.close()
-            return
-        self._looking = self._engine.model.training and torch.is_grad_enabled()
+    def _enter(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._looking = model.training and torch.is_grad_enabled()
         if not self._looking:
             return
-        if self._update.micro_batches and all(p.grad is None for p in self._engine.trained.values()):
-            self._update = _Update()  # the one before was left out, because it was not finite
         self._update.micro_batches += 1
         tokens_T, positions_T, lengths, predict_N, targets_N, _, *rest = arguments
         self._update.digest("tokens", tokens_T.cpu())
@@ -127,23 +127,18 @@ class LayerTrace:
             tensor.register_hook(partial(self._update.add, "gradient", name))
 
     def _before_step(self, *_: Any) -> None:
-        if self._done == self._steps:
-            return
         for name, parameter in self._trained().items():
             if parameter.grad is not None:
                 self._update.add("parameter gradient", name, shard_of(parameter.grad).local)
             self._before[name] = _on_host(parameter)
 
     def _after_step(self, *_: Any) -> None:
-        if self._done == self._steps:
-            return
         for name, parameter in self._trained().items():
             before = self._before.pop(name)
             self._update.add("update", name, _on_host(parameter) - before)
             self._update.weight_norms.append(float(torch.linalg.vector_norm(before, dtype=torch.float64)))
         self._done += 1
         self._write()
-        self._update = _Update()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         prefix = self._engine.model.prefix
@@ -171,14 +166,18 @@ class LayerTrace:
         }
         name = f"step-{self._after + self._done:06d}"
         path = self._directory / f"{name}-rank-{self._engine.world.rank:05d}.safetensors"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, save(tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
-        except OSError as error:
-            raise RecipeError(
-                f"observe.layer_trace: cannot write {path} ({error.strerror or error}): "
-                "free disk space, or remove observe.layer_trace"
-            ) from error
+        write_record(path, save(tensors, {name: json.dumps(fact) for name, fact in facts.items()}))
+
+
+def write_record(path: Path, content: str | bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise RecipeError(
+            f"observe.layer_trace: cannot write {path} ({error.strerror or error}): "
+            "free disk space, or remove observe.layer_trace"
+        ) from error
 
 
 def plain_name(name: str) -> str:
