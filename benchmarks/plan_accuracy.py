@@ -1,7 +1,7 @@
 """Peak memory that `isotrain plan` predicts, against the exact counter of the simulated npu.
 
 Each case trains one step of a small model on two ranks (full micro-batches, optimizer state as after an
-earlier step) and plans the same recipe from steps on paper with fewer layers. `ratio` is the largest relative
+earlier step) and plans the same recipe from fake steps with fewer layers. `ratio` is the largest relative
 difference of the two peaks. Lower is better.
 
     PYTHONPATH=tests/device/npusim/site python benchmarks/plan_accuracy.py [--cases sft lora ...]

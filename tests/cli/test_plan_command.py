@@ -14,7 +14,7 @@ from isotrain.plan.ledger import can_count
 RUNNER = CliRunner()
 
 
-@pytest.mark.skipif(not can_count(), reason="this torch cannot run a step on paper")
+@pytest.mark.skipif(not can_count(), reason="this torch cannot run a step on fake tensors")
 def test_a_recipe_that_fits_and_one_that_does_not(tiny: Path) -> None:
     command = ["plan", "tiny-sft", f"model.path={tiny / 'model'}", "--devices", "4", "--device", "a2"]
     told = RUNNER.invoke(app, command)

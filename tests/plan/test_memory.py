@@ -1,4 +1,4 @@
-"""Memory on paper is what a device counts."""
+"""Memory of fake tensors is what a device counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isotrain.recipe.schema import Recipe
 
 LAYERS = 6
 
-pytestmark = pytest.mark.skipif(not can_count(), reason="this torch cannot run a step on paper")
+pytestmark = pytest.mark.skipif(not can_count(), reason="this torch cannot run a step on fake tensors")
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def recipe(path: str, **sections: object) -> Recipe:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """In place of steps on paper, which take seconds: a gigabyte for each thousand tokens of a rank."""
+    """In place of fake steps, which take seconds: a gigabyte for each thousand tokens of a rank."""
     asked: dict[str, float] = {}
 
     def memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> TrainingMemory:
@@ -218,7 +218,7 @@ def test_changes_that_a_recipe_refuses_are_not_tried(tiny: object, measured: dic
     assert len(tried) > 3 and not any("offload.activations" in change for way in tried for change in way)
 
 
-def test_what_is_not_read_on_paper(
+def test_a_fake_step_is_not_fused(
     tiny: object, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Recipe] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -62,8 +61,34 @@ if TYPE_CHECKING:
 LOGIT_BYTES = 256 << 20
 
 
+Load = Callable[[Backbone, ModelSection, World, Path], dict[str, nn.Parameter]]
+"""From a model on the meta device and its directory to its placed parameters, by Hugging Face name."""
+
+
+def from_disk(
+    packed: Backbone, model: ModelSection, world: World, directory: Path
+) -> dict[str, nn.Parameter]:
+    """Shard a model, give it memory and load its weights; a classifier's head that the files lack is 0."""
+    named, files = place(packed, model, world), WeightFiles(directory)
+    loaded = {base_name(name): p for name, p in named.items() if not is_adapter(name)}
+    if SCORE not in files.file_of:
+        for name in {SCORE, SCORE_BIAS} & set(loaded):
+            with torch.no_grad():
+                shard_of(loaded.pop(name)).local.zero_()
+    load_weights(packed.pretrained, {**loaded, **stored_buffers(packed.pretrained)}, files)
+    if model.perturbation:
+        perturb(loaded.items(), model.perturbation)
+    return named
+
+
 def build_engine(
-    model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World, seed: int
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    *,
+    device: Device,
+    world: World,
+    seed: int,
+    load: Load = from_disk,
 ) -> TrainingEngine:
     """The policy: a causal model sharded over the world, its weights loaded, ready to train."""
     directory = model_directory(model.path)
@@ -71,10 +96,7 @@ def build_engine(
     if model.lora.rank:
         add_adapters(packed.pretrained, adapter_config(model.lora), frozen_dtype=_dtype(model))
     _prepare_layers(packed, model)
-    named = _place(packed, model, world)
-    base = {base_name(name): p for name, p in named.items() if not is_adapter(name)}
-    if world.paper is None:
-        _load(packed, base, model, WeightFiles(directory))
+    named = load(packed, model, world, directory)
     if model.router_aux_loss is not None:
         packed.balance = RouterBalance(packed.pretrained, model.router_aux_loss)
     initialise_adapters([(name, p) for name, p in named.items() if is_adapter(name)], seed)
@@ -88,42 +110,38 @@ def build_critic(
     path: str | None,
     device: Device,
     world: World,
+    load: Load = from_disk,
 ) -> TrainingEngine:
     """A scalar model of which all weights train; without a head in the files, its first values are 0."""
     directory = model_directory(path, "algorithm.critic.path") if path else model_directory(model.path)
     critic = _scalar_model(directory, model, device, world)
-    _load_classifier(critic, model, world, directory)
+    _prepare_layers(critic, model)
+    load(critic, model, world, directory)
     return _engine(critic, model, optimizer, device, world)
 
 
 def build_step_classifier(
-    model: ModelSection, optimizer: OptimizerSection, *, device: Device, world: World
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    *,
+    device: Device,
+    world: World,
+    load: Load = from_disk,
 ) -> TrainingEngine:
     """A token classifier of bad and good steps that trains all weights; a new head starts undecided."""
     directory = model_directory(model.path)
     classifier = _step_model(directory, model, device, world)
-    _load_classifier(classifier, model, world, directory)
+    _prepare_layers(classifier, model)
+    load(classifier, model, world, directory)
     return _engine(classifier, model, optimizer, device, world)
 
 
-def _load_classifier(classifier: ScalarModel, model: ModelSection, world: World, directory: Path) -> None:
-    """Weights of a model that is to train; a head that the files lack is 0."""
-    _prepare_layers(classifier, model)
-    named = _place(classifier, model, world)
-    if world.paper is not None:
-        return
-    files = WeightFiles(directory)
-    if SCORE not in files.file_of:
-        for name in {SCORE, SCORE_BIAS} & set(named):
-            with torch.no_grad():
-                shard_of(named.pop(name)).local.zero_()
-    _load(classifier, named, model, files)
-
-
-def build_reference(model: ModelSection, *, device: Device, world: World) -> InferenceModel:
+def build_reference(
+    model: ModelSection, *, device: Device, world: World, load: Load = from_disk
+) -> InferenceModel:
     """The policy as it was before training, frozen."""
     directory = model_directory(model.path)
-    return _frozen(_causal_model(directory, model, device, world), model, world, directory)
+    return _frozen(_causal_model(directory, model, device, world), model, world, directory, load)
 
 
 def build_reward_model(path: str, model: ModelSection, *, device: Device, world: World) -> InferenceModel:
@@ -251,23 +269,15 @@ def _dtype(model: ModelSection) -> torch.dtype:
     return dtype
 
 
-def _frozen(packed: Backbone, model: ModelSection, world: World, directory: Path) -> InferenceModel:
+def _frozen(
+    packed: Backbone, model: ModelSection, world: World, directory: Path, load: Load = from_disk
+) -> InferenceModel:
     dtype = _dtype(model)
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
-    named = _place(packed, model, world)
-    if world.paper is None:
-        _load(packed, named, model, WeightFiles(directory))
+    load(packed, model, world, directory)
     return InferenceModel(packed, world)
-
-
-def _load(
-    packed: Backbone, parameters: dict[str, nn.Parameter], model: ModelSection, files: WeightFiles
-) -> None:
-    load_weights(packed.pretrained, {**parameters, **stored_buffers(packed.pretrained)}, files)
-    if model.perturbation:
-        perturb(parameters.items(), model.perturbation)
 
 
 def _prepare_layers(packed: Backbone, model: ModelSection) -> None:
@@ -283,18 +293,17 @@ def _weights_on_host(model: ModelSection, world: World) -> bool:
     return model.offload.weights and world.device.type != "cpu"
 
 
-def _place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
+def place(packed: Backbone, model: ModelSection, world: World) -> dict[str, nn.Parameter]:
     """Shard a model on the meta device and give it memory; its empty parameters by Hugging Face name."""
     mesh = world.shape
     if mesh.context > 1:
         split_context(packed, world)
-    with world.paper() if world.paper is not None else nullcontext():
-        move_buffers(packed, world.device)
-        if mesh.expert > 1:
-            split_experts(packed.pretrained, world.expert_mesh["expert"])
-        on_host = _weights_on_host(model, world)
-        shard_model(packed, world, _dtype(model), on_host=on_host)
-        materialise(packed, torch.device("cpu") if on_host else world.device)
+    move_buffers(packed, world.device)
+    if mesh.expert > 1:
+        split_experts(packed.pretrained, world.expert_mesh["expert"])
+    on_host = _weights_on_host(model, world)
+    shard_model(packed, world, _dtype(model), on_host=on_host)
+    materialise(packed, torch.device("cpu") if on_host else world.device)
     packed.pretrained.tie_weights()  # giving memory to meta parameters makes two of a shared one
     return {name.removeprefix(packed.prefix): p for name, p in packed.named_parameters()}
 

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -59,8 +59,6 @@ class World:
     mesh: DeviceMesh
     """Its dimension `shard` splits the weights; `replicate`, where there is one, counts copies of them."""
     shape: MeshSection = field(default=SHARDED, kw_only=True)
-    paper: Callable[[], AbstractContextManager[Any]] | None = field(default=None, kw_only=True)
-    """Within it tensors have shapes and no memory; set where nothing is computed (`isotrain plan`)."""
     _context_groups: dict[int, ContextGroup] = field(default_factory=dict, repr=False, kw_only=True)
 
     @property

@@ -1,4 +1,4 @@
-"""The process that runs a step on paper: `python -m isotrain.plan.child`, JSON in and out.
+"""The process that runs a fake step: `python -m isotrain.plan.child`, JSON in and out.
 
 A process of its own, because torch has room for one device that it does not know, and a vendor's package
 takes that room when torch is imported.
@@ -39,12 +39,12 @@ def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    from isotrain.plan.step import step_on_paper
+    from isotrain.plan.step import fake_step
 
     recipe = Recipe.model_validate(question["recipe"])
     with tempfile.TemporaryDirectory() as directory:
         fewer = with_layers(recipe, question["layers"], Path(directory))
-        usage = step_on_paper(fewer, question["ranks"], question["micro_batches"])
+        usage = fake_step(fewer, question["ranks"], question["micro_batches"])
     return {
         "peaks": {phase: peak.parts for phase, peak in usage.peaks.items()},
         "host": usage.host,

@@ -1,4 +1,4 @@
-"""Counts the memory of tensors on paper: how much there is at most, and what it is for."""
+"""Counts the memory of fake tensors: how much there is at most, and what it is for."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def paper(self) -> Iterator[None]:
+    def fake(self) -> Iterator[None]:
         """Within it tensors have no memory, and are counted.
 
         Also storages that are emptied and filled, as sharding does with whole layers.

@@ -1,4 +1,4 @@
-"""Device memory of a recipe's training step, from steps on paper with few layers."""
+"""Device memory of a recipe's training step, from fake steps with few layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isotrain.recipe.schema import Recipe
 # the gradients of one layer travel while the next one computes and the weights of a third arrive.
 DEPTHS = (3, 4)
 
-# A step on paper takes seconds; minutes say that something is wrong.
+# A fake step takes seconds; minutes say that something is wrong.
 TIMEOUT_SECONDS = 300.0
 
 

@@ -95,8 +95,8 @@ def make_plan(
     _refuse(recipe)
     directory = config_directory(recipe.model.path)
     shape, ranks = Shape.of(directory), recipe.device.ranks
-    on_paper = _changed(recipe, _as_on_paper(recipe, directory))
-    memory = training_memory(on_paper, shape.layers, ranks, _micro_batches(recipe))
+    fake = _changed(recipe, _fake_changes(recipe, directory))
+    memory = training_memory(fake, shape.layers, ranks, _micro_batches(recipe))
     engines = plan_engines(recipe, shape, memory, device_gb, devices, ranks)
     time = step_time(recipe, shape, memory, device, ranks, engines)
     return Plan(recipe, changes, device, device_gb, devices, ranks, memory, engines, time)
@@ -107,7 +107,7 @@ def _changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _refuse(recipe: Recipe) -> None:
-    """What a step on paper cannot do."""
+    """What a fake step cannot do."""
     mesh = recipe.device.mesh
     if mesh.replicas > 1:
         raise PlanError(
@@ -121,8 +121,8 @@ def _refuse(recipe: Recipe) -> None:
         )
 
 
-def _as_on_paper(recipe: Recipe, directory: Path) -> list[str]:
-    """Configurations instead of models; attention on paper is a flash kernel's, and nothing is fused."""
+def _fake_changes(recipe: Recipe, directory: Path) -> list[str]:
+    """Configurations instead of models; fake attention is a flash kernel's, and nothing is fused."""
     changes = [path_override("model.path", directory), "model.fused=off"]
     if recipe.model.attention == "flash":
         changes.append("model.attention=auto")

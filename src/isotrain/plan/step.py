@@ -1,4 +1,4 @@
-"""The real training step of a recipe, on paper."""
+"""The real training step of a recipe, on fake tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +15,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.device.base import Device
+from isotrain.engine.build import Load, from_disk, place
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.state import start_optimizer_state
 from isotrain.engine.world import World
 from isotrain.models.backbone import Backbone, shares_prompts
 from isotrain.models.weights import shard_of
-from isotrain.plan.attention import flash_on_paper
+from isotrain.plan.fake import TYPE, FakeDevice, fake_attention, fake_world
 from isotrain.plan.ledger import BACKWARD, FORWARD, GRADIENTS, INFERENCE, OPTIMIZER, UPDATE, Ledger, Peak
-from isotrain.plan.paper import TYPE, PaperDevice, paper_world
 from isotrain.plan.workload import step_data, trajectories
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import OnlineSection
-from isotrain.recipe.schema import Recipe
+from isotrain.recipe.schema import ModelSection, Recipe
 from isotrain.trainers.build import build_task
 from isotrain.trainers.online.build_rank import load_models
 from isotrain.trainers.online.messages import RankScores, RankStep, Totals
@@ -48,22 +49,32 @@ class Usage:
     """That take part in matrix products, the trained ones among them, and all."""
 
 
-def step_on_paper(recipe: Recipe, ranks: int, micro_batches: int) -> Usage:
+def fake_step(recipe: Recipe, ranks: int, micro_batches: int) -> Usage:
     """One step of the first rank, with optimizer state as after an earlier one."""
-    device, ledger = PaperDevice(), Ledger(TYPE)
-    with paper_world(device, ranks, recipe.device.mesh, ledger.paper) as world, flash_on_paper():
-        engine = run_step(recipe, device, world, micro_batches, partial(_watched, ledger, world))
+    device, ledger = FakeDevice(), Ledger(TYPE)
+
+    def load(packed: Backbone, model: ModelSection, world: World, _: Path) -> dict[str, nn.Parameter]:
+        with ledger.fake():
+            return place(packed, model, world)
+
+    with fake_world(device, ranks, recipe.device.mesh) as world, fake_attention():
+        engine = run_step(recipe, device, world, micro_batches, partial(_watched, ledger), load)
         everything = sum(p.numel() for p in engine.model.parameters())
         return Usage(ledger.peaks, ledger.host_peak, (*engine.parameter_counts, everything))
 
 
 def run_step(
-    recipe: Recipe, device: Device, world: World, micro_batches: int, during: During
+    recipe: Recipe,
+    device: Device,
+    world: World,
+    micro_batches: int,
+    during: During,
+    load: Load = from_disk,
 ) -> TrainingEngine:
     """What a rank does in one step of full micro-batches, within `during`; returns what was trained."""
     if isinstance(recipe.algorithm, OnlineSection):
-        return _online_step(recipe, device, world, micro_batches, during)
-    engine, task = build_task(recipe, device=device, world=world)
+        return _online_step(recipe, device, world, micro_batches, during, load)
+    engine, task = build_task(recipe, device=device, world=world, load=load)
     data = step_data(recipe, micro_batches)
     with during([engine]):
         task.update(data, LR)
@@ -71,13 +82,13 @@ def run_step(
 
 
 def _online_step(
-    recipe: Recipe, device: Device, world: World, micro_batches: int, during: During
+    recipe: Recipe, device: Device, world: World, micro_batches: int, during: During, load: Load
 ) -> TrainingEngine:
     """Between the responses of a step and new weights."""
     algorithm = recipe.algorithm
     assert isinstance(algorithm, OnlineSection) and recipe.rollout is not None
     rank = PolicyRank(resolved(recipe), publishes=False)
-    rank.models = load_models(recipe, algorithm, device, world)
+    rank.models = load_models(recipe, algorithm, device, world, load)
     rank.device, rank.world, rank.policy = device, world, rank.models.policy
     rank.writer = _NoWriter()  # type: ignore[assignment]
     sharing = recipe.rollout.n > 1 and all(shares_prompts(m.model.attention) for m in rank.models.all())
@@ -102,9 +113,8 @@ class _NoWriter:
 
 
 @contextmanager
-def _watched(ledger: Ledger, world: World, trained: list[TrainingEngine]) -> Iterator[None]:
-    """On paper; tell the ledger what all models are doing, by hooks that do nothing else."""
-    assert world.paper is not None
+def _watched(ledger: Ledger, trained: list[TrainingEngine]) -> Iterator[None]:
+    """On fake tensors; tell the ledger what all models are doing, by hooks that do nothing else."""
 
     def gradients() -> list[torch.Tensor]:
         return [
@@ -131,7 +141,7 @@ def _watched(ledger: Ledger, world: World, trained: list[TrainingEngine]) -> Ite
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
     handles += [engine.optimizer.register_step_pre_hook(updating) for engine in trained]
     try:
-        with world.paper():
+        with ledger.fake():
             ledger.purpose = OPTIMIZER
             for engine in trained:
                 start_optimizer_state(engine)

@@ -12,7 +12,14 @@ from isotrain.algorithms.preference.metrics import pair_metrics, response_metric
 from isotrain.data.loader import BatchLoader
 from isotrain.data.steps import single_token
 from isotrain.device.base import Device
-from isotrain.engine.build import build_critic, build_engine, build_reference, build_step_classifier
+from isotrain.engine.build import (
+    Load,
+    build_critic,
+    build_engine,
+    build_reference,
+    build_step_classifier,
+    from_disk,
+)
 from isotrain.engine.checkpoint.storage import open_storage
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
@@ -82,22 +89,25 @@ def build_trainer(
     )
 
 
-def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[TrainingEngine, Task[Any]]:
+def build_task(
+    recipe: Recipe, *, device: Device, world: World, load: Load = from_disk
+) -> tuple[TrainingEngine, Task[Any]]:
     """The engine, with its weights loaded, and its task."""
     algorithm, model, optimizer = recipe.algorithm, recipe.model, recipe.optimizer
+    common: dict[str, Any] = {"device": device, "world": world, "load": load}
     if isinstance(algorithm, RmSection):
         _no_adapters(recipe, "a reward model")
-        scorer = build_critic(model, optimizer, path=None, device=device, world=world)
+        scorer = build_critic(model, optimizer, path=None, **common)
         options = {"loss": algorithm.loss, "centre": algorithm.centre}
         return scorer, PreferenceTask(scorer, RmWork(algorithm.margins, options), pair_metrics)
     if isinstance(algorithm, PrmSection) and algorithm.head == "classifier":
         _no_adapters(recipe, "a classifier of steps")
-        judge = build_step_classifier(model, optimizer, device=device, world=world)
+        judge = build_step_classifier(model, optimizer, **common)
         return judge, _step_task(judge, of_classes)
-    engine = build_engine(model, optimizer, device=device, world=world, seed=recipe.seed)
+    engine = build_engine(model, optimizer, seed=recipe.seed, **common)
     task: Task[Any]
     if isinstance(algorithm, DpoSection):
-        reference = _reference(recipe, engine, device)
+        reference = _reference(recipe, engine, common)
         loss = PREFERENCE_LOSSES[algorithm.loss]
         task = PreferenceTask(engine, DpoWork(loss, _dpo_options(algorithm), reference), pair_metrics)
     elif isinstance(algorithm, KtoSection):
@@ -106,7 +116,7 @@ def build_task(recipe: Recipe, *, device: Device, world: World) -> tuple[Trainin
             "desirable_weight": algorithm.desirable_weight,
             "undesirable_weight": algorithm.undesirable_weight,
         }
-        reference = _reference(recipe, engine, device)
+        reference = _reference(recipe, engine, common)
         assert reference is not None
         task = PreferenceTask(engine, KtoWork(engine, reference, weights), response_metrics)
     elif isinstance(algorithm, PrmSection):
@@ -157,12 +167,12 @@ def place_of_reference(recipe: Recipe) -> str | None:
     return algorithm.reference
 
 
-def _reference(recipe: Recipe, engine: TrainingEngine, device: Device) -> Reference | None:
+def _reference(recipe: Recipe, engine: TrainingEngine, common: dict[str, Any]) -> Reference | None:
     match place_of_reference(recipe):
         case "adapters-off":
             return without_adapters(engine)
         case "live":
-            return beside(build_reference(recipe.model, device=device, world=engine.world))
+            return beside(build_reference(recipe.model, **common))
         case "cached":
             return precomputed(engine.world.device)
     return None

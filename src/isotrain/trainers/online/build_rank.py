@@ -19,11 +19,13 @@ from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic
 from isotrain.engine.build import (
+    Load,
     build_critic,
     build_engine,
     build_process_reward_model,
     build_reference,
     build_reward_model,
+    from_disk,
 )
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.inference_model import InferenceModel
@@ -65,10 +67,12 @@ def build_models(recipe: Recipe, algorithm: Online, stack: ExitStack, store: str
     return load_models(recipe, algorithm, device, world)
 
 
-def load_models(recipe: Recipe, algorithm: Online, device: Device, world: World) -> Models:
+def load_models(
+    recipe: Recipe, algorithm: Online, device: Device, world: World, load: Load = from_disk
+) -> Models:
     """All models that the recipe needs, on ranks that have met."""
     assert recipe.reward is not None
-    common: dict[str, Any] = {"device": device, "world": world}
+    common: dict[str, Any] = {"device": device, "world": world, "load": load}
     model, optimizer, kl = recipe.model, recipe.optimizer, algorithm.kl
     policy = build_engine(model, optimizer, seed=recipe.seed, **common)
     needs_copy = kl.place != "off" and not model.lora.rank
@@ -83,7 +87,9 @@ def load_models(recipe: Recipe, algorithm: Online, device: Device, world: World)
         reference=build_reference(model, **common) if needs_copy else None,
         critic=critic,
         value_clip=value_clip,
-        reward_models=build_reward_models(recipe.reward, model, recipe.data.tokens_per_micro_batch, **common),
+        reward_models=build_reward_models(
+            recipe.reward, model, recipe.data.tokens_per_micro_batch, device=device, world=world
+        ),
         rollout_dtype=getattr(torch, model.dtype),
     )
 

@@ -1,9 +1,12 @@
-"""A device that exists on paper: tensors on it have shapes and no memory, and collectives move nothing."""
+"""A fake device: its tensors have no memory, its collectives move nothing, its attention is a flash kernel's.
+
+S: batch, H: query heads, G: key/value heads, L: queries, K: keys, D: head size.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from isotrain.device.base import Memory
 from isotrain.device.fused import FusedOperators
@@ -19,11 +23,11 @@ from isotrain.errors import PlanError
 from isotrain.plan.ledger import can_count
 from isotrain.recipe.schema import MeshSection
 
-TYPE = "paper"
+TYPE = "fake"
 
 
 class _Stream:
-    """Work on paper is done at once."""
+    """Fake work is done at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -57,8 +61,8 @@ def _register() -> None:
 
     if not can_count():
         raise PlanError(
-            f"torch {torch.__version__} cannot run a step on paper; plan in an environment with torch 2.13 "
-            "(its CPU build on any machine is enough)"
+            f"torch {torch.__version__} cannot run a step on fake tensors; plan in an environment with "
+            "torch 2.13 (its CPU build on any machine is enough)"
         )
 
     class Module(backend_registration._DummyBackendModule):
@@ -103,7 +107,7 @@ _kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
 
 
 @dataclass(frozen=True)
-class PaperDevice:
+class FakeDevice:
     """The interface of a device, for code that asks what it may use."""
 
     experts: str = "grouped_mm"
@@ -113,7 +117,7 @@ class PaperDevice:
     visible_devices_variable: None = None
     ray_resource: str = TYPE
     numerics_variables: tuple[str, ...] = ()
-    # That of `plan.attention` holds what flash kernels hold.
+    # `fake_attention` holds what flash kernels hold.
     flash_attention: bool = False
     flash_window: bool = False
     fused_adamw: bool = True
@@ -165,9 +169,7 @@ class PaperDevice:
 
 
 @contextmanager
-def paper_world(
-    device: PaperDevice, ranks: int, shape: MeshSection, paper: Callable[[], AbstractContextManager[Any]]
-) -> Iterator[World]:
+def fake_world(device: FakeDevice, ranks: int, shape: MeshSection) -> Iterator[World]:
     """The first of so many ranks, alone in this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -176,6 +178,40 @@ def paper_world(
         warnings.simplefilter("ignore")
         dist.init_process_group(device.collectives, rank=0, world_size=ranks, store=FakeStore())
     try:
-        yield World(0, ranks, 0, on, form_mesh(device, ranks, shape), shape=shape, paper=paper)
+        yield World(0, ranks, 0, on, form_mesh(device, ranks, shape), shape=shape)
     finally:
         dist.destroy_process_group()
+
+
+class _Flash(torch.autograd.Function):
+    """Output and one number per query and head are kept for the backward pass, scores are not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_SHLD: torch.Tensor, key_SGKD: torch.Tensor, value_SGKD: torch.Tensor
+    ) -> torch.Tensor:
+        out_SHLD = query_SHLD.new_empty(*query_SHLD.shape[:-1], value_SGKD.shape[-1])
+        lse_SHL = query_SHLD.new_empty(query_SHLD.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query_SHLD, key_SGKD, value_SGKD, out_SHLD, lse_SHL)
+        return out_SHLD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query_SHLD, key_SGKD, value_SGKD, _, _ = ctx.saved_tensors
+        return tuple(torch.empty_like(x) for x in (query_SHLD, key_SGKD, value_SGKD))
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    out: torch.Tensor = _Flash.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return out
+
+
+@contextmanager
+def fake_attention() -> Iterator[None]:
+    """In place of torch's own, which would take a device that it does not know for one without a kernel."""
+    kept = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _flash
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = kept
