@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from isotrain.data.packing import PackedBatch, pack
 from isotrain.data.sample import Sample
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
-from isotrain.engine.engine import TrainingEngine, make_optimizer
+from isotrain.engine.engine import TrainingEngine, Work, make_optimizer
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
 from isotrain.models.backbone import Backbone
@@ -318,3 +318,29 @@ def test_attention_that_the_device_does_not_have(build: Build, device_type: str)
                 pytest.raises(ModelError, match="'cpu' has no flash attention here; use auto or sdpa")
             )
         build({"attention": "flash", "dtype": "bfloat16"})
+
+
+def test_probes_look_on_at_whole_updates(build: Build) -> None:
+    engine, seen = build(), list[str]()
+
+    class Order:
+        @contextmanager
+        def around_update(self, engine: TrainingEngine) -> Iterator[None]:
+            seen.append("begins")
+            yield
+            seen.append("ends")
+
+    def work() -> Work:
+        seen.append("prepares")
+        return [(batch, objective) for batch in BATCHES]
+
+    def objective(head: TokenHead) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append("computes")
+        return sft_loss(head, LOSS_TOKENS), {}
+
+    engine.probes.append(Order())
+    engine.update(work, lr=1e-3)
+    assert seen == ["begins", "prepares", "computes", "computes", "ends"]
+    engine.infer(BATCHES[:1], TokenHead.logps)
+    engine.step(BATCHES[:1], sft_loss, lr=1e-3)
+    assert seen[5:] == ["begins", "ends"]
