@@ -14,7 +14,7 @@ from chaos_faults import Processes
 
 from isotrain.data.record import read_step
 from isotrain.observe.metrics import read_metrics
-from isotrain.rollout.transfer import PREFIX
+from isotrain.weights.file import PREFIX
 
 # Metrics that depend on the clock or the allocator; all others must be the same in every rerun.
 VOLATILE = ("timing_s/", "perf/")

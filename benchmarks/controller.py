@@ -55,9 +55,9 @@ from isotrain.trainers.online.metrics import step_metrics
 from isotrain.trainers.online.prompt_queue import Draws
 from isotrain.trainers.online.reward_worker import ScoredGroup
 from isotrain.trainers.online.rollouts import Batch, Collector, RolloutProgress, Seconds, _informative
-from isotrain.trainers.online.weight_check import Tolerance
-from isotrain.trainers.online.weights import Engines
+from isotrain.trainers.online.weight_sync import Engines
 from isotrain.trainers.setup import TRAIN
+from isotrain.weights.check import Tolerance
 
 ENGINES, SCORERS = 4, 2
 LONGEST, BUDGET = 8192, 16384

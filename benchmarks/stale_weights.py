@@ -35,8 +35,8 @@ from isotrain.data.prepare.tiny import make_tiny
 from isotrain.errors import WeightUpdateError
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.rollout import hf, vllm
-from isotrain.rollout.transfer import write_update
-from isotrain.trainers.online.weight_check import TOLERANCE, WeightCheck, mean_difference
+from isotrain.weights.check import TOLERANCE, WeightCheck, mean_difference
+from isotrain.weights.file import write_update
 
 GOAL = 1.25
 PROMPT_LENGTH = 64

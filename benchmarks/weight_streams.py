@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import bench
@@ -66,35 +67,36 @@ def receive(device: str) -> None:
     """The engine's process: takes tensor after tensor and keeps none."""
     import torch
 
-    from isotrain.rollout.base import WeightUpdate
-    from isotrain.rollout.broadcast import receive_update
+    from isotrain.weights.load import open_incoming
+    from isotrain.weights.update import WeightUpdate
 
-    update = WeightUpdate(**json.loads(sys.stdin.readline()))
-    with receive_update(update, "engine", TIMEOUT, torch.device(device)) as contents:
+    update = WeightUpdate.from_json(json.loads(sys.stdin.readline()))
+    with open_incoming(update, "engine", TIMEOUT, torch.device(device)) as contents:
         for _ in contents.tensors:
             pass
     print(json.dumps(memory(device)))
 
 
-def send(way: Any, bucket: int) -> dict[str, Any]:
+def send(transport: str, bucket: int) -> dict[str, Any]:
     import torch
 
-    from isotrain.rollout import carriers
-    from isotrain.rollout.broadcast import BroadcastSender
+    from isotrain.weights import devices
+    from isotrain.weights.transport import TRANSPORTS
 
-    carriers._DeviceCarrier.bucket_bytes = bucket
+    devices._DeviceCarrier.bucket_bytes = bucket
     held = list(weights())
     size = sum(tensor.nbytes for _, tensor in held)
-    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, way, torch.device("npu:0"))
-    target = "npu:0" if way == "shared" else "npu:1"
+    sender = TRANSPORTS[transport].open("127.0.0.1", 1, TIMEOUT, torch.device("npu:0"))
+    target = "npu:0" if transport == "ipc" else "npu:1"
     command = [sys.executable, __file__, "--receive", target]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     module: Any = torch.get_device_module("npu")
     module.reset_peak_memory_stats(0)
     before = {"copied": memory("npu:0")["copied"], "peak": int(module.memory_allocated(0))}
-    announced = sender.announce(1)
-    child.stdin.write(json.dumps(vars(announced)) + "\n")
+    announced = sender.announce(1, 0, TIMEOUT)
+    assert announced is not None
+    child.stdin.write(json.dumps(asdict(announced)) + "\n")
     child.stdin.flush()
     sender.send(held, 1)
     theirs = json.loads(child.stdout.readline())
@@ -122,7 +124,7 @@ def main() -> None:
         return
     os.environ.setdefault("NPU_SIM_DEVICES", "2")
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
-    told = {way: send(way, options.bucket) for way in ("collective", "shared")}
+    told = {name: send(name, options.bucket) for name in ("broadcast", "ipc")}
     worst = max(found["share"] for found in told.values())
     extra = max(most for found in told.values() for most in found["extra_buckets"].values())
     met = worst <= GOAL and extra <= MOST_BUCKETS

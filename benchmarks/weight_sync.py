@@ -40,8 +40,9 @@ def measure(turns: int) -> Iterator[dict[str, Any]]:
     from smollm2 import smollm2
     from transformers import AutoModelForCausalLM
 
-    from isotrain.rollout.transfer import checksum, host_bytes, open_update, write_update
     from isotrain.rollout.vllm import VllmEngine
+    from isotrain.weights.digest import checksum
+    from isotrain.weights.file import host_bytes, open_update, write_update
 
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=bench.DTYPE)
     weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]

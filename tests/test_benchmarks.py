@@ -169,7 +169,7 @@ CASES = {
     "versus_trl grpo": Case(("step_s", "grad_norm"), arguments=("--algorithm", "grpo"), minutes=20),
     "vocabulary_rounding": Case(("errors",)),
     "weight_deltas": Case(("shares", "bytes_over_all"), met=True, minutes=15),
-    "weight_streams": Case(("bucket", "collective", "shared"), met=True, simulated_npu=True),
+    "weight_streams": Case(("bucket", "broadcast", "ipc"), met=True, simulated_npu=True),
     "weight_sync": Case(("threads_1",)),
     "work_stealing": Case(("seconds", "engines", "prompts"), minutes=15),
 }

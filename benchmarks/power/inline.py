@@ -83,14 +83,13 @@ def assemble(
     recipe: Any, cluster: Any, reward_source: str | None, tell: Callable[[str], None]
 ) -> Iterator[Any]:
     """As `trainers.online.worker_groups.assemble`, in this process."""
-    from isotrain.cluster.replaceable import Replaceable
     from isotrain.device.detect import choose_device
     from isotrain.recipe.load import resolved
     from isotrain.trainers.online.policy_rank import PolicyRank
     from isotrain.trainers.online.reward_worker import RewardWorker
     from isotrain.trainers.online.rollout_worker import RolloutWorker
-    from isotrain.trainers.online.weights import Relays, Source
     from isotrain.trainers.online.worker_groups import WorkerGroups
+    from isotrain.weights.update import Routes
 
     device, values = choose_device(recipe.device.type), resolved(recipe)
     values["device"]["type"] = device.type
@@ -99,9 +98,9 @@ def assemble(
     engines: Any = Group([RolloutWorker(values, "rollout engine 0")] if generates else [])
     rewards: Any = Group([RewardWorker(values, reward_source)] if generates else [])
     nobody: Any = Group([])
-    relays = Relays(ranks, Replaceable(nobody, 1.0, tell), [Source(0)] * len(engines), "")
+    routes = Routes("file", ((0,),) * len(engines), (len(engines),), ("",))
     try:
-        yield WorkerGroups(device, ranks, (None, None), engines, relays, rewards, nobody, False)
+        yield WorkerGroups(device, ranks, (None, None), engines, nobody, rewards, nobody, False, [routes])
     finally:
         for group in (rewards, engines, ranks):
             group.close()

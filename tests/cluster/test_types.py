@@ -9,42 +9,39 @@ from mypy import api
 
 GOOD = """
 from isotrain.cluster.workers import WorkerGroup
-import numpy as np
-import numpy.typing as npt
-from isotrain.trainers.online.weights import Engines
+from isotrain.trainers.online.weight_sync import Engines
 from isotrain.trainers.online.messages import RankPlan
-from isotrain.trainers.online.messages import Published
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-
-
-Prompts = list[npt.NDArray[np.int32]]
+from isotrain.weights.send import SendOrder, Sent
 
 
 def step(
-    ranks: WorkerGroup[PolicyRank], engines: Engines, plans: list[RankPlan], prompts: Prompts
+    ranks: WorkerGroup[PolicyRank], engines: Engines, plans: list[RankPlan], order: SendOrder
 ) -> None:
     lost: list[list[int]] = ranks.call_each(PolicyRank.load, plans)
-    published: Published | None = ranks.within(60).call_on(0, PolicyRank.publish, 3, prompts, True)
+    sent: Sent = ranks.within(60).call_on(0, PolicyRank.send_weights, order)
     engines.on_all(RolloutWorker.sleep, 60)
 """
 WRONG = {
     "ranks.call_each(PolicyRank.load, [3])": "arg-type",
-    'ranks.within(60).call_on(0, PolicyRank.publish, "3", prompts, True)': "arg-type",
-    "ranks.call(PolicyRank.publish)": "call-arg",
-    "ranks.call(PolicyRank.publish, 3, prompts, True, timeout=60)": "call-arg",
+    'ranks.within(60).call_on(0, PolicyRank.send_weights, "3")': "arg-type",
+    "ranks.call(PolicyRank.send_weights)": "call-arg",
+    "ranks.call(PolicyRank.send_weights, order, timeout=60)": "call-arg",
     "ranks.call(RolloutWorker.sleep)": "arg-type",
-    'ranks.call("publish", 3)': "arg-type",
-    "version: str = engines.group.call_on(0, RolloutWorker.update, published.update)": "assignment",
+    'ranks.call("send_weights", order)': "arg-type",
+    "version: str = engines.group.call_on(0, RolloutWorker.update, sent.update)": "assignment",
     "engines.on_all(RolloutWorker.update, 60)": "arg-type",
-    "ranks.stream(0, PolicyRank.publish, 3, prompts, True)": "arg-type",
+    "ranks.stream(0, PolicyRank.send_weights, order)": "arg-type",
 }
 
 
 @pytest.mark.heavy
 def test_wrong_arguments_to_a_worker_are_found(tmp_path: Path) -> None:
     file = tmp_path / "calls.py"
-    file.write_text(GOOD + "    assert published is not None\n" + "".join(f"    {line}\n" for line in WRONG))
+    file.write_text(
+        GOOD + "    assert sent.update is not None\n" + "".join(f"    {line}\n" for line in WRONG)
+    )
     found, problems, _ = api.run(["--strict", "--no-error-summary", "--hide-error-context", str(file)])
     assert not problems, problems
     first = GOOD.count("\n") + 2

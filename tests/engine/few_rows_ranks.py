@@ -22,9 +22,9 @@ from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.state import engine_shards, host_generators, optimizer_updates, restore
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import World, join_world
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from isotrain.weights.send import full_weights
 
 STEPS = 2
 # The norm is summed in another order on each number of ranks: gradients are not clipped.

@@ -22,13 +22,13 @@ from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import World, join_world
 from isotrain.models.lora import adapters_off
 from isotrain.models.packed import TokenHead
 from isotrain.models.scalar import ScalarHead
 from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from isotrain.weights.send import full_weights
 
 Tensors = dict[str, torch.Tensor]
 

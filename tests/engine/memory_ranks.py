@@ -18,10 +18,10 @@ from isotrain.engine.build import build_engine, build_reference
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import World, join_world
 from isotrain.models.packed import TokenHead
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from isotrain.weights.send import full_weights
 
 STEPS = 2
 BATCHES = [pack([sample(length, seed) for seed, length in enumerate((250, 350, 150))])] * 2

@@ -42,10 +42,10 @@ from isotrain.engine.state import (
     restore,
     saved_shards,
 )
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import World, join_world
 from isotrain.models.packed import TokenHead
 from isotrain.recipe.schema import MeshSection, ModelSection, OptimizerSection
+from isotrain.weights.send import full_weights
 
 STEPS = 24
 

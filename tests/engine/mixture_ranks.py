@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from isotrain.weights.send import full_weights
 
 
 def main(device_type: str, model: str, out: Path) -> None:

@@ -23,12 +23,12 @@ from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
 from isotrain.models.lora import adapted_layers
 from isotrain.models.routing import RouterBalance
 from isotrain.recipe.schema import ModelSection, OptimizerSection
+from isotrain.weights.send import full_weights
 
 AUX = 0.3
 

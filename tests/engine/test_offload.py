@@ -13,9 +13,9 @@ from jobs import Job
 from isotrain.device.detect import choose_device
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards, optimizer_updates, restore
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
+from isotrain.weights.send import full_weights
 
 Outcome = Callable[[str, int], Path]
 

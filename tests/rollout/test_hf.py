@@ -17,10 +17,11 @@ from isotrain.device.detect import choose_device
 from isotrain.errors import RolloutError, WeightUpdateError
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.recipe.online import RolloutSection
-from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
+from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.hf import HfEngine
-from isotrain.rollout.transfer import write_update
+from isotrain.weights.file import write_update
+from isotrain.weights.update import FileSource, WeightUpdate
 
 pytestmark = pytest.mark.heavy
 
@@ -132,7 +133,7 @@ def test_updates(engine: RolloutEngine, model: Any, tmp_path: Path, device_type:
     for bad, message in (
         (replace(good, digest="0" * 64), "e: weight update 6 is damaged: digest"),
         (replace(good, version=7), "e: weight update 7 .* the file holds version 6"),
-        (replace(good, address=good.address + "x"), "e: weight update 6 .* is not there"),
+        (replace(good, sources=(FileSource(f"{good.source()}x"),)), "e: weight update 6 .* is not there"),
         (write(weights[1:]), "e: weight update 6 lacks weights of 1 parameters: model.embed"),
         (write(unknown), "e: weight update 6 has 'model.extra' .* no such parameter"),
         (write(shaped), r"e: weight update 6 has 'model.norm.weight' of shape \(63,\).*\(64,\)"),

@@ -27,10 +27,11 @@ from isotrain.device.detect import choose_device
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout import sglang
-from isotrain.rollout.base import Request, Sampling, WeightUpdate
+from isotrain.rollout.base import Request, Sampling
 from isotrain.rollout.build import build_rollout
 from isotrain.rollout.sglang import SglangEngine
-from isotrain.rollout.transfer import private_directory, write_update
+from isotrain.weights.file import private_directory, write_update
+from isotrain.weights.update import FileSource, WeightUpdate
 
 pytestmark = pytest.mark.heavy
 
@@ -241,7 +242,7 @@ def test_updates(
     assert loaded["load_format"] == "safetensors"
     assert loaded["loaded"] == sorted(["__metadata__", *(name for name, _ in weights)])
     # The server has read the file: the next version can be written over it.
-    assert write_update(weights, 6, tmp_path).address != write_update(weights, 7, tmp_path).address
+    assert write_update(weights, 6, tmp_path).sources != write_update(weights, 7, tmp_path).sources
 
 
 def test_sleep(engine: SglangEngine, recorder: Recorder, weights: list[tuple[str, torch.Tensor]]) -> None:
@@ -362,7 +363,7 @@ def test_bad_updates(
     path = "/update_weights_from_disk"
     for update, faults, message in (
         (replace(good, digest="0" * 64), {}, "is damaged: digest"),
-        (replace(good, address=good.address + "x"), {}, "is not there"),
+        (replace(good, sources=(FileSource(f"{good.source()}x"),)), {}, "is not there"),
         (write(weights[1:]), {}, r"lacks weights of parameters \(1\): model.embed_tokens.weight"),
         (
             write([*weights, ("model.extra", torch.zeros(1))]),

@@ -20,7 +20,7 @@ CHILD = """
     from isotrain.errors import RolloutError
     from isotrain.recipe.online import RolloutSection
     from isotrain.rollout.build import build_rollout
-    from isotrain.rollout.transfer import write_update
+    from isotrain.weights.file import write_update
 
     directory, section = Path(sys.argv[1]), RolloutSection(max_tokens=8, kv_cache_gb=0.1)
     common = {"device": choose_device("cpu"), "max_prompt": 16, "seed": 0, "name": "e"}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.errors import WeightUpdateError
 from isotrain.models.conversion import Publisher, stored_buffers
-from isotrain.rollout.transfer import write_update
 from isotrain.rollout.vllm import VllmEngine
+from isotrain.weights.file import write_update
 
 SEQUENCES = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 30)]
 

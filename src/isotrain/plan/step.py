@@ -87,7 +87,7 @@ def _online_step(
     """Between the responses of a step and new weights."""
     algorithm = recipe.algorithm
     assert isinstance(algorithm, OnlineSection) and recipe.rollout is not None
-    rank = PolicyRank(resolved(recipe), publishes=False)
+    rank = PolicyRank(resolved(recipe))
     rank.models = load_models(recipe, algorithm, device, world, load)
     rank.device, rank.world, rank.policy = device, world, rank.models.policy
     rank.writer = _NoWriter()  # type: ignore[assignment]

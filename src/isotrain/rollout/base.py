@@ -16,36 +16,7 @@ import numpy.typing as npt
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
 from isotrain.models.config import model_end_tokens
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """Plain values only: it goes to engines in other processes as JSON."""
-
-    version: int
-    """The step of the run after which these weights were taken; a step may have several updates."""
-    address: str
-    """The file in shared memory; of weights that are sent, `host:port` of their sender's store. With a sender
-    for each worker of an engine, their addresses in the order of the workers, separated by commas."""
-    tensors: int
-    bytes: int
-    digest: str
-    """Over names, types, shapes and bytes of all tensors in order; of weights that are sent, it comes with
-    them."""
-
-    @property
-    def in_file(self) -> bool:
-        """Whether it can be read at any time, and again."""
-        return self.address.startswith("/")
-
-
-# Bytes per second: no update is slower on hardware that is used for training.
-SLOWEST = 1e8
-
-
-def update_limit(timeout: float, size: int) -> float:
-    """Seconds until an update of so many bytes counts as failed; `timeout` is `rollout.update_timeout`."""
-    return timeout + size / SLOWEST
+from isotrain.weights.update import WeightUpdate
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from isotrain.rollout.base import (
     More,
     Request,
     Sampling,
-    WeightUpdate,
     check_idle,
     check_tokens,
     no_more,
     stop_tokens,
     trajectory_of,
 )
-from isotrain.rollout.incoming import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.load import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.update import WeightUpdate
 
 
 @dataclass

@@ -35,16 +35,15 @@ from isotrain.rollout.base import (
     More,
     Request,
     Sampling,
-    WeightUpdate,
     check_idle,
     check_tokens,
     no_more,
     stop_tokens,
-    update_limit,
 )
 from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
 from isotrain.rollout.sglang_messages import ask_logps, ask_response, read_logps, read_response
-from isotrain.rollout.transfer import open_update, private_directory
+from isotrain.weights.file import open_update, path_of, private_directory
+from isotrain.weights.update import WeightUpdate, update_limit
 
 # What log-probs are: after temperature.
 FIXED = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
@@ -336,7 +335,7 @@ class SglangEngine:
         weights.mkdir(exist_ok=True)
         link = weights / "model.safetensors"
         link.unlink(missing_ok=True)
-        link.symlink_to(update.address)
+        link.symlink_to(path_of(update))
         body = {
             "model_path": str(weights),
             "load_format": "safetensors",

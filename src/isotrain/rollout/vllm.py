@@ -25,13 +25,12 @@ from isotrain.rollout.base import (
     More,
     Request,
     Sampling,
-    WeightUpdate,
     check_idle,
     no_more,
     stop_tokens,
     trajectory_of,
-    update_limit,
 )
+from isotrain.weights.update import WeightUpdate, update_limit
 
 # vLLM reads these when it is imported or when an engine starts.
 FIXED = {
@@ -227,8 +226,8 @@ class VllmEngine:
             self._lost = isinstance(error, TimeoutError)
             kind = EngineLost if self._lost else WeightUpdateError
             raise kind(f"{self.name}: weight update {update.version} failed: {error!r}") from error
-        # What was sent to a worker was compared there with what its sender told at the end.
-        announced = {"tensors": update.tensors, "digest": update.digest} if update.in_file else {}
+        # Without a digest, each worker has compared what arrived with what its sender told at the end.
+        announced = {"tensors": update.tensors, "digest": update.digest} if update.digest else {}
         for worker, outcome in enumerate(outcomes):
             problem = outcome["error"]
             for what, wanted in {"version": update.version, **announced}.items():

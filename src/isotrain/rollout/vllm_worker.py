@@ -24,15 +24,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.incoming import (
-    check_written,
-    erase,
-    open_incoming,
-    rehearse_incoming,
-    unwritten,
-)
-from isotrain.rollout.transfer import Contents
+from isotrain.weights.digest import Contents
+from isotrain.weights.load import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.update import WeightUpdate
 
 
 @dataclass
@@ -58,7 +52,7 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             model, config = self.model_runner.get_model(), self.vllm_config.model_config
             try:
-                announced = WeightUpdate(**update)
+                announced = WeightUpdate.from_json(update)
                 with open_incoming(announced, engine, timeout, self.device, self.rank) as contents:
                     outcome = _take(model, config, announced, contents, engine)
             except Exception as error:
@@ -67,7 +61,7 @@ class WeightReceiver:
 
     def isotrain_rehearse(self, engine: str, update: dict[str, Any], timeout: float) -> str:
         """Returns an error, or nothing."""
-        return rehearse_incoming(WeightUpdate(**update), engine, timeout, self.device, self.rank)
+        return rehearse_incoming(WeightUpdate.from_json(update), engine, timeout, self.device, self.rank)
 
 
 def _take(model: nn.Module, config: Any, update: WeightUpdate, contents: Contents, engine: str) -> Outcome:

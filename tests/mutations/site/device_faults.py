@@ -111,8 +111,8 @@ def _update_not_taken(hf: Any) -> None:
     hf.HfEngine.update_weights = update
 
 
-def _digest_ignored(transfer: Any) -> None:
-    transfer.Digest.check = lambda *args: None
+def _digest_ignored(digest: Any) -> None:
+    digest.Digest.check = lambda *args: None
 
 
 def _sleepless(hf: Any) -> None:
@@ -163,7 +163,7 @@ FAULTS: dict[str, dict[str, Patch]] = {
     "not-a-number": {_HF: _not_a_number},
     "device-in-use": {"isotrain.device.accelerator": _device_in_use},
     "update-not-taken": {_HF: _update_not_taken},
-    "digest-ignored": {"isotrain.rollout.transfer": _digest_ignored},
+    "digest-ignored": {"isotrain.weights.digest": _digest_ignored},
     "sleepless": {_HF: _sleepless},
     "stale-graphs": {"isotrain.rollout.vllm": _stale_graphs},
     "full-disk": {"isotrain.engine.checkpoint.writer": _full_disk},

@@ -233,7 +233,7 @@ def _stale_weights(hf: Any) -> None:
     waiting: dict[int, Any] = {}
 
     def late(self: Any, update: Any) -> None:
-        from isotrain.rollout.transfer import read_update
+        from isotrain.weights.file import read_update
 
         held = waiting.get(id(self))
         waiting[id(self)] = [(name, tensor.clone()) for name, tensor in read_update(update, self._name)]

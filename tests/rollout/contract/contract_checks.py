@@ -29,7 +29,7 @@ from isotrain.errors import RolloutError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
-from isotrain.rollout.transfer import write_update
+from isotrain.weights.file import path_of, write_update
 
 VOCABULARY, MAX_PROMPT, MAX_TOKENS = 500, 36, 60
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
@@ -359,7 +359,7 @@ class Checks:
         def damage(change: Callable[[Path], None], name: str) -> None:
             self.perturb()
             update = write_update(self.tensors(), self.version + 1)
-            change(Path(update.address))
+            change(Path(path_of(update)))
             self.try_bad(name, lambda: self.engine.update_weights(update))
 
         def truncate(path: Path) -> None:

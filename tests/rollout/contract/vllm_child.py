@@ -17,10 +17,11 @@ from vllm import LLM
 
 from isotrain.cluster.background import in_background
 from isotrain.rollout.base import Sampling
-from isotrain.rollout.broadcast import BroadcastSender
-from isotrain.rollout.incoming import open_incoming
-from isotrain.rollout.transfer import Contents, write_update
 from isotrain.rollout.vllm import VllmEngine
+from isotrain.weights.devices import BroadcastTransport
+from isotrain.weights.digest import HOST, Contents
+from isotrain.weights.file import write_update
+from isotrain.weights.load import open_incoming
 
 
 class VllmChecks(Checks):
@@ -67,8 +68,8 @@ class VllmChecks(Checks):
         """Weights that arrive one by one, at all workers; and a sender that gives up in the middle."""
         self.version += 1
         self.perturb()
-        sender = BroadcastSender("127.0.0.1", self.workers, 60.0)
-        announced = sender.announce(self.version)
+        sender = BroadcastTransport().open("127.0.0.1", self.workers, 60.0, HOST)
+        announced = sender.announce(self.version, 0, 60.0)
         sending = in_background(lambda: sender.send(self.tensors(), self.version))
         self.engine.update_weights(announced)
         tokens_T = requests(1)[0].prompt_P
@@ -82,7 +83,7 @@ class VllmChecks(Checks):
             yield from list(self.tensors())[:5]
             raise ValueError("no more")
 
-        failed = sender.announce(self.version + 1)
+        failed = sender.announce(self.version + 1, 0, 60.0)
         sending = in_background(lambda: sender.send(half(), self.version + 1))
         self.results["half"] = [
             self.error(lambda: self.engine.update_weights(failed)),

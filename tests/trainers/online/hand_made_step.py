@@ -32,6 +32,8 @@ from isotrain.trainers.online.rollouts import Batch, Seconds, SyncBatches
 from isotrain.trainers.online.step import Micro
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import open_prompts
+from isotrain.weights.send import Sent
+from isotrain.weights.update import Routes
 
 N_SAMPLES, MAX_TOKENS, LORA_ALPHA, LORA_RANK = 3, 10, 16, 4
 PROMPTS = (5, 3, 8, 4)
@@ -103,11 +105,15 @@ def step_recipe(tiny: Path, output: Path, device_type: str, **sections: dict[str
     return online_recipe(tiny, output, device_type, **base)
 
 
+NOBODY = Routes("file", (), (0,), ("",))
+"""Of weights, to no engine."""
+
+
 class Here:
     """A group of one rank, in this process, which keeps what the rank forgets after the step."""
 
     # There are no engines to send weights to, and no second step to save for; the test closes the rank.
-    not_done = ("publish", "save", "finish", "close")
+    not_done = ("send_weights", "save", "finish", "close")
 
     def __init__(self, rank: PolicyRank) -> None:
         self.rank = rank
@@ -130,7 +136,7 @@ class Here:
     def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
         self.called.append(method.__name__)
         if method.__name__ in self.not_done:
-            return [SimpleNamespace(update=None, logps=None) if method == PolicyRank.publish else None]
+            return [Sent(logps=np.zeros(1, np.float32)) if method == PolicyRank.send_weights else None]
         return [method(self.rank, *args)]
 
     def call_each(self, method: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
@@ -189,9 +195,8 @@ def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     _watch(rank.policy, step.policy)
     if rank.models.critic is not None:
         _watch(rank.models.critic, step.critic)
-    relays = SimpleNamespace(spread=lambda published, timeout: [])
     groups: Any = SimpleNamespace(
-        ranks=here, engines=[], relays=relays, rewards=[], queue=[], colocated=False, routes=None
+        ranks=here, engines=[], relays=[], rewards=[], queue=[], colocated=False, routes=[NOBODY]
     )
     recorder.loggers = [SimpleNamespace(write=lambda number, values: step.metrics.update(values))]
     trainer = build_trainer(

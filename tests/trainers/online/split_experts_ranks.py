@@ -11,10 +11,10 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.checkpoint.reader import newest_valid
 from isotrain.engine.state import restore
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.recipe.schema import MeshSection, ModelSection, OptimizerSection
-from isotrain.rollout.transfer import write_update
+from isotrain.weights.file import write_update
+from isotrain.weights.send import full_weights
 
 
 def main(model: str, checkpoints: Path, out: Path, expert: int) -> None:

@@ -18,8 +18,8 @@ from isotrain.cluster.workers import Call
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 from isotrain.trainers.online.rollouts import Collector, Seconds
-from isotrain.trainers.online.weight_check import Tolerance
-from isotrain.trainers.online.weights import Engines, Weights
+from isotrain.trainers.online.weight_sync import Engines, Weights
+from isotrain.weights.check import Tolerance
 
 CHECK_PROMPTS = [np.zeros(4, np.int32)]
 LOGPS = np.zeros(3, np.float32)

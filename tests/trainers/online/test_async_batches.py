@@ -17,7 +17,7 @@ from isotrain.data.sampler import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, BatchMaker
-from isotrain.trainers.online.weights import Engines
+from isotrain.trainers.online.weight_sync import Engines
 from isotrain.trainers.setup import TRAIN
 
 ROWS, BATCH, N = 10, 4, 2

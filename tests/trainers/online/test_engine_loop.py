@@ -14,10 +14,11 @@ import pytest
 from isotrain.cluster.background import in_background
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
-from isotrain.rollout.base import More, Request, Sampling, WeightUpdate, no_more, trajectory_of
+from isotrain.rollout.base import More, Request, Sampling, no_more, trajectory_of
 from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompt_queue import Supply
+from isotrain.weights.update import FileSource, WeightUpdate
 
 SECONDS = 20.0
 SAMPLED, GREEDY = Sampling(64), Sampling(64, temperature=0.0)
@@ -92,7 +93,7 @@ class Steps:
 
 
 def update(version: int, digest: str = "") -> WeightUpdate:
-    return WeightUpdate(version, "", 0, 0, digest)
+    return WeightUpdate(version, (FileSource(""),), 0, 0, digest)
 
 
 class Loop(EngineLoop):

@@ -13,11 +13,12 @@ import pytest
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import RolloutError
-from isotrain.rollout.base import More, Request, Sampling, WeightUpdate, no_more, trajectory_of
+from isotrain.rollout.base import More, Request, Sampling, no_more, trajectory_of
 from isotrain.trainers.online.engine_loop import EngineLoop
 from isotrain.trainers.online.episodes import Episodes
 from isotrain.trainers.online.messages import PromptRequest, describe
 from isotrain.trainers.online.prompt_queue import Supply
+from isotrain.weights.update import FileSource, WeightUpdate
 from support import tiny_recipe
 
 SAMPLING = Sampling(40)
@@ -145,7 +146,7 @@ def test_weights_wait_for_the_end_of_episodes(
 ) -> None:
     episodes, loop, engine = playing
     groups = play(episodes, [tmp_path / "gate"])
-    update = WeightUpdate(3, "/x", 1, 1, "")
+    update = WeightUpdate(3, (FileSource("/x"),), 1, 1, "")
 
     def send() -> None:
         until(lambda: engine.asked)
@@ -205,7 +206,9 @@ def test_one_that_nobody_waits_for_frees_the_engine(
     groups = play(episodes, [None, tmp_path / "never"])
     next(groups)
     groups.close()  # type: ignore[attr-defined]
-    updating = threading.Thread(target=loop.update, args=[WeightUpdate(1, "/x", 1, 1, "")], daemon=True)
+    updating = threading.Thread(
+        target=loop.update, args=[WeightUpdate(1, (FileSource("/x"),), 1, 1, "")], daemon=True
+    )
     updating.start()
     updating.join(50)  # less than the environment waits
     assert engine.version == 1

@@ -13,8 +13,8 @@ from online_runs import OnlineRun, online_recipe
 
 from isotrain.engine.checkpoint.pending import newest_complete
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.transfer import PREFIX
 from isotrain.trainers.preemption import PREEMPTED
+from isotrain.weights.file import PREFIX
 from support import stable_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -378,7 +378,7 @@ def test_a_step_is_three_calls_to_the_ranks(
     """One more where penalties of all ranks are part of a group's rewards."""
     step = take_step(step_recipe(tiny, tmp_path, "cpu", algorithm=algorithm))
     # Before the first step the engines get weights, and after the last one everything is saved.
-    assert step.called == ["publish", "load", *extra, "learn", "publish", "save", "finish"]
+    assert step.called == ["send_weights", "load", *extra, "learn", "send_weights", "save", "finish"]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

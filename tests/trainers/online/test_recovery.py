@@ -18,8 +18,10 @@ from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollouts import BatchMaker
+from isotrain.trainers.online.weight_sync import WeightSync
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.setup import TRAIN, VALIDATION
+from isotrain.weights.update import Routes
 
 N, ROWS = 2, 3
 
@@ -75,11 +77,15 @@ def trainer(
         validation_n=N,
         validation_sampling=Sampling(8, 0.0),
     )
-    parts: dict[str, Any] = dict.fromkeys(("relays", "batches", "schedule", "critic_schedule", "kl", "saves"))
+    ranks: Any = Ranks(lost)
+    nobody: Any = []
+    files = Routes("file", ((0,),), (1, 0), ("", ""))
+    parts: dict[str, Any] = dict.fromkeys(("batches", "schedule", "critic_schedule", "kl", "saves"))
     return OnlineTrainer(
         settings=settings,  # type: ignore[arg-type]
-        ranks=Ranks(lost),  # type: ignore[arg-type]
+        ranks=ranks,
         engines=engines,
+        weights=WeightSync(ranks, engines, nobody, [files], colocated=False),
         collector=collector,
         maker=BatchMaker(collector, Sampler(10, 4, seed=1), N, Sampling(8), attempts=0, greedy=False),
         recorder=Recorder(LineConsole(said or io.StringIO())),

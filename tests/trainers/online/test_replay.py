@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made_step import Here
+from hand_made_step import NOBODY, Here
 from online_runs import online_recipe, run_online
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -191,15 +191,14 @@ def train(recipe: Recipe) -> Rows:
         patch.setattr("isotrain.trainers.online.recording.put", put)
         try:
             described = rank.start(open_store(None))
-            relays = SimpleNamespace(spread=lambda published, timeout: [])
             groups: Any = SimpleNamespace(
                 ranks=Here(rank),
                 engines=[],
-                relays=relays,
+                relays=[],
                 rewards=[],
                 queue=[],
                 colocated=False,
-                routes=None,
+                routes=[NOBODY],
             )
             recorder, stores = Recorder(Console()), open_prompts(recipe)
             recorder.loggers = [SimpleNamespace(write=lambda step, values: rows.append(dict(values)))]

@@ -12,9 +12,9 @@ from online_runs import online_recipe
 from isotrain.errors import EngineLost, RolloutError
 from isotrain.recipe.load import resolved
 from isotrain.rollout.base import Sampling
-from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.rollout_worker import RolloutWorker
+from isotrain.weights.file import write_update
 
 CHECK_T = np.arange(3, 12, dtype=np.int32)
 

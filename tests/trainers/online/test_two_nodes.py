@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster as Machines
 
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.transfer import PREFIX
+from isotrain.weights.file import PREFIX
 from ray_machines import two_machines
 from support import stable_metrics
 

@@ -1,4 +1,4 @@
-"""Weights from device to device: whose memory each engine takes, and that it learns as it does from files."""
+"""Weights from device to device: a run learns as it does from files."""
 
 from __future__ import annotations
 
@@ -6,37 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from online_runs import OnlineRun, environment, online_recipe
 
-from isotrain.cluster.placement import Placement, Seat
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.online.weight_streams import routes
 from support import stable_metrics
-
-
-def seats(*devices: str) -> tuple[Seat, ...]:
-    """Of `node:numbers`."""
-    anything: Any = None
-    return tuple(Seat(anything, 0, d[0], f"host-{d[0]}", tuple(d[2:].split("+"))) for d in devices)
-
-
-def test_engines_on_the_devices_of_ranks_take_the_memory_of_each() -> None:
-    ranks = seats("a:0", "a:1", "b:0", "b:1")
-    found = routes(Placement(ranks, seats("b:0+1", "a:0+1")), 2)
-    assert (found.way, found.ranks) == ("shared", ((2, 3), (0, 1)))
-    assert found.receivers == (1, 1, 1, 1)
-    assert set(found.hosts) == {"127.0.0.1"}, "nobody else needs to reach them"
-    fewer = routes(Placement(ranks, seats("a:1")), 1)
-    assert (fewer.way, fewer.ranks, fewer.receivers) == ("shared", ((1,),), (0, 1, 0, 0))
-
-
-def test_rank_0_sends_to_engines_elsewhere() -> None:
-    found = routes(Placement(seats("a:0", "a:1"), seats("a:2+3", "b:0+1")), 2)
-    assert (found.way, found.ranks, found.receivers) == ("collective", ((0,), (0,)), (4, 0))
-    assert found.hosts == ("host-a", "host-a")
 
 
 def recipe(tiny: Path, output: Path, placement: str, steps: int = 3, **rollout: str) -> Recipe:

@@ -28,11 +28,11 @@ from isotrain.errors import WeightUpdateError
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
-from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.trainers.online.weight_check import TOLERANCE
-from isotrain.trainers.online.weights import Engines, Weights
+from isotrain.trainers.online.weight_sync import Engines, Weights
+from isotrain.weights.check import TOLERANCE
+from isotrain.weights.file import write_update
+from isotrain.weights.update import WeightUpdate
 from support import needs_vllm
 
 pytestmark = pytest.mark.ray

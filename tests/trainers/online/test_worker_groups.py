@@ -47,6 +47,7 @@ def groups(seen: list[str], colocated: bool, reward_error: Exception | None = No
         relays=cast(Any, None),
         rewards=rewards,
         queue=cast(Any, None),
+        routes=[],
         colocated=colocated,
         **groups,
     )

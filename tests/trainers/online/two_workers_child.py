@@ -29,12 +29,12 @@ from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import Sampling
-from isotrain.rollout.transfer import write_update
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.rollout_worker import RolloutWorker
-from isotrain.trainers.online.weight_check import Tolerance
-from isotrain.trainers.online.weights import Engines, Weights
+from isotrain.trainers.online.weight_sync import Engines, Weights
 from isotrain.trainers.setup import TRAIN
+from isotrain.weights.check import Tolerance
+from isotrain.weights.file import write_update
 
 CHECK_T = np.arange(3, 35, dtype=np.int32)
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from isotrain.device.detect import choose_device
-from isotrain.rollout.transfer import PREFIX
 from isotrain.self_test.run import MARK, marked
 from isotrain.self_test.verdicts import Reporter, Setting, StageFailed, own_setting
+from isotrain.weights.file import PREFIX
 
 # Ended processes take a moment to be gone, and drivers to take their memory back.
 PATIENCE = 20.0

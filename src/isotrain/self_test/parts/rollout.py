@@ -21,8 +21,8 @@ from isotrain.errors import WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
-from isotrain.rollout.transfer import write_update
 from isotrain.self_test.verdicts import Reporter, Setting, Stage, StageFailed, StageSkipped, own_setting
+from isotrain.weights.file import write_update
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
 SAMPLING = Sampling(max_tokens=24, temperature=0.8)

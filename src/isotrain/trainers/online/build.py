@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from isotrain.models.load import model_directory, read_config
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.base import Sampling, update_limit
+from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
 from isotrain.trainers.online.messages import ResumeState
@@ -32,14 +32,14 @@ from isotrain.trainers.online.rollouts import (
     RolloutProgress,
     SyncBatches,
 )
-from isotrain.trainers.online.weight_check import TOLERANCE, Tolerance, check_prompts
-from isotrain.trainers.online.weight_streams import Streams
-from isotrain.trainers.online.weights import Engines
+from isotrain.trainers.online.weight_sync import Engines, WeightSync
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
 from isotrain.trainers.setup import TRAIN, VALIDATION, total_steps
+from isotrain.weights.check import TOLERANCE, Tolerance, check_prompts
+from isotrain.weights.update import update_limit
 
 
 def build_trainer(
@@ -74,12 +74,14 @@ def build_trainer(
     collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress, queue)
     sampler = prompt_sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
     maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
+    relays = Replaceable(groups.relays, **common)
+    weights = WeightSync(groups.ranks, engines, relays, groups.routes, groups.colocated)
+    weights.choose(recorder.console.message)
     trainer = OnlineTrainer(
         settings=settings,
         ranks=groups.ranks,
         engines=engines,
-        relays=groups.relays,
-        streams=_streams(groups, engines, recorder.console.message),
+        weights=weights,
         collector=collector,
         maker=maker,
         batches=SyncBatches(maker.begin),
@@ -101,21 +103,6 @@ def build_trainer(
             maker.begin, rollout.staleness, settings.last_step - goes_on.step, engines.verifying
         )
     return trainer
-
-
-def _streams(groups: WorkerGroups, engines: Engines, tell: Callable[[str], None]) -> Streams | None:
-    """Weights from device to device where both sides can, which is tried before they are needed."""
-    if groups.routes is None:
-        return None
-    streams = Streams(groups.ranks, engines, groups.relays, groups.routes, groups.colocated)
-    if error := streams.rehearse():
-        tell(
-            "warning: weights go through host memory, which takes longer: they cannot be sent from device "
-            f"to device ({error}); rollout.weight_transfer: file does not try it"
-        )
-        return None
-    engines.write_again = streams.write
-    return streams
 
 
 def _maker(

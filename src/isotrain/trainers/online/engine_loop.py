@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import EngineLost, RolloutError
-from isotrain.rollout.base import Request, RolloutEngine, Sampling, WeightUpdate
+from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompt_queue import Supply
 from isotrain.trainers.online.turn_supply import TurnSupply
+from isotrain.weights.update import WeightUpdate
 
 T = TypeVar("T")
 

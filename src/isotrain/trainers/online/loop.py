@@ -54,8 +54,7 @@ from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, Collector, Maker, SyncBatches
 from isotrain.trainers.online.step import AdvantageSettings
 from isotrain.trainers.online.timing import timed
-from isotrain.trainers.online.weight_streams import Streams
-from isotrain.trainers.online.weights import Engines, Relays, Weights
+from isotrain.trainers.online.weight_sync import Engines, WeightSync
 from isotrain.trainers.preemption import Preempted, Preemption
 from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.save_schedule import SaveSchedule
@@ -111,7 +110,7 @@ class OnlineTrainer:
     settings: LoopSettings
     ranks: WorkerGroup[PolicyRank]
     engines: Engines
-    relays: Relays
+    weights: WeightSync
     collector: Collector
     maker: Maker
     batches: SyncBatches | AsyncBatches
@@ -120,8 +119,6 @@ class OnlineTrainer:
     kl: FixedKl | AdaptiveKl
     saves: SaveSchedule
     recorder: Recorder
-    streams: Streams | None = None
-    """Where weights go from device to device; without, they go through files of the host."""
     preemption: Preemption = field(default_factory=Preemption)
     skipped: int = 0
     first: bool = True
@@ -359,23 +356,8 @@ class OnlineTrainer:
         if not self.settings.generates:
             return {"rollout/version": float(version)}
         with timed(self.timing, "update_weights"), self._in_time(f"weight update {version}"):
-            difference = self.streams.send(version) if self.streams else self._send_files(version)
+            difference = self.weights.send(version, wait=isinstance(self.batches, SyncBatches))
         return {"rollout/version": float(version), "rollout/weight_check_diff": difference}
-
-    def _send_files(self, version: int) -> float:
-        """Through files of the host; returns the weight check's difference, of the update before if engines
-        take this one when they get to it."""
-        limit = self.engines.timeout
-        ranks = self.ranks.within(limit)
-        difference = self.engines.settle()  # the files of the last update but one are about to be reused
-        prompts, offloads = self.engines.check_prompts, self.settings.colocated
-        published = ranks.call(PolicyRank.publish, version, prompts, offloads)
-        logps = next(found.logps for found in published if found is not None)
-        if self.settings.colocated:
-            self.engines.on_all(RolloutWorker.wake, limit)
-        written = [found and found.update for found in published]
-        self.engines.send(Weights(version, self.relays.spread(written, limit), logps))
-        return self.engines.settle() if isinstance(self.batches, SyncBatches) else difference
 
     def validate(self, step: int) -> dict[str, float]:
         settings = self.settings
@@ -414,17 +396,7 @@ class OnlineTrainer:
         with self._in_time("after validation"):
             self.ranks.within(limit).call(PolicyRank.offload)
             if not last:
-                self._send_again()
-
-    def _send_again(self) -> None:
-        newest = self.engines.newest
-        assert newest is not None
-        if self.streams is not None:
-            self.streams.send(newest.version)
-            return
-        self.engines.on_all(RolloutWorker.wake, self.engines.timeout)
-        self.engines.send(newest)
-        self.engines.settle()
+                self.weights.send_again()
 
     def _performance(self, batch: Batch, plan: StepPlan) -> dict[str, float]:
         seconds = self.timing["step"]

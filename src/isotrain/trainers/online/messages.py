@@ -15,8 +15,6 @@ from isotrain.data.record import Marks
 from isotrain.data.split import plan_mini_batches
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.resume_point import LostCheckpoint
-from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.carriers import Way
 
 TrajectoriesHandle = Handle[tuple[Trajectory, ...]]
 """Of all responses to one draw."""
@@ -116,28 +114,6 @@ class ResumeState(NamedTuple):
     state: dict[str, Any]
     complaints: list[str]
     lost: LostCheckpoint | None = None
-
-
-class Published(NamedTuple):
-    update: WeightUpdate
-    logps: npt.NDArray[np.float32]
-    """Of all tokens of the weight check but the first of each prompt, at temperature 1."""
-
-
-class StreamEnd(NamedTuple):
-    """What a rank must know before it sends weights from its device."""
-
-    version: int
-    check_prompts: Sequence[npt.NDArray[np.int32]]
-    """Of the weight check."""
-    way: Way
-    host: str
-    """The address on which the rank listens for its receivers."""
-    receivers: int
-    """Workers of engines that take the weights from this rank."""
-    timeout: float
-    offloads: bool
-    """Whether the device is the engines' afterwards."""
 
 
 class Score(NamedTuple):

@@ -5,24 +5,18 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
-from isotrain.data.packing import pack
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.record import Record, step_file, write_trajectories
-from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
 from isotrain.engine.checkpoint.storage import open_storage
@@ -30,7 +24,6 @@ from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import open_store
 from isotrain.errors import CheckpointError
 from isotrain.models.backbone import shares_prompts
@@ -39,19 +32,14 @@ from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.broadcast import REHEARSAL, BroadcastSender
-from isotrain.rollout.transfer import read_update, remove_private_directory, write_update
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
 from isotrain.trainers.online.messages import (
-    Published,
     RankPlan,
     RankRecord,
     RankScores,
     RankStep,
     ResumeState,
     RunState,
-    StreamEnd,
 )
 from isotrain.trainers.online.step import (
     AdvantageMetrics,
@@ -69,6 +57,8 @@ from isotrain.trainers.online.step import (
 )
 from isotrain.trainers.online.timing import timed
 from isotrain.trainers.start import attach_probes, describe_model
+from isotrain.weights.file import remove_private_directory
+from isotrain.weights.send import SendOrder, Sent, WeightSender
 
 
 class Description(NamedTuple):
@@ -87,7 +77,6 @@ class Description(NamedTuple):
     """Whether all models can compute a prompt once for several responses."""
 
 
-Weight = tuple[str, torch.Tensor]
 Penalty = tuple[int, float, float]
 """Of a trajectory: its number, its summed divergence from the reference, and the mean of a token."""
 
@@ -109,10 +98,8 @@ class StepReport(NamedTuple):
 class PolicyRank:
     """All ranks get the same calls in the same order: any of them may exchange tensors with the others."""
 
-    def __init__(self, recipe: dict[str, Any], publishes: bool = True) -> None:
-        """`publishes`: whether engines or relays take the weights that this rank writes."""
+    def __init__(self, recipe: dict[str, Any]) -> None:
         self.recipe = Recipe.model_validate(recipe)
-        self.publishes = publishes
         assert isinstance(self.recipe.algorithm, OnlineSection)
         self.algorithm = self.recipe.algorithm
         self.settings = update_settings(self.recipe, self.algorithm)
@@ -121,10 +108,6 @@ class PolicyRank:
         self.minis: list[list[Micro]] = []
         self.prepared = False
         self.seconds: dict[str, float] = {}
-        self.sender: BroadcastSender | None = None
-        """To machines without a rank."""
-        self.streamer: BroadcastSender | None = None
-        """From this device to the engines'."""
 
     def open_store(self, host: str | None, directory: str | None) -> str:
         """Make the place where the ranks meet; asked of the first one."""
@@ -136,6 +119,7 @@ class PolicyRank:
         self.models: Models = build_models(recipe, self.algorithm, self.open, store)
         self.device, self.world = self.models.device, self.models.world
         self.policy = self.models.policy
+        self.weights = WeightSender(self.policy, self.models.rollout_dtype, self.offload)
         self.run = RunDirectory(recipe.output)
         self.writer = CheckpointWriter(
             self.run.checkpoints,
@@ -331,97 +315,14 @@ class PolicyRank:
             [micro.mismatch or policy_mismatch(micro, micro.old_logp_N) for micro in self.micros]
         )
 
-    def publish(
-        self, version: int, check_prompts: Sequence[npt.NDArray[np.int32]], offloads: bool
-    ) -> Published | None:
-        """Write the policy's weights where engines of this machine find them; one rank of each does.
+    def announce_weights(self, order: SendOrder) -> Sent:
+        return self.weights.announce(order)
 
-        With `offloads` the device is the engines' afterwards.
-        """
-        update = self._written(version)
-        logps = self._check_logps(check_prompts)
-        if offloads:
-            self.offload()
-        return None if update is None else Published(update, logps)
+    def send_weights(self, order: SendOrder) -> Sent:
+        return self.weights.send(order)
 
-    def write_again(self, version: int) -> WeightUpdate | None:
-        """Weights that were sent, for an engine that came too late; nothing else returns to the device."""
-        away = self.offloaded
-        onload(self.policy, weights_only=True)
-        update = self._written(version)
-        if away:
-            self.offload()
-        return update
-
-    def _written(self, version: int) -> WeightUpdate | None:
-        return self._given_to(partial(write_update, version=version) if self.publishes else None)
-
-    def _given_to(self, take: Callable[[Iterator[Weight]], WeightUpdate] | None) -> WeightUpdate | None:
-        """All weights, if anybody takes this rank's; gathering a sharded one takes every rank in any case."""
-        stream = full_weights(self.policy, self.models.rollout_dtype)
-        if take is not None:
-            return take(stream)
-        for _ in stream:
-            pass
-        return None
-
-    def open_rehearsal(self, end: StreamEnd) -> WeightUpdate | str | None:
-        """Make a sender of this rank, if engines take weights from it; returns an error if it cannot be."""
-        if not end.receivers:
-            return None
-        try:
-            device = self.world.device
-            self.streamer = BroadcastSender(end.host, end.receivers, end.timeout, end.way, device)
-        except (OSError, RuntimeError) as error:
-            return f"rank {self.world.rank} cannot listen on {end.host}: {error}"
-        return self.streamer.announce(REHEARSAL)
-
-    def rehearse(self) -> str:
-        return "" if self.streamer is None else self.streamer.rehearse()
-
-    def close_stream(self) -> None:
-        """It does not work here."""
-        self.streamer = None
-
-    def open_stream(self, end: StreamEnd) -> Published | None:
-        """Make ready to send weights from the device; returns where, if engines take them from this rank.
-
-        What is not sent makes room for the engines' weights.
-        """
-        onload(self.policy)
-        logps = self._check_logps(end.check_prompts)
-        if end.offloads:
-            self.offload(but_weights=True)
-        if self.streamer is None:
-            return None
-        self.streamer.timeout = end.timeout
-        size = sum(p.numel() for p in self.policy.parameters.values()) * self.models.rollout_dtype.itemsize
-        return Published(self.streamer.announce(end.version, size), logps)
-
-    def stream(self, version: int, offloads: bool) -> WeightUpdate | None:
-        """Send what `open_stream` has announced, while the engines take it."""
-        send = None if self.streamer is None else partial(self.streamer.send, version=version)
-        sent = self._given_to(send)
-        if offloads:
-            self.offload()
-        return sent
-
-    def announce(self, version: int, host: str, receivers: int, timeout: float) -> WeightUpdate:
-        """Open the way to machines without a rank, before `relay`; asked of rank 0."""
-        if self.sender is None:
-            self.sender = BroadcastSender(host, receivers, timeout)
-        return self.sender.announce(version)
-
-    def relay(self, update: WeightUpdate) -> None:
-        """Send the weights that were just written to all who heard the announcement."""
-        assert self.sender is not None
-        self.sender.send(read_update(update), update.version)
-
-    def _check_logps(self, prompts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.float32]:
-        samples = [Sample(prompt_P, np.ones(len(prompt_P), np.bool_)) for prompt_P in prompts]
-        (logp_N,) = self.policy.infer([pack(samples)], lambda head: head.logps())
-        logps: npt.NDArray[np.float32] = logp_N.float().cpu().numpy()
-        return logps
+    def close_senders(self) -> None:
+        self.weights.close()
 
     def _record(self, given: RankRecord) -> None:
         """Write this rank's trajectories of the step to Parquet."""

@@ -28,7 +28,7 @@ from isotrain.trainers.online.metrics import Failures, failures_of
 from isotrain.trainers.online.prompt_queue import Draws, PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker, ScoredGroup
 from isotrain.trainers.online.rollout_worker import RolloutWorker, Written
-from isotrain.trainers.online.weights import Engines, engine_name
+from isotrain.trainers.online.weight_sync import Engines, engine_name
 from isotrain.trainers.setup import TRAIN
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.

@@ -25,7 +25,6 @@ from isotrain.cluster.placement import (
     rank_environments,
 )
 from isotrain.cluster.private import SHARED_MEMORY
-from isotrain.cluster.replaceable import Replaceable
 from isotrain.cluster.waiting import Watch
 from isotrain.cluster.workers import Member, W, WorkerGroup
 from isotrain.device.base import Device
@@ -34,17 +33,16 @@ from isotrain.observe.environment import numerics
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
-from isotrain.rollout.relay import Relay
-from isotrain.rollout.transfer import RUN_VARIABLE, remove_abandoned
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.prompt_queue import PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
 from isotrain.trainers.online.user_files import UserFiles
-from isotrain.trainers.online.weight_streams import Routes, routes
-from isotrain.trainers.online.weights import Relays, Source, engine_name, relay_members, weight_sources
+from isotrain.trainers.online.weight_sync import engine_name, possible_routes
 from isotrain.trainers.preemption import Preempted
+from isotrain.weights.file import RUN_VARIABLE, Relay, machines_without_ranks, remove_abandoned
+from isotrain.weights.update import Routes
 
 # A checkpoint that is being written when the run ends is finished first.
 CLOSING_SECONDS = 120.0
@@ -59,14 +57,15 @@ class WorkerGroups:
     store: tuple[str | None, str | None]
     """Where the ranks meet: a host to listen on, or none and a directory for a file."""
     engines: WorkerGroup[RolloutWorker]
-    relays: Relays
+    relays: WorkerGroup[Relay]
+    """One on each machine that has engines but no rank."""
     rewards: WorkerGroup[RewardWorker]
     queue: WorkerGroup[PromptQueue]
     """One, or none where each engine gets an equal part of the prompts."""
     colocated: bool
     """Whether ranks and engines use the same device memory one after the other."""
-    routes: Routes | None = None
-    """Of weights from device to device, where they go that way."""
+    routes: Sequence[Routes]
+    """Of weights: best first, and the last works everywhere."""
 
     def start(self, timeout: float) -> tuple[Sequence[Description], dict[str, str]]:
         """Load all models; returns the ranks' descriptions and the engines' settings.
@@ -137,12 +136,13 @@ def assemble(
         values["device"]["type"] = device.type
         demand = demand_of(recipe, cluster, _engine_count(recipe, cluster, device))
         placement = stack.enter_context(place(joined, device, demand, cluster.start_timeout, tell))
-        common, sources = {**_passed_on(device), RUN_VARIABLE: run}, weight_sources(placement)
-        learners, writers = _members(
-            values, rollout.staleness, device, placement, common, sources, files.episodes
-        )
+        common = {**_passed_on(device), RUN_VARIABLE: run}
+        learners, writers = _members(values, rollout.staleness, device, placement, common, files.episodes)
         scorer = Member((values, files.reward), helper_environment(device))
-        away = relay_members(placement, {RUN_VARIABLE: run})
+        away = [
+            Member((f"weight relay {number}",), {RUN_VARIABLE: run}, seat)
+            for number, seat in enumerate(machines_without_ranks(placement).values())
+        ]
         # At the same time: each process takes seconds to import what it needs.
         ranks = in_background(
             lambda: group("training rank", PolicyRank, learners, spmd=True, closing=CLOSING_SECONDS)
@@ -154,34 +154,28 @@ def assemble(
         rewards = in_background(
             lambda: group("reward worker", RewardWorker, scorers, concurrency=batches * CALLS_AT_ONCE)
         )
-        relay_group = in_background(lambda: group("weight relay", Relay, away))
+        relays = in_background(lambda: group("weight relay", Relay, away))
         # Who writes which response would depend on the moment, and with it, in some kernels, the last digit.
         shared = len(writers) > 1 and recipe.device.determinism == "off"
         queues = [Member((), helper_environment(device))] * shared
         queue = in_background(lambda: group("prompt queue", PromptQueue, queues))
-        _raise_first_error(ranks, engines, rewards, relay_group, queue)
-        relays = Relays(
-            ranks.result(),
-            Replaceable(relay_group.result(), cluster.start_timeout, tell),
-            sources,
-            placement.ranks[0].host,
-        )
+        _raise_first_error(ranks, engines, rewards, relays, queue)
         # The directory of a private cluster is removed with it.
         directory = str(joined.logs.parent) if joined.private else None
         colocated = rollout.generates and demand.colocated and cluster.offload and device.type != "cpu"
         meeting = (placement.store_host, directory)
-        others = (rewards.result(), relay_group.result(), queue.result(), ranks.result())
+        others = (rewards.result(), relays.result(), queue.result(), ranks.result())
         stack.push(_ending_at_once(engines.result(), *others))
         yield WorkerGroups(
             device,
             ranks.result(),
             meeting,
             engines.result(),
-            relays,
+            relays.result(),
             rewards.result(),
             queue.result(),
             colocated,
-            routes(placement, rollout.tensor_parallel) if _goes_by_device(recipe, device) else None,
+            possible_routes(placement, rollout.tensor_parallel, together=_goes_by_device(recipe, device)),
         )
 
 
@@ -191,10 +185,9 @@ def _members(
     device: Device,
     placement: Placement,
     common: dict[str, str],
-    sources: Sequence[Source],
     episodes: str | None,
 ) -> tuple[list[Member], list[Member]]:
-    """Training ranks and engines; `common` are variables of all, and `sources` say whose weights are read.
+    """Training ranks and engines; `common` are variables of all.
 
     `episodes` is the text of the file of the environment or agent.
     """
@@ -203,10 +196,8 @@ def _members(
     determinism = values["device"]["determinism"]
     of_ranks = rank_environments(placement.ranks, device, determinism, beside[0])
     of_engines = engine_environments(placement.engines, device, determinism, beside[1])
-    publishers = {source.rank for source in sources}
     learners = [
-        Member((values, rank in publishers), common | own, seat)
-        for rank, (own, seat) in enumerate(zip(of_ranks, placement.ranks, strict=True))
+        Member((values,), common | own, seat) for own, seat in zip(of_ranks, placement.ranks, strict=True)
     ]
     writers = [
         Member((values, engine_name(index), episodes), common | own, seat)

@@ -1,18 +1,16 @@
-"""New weights on the engine's side, wherever they come from."""
+"""New weights on the engine's side, wherever they come from: receive, and see that nothing was left out."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.attempts import error_within
-from isotrain.rollout.base import WeightUpdate, update_limit
-from isotrain.rollout.broadcast import receive_update
-from isotrain.rollout.transfer import Contents, open_update
+from isotrain.weights.digest import Contents
+from isotrain.weights.transport import TRANSPORTS, error_within
+from isotrain.weights.update import WeightUpdate, update_limit
 
 
 def open_incoming(
@@ -22,11 +20,8 @@ def open_incoming(
 
     `worker`: which of the engine's workers takes them; `timeout` is `rollout.update_timeout`.
     """
-    if update.in_file:
-        return open_update(update, engine)
-    addresses = update.address.split(",")
-    own = replace(update, address=addresses[worker % len(addresses)])
-    return receive_update(own, engine, update_limit(timeout, update.bytes), device)
+    transport, limit = TRANSPORTS[update.source(worker).transport], update_limit(timeout, update.bytes)
+    return transport.receive(update, engine, limit, device, worker)
 
 
 def rehearse_incoming(

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from isotrain.rollout.base import WeightUpdate
+from isotrain.weights.update import WeightUpdate
 
 TIMEOUT = 5.0
 

@@ -1,10 +1,11 @@
-"""How the bytes of a bucket get from a sender of weights to its receivers, once these know what is in it."""
+"""Weights from device memory straight into that of engines: broadcast, or shared on one device."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -13,85 +14,61 @@ from isotrain.device.accelerator import Accelerator
 from isotrain.device.detect import find_device
 from isotrain.device.exchange import open_shared, private_group, share
 from isotrain.errors import WeightUpdateError
+from isotrain.weights.digest import HOST
+from isotrain.weights.stream import Carrier, Control, StreamTransport, from_sender
+from isotrain.weights.update import Routes
+
+if TYPE_CHECKING:
+    from isotrain.cluster.placement import Placement
 
 c10d: Any = torch.distributed  # its types leave out what is used here
 
-Way = Literal["host", "collective", "shared"]
-"""Through host memory; through the device's own collectives; or in device memory that both sides see."""
-
-
-# From so many processes on, they connect only as they need it.
-CONNECT_ON_DEMAND = 128
+LOOPBACK = "127.0.0.1"
 # torch ends a process whose collective takes longer than its group's limit; ours must come long before that.
 BEYOND_DEADLINE = timedelta(minutes=10)
 
 
-class Deadline:
-    """One end for all the waiting of an update."""
+class BroadcastTransport(StreamTransport):
+    """By the devices' own collectives; through host memory if the sender's device is the host."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+    name = "broadcast"
 
-    def left(self) -> timedelta:
-        return timedelta(seconds=max(0.05, self._end - time.monotonic()))
+    def routes(self, placement: Placement, tensor_parallel: int) -> Routes | None:
+        """Rank 0 sends to all. No collective has two processes on one device."""
+        if _ranks_beside(placement) is not None:
+            return None
+        engines, others = len(placement.engines), len(placement.ranks) - 1
+        hosts = tuple(seat.host for seat in placement.ranks)
+        return Routes(self.name, ((0,),) * engines, (engines * tensor_parallel, *[0] * others), hosts)
 
-    def over(self) -> bool:
-        return time.monotonic() > self._end
-
-
-class Control:
-    """The processes of one attempt to send weights: the sender is rank 0. Host tensors only, and small."""
-
-    def __init__(self, store: Any, host: str, rank: int, size: int, deadline: Deadline) -> None:
-        """`host`: the address of this process that the others reach; nothing listens on another."""
-        self.store, self.rank, self.size, self.deadline = store, rank, size, deadline
-        options = c10d.ProcessGroupGloo._Options()
-        # Said by both sides: a group in which only some connect on demand crashes, and training ranks of
-        # large jobs do so by a variable of theirs.
-        lazy = size >= CONNECT_ON_DEMAND
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
-        options._timeout = deadline.left()
-        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, size, options)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._group.broadcast([tensor], _from_sender(self.deadline)).wait(self.deadline.left())
-
-    def meet(self) -> None:
-        """Until all are here."""
-        options = c10d.BarrierOptions()
-        options.timeout = self.deadline.left()
-        self._group.barrier(options).wait(self.deadline.left())
+    def open_carrier(self, control: Control, device: torch.device, expected: int) -> Carrier:
+        if device.type == HOST.type:
+            return HostCarrier(control)
+        return CollectiveCarrier(control, device, expected)
 
 
-class Carrier(Protocol):
-    bucket_bytes: int
+class IpcTransport(StreamTransport):
+    """Engines on the ranks' devices read the memory of the rank there."""
 
-    def buffer(self, size: int) -> torch.Tensor:
-        """For the sender: bytes to be filled; those of the bucket before may be the same."""
+    name = "ipc"
 
-    def describe(self) -> dict[str, Any]:
-        """What receivers must know of the filled buffer to take a bucket from it; plain values."""
+    def routes(self, placement: Placement, tensor_parallel: int) -> Routes | None:
+        if (taken := _ranks_beside(placement)) is None:
+            return None
+        counts, ranks = Counter(rank for ranks in taken for rank in ranks), range(len(placement.ranks))
+        return Routes(self.name, taken, tuple(counts[rank] for rank in ranks), (LOOPBACK,) * len(ranks))
 
-    def send(self, bucket: torch.Tensor) -> None:
-        """Returns when all receivers have taken it, or never will."""
-
-    def receive(self, size: int, described: dict[str, Any]) -> torch.Tensor:
-        """Bytes that are the receiver's own, as long as it wants them."""
-
-    def close(self) -> None:
-        """Let go of everything that both sides share."""
+    def open_carrier(self, control: Control, device: torch.device, expected: int) -> Carrier:
+        return SharedCarrier(control, device, expected)
 
 
-def open_carrier(way: Way, device: torch.device, control: Control, expected: int = 0) -> Carrier:
-    """One that ends with the attempt; both sides must open the same. `expected` are all bytes to be sent."""
-    if way == "host":
-        return HostCarrier(control)
-    accelerator = find_device(device.type)
-    if not isinstance(accelerator, Accelerator):
-        raise WeightUpdateError(f"weights cannot be sent to {device.type} by way of {way!r}")
-    kind = CollectiveCarrier if way == "collective" else SharedCarrier
-    return kind(control, accelerator, device, expected)
+def _ranks_beside(placement: Placement) -> tuple[tuple[int, ...], ...] | None:
+    """The rank on the device of each worker of each engine; None where a worker has a device of its own."""
+    at = {(seat.node, number): rank for rank, seat in enumerate(placement.ranks) for number in seat.devices}
+    beside = [[at.get((seat.node, number)) for number in seat.devices] for seat in placement.engines]
+    if any(rank is None for ranks in beside for rank in ranks):
+        return None
+    return tuple(tuple(rank for rank in ranks if rank is not None) for ranks in beside)
 
 
 class HostCarrier:
@@ -122,9 +99,10 @@ class HostCarrier:
 class _DeviceCarrier:
     bucket_bytes = 256 << 20
 
-    def __init__(
-        self, control: Control, accelerator: Accelerator, device: torch.device, expected: int
-    ) -> None:
+    def __init__(self, control: Control, device: torch.device, expected: int) -> None:
+        accelerator = find_device(device.type)
+        if not isinstance(accelerator, Accelerator):
+            raise WeightUpdateError(f"weights cannot be sent from device to device: {device.type} is none")
         self._control, self._accelerator, self._device = control, accelerator, device
         if device.index is not None:
             accelerator.module.set_device(device)  # each thread has its own, and this may be a new one
@@ -145,14 +123,12 @@ class _DeviceCarrier:
 class CollectiveCarrier(_DeviceCarrier):
     """To devices of others, on this and other machines."""
 
-    def __init__(
-        self, control: Control, accelerator: Accelerator, device: torch.device, expected: int
-    ) -> None:
-        super().__init__(control, accelerator, device, expected)
+    def __init__(self, control: Control, device: torch.device, expected: int) -> None:
+        super().__init__(control, device, expected)
         # Made in the same order by all, and used for this attempt only.
         store = c10d.PrefixStore("device", control.store)
         timeout = control.deadline.left() + BEYOND_DEADLINE
-        self._group = private_group(accelerator.backend, store, control.rank, control.size, timeout)
+        self._group = private_group(self._accelerator.backend, store, control.rank, control.size, timeout)
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -167,7 +143,7 @@ class CollectiveCarrier(_DeviceCarrier):
 
     def _broadcast(self, bucket: torch.Tensor) -> None:
         deadline = self._control.deadline
-        work = self._group.broadcast([bucket], _from_sender(deadline, BEYOND_DEADLINE))
+        work = self._group.broadcast([bucket], from_sender(deadline, BEYOND_DEADLINE))
         # Waiting for the work itself would only queue the wait on the device, where it has no end.
         while not work.is_completed():
             if deadline.over():
@@ -180,10 +156,8 @@ class CollectiveCarrier(_DeviceCarrier):
 class SharedCarrier(_DeviceCarrier):
     """To another process on the same device: it reads the sender's buffer."""
 
-    def __init__(
-        self, control: Control, accelerator: Accelerator, device: torch.device, expected: int
-    ) -> None:
-        super().__init__(control, accelerator, device, expected)
+    def __init__(self, control: Control, device: torch.device, expected: int) -> None:
+        super().__init__(control, device, expected)
         self._described: list[Any] = []
         self._opened: tuple[list[Any], torch.Tensor] | None = None
 
@@ -216,10 +190,3 @@ class SharedCarrier(_DeviceCarrier):
         self._opened = None
         super().close()
         self._accelerator.free_shared()
-
-
-def _from_sender(deadline: Deadline, beyond: timedelta = timedelta()) -> Any:
-    options = c10d.BroadcastOptions()
-    options.rootRank = 0
-    options.timeout = deadline.left() + beyond
-    return options

@@ -12,15 +12,17 @@ import torch_npu
 from receivers import Receiver, ready
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.broadcast import BroadcastSender
-from isotrain.rollout.carriers import HostCarrier, Way, _DeviceCarrier
-from isotrain.rollout.transfer import checksum, checksums
+from isotrain.weights.devices import HostCarrier, _DeviceCarrier
+from isotrain.weights.digest import HOST, checksum, checksums
+from isotrain.weights.stream import StreamSender
+from isotrain.weights.transport import TRANSPORTS
 
 pytestmark = pytest.mark.heavy
 
 BUCKET = 1 << 20
 # Starting a simulated device takes a while.
 TIMEOUT = 60.0
+DEVICE = torch.device("npu:0")
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +48,25 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     yield "steps", torch.arange(5, device="npu:0")
 
 
-@pytest.mark.parametrize("way", ["host", "collective", "shared"])
-def test_every_way_brings_the_same(
-    receivers: list[Receiver], way: Way, monkeypatch: pytest.MonkeyPatch
+def opened(transport: str, receivers: int, device: torch.device = DEVICE) -> StreamSender:
+    sender = TRANSPORTS[transport].open("127.0.0.1", receivers, TIMEOUT, device)
+    assert isinstance(sender, StreamSender)
+    return sender
+
+
+@pytest.mark.parametrize(
+    ("transport", "device"), [("broadcast", HOST), ("broadcast", DEVICE), ("ipc", DEVICE)]
+)
+def test_every_transport_brings_the_same(
+    receivers: list[Receiver], transport: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostCarrier, "bucket_bytes", BUCKET)
     monkeypatch.setattr(_DeviceCarrier, "bucket_bytes", BUCKET)
-    taking = receivers[1:] if way == "shared" else receivers
-    sender = BroadcastSender("127.0.0.1", len(taking), TIMEOUT, way, torch.device("npu:0"))
+    taking = receivers[1:] if transport == "ipc" else receivers
+    sender = opened(transport, len(taking), device)
     digests = set()
     for version in (4, 5):
-        announced = sender.announce(version)
+        announced = sender.announce(version, 0, TIMEOUT)
         for receiver in taking:
             receiver.order(announced, timeout=TIMEOUT)
         sent = sender.send(weights(), version)
@@ -67,25 +77,25 @@ def test_every_way_brings_the_same(
             arrived = receiver.read()
             assert arrived["sums"] == expected
             assert arrived["shapes"] == {name: list(tensor.shape) for name, tensor in weights()}
-            assert arrived["devices"] == ["cpu" if way == "host" else "npu"]
+            assert arrived["devices"] == [device.type]
             digests.add(arrived["digest"])
     # The same number whether host or device has added the bytes up.
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("way", ["collective", "shared"])
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
 def test_no_weight_passes_through_host_memory(
-    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And neither side needs more than two buckets beside the weights themselves."""
     monkeypatch.setattr(_DeviceCarrier, "bucket_bytes", BUCKET)
     held = [(name, tensor) for name, tensor in weights() if tensor.nbytes <= BUCKET]
     size = sum(tensor.nbytes for _, tensor in held)
-    with ready(Receiver("engine", "npu:0" if way == "shared" else "npu:1", npusim.environment())) as (
+    with ready(Receiver("engine", "npu:0" if transport == "ipc" else "npu:1", npusim.environment())) as (
         receiver,
     ):
-        sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, way, torch.device("npu:0"))
-        receiver.order(sender.announce(1), timeout=TIMEOUT, sums=False)
+        sender = opened(transport, 1)
+        receiver.order(sender.announce(1, 0, TIMEOUT), timeout=TIMEOUT, sums=False)
         torch.npu.reset_peak_memory_stats(0)
         before, copied = torch.npu.memory_allocated(0), torch_npu._C.copied_bytes()
         sender.send(held, 1)
@@ -99,21 +109,21 @@ def test_no_weight_passes_through_host_memory(
 
 
 def test_damage_on_the_device(receivers: list[Receiver]) -> None:
-    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, "shared", torch.device("npu:0"))
-    receivers[1].order(sender.announce(1), damage=True, timeout=TIMEOUT)
+    sender = opened("ipc", 1)
+    receivers[1].order(sender.announce(1, 0, TIMEOUT), damage=True, timeout=TIMEOUT)
     with pytest.raises(WeightUpdateError, match=r"weight update 1: engine 0: .*damaged: digest"):
         sender.send(weights(), 1)
     assert receivers[1].read()["error"].startswith("engine 0: weight update 1 is damaged: digest")
 
 
-@pytest.mark.parametrize("way", ["collective", "shared"])
-def test_a_sender_that_fails_says_so(receivers: list[Receiver], way: Way) -> None:
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_a_sender_that_fails_says_so(receivers: list[Receiver], transport: str) -> None:
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         yield next(weights())
         raise ValueError("out of memory")
 
-    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT, way, torch.device("npu:0"))
-    receivers[1].order(sender.announce(1), timeout=TIMEOUT)
+    sender = opened(transport, 1)
+    receivers[1].order(sender.announce(1, 0, TIMEOUT), timeout=TIMEOUT)
     with pytest.raises(ValueError, match="out of memory"):
         sender.send(stream(), 1)
     assert "the sender aborted weight update 1: ValueError" in receivers[1].read()["error"]
@@ -131,8 +141,8 @@ def test_sums_of_host_and_device_are_the_same() -> None:
             assert checksums(data.to("npu"), [(64, size)]) != [expected]
 
 
-def test_a_way_that_the_device_does_not_have() -> None:
-    sender = BroadcastSender("127.0.0.1", 0, TIMEOUT, "shared", torch.device("cpu"))
-    sender.announce(1)
-    with pytest.raises(WeightUpdateError, match="cannot be sent to cpu by way of 'shared'"):
+def test_the_host_shares_no_device_memory() -> None:
+    sender = opened("ipc", 0, HOST)
+    sender.announce(1, 0, TIMEOUT)
+    with pytest.raises(WeightUpdateError, match="cannot be sent from device to device: cpu is none"):
         sender.send([], 1)

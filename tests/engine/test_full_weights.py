@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
 from isotrain.engine.export import export_run
-from isotrain.engine.stream import full_weights
 from isotrain.engine.world import join_world
 from isotrain.models.lora import lora_config
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import resolved
+from isotrain.weights.send import full_weights
 from support import tiny_recipe
 
 Outcome = Callable[[str, int], Path]

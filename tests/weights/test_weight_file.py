@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout import transfer
-from isotrain.rollout.transfer import checksum, open_update, read_update, remove_abandoned, write_update
+from isotrain.weights import file as weight_file
+from isotrain.weights.digest import checksum
+from isotrain.weights.file import open_update, path_of, read_update, remove_abandoned, write_update
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -48,9 +49,9 @@ def test_what_arrives_is_what_was_sent(tmp_path: Path, device_type: str) -> None
     with open_update(update, "e") as arrived:
         assert equal(weights(), arrived.tensors)
         assert (arrived.version, arrived.digest) == (3, update.digest)
-    with safe_open(update.address, "pt") as file:  # an ordinary safetensors file
+    with safe_open(path_of(update), "pt") as file:  # an ordinary safetensors file
         assert torch.equal(file.get_tensor("b.weight"), weights()[1][1])
-    assert stat.S_IMODE(os.stat(update.address).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(path_of(update)).st_mode) == 0o600
 
 
 def test_the_digest_covers_names_types_shapes_order_and_bytes(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
 
 def test_two_files_take_turns_and_the_last_version_stays(tmp_path: Path) -> None:
     updates = [write_update(weights(version), version, tmp_path) for version in (1, 4, 6)]
-    assert updates[0].address == updates[2].address != updates[1].address
+    assert updates[0].sources == updates[2].sources != updates[1].sources
     for version, update in ((4, updates[1]), (6, updates[2])):
         with open_update(update, "e") as arrived:
             assert equal(arrived.tensors, weights(version))
@@ -102,7 +103,7 @@ def test_a_reader_keeps_its_version_while_newer_ones_are_written(tmp_path: Path)
         assert equal(arrived.tensors, weights(1))
     with open_update(later[-1], "e") as newest:
         assert equal(newest.tensors, weights(5))
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(transfer.FILES)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(weight_file.FILES)
 
 
 def test_half_a_file_is_never_read(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def overwrite(offset: int, data: bytes) -> Callable[[Path], None]:
         (empty, "has 0 bytes"),
         (Path.unlink, "was announced but is not there"),
         (overwrite(-3, b"\xa5"), "digest"),
-        (overwrite(transfer.HEADER_ROOM + 5, b"\xa5"), "digest"),
+        (overwrite(weight_file.HEADER_ROOM + 5, b"\xa5"), "digest"),
         (overwrite(7, b"\x7f"), "was not written to the end"),
         (overwrite(8, b"x"), "damaged header"),
         (overwrite(60, b"\xff\xff"), "damaged header"),
@@ -154,7 +155,7 @@ def overwrite(offset: int, data: bytes) -> Callable[[Path], None]:
 )
 def test_damage_is_named(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
     update = write_update(weights(), 8, tmp_path)
-    change(Path(update.address))
+    change(Path(path_of(update)))
     with pytest.raises(WeightUpdateError, match=f"engine 2: weight update 8.*{message}"):
         list(read_update(update, "engine 2"))
 
@@ -168,12 +169,12 @@ def test_an_announcement_that_does_not_fit(tmp_path: Path, field: str) -> None:
 
 
 def test_a_header_that_outgrows_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "HEADER_ROOM", 4096)
+    monkeypatch.setattr(weight_file, "HEADER_ROOM", 4096)
     many = [(f"layer.{index}.weight", torch.full((3, 5), float(index))) for index in range(500)]
     update = write_update(many, 1, tmp_path)
     with open_update(update, "e") as arrived:
         assert equal(many, arrived.tensors)
-    with safe_open(update.address, "pt") as file:
+    with safe_open(path_of(update), "pt") as file:
         assert torch.equal(file.get_tensor("layer.321.weight"), many[321][1])
 
 
@@ -190,11 +191,11 @@ def test_no_room(tmp_path: Path) -> None:
 MAKE = """
 import os, sys, torch
 from pathlib import Path
-from isotrain.rollout import transfer
+from isotrain.weights import file
 if sys.argv[1] != "-":
     os.access = lambda path, mode: False
-    transfer.tempfile.tempdir = sys.argv[1]
-print(transfer.write_update([("a", torch.zeros(3))], 1).address, flush=True)
+    file.tempfile.tempdir = sys.argv[1]
+print(file.write_update([("a", torch.zeros(3))], 1).source(), flush=True)
 sys.stdin.readline()
 """
 
@@ -240,7 +241,7 @@ def test_the_check_sum_sees_every_bit_and_every_row(size: int) -> None:
 
 
 def test_a_run_removes_what_its_own_processes_left(tmp_path: Path) -> None:
-    own, other = (tmp_path / f"{transfer.PREFIX}{run}-x" for run in ("1a", "2b"))
+    own, other = (tmp_path / f"{weight_file.PREFIX}{run}-x" for run in ("1a", "2b"))
     for path in (own, other):
         path.mkdir()
     remove_abandoned(tmp_path, 0.0, "1a-")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout import broadcast
-from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.transfer import checksums
+from isotrain.weights import stream
+from isotrain.weights.digest import checksums
+from isotrain.weights.transport import TRANSPORTS
+from isotrain.weights.update import WeightUpdate
 
 
 def damaged(bucket: torch.Tensor, places: list[tuple[int, int]]) -> list[int]:
@@ -22,8 +23,9 @@ def damaged(bucket: torch.Tensor, places: list[tuple[int, int]]) -> list[int]:
 def receive(order: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """One tensor at a time, as an engine that copies each into its model does."""
     sums, types, shapes, devices = {}, {}, {}, set()
-    update = WeightUpdate(**order["update"])
-    with broadcast.receive_update(update, order["name"], order["timeout"], device) as contents:
+    update = WeightUpdate.from_json(order["update"])
+    transport = TRANSPORTS[update.source().transport]
+    with transport.receive(update, order["name"], order["timeout"], device) as contents:
         for name, tensor in contents.tensors:
             devices.add(tensor.device.type)
             sums[name] = float(tensor.cpu().double().sum()) if order["sums"] else 0.0
@@ -47,7 +49,7 @@ def main() -> None:
         order = json.loads(line)
         started = time.perf_counter()
         # As if a bit had changed on the way.
-        broadcast.checksums = damaged if order["damage"] else checksums
+        stream.checksums = damaged if order["damage"] else checksums
         try:
             answer = receive(order, device)
         except WeightUpdateError as error:

@@ -6,15 +6,20 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from receivers import TIMEOUT, Receiver, ready
 
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.base import WeightUpdate
-from isotrain.rollout.broadcast import REHEARSAL, BroadcastSender
-from isotrain.rollout.carriers import HostCarrier
+from isotrain.weights.devices import BroadcastTransport, HostCarrier
+from isotrain.weights.digest import HOST
+from isotrain.weights.send import SendOrder, Sent, WeightSender
+from isotrain.weights.stream import StreamSender
+from isotrain.weights.update import REHEARSAL, WeightUpdate
 
 pytestmark = pytest.mark.heavy
 
@@ -23,6 +28,10 @@ pytestmark = pytest.mark.heavy
 def receivers() -> Iterator[list[Receiver]]:
     with ready(*(Receiver(f"engine {index}") for index in range(2))) as made:
         yield made
+
+
+def opened(receivers: int) -> StreamSender:
+    return BroadcastTransport().open("127.0.0.1", receivers, TIMEOUT, HOST)
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
@@ -41,10 +50,10 @@ def test_all_receivers_have_the_same(
     receivers: list[Receiver], device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HostCarrier, "bucket_bytes", 10_000)  # several buckets, and a tensor larger than one
-    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    sender = opened(2)
     for version in (4, 5):
-        announced = sender.announce(version)
-        assert announced.address == sender.address
+        announced = sender.announce(version, 0, TIMEOUT)
+        assert announced.sources == sender.sources
         for receiver in receivers:
             receiver.order(announced)
         sent = sender.send(((n, t.to(device_type)) for n, t in weights()), version)
@@ -58,8 +67,8 @@ def test_all_receivers_have_the_same(
 
 
 def test_damage_on_the_way(receivers: list[Receiver]) -> None:
-    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
-    announced = sender.announce(1)
+    sender = opened(2)
+    announced = sender.announce(1, 0, TIMEOUT)
     receivers[0].order(announced)
     receivers[1].order(announced, damage=True)
     with pytest.raises(WeightUpdateError, match=r"weight update 1: engine 1: .*damaged: digest"):
@@ -69,15 +78,14 @@ def test_damage_on_the_way(receivers: list[Receiver]) -> None:
 
 
 def test_a_receiver_that_does_not_come_and_then_does(receivers: list[Receiver]) -> None:
-    sender = BroadcastSender("127.0.0.1", 2, 1.0)
-    announced = sender.announce(1)
+    sender = opened(2)
+    announced = sender.announce(1, 0, 1.0)
     receivers[0].order(announced, timeout=2.0)
     with pytest.raises(WeightUpdateError, match="weight update 1: 1 of 2 receivers came within 1 s"):
         sender.send(weights(), 1)
     left = receivers[0].read()
     assert "engine 0: weight update 1 did not arrive" in left["error"] and left["seconds"] < 30
-    again = sender.announce(1)  # the failed attempt leaves nothing behind
-    sender.timeout = TIMEOUT
+    again = sender.announce(1, 0, TIMEOUT)  # the failed attempt leaves nothing behind
     for receiver in receivers:
         receiver.order(again)
     assert sender.send(weights(), 1).tensors == len(weights())
@@ -89,8 +97,8 @@ def test_a_sender_that_fails_says_so(receivers: list[Receiver]) -> None:
         yield from weights()[:2]
         raise ValueError("out of memory")
 
-    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
-    announced = sender.announce(1)
+    sender = opened(2)
+    announced = sender.announce(1, 0, TIMEOUT)
     for receiver in receivers:
         receiver.order(announced)
     with pytest.raises(ValueError, match="out of memory"):
@@ -102,27 +110,34 @@ def test_a_sender_that_fails_says_so(receivers: list[Receiver]) -> None:
 
 
 def test_another_version_than_announced(receivers: list[Receiver]) -> None:
-    sender = BroadcastSender("127.0.0.1", 1, TIMEOUT)
-    sender.announce(3)
-    receivers[0].order(WeightUpdate(4, sender.address, 0, 0, ""))
+    sender = opened(1)
+    sender.announce(3, 0, TIMEOUT)
+    receivers[0].order(WeightUpdate(4, sender.sources, 0, 0, ""))
     assert "weight update 4 was announced" in receivers[0].read()["error"]
 
 
 def test_a_rehearsal_that_nobody_comes_to(receivers: list[Receiver]) -> None:
-    sender = BroadcastSender("127.0.0.1", 2, 0.5)
-    announced = sender.announce(REHEARSAL)
-    receivers[0].order(announced, timeout=1.0)
-    assert sender.rehearse() in (
+    policy: Any = SimpleNamespace(world=SimpleNamespace(device=HOST, rank=0))
+    rank = WeightSender(policy, torch.float32, lambda but_weights: None)
+    order = SendOrder(REHEARSAL, "broadcast", "127.0.0.1", 2, timeout=0.5)
+    announced = rank.announce(order)
+    assert announced.update is not None
+    receivers[0].order(announced.update, timeout=1.0)
+    assert rank.send(order).error in (
         "WeightUpdateError: weight update -1: 1 of 2 receivers came within 0.5 s",
         "no end within 0.5 s",
     )
     assert "error" in receivers[0].read()
-    sender.timeout = TIMEOUT  # the next attempt knows nothing of it
-    announced = sender.announce(REHEARSAL)
+    order = replace(order, timeout=TIMEOUT)  # the next attempt knows nothing of it
+    announced = rank.announce(order)
+    assert announced.update is not None
     for receiver in receivers:
-        receiver.order(announced)
-    assert sender.rehearse() == ""
+        receiver.order(announced.update)
+    assert rank.send(order) == Sent()
     assert all(receiver.read()["shapes"] == {"rehearsal": [1024]} for receiver in receivers)
+    elsewhere = replace(order, transport="ipc", host="203.0.113.1")
+    assert rank.announce(elsewhere).error.startswith("rank 0 cannot listen on 203.0.113.1: ")
+    assert rank.announce(replace(elsewhere, receivers=0)) == Sent()
 
 
 def test_one_side_that_connects_on_demand_elsewhere(
@@ -130,8 +145,8 @@ def test_one_side_that_connects_on_demand_elsewhere(
 ) -> None:
     """As ranks of large jobs do: both sides must say the same here, or the group crashes."""
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
-    announced = sender.announce(1)
+    sender = opened(2)
+    announced = sender.announce(1, 0, TIMEOUT)
     for receiver in receivers:
         receiver.order(announced)
     sender.send(weights(), 1)
@@ -139,7 +154,7 @@ def test_one_side_that_connects_on_demand_elsewhere(
 
 
 def test_nothing_listens_beyond_the_address_given(receivers: list[Receiver]) -> None:
-    sender = BroadcastSender("127.0.0.1", 2, TIMEOUT)
+    sender = opened(2)
     seen: set[str] = set()
     pids = [os.getpid(), *(receiver.process.pid for receiver in receivers)]
 
@@ -151,7 +166,7 @@ def test_nothing_listens_beyond_the_address_given(receivers: list[Receiver]) -> 
             )
             yield name, tensor
 
-    announced = sender.announce(1)
+    announced = sender.announce(1, 0, TIMEOUT)
     for receiver in receivers:
         receiver.order(announced)
     sending = threading.Thread(target=sender.send, args=(stream(), 1))

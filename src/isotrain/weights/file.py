@@ -1,7 +1,9 @@
-"""Weights from one process to others on the same host, through a file in shared memory.
+"""Weights through a file in shared memory on each machine that has engines.
 
-The file is in safetensors layout. It is never read while it is written, nor written while it is read: the
-writer holds an exclusive lock, readers hold a shared one, and the kernel lets go of both when a process dies.
+The first rank of a machine writes it. To machines without a rank, rank 0 broadcasts what it wrote, and a
+relay there writes the file. It is in safetensors layout. It is never read while it is written, nor written
+while it is read: the writer holds an exclusive lock, readers hold a shared one, and the kernel lets go of
+both when a process dies.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import atexit
 import contextlib
 import fcntl
 import functools
-import hashlib
 import json
 import math
 import mmap
@@ -19,131 +20,22 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from isotrain import abandoned
 from isotrain.errors import WeightUpdateError
-from isotrain.rollout.base import WeightUpdate
+from isotrain.weights.devices import BroadcastTransport
+from isotrain.weights.digest import HOST, TYPE_NAMES, TYPES, Contents, Digest, Weight, checksum
+from isotrain.weights.update import FileSource, Routes, WeightUpdate
 
-# Names of types as safetensors has them.
-TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
-
-
-class Digest:
-    """Check sums of the tensors' bytes, which are fast, gathered in a SHA-256, which is short."""
-
-    def __init__(self) -> None:
-        self.tensors = 0
-        self.bytes = 0
-        self._hash = hashlib.sha256()
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], size: int, total: int) -> None:
-        """`total`: the check sum of its bytes."""
-        self.tensors += 1
-        self.bytes += size
-        self._hash.update(f"{name}\0{dtype}\0{shape}\0{total:016x}\n".encode())
-
-    def hex(self) -> str:
-        return self._hash.hexdigest()
-
-    def check(self, update: WeightUpdate, engine: str) -> None:
-        """Compare what arrived with what was announced."""
-        for what, arrived, announced in (
-            ("tensors", self.tensors, update.tensors),
-            ("bytes", self.bytes, update.bytes),
-            ("digest", self.hex(), update.digest),
-        ):
-            if arrived != announced:
-                raise WeightUpdateError(
-                    f"{engine}: weight update {update.version} is damaged: "
-                    f"{what} {arrived} arrived, {announced} announced"
-                )
-
-
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; copied only where it is elsewhere or not contiguous."""
-    host = tensor.detach().to("cpu").contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
-
-
-# Words of 8 bytes that are added up before their place counts.
-_ROW = 1024
-_FACTOR = 0x9E3779B97F4A7C15
-
-
-def checksum(data: memoryview) -> int:
-    """Of all bytes and, row by row, of their places; four times as fast as a CRC, for which memory waits.
-
-    A flipped bit changes it, and so do rows that are shifted or exchanged; it is no defence against people.
-    """
-    whole = len(data) // 8
-    words = np.frombuffer(data, dtype=np.uint64, count=whole)
-    rows = words[: whole // _ROW * _ROW].reshape(-1, _ROW)
-    rest = int(np.add.reduce(words[rows.size :])) + int.from_bytes(data[8 * whole :], "little")
-    totals = np.append(np.add.reduce(rows, axis=1), np.uint64(rest % 2**64))
-    weights = np.arange(len(totals), dtype=np.uint64) * np.uint64(2) + np.uint64(_FACTOR)
-    return (int(np.add.reduce(totals * weights)) + _FACTOR * len(data)) % 2**64
-
-
-_WRAPPED_FACTOR = _FACTOR - 2**64
-"""The same bits as a signed number, which torch has on every device."""
-
-
-def checksums(bucket: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[int]:
-    """Of parts of a flat tensor of bytes, given as starts and sizes; computed where the bytes are.
-
-    Starts are multiples of 8.
-    """
-    if bucket.device.type == "cpu":
-        view = bucket.numpy().data
-        return [checksum(view[start : start + size]) for start, size in places]
-    if not places:
-        return []
-    totals = torch.stack([_device_checksum(bucket[start : start + size]) for start, size in places]).tolist()
-    return [(total + _FACTOR * size) % 2**64 for total, (_, size) in zip(totals, places, strict=True)]
-
-
-def _device_checksum(part: torch.Tensor) -> torch.Tensor:
-    """As `checksum`, without what the size adds; sums of 64-bit integers wrap around as on the host."""
-    whole = len(part) // 8
-    words = part[: 8 * whole].view(torch.int64)
-    in_rows = whole // _ROW * _ROW
-    tail = part[8 * whole :].long()
-    shifts = torch.arange(len(tail), device=part.device) * 8
-    rest = words[in_rows:].sum() + (tail << shifts).sum()
-    totals = torch.cat([words[:in_rows].view(-1, _ROW).sum(1), rest[None]])
-    weights = torch.arange(len(totals), device=part.device) * 2 + _WRAPPED_FACTOR
-    return (totals * weights).sum()
-
-
-def tensor_over(buffer: object, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    """A tensor on the memory of a buffer, which it keeps alive."""
-    if not (count := math.prod(shape)):
-        return torch.empty(shape, dtype=TYPES[dtype])
-    flat: torch.Tensor = torch.frombuffer(buffer, dtype=TYPES[dtype], count=count, offset=offset)
-    return flat.view(shape)
-
+if TYPE_CHECKING:
+    from isotrain.cluster.placement import Placement, Seat
 
 # Two files take turns: overwriting pages that exist is almost twice as fast as asking for new ones, and the
 # newest version stays readable while the next one is written.
@@ -156,19 +48,70 @@ PREFIX = "isotrain-weights-"
 RUN_VARIABLE = "ISOTRAIN_RUN"
 
 
-@dataclass
-class Contents:
-    """What an update was found to hold, not what was announced."""
+class FileTransport:
+    """Works everywhere: nobody has to be ready at a certain moment, and no device to share or connect."""
 
-    tensors: Iterable[tuple[str, torch.Tensor]]
-    version: int
-    digest: str
-    """Where tensors come one by one, it is known when the last has come."""
+    together = False
+
+    def routes(self, placement: Placement, tensor_parallel: int) -> Routes:
+        """Each engine reads the file of its machine: its first rank's, or that of a relay."""
+        first, away = _first_ranks(placement), list(machines_without_ranks(placement))
+        ranks = [first.get(seat.node, 0) for seat in placement.engines]
+        relays = {
+            number: away.index(seat.node)
+            for number, seat in enumerate(placement.engines)
+            if seat.node in away
+        }
+        readers = Counter(ranks)
+        receivers = tuple(readers[rank] for rank in range(len(placement.ranks)))
+        hosts = tuple(seat.host for seat in placement.ranks)
+        return Routes("file", tuple((rank,) for rank in ranks), receivers, hosts, relays)
+
+    def open(self, host: str, receivers: int, timeout: float, device: torch.device) -> FileSender:
+        return FileSender()
+
+    def receive(
+        self, update: WeightUpdate, engine: str, timeout: float, device: torch.device, worker: int = 0
+    ) -> contextlib.AbstractContextManager[Contents]:
+        return open_update(update, engine)
 
 
-def write_update(
-    tensors: Iterable[tuple[str, torch.Tensor]], version: int, directory: Path | None = None
-) -> WeightUpdate:
+class FileSender:
+    def announce(self, version: int, size: int, timeout: float) -> None:
+        """Engines are told when it is written."""
+
+    def send(self, tensors: Iterable[Weight], version: int) -> WeightUpdate:
+        return write_update(tensors, version)
+
+
+class Relay:
+    """A worker on a machine without a rank: writes what rank 0 broadcasts for all engines of the machine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def start(self) -> None:
+        """It has nothing to make ready, and so can be replaced at any time between two updates."""
+
+    def take(self, announced: WeightUpdate, timeout: float) -> WeightUpdate:
+        with BroadcastTransport().receive(announced, self.name, timeout, HOST) as contents:
+            return write_update(contents.tensors, announced.version)
+
+    def close(self) -> None:
+        remove_private_directory()
+
+
+def machines_without_ranks(placement: Placement) -> dict[str, Seat]:
+    """Each with the first of its engines."""
+    home = _first_ranks(placement)
+    return {seat.node: seat for seat in reversed(placement.engines) if seat.node not in home}
+
+
+def _first_ranks(placement: Placement) -> dict[str, int]:
+    return {seat.node: rank for rank, seat in reversed(list(enumerate(placement.ranks)))}
+
+
+def write_update(tensors: Iterable[Weight], version: int, directory: Path | None = None) -> WeightUpdate:
     """Write full named tensors, from any device, holding one at a time in host memory."""
     directory = directory or private_directory()
     descriptor, path = _claim(directory)
@@ -197,20 +140,32 @@ def write_update(
         # The file system's own clock can be too coarse to tell which file is the older one.
         os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
         os.close(descriptor)  # and with it the lock
-    return WeightUpdate(version, str(path), digest.tensors, digest.bytes, digest.hex())
+    return WeightUpdate(version, (FileSource(str(path)),), digest.tensors, digest.bytes, digest.hex())
 
 
-def read_update(update: WeightUpdate, engine: str = "engine") -> Iterator[tuple[str, torch.Tensor]]:
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; copied only where it is elsewhere or not contiguous."""
+    host = tensor.detach().to("cpu").contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
+
+
+def read_update(update: WeightUpdate, engine: str = "engine") -> Iterator[Weight]:
     """The tensors of an update, which has been verified before the first one is given out."""
     with open_update(update, engine) as contents:
         yield from contents.tensors
+
+
+def path_of(update: WeightUpdate) -> str:
+    source = update.source()
+    assert isinstance(source, FileSource), "of an update in a file"
+    return source.path
 
 
 @contextlib.contextmanager
 def open_update(update: WeightUpdate, engine: str) -> Iterator[Contents]:
     """Verified tensors that lie in the file itself; they must not be used after the context is left."""
     try:
-        descriptor = os.open(update.address, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path_of(update), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise _wrong(update, engine, f"was announced but is not there: {error}") from error
     try:
@@ -265,17 +220,20 @@ def _entry(
 
 
 def _tensor(file: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor | None:
-    """None where the header describes no tensor that could be in the file."""
+    """A tensor on the file's memory, which it keeps alive; None where the file could not hold it."""
     if dtype not in TYPES:
         return None
     try:
-        return tensor_over(file, dtype, shape, offset)
+        if not (count := math.prod(shape)):
+            return torch.empty(shape, dtype=TYPES[dtype])
+        flat: torch.Tensor = torch.frombuffer(file, dtype=TYPES[dtype], count=count, offset=offset)
+        return flat.view(shape)
     except (ValueError, RuntimeError, TypeError):
         return None
 
 
 def _wrong(update: WeightUpdate, engine: str, what: str) -> WeightUpdateError:
-    return WeightUpdateError(f"{engine}: weight update {update.version} ({update.address}) {what}")
+    return WeightUpdateError(f"{engine}: weight update {update.version} ({update.source()}) {what}")
 
 
 def _claim(directory: Path) -> tuple[int, Path]:

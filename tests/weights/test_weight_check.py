@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from isotrain.data.prompts import Prompt
-from isotrain.trainers.online.weight_check import (
+from isotrain.weights.check import (
     CHECK_TOKENS,
     TOLERANCE,
     Tolerance,

@@ -1,0 +1,1 @@
+"""Weights from the training ranks to the rollout engines: gather, send, load, verify."""

@@ -1,0 +1,357 @@
+"""Weights from one process to many that take them at the same time, bucket by bucket.
+
+The store listens on an address that the caller names, never on all of them, and each update has a group of
+its own: one that failed leaves nothing behind for the next. Metadata goes through host memory; the bytes of a
+bucket go the way that the transport's carrier has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed
+
+from isotrain.errors import WeightUpdateError
+from isotrain.weights.digest import HOST, TYPE_NAMES, TYPES, Contents, Digest, Weight, checksums
+from isotrain.weights.update import StoreSource, WeightUpdate
+
+c10d: Any = torch.distributed  # its types leave out what is used here
+
+# In a bucket each tensor begins at a multiple of this, so that any type can be read in place.
+ALIGNMENT = 64
+
+# From so many processes on, they connect only as they need it.
+CONNECT_ON_DEMAND = 128
+
+
+class Deadline:
+    """One end for all the waiting of an update."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> timedelta:
+        return timedelta(seconds=max(0.05, self._end - time.monotonic()))
+
+    def over(self) -> bool:
+        return time.monotonic() > self._end
+
+
+class Control:
+    """The processes of one attempt to send weights: the sender is rank 0. Host tensors only, and small."""
+
+    def __init__(self, store: Any, host: str, rank: int, size: int, deadline: Deadline) -> None:
+        """`host`: the address of this process that the others reach; nothing listens on another."""
+        self.store, self.rank, self.size, self.deadline = store, rank, size, deadline
+        options = c10d.ProcessGroupGloo._Options()
+        # Said by both sides: a group in which only some connect on demand crashes, and training ranks of
+        # large jobs do so by a variable of theirs.
+        lazy = size >= CONNECT_ON_DEMAND
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
+        options._timeout = deadline.left()
+        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._group.broadcast([tensor], from_sender(self.deadline)).wait(self.deadline.left())
+
+    def meet(self) -> None:
+        """Until all are here."""
+        options = c10d.BarrierOptions()
+        options.timeout = self.deadline.left()
+        self._group.barrier(options).wait(self.deadline.left())
+
+
+class Carrier(Protocol):
+    bucket_bytes: int
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """For the sender: bytes to be filled; those of the bucket before may be the same."""
+
+    def describe(self) -> dict[str, Any]:
+        """What receivers must know of the filled buffer to take a bucket from it; plain values."""
+
+    def send(self, bucket: torch.Tensor) -> None:
+        """Returns when all receivers have taken it, or never will."""
+
+    def receive(self, size: int, described: dict[str, Any]) -> torch.Tensor:
+        """Bytes that are the receiver's own, as long as it wants them."""
+
+    def close(self) -> None:
+        """Let go of everything that both sides share."""
+
+
+def from_sender(deadline: Deadline, beyond: timedelta = timedelta()) -> Any:
+    options = c10d.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = deadline.left() + beyond
+    return options
+
+
+class Entry(NamedTuple):
+    """One tensor in a bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class StreamTransport(ABC):
+    """What transports have in common whose receivers take the weights while they are sent."""
+
+    name: str
+    together = True
+
+    @abstractmethod
+    def open_carrier(self, control: Control, device: torch.device, expected: int) -> Carrier:
+        """On both sides, for one attempt; `expected` is about how many bytes the sender will send."""
+
+    def open(self, host: str, receivers: int, timeout: float, device: torch.device) -> StreamSender:
+        return StreamSender(self, host, receivers, timeout, device)
+
+    @contextlib.contextmanager
+    def receive(
+        self, update: WeightUpdate, engine: str, timeout: float, device: torch.device, worker: int = 0
+    ) -> Iterator[Contents]:
+        """Tensors as they arrive; whether they were whole is known, and raised, only at the end."""
+        source = update.source(worker)
+        assert isinstance(source, StoreSource), "of an update that is sent"
+        contents = Contents(iter(()), update.version, "")
+
+        def arriving() -> Generator[Weight]:
+            try:
+                yield from self._arriving(update, source, engine, timeout, device, contents)
+            except WeightUpdateError:
+                raise
+            except RuntimeError as error:
+                raise WeightUpdateError(
+                    f"{engine}: weight update {update.version} did not arrive from {source} "
+                    f"within {timeout:g} s: {error}"
+                ) from error
+
+        contents.tensors = tensors = arriving()
+        try:
+            yield contents
+        finally:
+            tensors.close()  # and with it all connections: the sender learns that this receiver has given up
+
+    def _arriving(
+        self,
+        update: WeightUpdate,
+        source: StoreSource,
+        engine: str,
+        timeout: float,
+        device: torch.device,
+        contents: Contents,
+    ) -> Iterator[Weight]:
+        deadline = Deadline(timeout)
+        root = c10d.TCPStore(
+            source.host, source.port, is_master=False, wait_for_workers=False, timeout=deadline.left()
+        )
+        plan = json.loads(root.get("plan"))
+        if plan["version"] != update.version:
+            raise WeightUpdateError(
+                f"{engine}: weight update {update.version} was announced, {source} has {plan['version']}"
+            )
+        store = c10d.PrefixStore(f"attempt/{plan['attempt']}", root)
+        rank = store.add("joined", 1)
+        if rank > plan["receivers"]:
+            raise WeightUpdateError(f"{engine}: {source} sends only to {plan['receivers']} receivers")
+        store.wait(["go"], deadline.left())
+        control = Control(store, _address_towards(source), rank, plan["receivers"] + 1, deadline)
+        device = HOST if plan["device"] == HOST.type else device
+        digest = Digest()
+        # Closed before the sender hears that all is well: it frees what it has shared.
+        with closing(self.open_carrier(control, device, 0)) as carrier:
+            while True:
+                metadata, size = _hear_metadata(control)
+                if "abort" in metadata:
+                    raise WeightUpdateError(
+                        f"{engine}: the sender aborted weight update {update.version}: {metadata['abort']}"
+                    )
+                if "end" in metadata:
+                    break
+                yield from _taken(carrier.receive(size, metadata["carrier"]), metadata["entries"], digest)
+        end = WeightUpdate(update.version, (source,), **metadata["end"])
+        contents.digest = digest.hex()
+        try:
+            digest.check(end, engine)
+        except WeightUpdateError as error:
+            store.set(f"reply/{rank}", str(error))
+            raise
+        store.set(f"reply/{rank}", "whole")
+
+
+class StreamSender:
+    """The end that has the weights; `receivers` counts the workers of all engines."""
+
+    def __init__(
+        self, transport: StreamTransport, host: str, receivers: int, timeout: float, device: torch.device
+    ) -> None:
+        self.host, self.receivers, self.timeout, self.device = host, receivers, timeout, device
+        self._transport = transport
+        self._attempts = self._size = 0
+        listener = socket.create_server((host, 0), backlog=max(128, receivers))
+        port = listener.getsockname()[1]
+        self.sources = (StoreSource(transport.name, host, port),)
+        self._store = c10d.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listener.detach(),
+        )
+
+    def announce(self, version: int, size: int, timeout: float) -> WeightUpdate:
+        """What to tell the engines before `send`; counts and digest come with the weights themselves.
+
+        `size` is about how many bytes there are: limits of time grow with them.
+        """
+        self._attempts += 1
+        self._size, self.timeout = size, timeout
+        plan = {
+            "version": version,
+            "attempt": self._attempts,
+            "receivers": self.receivers,
+            "device": self.device.type,
+        }
+        self._store.set("plan", json.dumps(plan))
+        return WeightUpdate(version, self.sources, 0, size, "")
+
+    def send(self, tensors: Iterable[Weight], version: int) -> WeightUpdate:
+        """Send to all receivers, which are told of the announcement meanwhile, and hear that they have it."""
+        deadline = Deadline(self.timeout)
+        store = c10d.PrefixStore(f"attempt/{self._attempts}", self._store)
+        _wait_for_joins(store, self.receivers, deadline, version)
+        store.set("go", "1")
+        digest = Digest()
+        try:
+            control = Control(store, self.host, 0, self.receivers + 1, deadline)
+            with closing(self._transport.open_carrier(control, self.device, self._size)) as carrier:
+                try:
+                    for entries, parts in _buckets(tensors, carrier.bucket_bytes):
+                        _send(control, carrier, entries, parts, digest)
+                except Exception as error:
+                    with contextlib.suppress(RuntimeError):  # the others may be gone as well
+                        _tell(control, {"abort": repr(error)}, 0)
+                    raise
+                end = {"tensors": digest.tensors, "bytes": digest.bytes, "digest": digest.hex()}
+                _tell(control, {"end": end}, 0)
+                self._hear(store, version, deadline)
+        except RuntimeError as error:  # gloo's own, for timeouts and closed connections
+            if isinstance(error, WeightUpdateError):
+                raise
+            raise WeightUpdateError(f"weight update {version} was not sent: {error}") from error
+        return WeightUpdate(version, self.sources, digest.tensors, digest.bytes, digest.hex())
+
+    def _hear(self, store: Any, version: int, deadline: Deadline) -> None:
+        for rank in range(1, self.receivers + 1):
+            store.wait([f"reply/{rank}"], deadline.left())
+            reply = store.get(f"reply/{rank}").decode()
+            if reply != "whole":
+                raise WeightUpdateError(f"weight update {version}: {reply}")
+
+
+def _taken(bucket: torch.Tensor, described: list[Any], digest: Digest) -> Iterator[Weight]:
+    """The tensors of a bucket, which they keep alive."""
+    entries = [_entry(*entry, room=len(bucket)) for entry in described]
+    totals = checksums(bucket, [(entry.start, entry.size) for entry in entries])
+    for entry, total in zip(entries, totals, strict=True):
+        digest.add(entry.name, entry.dtype, entry.shape, entry.size, total)
+        part = bucket[entry.start : entry.start + entry.size]
+        yield entry.name, part.view(TYPES[entry.dtype]).view(entry.shape)
+
+
+def _entry(name: str, dtype: str, shape: list[int], start: int, size: int, *, room: int) -> Entry:
+    if dtype not in TYPES:
+        raise WeightUpdateError(f"a weight update has a tensor of unknown type: {name!r}, {dtype!r}")
+    entry = Entry(str(name), dtype, tuple(map(int, shape)), int(start), int(size))
+    count = entry.size // TYPES[dtype].itemsize
+    fits = 0 <= entry.start <= entry.start + entry.size <= room and entry.start % ALIGNMENT == 0
+    if not fits or torch.Size(entry.shape).numel() != count:
+        raise WeightUpdateError(f"a weight update has a tensor that is not in its bucket: {entry}")
+    return entry
+
+
+def _wait_for_joins(store: Any, receivers: int, deadline: Deadline, version: int) -> None:
+    while (joined := store.add("joined", 0)) < receivers:
+        if deadline.over():
+            raise WeightUpdateError(
+                f"weight update {version}: {joined} of {receivers} receivers came "
+                f"within {deadline.seconds:g} s"
+            )
+        time.sleep(0.005)
+
+
+def _address_towards(source: StoreSource) -> str:
+    """The address of this machine that reaches the sender; nothing is sent."""
+    family = socket.AF_INET6 if ":" in source.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((source.host, source.port))
+        return str(probe.getsockname()[0])
+
+
+def _buckets(tensors: Iterable[Weight], room: int) -> Iterator[tuple[list[Entry], list[torch.Tensor]]]:
+    """Tensors gathered until they fill a bucket; a larger one has a bucket of its own."""
+    entries: list[Entry] = []
+    parts: list[torch.Tensor] = []
+    filled = 0
+    for name, tensor in tensors:
+        size = tensor.nbytes
+        if parts and filled + size > room:
+            yield entries, parts
+            entries, parts, filled = [], [], 0
+        entries.append(Entry(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape), filled, size))
+        parts.append(tensor)
+        filled += _aligned(size)
+    if entries:
+        yield entries, parts
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _send(
+    control: Control, carrier: Carrier, entries: list[Entry], parts: list[torch.Tensor], digest: Digest
+) -> None:
+    """One bucket: filled, added to the digest, described, sent."""
+    total = entries[-1].start + _aligned(entries[-1].size)
+    bucket = carrier.buffer(total)
+    for entry, tensor in zip(entries, parts, strict=True):
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if entry.size else bucket[:0]
+        bucket[entry.start : entry.start + entry.size].copy_(flat)
+    parts.clear()
+    totals = checksums(bucket, [(entry.start, entry.size) for entry in entries])
+    for entry, checked in zip(entries, totals, strict=True):
+        digest.add(entry.name, entry.dtype, entry.shape, entry.size, checked)
+    _tell(control, {"entries": entries, "carrier": carrier.describe()}, total)
+    carrier.send(bucket)
+
+
+def _tell(control: Control, metadata: dict[str, Any], size: int) -> None:
+    """`size`: of the bucket that the metadata describe."""
+    text = json.dumps(metadata).encode()
+    control.broadcast(torch.tensor([len(text), size], dtype=torch.int64))
+    control.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def _hear_metadata(control: Control) -> tuple[dict[str, Any], int]:
+    sizes = torch.zeros(2, dtype=torch.int64)
+    control.broadcast(sizes)
+    text = torch.empty(int(sizes[0]), dtype=torch.uint8)
+    control.broadcast(text)
+    metadata: dict[str, Any] = json.loads(text.numpy().tobytes())
+    return metadata, int(sizes[1])
