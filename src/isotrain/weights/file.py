@@ -67,21 +67,19 @@ class FileTransport:
         hosts = tuple(seat.host for seat in placement.ranks)
         return Routes("file", tuple((rank,) for rank in ranks), receivers, hosts, relays)
 
-    def open(self, host: str, receivers: int, timeout: float, device: torch.device) -> FileSender:
-        return FileSender()
+    def open(self, host: str, receivers: int, timeout: float, device: torch.device) -> FileTransport:
+        return self  # nobody listens
 
-    def receive(
-        self, update: WeightUpdate, engine: str, timeout: float, device: torch.device, worker: int = 0
-    ) -> contextlib.AbstractContextManager[Contents]:
-        return open_update(update, engine)
-
-
-class FileSender:
     def announce(self, version: int, size: int, timeout: float) -> None:
         """Engines are told when it is written."""
 
     def send(self, tensors: Iterable[Weight], version: int) -> WeightUpdate:
         return write_update(tensors, version)
+
+    def receive(
+        self, update: WeightUpdate, engine: str, timeout: float, device: torch.device, worker: int = 0
+    ) -> contextlib.AbstractContextManager[Contents]:
+        return open_update(update, engine)
 
 
 class Relay:
