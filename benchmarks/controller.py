@@ -48,6 +48,7 @@ from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.detect import choose_device
 from isotrain.recipe.online import ClusterSection, GrpoSection
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.build import TRAIN
 from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.loop import OnlineTrainer
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, StepPlan, plan_step
@@ -56,7 +57,6 @@ from isotrain.trainers.online.prompt_queue import Draws
 from isotrain.trainers.online.reward_worker import ScoredGroup
 from isotrain.trainers.online.rollouts import Batch, Collector, RolloutProgress, Seconds, _informative
 from isotrain.trainers.online.weight_sync import Engines
-from isotrain.trainers.setup import TRAIN
 from isotrain.weights.check import Tolerance
 
 ENGINES, SCORERS = 4, 2
@@ -135,10 +135,11 @@ class Controller:
         self.step = step
         estimation = advantage_settings(GrpoSection(name="grpo"))
         self.trainer: Any = SimpleNamespace(
-            settings=SimpleNamespace(estimation=estimation, reward_models={}, failed_score=0.0),
+            estimation=estimation,
+            reward=SimpleNamespace(reward_models={}, failed_score=0.0),
             ranks=range(step.ranks),
             _data_ranks=step.ranks,
-            kl=SimpleNamespace(coefficient=0.0),
+            progress=SimpleNamespace(kl=SimpleNamespace(coefficient=0.0)),
         )
 
     def work(self, groups: list[Group]) -> tuple[dict[str, Spent], dict[str, int]]:

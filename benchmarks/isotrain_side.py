@@ -15,7 +15,7 @@ from turns import Turns
 from isotrain.observe.console import Console
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers import run as supervised
+from isotrain.trainers import launch
 from isotrain.trainers.recorder import Recorder
 
 Metrics = Callable[[Mapping[str, float]], dict[str, float]]
@@ -52,8 +52,8 @@ def train_in_turns(recipe: Recipe, steps: int, metrics: Metrics) -> None:
         with patch.object(run, "Recorder", recorder_in_turns(steps, metrics)):
             run.train_online(recipe, source)
     else:
-        with patch.object(supervised, "Recorder", recorder_in_turns(steps, metrics)):
-            supervised.train_supervised(recipe, source)
+        with patch.object(launch, "Recorder", recorder_in_turns(steps, metrics)):
+            launch.train_supervised(recipe, source)
 
 
 def recorder_in_turns(steps: int, metrics: Metrics) -> type[Recorder]:

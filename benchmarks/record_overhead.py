@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,18 +85,17 @@ def records(step: int) -> bool:
 def alternating(build: Any, recipe: Recipe) -> Any:
     def built(*args: Any) -> OnlineTrainer:
         trainer: OnlineTrainer = build(*args)
-        recording = trainer.settings
-        plain = replace(recording, record=None)
-        write = trainer.recorder.write
+        directory = trainer.record
+        write = trainer.job.recorder.write
 
         def write_and_switch(step: int, values: Mapping[str, float]) -> None:
             write(step, values)
-            trainer.settings = recording if records(step + 1) else plain
+            trainer.record = directory if records(step + 1) else None
             if step > WARM_UP and step % 2 == 0:
                 tell(recipe)
 
-        trainer.settings = recording if records(1) else plain
-        trainer.recorder.write = write_and_switch  # type: ignore[method-assign]
+        trainer.record = directory if records(1) else None
+        trainer.job.recorder.write = write_and_switch  # type: ignore[method-assign]
         return trainer
 
     return built

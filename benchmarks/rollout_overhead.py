@@ -103,7 +103,7 @@ def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
 
 
 def longest_prompt(recipe: Any) -> int:
-    from isotrain.trainers.setup import TRAIN, open_prompts
+    from isotrain.trainers.build import TRAIN, open_prompts
 
     return int(open_prompts(recipe)[TRAIN].lengths.max())
 
@@ -157,7 +157,7 @@ def responses_of(llm: Any, work: Work, seeded: bool = True) -> Callable[[int], O
 
     from isotrain.data.trajectory import sample_seed
     from isotrain.rollout.base import stop_tokens
-    from isotrain.trainers.setup import TRAIN, open_prompts
+    from isotrain.trainers.build import TRAIN, open_prompts
 
     recipe = work.recipe
     store = open_prompts(recipe)[TRAIN]
@@ -192,7 +192,7 @@ def responses_of_server(engine: Any, work: Work) -> Callable[[int], Outcome]:
     from isotrain.data.trajectory import sample_seed
     from isotrain.rollout.base import Request, Sampling, stop_tokens
     from isotrain.rollout.sglang_messages import ask_response
-    from isotrain.trainers.setup import TRAIN, open_prompts
+    from isotrain.trainers.build import TRAIN, open_prompts
 
     recipe = work.recipe
     sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)
@@ -226,8 +226,8 @@ def through_ray(work: Work) -> Iterator[Callable[[int], Outcome]]:
     from isotrain.recipe.load import resolved
     from isotrain.recipe.online import ClusterSection
     from isotrain.rollout.base import Sampling
+    from isotrain.trainers.build import TRAIN
     from isotrain.trainers.online.rollout_worker import RolloutWorker
-    from isotrain.trainers.setup import TRAIN
 
     recipe, device = work.recipe, choose_device("cpu")
     sampling = Sampling(recipe.rollout.max_tokens, recipe.rollout.temperature)

@@ -91,8 +91,9 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from isotrain.engine.world import join_world
     from isotrain.observe.console import Console
     from isotrain.observe.metrics import MetricsLog
+    from isotrain.observe.run_directory import RunDirectory
     from isotrain.recipe.schema import ModelSection, OptimizerSection
-    from isotrain.trainers.save_schedule import SaveSchedule
+    from isotrain.trainers.job import Job, RankCheckpoints, SaveSchedule
     from isotrain.trainers.supervised import SupervisedTrainer
     from isotrain.trainers.tasks.base import SftTask
 
@@ -112,21 +113,17 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
         engine = build_engine(model, optimizer, device=device, world=world, seed=0)
         recorder = recorder_in_turns(steps, lambda values: {"loss": values["train/loss"]})(Console())
         recorder.log = MetricsLog(Path(directory) / "metrics.jsonl")
+        run, total = RunDirectory(directory), len(store) // BATCH
+        writer = CheckpointWriter(run.checkpoints, 0, 1, keep=1)
         SupervisedTrainer(
+            job=Job(run, recorder, total, total, SaveSchedule(0, total), world=world),
             engine=engine,
             device=device,
             task=SftTask(engine, sft_loss),
             schedule=lambda step: LR,
             loader=BatchLoader(store, Sampler(len(store), BATCH, 0, shuffle=False), tokens, 0, 1),
             validation=None,
-            writer=CheckpointWriter(Path(directory) / "checkpoints", 0, 1, keep=1),
-            recorder=recorder,
-            steps=len(store) // BATCH,
-            last_step=len(store) // BATCH,
-            validate_every=0,
-            validate_first=False,
-            saves=SaveSchedule(0, len(store) // BATCH),
-            max_skipped=0,
+            checkpoints=RankCheckpoints(run, device, {"": engine}, writer),
             peak_flops=None,
         ).train(done=0)
 

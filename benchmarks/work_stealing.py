@@ -33,12 +33,12 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.recipe.online import ClusterSection
 from isotrain.rollout.base import More, Request, Sampling, no_more, trajectory_of
+from isotrain.trainers.build import TRAIN
 from isotrain.trainers.online.engine_loop import EngineLoop
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompt_queue import PromptQueue
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import Collector, RolloutProgress
-from isotrain.trainers.setup import TRAIN
 
 LONGEST = 400
 GOAL = 1.05

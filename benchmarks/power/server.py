@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _MODULES = (
-    *("torch", "transformers", "ray", "pyarrow.parquet", "isotrain.trainers.run", "isotrain.trainers.launch"),
+    *("torch", "transformers", "ray", "pyarrow.parquet", "isotrain.trainers.launch"),
     *(
         "isotrain.trainers.online.run",
         "isotrain.rollout.hf",
@@ -151,9 +151,8 @@ def _work(request: dict[str, Any]) -> None:
     from power.inline import use_inline_workers
 
     use_inline_workers()
-    for module in ("isotrain.trainers.run", "isotrain.trainers.online.run"):
-        # Nobody looks at them, and drawing takes as long as training.
-        setattr(importlib.import_module(module), "draw_plots", lambda *_: None)  # noqa: B010
+    # Nobody looks at them, and drawing takes as long as training.
+    setattr(importlib.import_module("isotrain.trainers.job"), "draw_plots", lambda *_: None)  # noqa: B010
     sys.path.append(str(Path(__file__).parents[2] / "tests" / "mutations" / "site"))
     for patches, name in request["patches"]:
         table = importlib.import_module(patches).PATCHES

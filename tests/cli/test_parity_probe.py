@@ -16,8 +16,7 @@ from isotrain.engine.checkpoint.layout import step_directory
 from isotrain.parity.backends import backend
 from isotrain.parity.levels import Level
 from isotrain.parity.protocol import verdict_on
-from isotrain.trainers import build
-from isotrain.trainers import run as supervised
+from isotrain.trainers import build, job
 from preference_runs import preference_recipe, write_preferences
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
@@ -46,7 +45,7 @@ def quickly() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "draw_plots", lambda *arguments: None)
+        patch.setattr(job, "draw_plots", lambda *arguments: None)
         yield
     torch.set_num_threads(threads)
 

@@ -35,10 +35,10 @@ from isotrain.errors import (
     WorkerLost,
 )
 from isotrain.recipe.load import write_resolved
+from isotrain.trainers.launch import LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
 from isotrain.trainers.launch import _error as launch_error
+from isotrain.trainers.launch import main as run_rank
 from isotrain.trainers.preemption import PREEMPTED
-from isotrain.trainers.rank import LAUNCHER_VARIABLE, RECIPE_FILE, SOURCE_FILE
-from isotrain.trainers.rank import main as run_rank
 from support import command, run_cli, tiny_recipe, write_recipe
 
 HANG = 120.0
@@ -182,8 +182,8 @@ def test_only_what_may_pass_is_repeated(
     (tmp_path / SOURCE_FILE).touch()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
-    monkeypatch.setattr("isotrain.trainers.rank.die_with_parent", lambda _: None)  # it is this process's
-    monkeypatch.setattr("isotrain.trainers.rank.train_supervised", fail)
+    monkeypatch.setattr("isotrain.trainers.launch.die_with_parent", lambda _: None)  # it is this process's
+    monkeypatch.setattr("isotrain.trainers.launch.train_supervised", fail)
     assert run_rank(tmp_path) == 1
     raised = launch_error(tmp_path, {0: 1, 1: -signal.SIGTERM})
     assert raised.may_pass == (code == MAY_PASS) and "seen" in str(raised)

@@ -36,8 +36,8 @@ from isotrain.errors import CheckpointError
 from isotrain.models.weights import Shard
 from isotrain.observe.console import Console
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.build import open_loaders
 from isotrain.trainers.launch import launch
-from isotrain.trainers.setup import open_loaders
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 
 pytestmark = pytest.mark.heavy

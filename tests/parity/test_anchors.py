@@ -14,7 +14,8 @@ import torch
 from isotrain.parity.anchors import anchors
 from isotrain.parity.run import Run, Series
 from isotrain.parity.sources.isotrain_run import read_isotrain_run
-from isotrain.trainers import run as supervised
+from isotrain.trainers import job
+from isotrain.trainers.launch import train_supervised
 from preference_runs import preference_recipe, write_preferences
 from traced_runs import layers_level
 
@@ -34,7 +35,7 @@ def passed(run: Run) -> dict[str, bool | None]:
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Matrices this small are slower on several threads, and nobody looks at the plots."""
-    monkeypatch.setattr(supervised, "draw_plots", lambda *arguments: None)
+    monkeypatch.setattr(job, "draw_plots", lambda *arguments: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +64,7 @@ def test_first_steps_of_real_runs(
         trainer={"steps": 1},
         observe={"layer_trace": 1, "loggers": []},
     )
-    supervised.train_supervised(recipe, "")
+    train_supervised(recipe, "")
     run = read_isotrain_run(tmp_path / "run")
     assert run.metrics["train/loss"].values_S[0] == pytest.approx(expected, rel=1e-4)
     found = anchors(run)

@@ -17,8 +17,8 @@ from safetensors.torch import save_file as save_tensors
 from isotrain.engine.engine import TrainingEngine
 from isotrain.errors import DataError
 from isotrain.parity.levels import Level
-from isotrain.trainers import build
-from isotrain.trainers import run as supervised
+from isotrain.trainers import build, job
+from isotrain.trainers.launch import train_supervised
 from support import run_cli, tiny_recipe, write_recipe
 from traced_runs import layers_level
 
@@ -34,7 +34,7 @@ def quickly() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "draw_plots", lambda *arguments: None)
+        patch.setattr(job, "draw_plots", lambda *arguments: None)
         yield
     torch.set_num_threads(threads)
 
@@ -43,7 +43,7 @@ def train(tiny: Path, output: Path, device_type: str = "cpu", steps: int = 2, **
     sections = {"trainer": {"steps": steps}, "observe": {"layer_trace": 2, "loggers": []}, **sections}
     # Without clipping: a common factor of all gradients would be gone.
     sections["optimizer"] = {"lr": 1e-3, "max_grad_norm": 0.0, **sections.get("optimizer", {})}
-    supervised.train_supervised(tiny_recipe(tiny, output, device_type, **sections), "")
+    train_supervised(tiny_recipe(tiny, output, device_type, **sections), "")
     return output
 
 

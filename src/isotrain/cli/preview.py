@@ -73,7 +73,7 @@ def _preview_preferences(
     recipe: Recipe, algorithm: PreferenceSection, tokenizer: PreTrainedTokenizerBase, rows: int
 ) -> None:
     """Both sides of each pair, responses with their label, or steps with theirs."""
-    from isotrain.trainers.setup import preference_encoder
+    from isotrain.trainers.build import preference_encoder
 
     encoder, console = preference_encoder(tokenizer, recipe.data, algorithm), Console()
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ def _online_step(
     rank = PolicyRank(resolved(recipe))
     rank.models = load_models(recipe, algorithm, device, world, load)
     rank.device, rank.world, rank.policy = device, world, rank.models.policy
-    rank.writer = _NoWriter()  # type: ignore[assignment]
+    nothing: Any = SimpleNamespace(writer=SimpleNamespace(failure=lambda: None))
+    rank.checkpoints = nothing
     sharing = recipe.rollout.n > 1 and all(shares_prompts(m.model.attention) for m in rank.models.all())
     full = trajectories(recipe, sharing)
     numbers = [range(i * len(full), (i + 1) * len(full)) for i in range(micro_batches)]
@@ -105,11 +107,6 @@ def _online_step(
         rank._batches_to_device()
         rank.learn(RankStep(given, LR, critic_lr, old_logps=True, updates_policy=True, record=None))
     return rank.policy
-
-
-class _NoWriter:
-    def failure(self) -> None:
-        return None
 
 
 @contextmanager

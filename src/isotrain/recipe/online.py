@@ -466,9 +466,10 @@ class RewardSection(Section):
         return self
 
     @property
-    def reward_models(self) -> list[str]:
-        """The rewards that models on the training ranks compute."""
-        return [name for name in ("model", "process") if getattr(self, name) is not None]
+    def reward_models(self) -> dict[str, float]:
+        """The rewards that models on the training ranks compute, with their weights."""
+        models = {"model": self.model, "process": self.process}
+        return {name: section.weight for name, section in models.items() if section is not None}
 
 
 class ClusterSection(Section):

@@ -154,7 +154,7 @@ def _controller(kl: KlSection, responses: int) -> Iterator[str]:
 
 
 def _rewards(algorithm: OnlineSection, reward: RewardSection) -> Iterator[str]:
-    scorer = reward.reward_models[0] if reward.reward_models else None
+    scorer = next(iter(reward.reward_models), None)
     if algorithm.dynamic_sampling.max_attempts and scorer:
         yield (
             tr(

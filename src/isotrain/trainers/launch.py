@@ -1,4 +1,4 @@
-"""Starts a recipe's ranks through torch elastic, or joins the ranks that torchrun started."""
+"""Train a recipe: start the ranks of a supervised run, or join those that torchrun started, and run one."""
 
 from __future__ import annotations
 
@@ -7,28 +7,47 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
+from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
-from isotrain.device.determinism import profile
-from isotrain.engine.world import STORE_VARIABLE
-from isotrain.errors import DeviceError, LaunchError, RankLost
+from isotrain.device.determinism import make_deterministic, profile
+from isotrain.engine.world import STORE_VARIABLE, join_world
+from isotrain.errors import DeviceError, IsotrainError, LaunchError, RankLost, may_pass
+from isotrain.lifetime import die_with_parent
+from isotrain.models.load import model_directory
+from isotrain.observe.console import Console
+from isotrain.observe.journal import Journal
+from isotrain.observe.loggers import check_loggers
 from isotrain.own_python import module_arguments
-from isotrain.recipe.load import write_resolved
+from isotrain.recipe.load import load_resolved, write_resolved
 from isotrain.recipe.online import OnlineSection
+from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.preemption import Preempted, Preemption
-from isotrain.trainers.rank import (
-    CRASH_FILE,
-    ERROR_FILE,
-    LAUNCHER_VARIABLE,
-    PREEMPTED_FILE,
-    RECIPE_FILE,
-    SOURCE_FILE,
+from isotrain.terminal import guard
+from isotrain.trainers.build import build_trainer, cache, open_loaders, place_of_reference
+from isotrain.trainers.preemption import CLOSING_SECONDS, PREEMPTED, Preempted, Preemption, preemptible
+from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.start import (
+    attach_probes,
+    check_probe_in_run,
+    describe_model,
+    model_digest,
+    open_run,
+    record_start,
 )
-from isotrain.trainers.run import train_supervised
+from isotrain.trainers.supervised import SupervisedTrainer
+from isotrain.trainers.tasks.reference import precompute_reference
+
+RECIPE_FILE = "recipe.json"
+SOURCE_FILE = "recipe.yaml"
+ERROR_FILE = "error-{rank}.txt"
+CRASH_FILE = "crash-{rank}.txt"
+PREEMPTED_FILE = "preempted"
+LAUNCHER_VARIABLE = "ISOTRAIN_LAUNCHER"
 
 
 def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
@@ -61,7 +80,73 @@ def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) ->
             **profile(device, recipe.device.determinism, os.environ, starts=True).variables,
             LAUNCHER_VARIABLE: str(os.getpid()),
         }
-        run_ranks(module_arguments("isotrain.trainers.rank", directory), ranks, job, variables, preemption)
+        run_ranks(module_arguments("isotrain.trainers.launch", directory), ranks, job, variables, preemption)
+
+
+def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
+    """This rank's part of a supervised run."""
+    preemption = preemption or Preemption()
+    device = choose_device(recipe.device.type)
+    with join_world(device, shape=recipe.device.mesh) as world:
+        make_deterministic(recipe.device.determinism)
+        # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
+        device.seed(recipe.seed + world.rank)
+        with open_run(recipe, world.size, world) as console:
+            if world.leads:
+                check_loggers(recipe.observe.loggers)
+            loader, validation = open_loaders(recipe, device, world, console)
+            data = {"train": loader.store.digest} | (
+                {"validation": validation.store.digest} if validation else {}
+            )
+            cached = place_of_reference(recipe) == "cached"
+            if cached or recipe.observe.layer_trace or recipe.observe.model_digest:
+                data["model"] = world.agree(
+                    lambda: model_digest(model_directory(recipe.model.path)),
+                    "model.path: the machines have different models; copy the same one to all of them",
+                )
+            determinism = profile(device, recipe.device.determinism, os.environ)
+            for complaint in determinism.complaints:
+                console.message(f"warning: device.determinism: {complaint}")
+            run = record_start(recipe, source, device, world, data, determinism)
+            console = Journal(console, run, devices=world.size) if world.leads else console
+            recorder = Recorder(console)
+            trainer = build_trainer(recipe, device, world, run, loader, validation, recorder, preemption)
+            check_probe_in_run(recipe, trainer.job.steps)
+            console.message(_introduction(recipe, device, trainer))
+            if world.leads:
+                run.add_to_start({"model": describe_model(trainer.engine.model)})
+            if cached:
+                _precompute_reference(recipe, trainer, data["model"], console)
+            done = trainer.resume()
+            attach_probes(trainer.engine, recipe, done)
+            trainer.job.train(trainer, recipe, done)
+            trainer.job.close(recipe.name)
+
+
+def _precompute_reference(recipe: Recipe, trainer: SupervisedTrainer, model: str, console: Console) -> None:
+    """Before a checkpoint is read: the model must be the one that training starts from."""
+    identity = {"digest": model, "dtype": recipe.model.dtype, "perturbation": str(recipe.model.perturbation)}
+    for loader, steps in ((trainer.loader, trainer.job.last_step), (trainer.validation, sys.maxsize)):
+        if loader is not None:
+            precompute_reference(trainer.engine, loader, identity, steps, cache("references"), console)
+
+
+def _introduction(recipe: Recipe, device: Device, trainer: SupervisedTrainer) -> str:
+    """A summary before the first step."""
+    engine, store = trainer.engine, trainer.loader.store
+    everything = sum(p.numel() for p in engine.model.parameters())
+    trained = sum(p.numel() for p in engine.trained.values())
+    samples = (
+        f"{len(store):,} samples, {store.tokens:,} tokens, {store.meta['loss_tokens']:,} of them with loss"
+    )
+    if isinstance(recipe.algorithm, PreferenceSection):
+        samples = f"{len(store):,} {recipe.algorithm.items}, {store.tokens:,} tokens"
+    return (
+        f"{recipe.name}: {trainer.job.steps} steps on {engine.world.size} x {device.type} ({device.name()})\n"
+        f"  {trained:,} of {everything:,} parameters trained, {engine.model.attention} attention\n"
+        f"  fused operators: {engine.model.fused}\n"
+        f"  {samples}"
+    )
 
 
 def run_ranks(
@@ -120,6 +205,33 @@ def _error(job: Path, exit_codes: dict[int, int]) -> LaunchError:
         if code < 0 and code != -signal.SIGTERM
     ]
     ended = [f"rank {rank} ended with exit code {code}" for rank, code in sorted(exit_codes.items())]
-    if told := words(ERROR_FILE):
-        return LaunchError("\n".join(dict.fromkeys(told)))
+    if errors := words(ERROR_FILE):
+        return LaunchError("\n".join(dict.fromkeys(errors)))
     return RankLost("\n".join(dict.fromkeys(killed or words(CRASH_FILE) or ended)))
+
+
+def main(job: Path) -> int:
+    """The process of one rank that `launch` started."""
+    # A rank whose launcher was killed would go on writing into a run directory that is being resumed.
+    die_with_parent(int(os.environ[LAUNCHER_VARIABLE]))
+    rank = os.environ["RANK"]
+    recipe, source = load_resolved(job / RECIPE_FILE), (job / SOURCE_FILE).read_text()
+    try:
+        # The launcher outlives its ranks: it tells the user how the run has ended.
+        with preemptible(recipe.trainer.preemption_seconds, closing=CLOSING_SECONDS, spares=2) as preemption:
+            train_supervised(recipe, source, preemption)
+    except Preempted:
+        (job / PREEMPTED_FILE).touch()
+        return PREEMPTED
+    except Exception as error:
+        ours = isinstance(error, IsotrainError)
+        text = str(error) if ours else f"rank {rank} failed:\n{traceback.format_exc()}"
+        file = CRASH_FILE if may_pass(error) else ERROR_FILE
+        (job / file.format(rank=rank)).write_text(text)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    guard()  # its output is the terminal of the command
+    sys.exit(main(Path(sys.argv[1])))

@@ -21,12 +21,30 @@ from isotrain.errors import CheckpointError, ModelError, RecipeError
 from isotrain.files import open_own
 from isotrain.models.backbone import Backbone
 from isotrain.models.load import hub_commit
+from isotrain.observe.console import Console, open_console
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory, cannot_use
 from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME, difference, not_free, version_changes
 from isotrain.recipe.load import load_resolved, resolved
 from isotrain.recipe.online import PpoSection
 from isotrain.recipe.schema import Recipe
+
+
+@contextmanager
+def open_run(recipe: Recipe, devices: int, world: World | None = None) -> Iterator[Console]:
+    """A console, once the run directory is locked and may be started or resumed in; `world` are its ranks."""
+    leads = world is None or world.leads
+    silent = "console" not in recipe.observe.loggers
+    with (
+        run_lock(Path(recipe.output), leads),
+        open_console(silent=silent, devices=devices) if leads else Console() as console,
+    ):
+        if leads:
+            prepare_output(recipe, console.message)
+        if world is not None:
+            world.barrier()  # nothing is moved any more
+        check_run(recipe)
+        yield console
 
 
 def prepare_output(recipe: Recipe, tell: Callable[[str], None]) -> None:
@@ -174,12 +192,12 @@ def hub_commits(recipe: Recipe) -> dict[str, str]:
     for name in ("model", "process"):
         section = getattr(recipe.reward, name, None)
         paths[f"reward.{name}.path"] = section.path if section else None
-    found = {field: hub_commit(path, field) for field, path in paths.items() if path}
-    return {field: commit for field, commit in found.items() if commit}
+    commits = {field: hub_commit(path, field) for field, path in paths.items() if path}
+    return {field: commit for field, commit in commits.items() if commit}
 
 
 def describe_model(model: Backbone) -> dict[str, Any]:
-    """What the model is and how it is computed, for `environment.json`: what `auto` has chosen."""
+    """Type of the model and how it is computed, as `auto` has chosen, for `environment.json`."""
     return {
         "type": model.pretrained.config.model_type,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

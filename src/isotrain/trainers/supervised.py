@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from isotrain.data.loader import BatchLoader, StepData
 from isotrain.device.base import Device
-from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
-from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule
-from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
-from isotrain.errors import CheckpointError, NonFiniteError, ZeroGradientError
+from isotrain.errors import ZeroGradientError
 from isotrain.models.flops import training_flops
-from isotrain.observe.console import Console
-from isotrain.observe.run_directory import RunDirectory
-from isotrain.trainers.preemption import Preempted, Preemption
-from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.save_schedule import SaveSchedule
+from isotrain.trainers.job import Job, RankCheckpoints
+from isotrain.trainers.preemption import Preempted
 from isotrain.trainers.tasks.base import Task
 
 # A first batch can be in balance by chance, as one of soft labels 0.5 is; ten in a row are not.
@@ -27,30 +21,29 @@ MAX_ZERO_GRADIENTS = 10
 
 
 @dataclass
+class UpdateCounts:
+    """The loop's counts in a checkpoint, beside the number of samples that were taken."""
+
+    skipped: int = 0
+    """Updates without effect, because a number was not finite."""
+    has_learnt: bool = False
+    """Whether an update had a gradient, before the last checkpoint too."""
+    zero_gradients: int = 0
+    """Updates without a gradient before the first that has one."""
+
+
+@dataclass
 class SupervisedTrainer:
+    job: Job
     engine: TrainingEngine
     device: Device
     task: Task[Any]
     schedule: Schedule
     loader: BatchLoader
     validation: BatchLoader | None
-    writer: CheckpointWriter
-    recorder: Recorder
-    steps: int
-    last_step: int
-    """Where this run ends: a probe of later steps ends before the schedule does."""
-    validate_every: int
-    validate_first: bool
-    saves: SaveSchedule
-    max_skipped: int
-    """Updates that may be skipped because a number was not finite."""
+    checkpoints: RankCheckpoints
     peak_flops: float | None
-    preemption: Preemption = field(default_factory=Preemption)
-    skipped: int = 0
-    zero_gradients: int = 0
-    """Updates without a gradient before the first that has one."""
-    has_learnt: bool = False
-    """Whether an update had a gradient, before the last checkpoint too."""
+    counts: UpdateCounts = field(default_factory=UpdateCounts)
 
     def train(self, done: int) -> None:
         """From the step after `done` to the last of this run."""
@@ -58,15 +51,12 @@ class SupervisedTrainer:
             self._train(done)
         except (KeyboardInterrupt, Preempted):
             if self.engine.world.size == 1:  # otherwise the launcher, which got the signal, ends all ranks
-                self.recorder.interrupted()
-                self.writer.wait()
+                self.job.recorder.interrupted()
+                self.checkpoints.writer.wait()
             raise
 
     def _train(self, done: int) -> None:
-        if done == 0 and self.validate_first and self.validation is not None:
-            self.recorder.write(0, self._validate(self.validation))
-        for step in range(done + 1, self.last_step + 1):
-            self.preemption.begin(step)
+        for step in self.job.steps_after(done, self):
             started = time.perf_counter()
             data = self.loader.next_step()
             result = self.task.update(data, self.schedule(step))
@@ -74,41 +64,16 @@ class SupervisedTrainer:
             values = self._values(step, result, data, time.perf_counter() - started)
             self._count_skipped(step, result)
             self._check_gradient(step, result)
-            if self.validation is not None and self._is_due(step, self.validate_every):
-                values |= self._validate(self.validation)
-            self.recorder.write(step, values)
-            due, preempted = self._agreed(step)
-            if due or preempted:
-                self._save(step)
-            if preempted and step < self.last_step:
-                self._finish()
-                raise Preempted
-            if failure := self.writer.failure():
-                self.recorder.console.message(f"warning: {failure}; training continues without it")
-        self._finish()
+            if self.job.validates_after(step):
+                values |= self.validate(step)
+            self.job.end_step(step, values, self)
+            self.job.warn_save_failure(self.checkpoints.writer.failure())
+        self.job.finish(self)
 
-    def _finish(self) -> None:
-        """Until the last checkpoint is on disk."""
-        self.writer.wait()
-        self.engine.world.barrier()  # the end of a preempted rank ends those that are still writing
-        if failure := self.writer.failure():
-            raise CheckpointError(failure)
-        self.preemption.saved()
-
-    def _validate(self, loader: BatchLoader) -> dict[str, float]:
-        return {f"val/{name}": value for name, value in self.task.evaluate(loader.one_pass()).items()}
-
-    def _is_due(self, step: int, every: int) -> bool:
-        return step == self.steps or (every > 0 and step % every == 0)
-
-    def _agreed(self, step: int) -> tuple[bool, bool]:
-        """Whether a checkpoint is due, and whether the run was asked to end: the same on all ranks."""
-        world, due, preempted = self.engine.world, self.saves.is_due(step), self.preemption.requested
-        if world.size > 1:  # every rank has a clock and gets signals of its own
-            due, preempted = map(bool, world.sum([due and world.leads, preempted]))
-        if preempted:
-            self.preemption.announce()
-        return due, preempted
+    def validate(self, step: int) -> dict[str, float]:
+        assert self.validation is not None
+        metrics = self.task.evaluate(self.validation.one_pass())
+        return {f"val/{name}": value for name, value in metrics.items()}
 
     def _values(self, step: int, result: UpdateResult, data: StepData, seconds: float) -> dict[str, float]:
         ranks = self.engine.world.size
@@ -133,28 +98,28 @@ class SupervisedTrainer:
     def _count_skipped(self, step: int, result: UpdateResult) -> None:
         if result.applied:
             return
-        self.skipped += 1
-        what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}"
-        if self.skipped > self.max_skipped:
-            left_out = f" ({self.skipped} updates skipped)" if self.max_skipped else ""
-            raise NonFiniteError(
-                f"{what}: not finite{left_out}; lower optimizer.lr, check this step's samples, "
-                "or set trainer.non_finite=skip and trainer.max_skipped_steps"
-            )
-        self.recorder.console.message(f"warning: {what}: not finite, update skipped")
+        self.counts.skipped += 1
+        what = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite"
+        total = f" ({self.counts.skipped} updates skipped)" if self.job.max_skipped else ""
+        self.job.count_skipped(
+            self.counts.skipped,
+            warning=f"{what}, update skipped",
+            error=f"{what}{total}; lower optimizer.lr, check this step's samples",
+        )
 
     def _check_gradient(self, step: int, result: UpdateResult) -> None:
         """End a run in which nothing is learnt: its metrics look calm, and its weights stay the same."""
-        self.has_learnt = self.has_learnt or (result.applied and result.grad_norm != 0)
-        if self.has_learnt:
+        counts = self.counts
+        counts.has_learnt = counts.has_learnt or (result.applied and result.grad_norm != 0)
+        if counts.has_learnt:
             return
-        self.zero_gradients += result.applied
-        if step < self.last_step and self.zero_gradients < MAX_ZERO_GRADIENTS:
+        counts.zero_gradients += result.applied
+        if step < self.job.last_step and counts.zero_gradients < MAX_ZERO_GRADIENTS:
             return
-        if not self.zero_gradients:
+        if not counts.zero_gradients:
             raise ZeroGradientError(
-                f"all {self.skipped} updates up to step {step} were skipped, because loss or gradient was "
-                "not finite: nothing is learnt; lower optimizer.lr, or check the samples"
+                f"all {counts.skipped} updates up to step {step} were skipped, because loss or gradient "
+                "was not finite: nothing is learnt; lower optimizer.lr, or check the samples"
             )
         raise ZeroGradientError(
             f"step {step}: the gradient of every update so far is exactly 0 and the loss is {result.loss:g}: "
@@ -162,34 +127,27 @@ class SupervisedTrainer:
             "margins of the rows (`isotrain preview` shows them) and the weights in `algorithm`"
         )
 
-    def _save(self, step: int) -> None:
-        started = time.perf_counter()
-        self.recorder.sync()
-        state = {
-            "taken": self.loader.sampler.taken,
-            "skipped": self.skipped,
-            "updates": optimizer_updates(self.engine),
-            "has_learnt": int(self.has_learnt),
-            "zero_gradients": self.zero_gradients,
-        }
-        shards = saved_shards(self.engine) | generator_shards(self.device)
-        self.writer.save(step, shards, host_generators(), state)
-        self.saves.saved(time.perf_counter() - started)
+    def save(self, step: int) -> None:
+        state = {"taken": self.loader.sampler.taken, **asdict(self.counts)}
+        self.checkpoints.save(step, {name: int(value) for name, value in state.items()})
 
-    def resume(self, run: RunDirectory, console: Console) -> int:
-        """Go on from the newest valid checkpoint, if there is one; returns the steps done."""
-        reader, complaints = resume_point(run.checkpoints, self.engine.world, self.writer.storage)
-        for complaint in complaints:
-            console.message(f"warning: {complaint}")
-        if loss := lost_checkpoint(run, self.engine.world, reader, self.writer.storage):
-            loss.tell(console.message)
+    def finish(self) -> None:
+        self.checkpoints.writer.wait()
+        self.engine.world.barrier()  # the end of a preempted rank ends those that are still writing
+        self.checkpoints.finish()
+
+    def resume(self) -> int:
+        """Restore the newest valid checkpoint, if there is one; returns the steps done."""
+        reader, resumed = self.checkpoints.newest()
+        resumed.report(self.job.recorder.console.message)
         if reader is None:
             return 0
-        restore(self.engine, self.device, reader)
+        self.checkpoints.restore(reader)
         self.loader.sampler.taken = int(reader.state["taken"])
-        self.skipped = int(reader.state["skipped"])
-        # Checkpoints of earlier versions do not say it.
-        self.has_learnt = bool(reader.state.get("has_learnt", 1))
-        self.zero_gradients = int(reader.state.get("zero_gradients", 0))
-        console.message(f"resuming after step {reader.step} of {self.steps}")
+        self.counts = UpdateCounts(
+            skipped=int(reader.state["skipped"]),
+            # Checkpoints of earlier versions do not have these.
+            has_learnt=bool(reader.state.get("has_learnt", 1)),
+            zero_gradients=int(reader.state.get("zero_gradients", 0)),
+        )
         return reader.step

@@ -25,13 +25,14 @@ from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.build import open_prompts
+from isotrain.trainers.job import ResumeState
 from isotrain.trainers.online.build import build_trainer
-from isotrain.trainers.online.messages import Group, Responses, ResumeState, Score
+from isotrain.trainers.online.messages import Group, Responses, Score
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.rollouts import Batch, Seconds, SyncBatches
 from isotrain.trainers.online.step import Micro
 from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.setup import open_prompts
 from isotrain.weights.send import Sent
 from isotrain.weights.update import Routes
 
@@ -204,7 +205,7 @@ def _train(recipe: Recipe, rank: PolicyRank, described: Description) -> Step:
     )
     trainer.batches = SyncBatches(lambda: lambda next_may_begin: make_batch())
     trainer.train(0)
-    step.minis, step.next_kl_coefficient = here.minis, trainer.kl.coefficient
+    step.minis, step.next_kl_coefficient = here.minis, trainer.progress.kl.coefficient
     step.called = here.called
     return step
 

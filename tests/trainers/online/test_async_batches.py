@@ -16,9 +16,9 @@ from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
 from isotrain.data.sampler import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.build import TRAIN
 from isotrain.trainers.online.rollouts import AsyncBatches, Batch, BatchMaker
 from isotrain.trainers.online.weight_sync import Engines
-from isotrain.trainers.setup import TRAIN
 
 ROWS, BATCH, N = 10, 4, 2
 
@@ -50,7 +50,7 @@ def trained(
         learn()
         engines.settle()
         engines.send(weights(step))
-        ahead.weights_are_out()
+        ahead.weights_published()
     return batches
 
 
@@ -123,7 +123,7 @@ def test_a_batch_behind_an_update_that_hangs_is_not_waited_for(staleness: int) -
         batch = ahead.next()
         assert batch.groups[0].responses.version == 0
     engines.send(weights(1))
-    ahead.weights_are_out()
+    ahead.weights_published()
     with pytest.raises(WeightUpdateError, match=r"weight update 1 did not end within 0.5 s .rollout.update"):
         ahead.next()
     # The batch was asked for and not begun: its result would never come.

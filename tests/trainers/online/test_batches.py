@@ -53,7 +53,7 @@ def test_as_many_as_may_be_stale_are_begun(staleness: int) -> None:
     assert [ahead.next().taken, ahead.next().taken] == [1, 2]
     assert maker.begun == staleness + 1, "new weights, and not a batch that is taken, let the next begin"
     for step in range(1, 6):
-        ahead.weights_are_out()
+        ahead.weights_published()
         assert maker.begun == min(staleness + 1 + step, 6)
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_begun_after_the_end() -> None:
     maker = Maker()
     ahead = AsyncBatches(maker.begin, 1, batches=9)
     ahead.close()
-    ahead.weights_are_out()
+    ahead.weights_published()
     assert maker.begun == 2
 
 

@@ -24,12 +24,12 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.reward.function import read_source
 from isotrain.rollout.base import More, Request, Sampling, no_more
+from isotrain.trainers.build import TRAIN, open_prompts
 from isotrain.trainers.online.engine_loop import EngineLoop
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score, plan_step
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import Collector, RolloutProgress
-from isotrain.trainers.setup import TRAIN, open_prompts
 
 pytestmark = pytest.mark.ray
 

@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
 
+from isotrain.algorithms.kl import FixedKl
 from isotrain.data.sampler import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.observe.console import LineConsole
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.online import GrpoSection, RolloutSection, ValidationSection
 from isotrain.rollout.base import Sampling
-from isotrain.trainers.online.loop import OnlineTrainer
+from isotrain.trainers.build import TRAIN, VALIDATION
+from isotrain.trainers.job import Job, SaveSchedule
+from isotrain.trainers.online.loop import OnlineTrainer, Progress
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollouts import BatchMaker
 from isotrain.trainers.online.weight_sync import WeightSync
 from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.setup import TRAIN, VALIDATION
 from isotrain.weights.update import Routes
 
 N, ROWS = 2, 3
@@ -64,31 +68,32 @@ def trainer(
     """A loop of which only the parts that load and validate are there; 4 groups are put for each batch."""
     engines = stand_in_engines(group)
     collector = StandInCollector(engines)
-    settings = SimpleNamespace(
-        steps=9,
-        mini_batch_size=2,
-        budget=64,
-        share_prompts=False,
-        context=1,
-        colocated=False,
-        reward_models=reward_models or {},
-        failed_score=0.0,
-        validation_rows=ROWS,
-        validation_n=N,
-        validation_sampling=Sampling(8, 0.0),
-    )
+    sections: dict[str, Any] = {
+        "algorithm": GrpoSection(name="grpo", mini_batch_size=2),
+        "rollout": RolloutSection(n=N, max_tokens=8, validation=ValidationSection(n=N)),
+        "reward": SimpleNamespace(reward_models=reward_models or {}, failed_score=0.0),
+        "data": SimpleNamespace(batch_size=4, tokens_per_micro_batch=64),
+    }
     ranks: Any = Ranks(lost)
     nobody: Any = []
     files = Routes("file", ((0,),), (1, 0), ("", ""))
-    parts: dict[str, Any] = dict.fromkeys(("batches", "schedule", "critic_schedule", "kl", "saves"))
+    parts: dict[str, Any] = dict.fromkeys(("batches", "schedule", "critic_schedule", "estimation"))
+    recorder = Recorder(LineConsole(said or io.StringIO()))
     return OnlineTrainer(
-        settings=settings,  # type: ignore[arg-type]
+        job=Job(RunDirectory("run"), recorder, 9, 9, SaveSchedule(0, 9)),
         ranks=ranks,
         engines=engines,
         weights=WeightSync(ranks, engines, nobody, [files], colocated=False),
         collector=collector,
         maker=BatchMaker(collector, Sampler(10, 4, seed=1), N, Sampling(8), attempts=0, greedy=False),
-        recorder=Recorder(LineConsole(said or io.StringIO())),
+        progress=Progress(FixedKl(0.0)),
+        share_prompts=False,
+        context=1,
+        devices=1,
+        validation_rows=ROWS,
+        record=None,
+        colocated=False,
+        **sections,
         **parts,
     )
 
@@ -141,7 +146,7 @@ def test_colocated_engines_sleep_while_a_reward_model_scores(step: int, again: l
     """A device has room for one of them; what slept has no weights. After the last step nobody needs it."""
     group = StandInGroup()
     loop = trainer(set(), group, reward_models={"model": 1.0})
-    loop.settings.colocated = True
+    loop.colocated = True
     loop.engines.send(weights(0))
     loop.engines.settle()
     loop.ranks.called = group.called = []

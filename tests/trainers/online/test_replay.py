@@ -33,8 +33,10 @@ from isotrain.observe.console import Console
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.build import TRAIN, open_prompts
+from isotrain.trainers.job import ResumeState
 from isotrain.trainers.online.build import build_trainer
-from isotrain.trainers.online.messages import Group, ResumeState, Score, describe
+from isotrain.trainers.online.messages import Group, Score, describe
 from isotrain.trainers.online.metrics import Failures
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.recording import (
@@ -46,7 +48,6 @@ from isotrain.trainers.online.recording import (
 )
 from isotrain.trainers.online.rollouts import Batch, Make, Seconds, SyncBatches
 from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.setup import TRAIN, open_prompts
 from support import stable_metrics
 
 pytestmark = pytest.mark.ray
@@ -210,7 +211,7 @@ def train(recipe: Recipe) -> Rows:
                 Path(recipe.output).mkdir(parents=True, exist_ok=True)
                 write_description(recipe, digests(recipe), STEPS)
             else:
-                check_recording(str(rollout.replay), recipe, digests(recipe), trainer.settings.steps)
+                check_recording(str(rollout.replay), recipe, digests(recipe), trainer.job.steps)
             trainer.train(0)
         finally:
             rank.close()

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isotrain.algorithms.kl import FixedKl
 from isotrain.cluster.failures import Overdue
 from isotrain.cluster.replaceable import Died, Task
 from isotrain.errors import WeightUpdateError
-from isotrain.trainers.online.loop import OnlineTrainer
+from isotrain.trainers.online.loop import OnlineTrainer, Progress
 from isotrain.trainers.online.rollouts import SyncBatches
 from isotrain.trainers.online.weight_sync import Weights, WeightSync
 from isotrain.weights.send import SendOrder, Sent
@@ -54,9 +55,10 @@ class Late:
 def test_every_part_of_an_update_has_a_limit(method: str | None) -> None:
     late: Any = Late(method or "nothing")
     trainer: Any = object.__new__(OnlineTrainer)
-    trainer.settings = SimpleNamespace(generates=True)
+    trainer.rollout = SimpleNamespace(generates=True)
     trainer.weights = WeightSync(late, late, late, [FILES], colocated=True)
-    trainer.batches, trainer.timing = SyncBatches(lambda: None), {}  # type: ignore[arg-type, return-value]
+    trainer.batches = SyncBatches(lambda: None)  # type: ignore[arg-type, return-value]
+    trainer.progress = Progress(FixedKl(0.0))
     if method is None:
         assert trainer.send_weights(3)["rollout/version"] == 3.0
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
 from isotrain.engine.checkpoint.storage import Storage, StorageError
 from isotrain.engine.checkpoint.writer import commit_directory, remove
 from isotrain.engine.world import World
-from isotrain.errors import CheckpointError
 from isotrain.observe.run_directory import RunDirectory
 
 
@@ -48,12 +46,6 @@ class LostCheckpoint(NamedTuple):
     fatal: bool
     """Whether no other one is left: to start from the first step is the user's decision."""
     words: str
-
-    def tell(self, message: Callable[[str], None]) -> None:
-        """A warning, or an error where no checkpoint is left."""
-        if self.fatal:
-            raise CheckpointError(self.words)
-        message(f"warning: {self.words}")
 
 
 def lost_checkpoint(

@@ -28,8 +28,7 @@ from isotrain.self_test.verdicts import (
     own_setting,
     tell_progress,
 )
-from isotrain.trainers.launch import run_ranks
-from isotrain.trainers.rank import ERROR_FILE
+from isotrain.trainers.launch import ERROR_FILE, run_ranks
 
 # Sums of this many ranks are whole numbers below 256, which bfloat16 holds.
 MOST_RANKS = 8

@@ -15,13 +15,13 @@ from isotrain.data.store import SampleStore
 from isotrain.engine.schedule import Schedule, make_schedule
 from isotrain.models.config import vocabulary_size
 from isotrain.models.load import model_directory, read_config
-from isotrain.observe.run_directory import RunDirectory
-from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection, RewardSection
+from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.build import TRAIN, VALIDATION, total_steps
+from isotrain.trainers.job import ResumeState, build_job
 from isotrain.trainers.online.build_rank import advantage_settings
-from isotrain.trainers.online.loop import LoopSettings, OnlineTrainer
-from isotrain.trainers.online.messages import ResumeState
+from isotrain.trainers.online.loop import OnlineTrainer, Progress
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.recording import Replayed, trajectories
 from isotrain.trainers.online.rollouts import (
@@ -36,8 +36,6 @@ from isotrain.trainers.online.weight_sync import Engines, WeightSync
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.preemption import Preemption
 from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.save_schedule import SaveSchedule
-from isotrain.trainers.setup import TRAIN, VALIDATION, total_steps
 from isotrain.weights.check import TOLERANCE, Tolerance, check_prompts
 from isotrain.weights.update import update_limit
 
@@ -49,15 +47,18 @@ def build_trainer(
     groups: WorkerGroups,
     described: Description,
     recorder: Recorder,
-    goes_on: ResumeState,
+    resumed: ResumeState,
     preemption: Preemption | None = None,
 ) -> OnlineTrainer:
     """The loop, ready to go on after the step that a checkpoint was taken at, with its weights sent out."""
-    algorithm, rollout = recipe.algorithm, recipe.rollout
-    assert isinstance(algorithm, OnlineSection) and rollout is not None
-    devices = devices_of(recipe, cluster, len(groups.engines))
-    settings = _settings(recipe, devices, stores, described, groups.colocated)
-    state = goes_on.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
+    algorithm, rollout, reward = recipe.algorithm, recipe.rollout, recipe.reward
+    assert isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None
+    steps = total_steps(recipe, len(stores[TRAIN]))
+    # A replay has no engines, and so no validation.
+    rows = len(stores[VALIDATION]) if VALIDATION in stores and rollout.generates else 0
+    job = build_job(recipe, recorder, steps, preemption, validates=rows > 0)
+    estimation = advantage_settings(algorithm)
+    state = resumed.state or {"taken": 0, "kl_coefficient": algorithm.kl.coefficient, "skipped": 0}
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     limit = update_limit(rollout.update_timeout, described.parameters * dtype.itemsize)
     common: dict[str, Any] = {"start_timeout": cluster.start_timeout, "tell": recorder.console.message}
@@ -73,45 +74,55 @@ def build_trainer(
     queue = Replaceable(groups.queue, **common) if len(groups.queue) else None
     collector = Collector(engines, Replaceable(groups.rewards, **common), rollout_progress, queue)
     sampler = prompt_sampler(recipe, len(stores[TRAIN]), int(state["taken"]))
-    maker = _maker(recipe, settings, stores[TRAIN], collector, sampler, goes_on.step)
+    greedy = "greedy_R" in estimation.estimator.needs
+    maker = _maker(recipe, stores[TRAIN], collector, sampler, resumed.step, greedy)
     relays = Replaceable(groups.relays, **common)
     weights = WeightSync(groups.ranks, engines, relays, groups.routes, groups.colocated)
     weights.choose(recorder.console.message)
     trainer = OnlineTrainer(
-        settings=settings,
+        job=job,
+        algorithm=algorithm,
+        rollout=rollout,
+        reward=reward,
+        data=recipe.data,
+        estimation=estimation,
         ranks=groups.ranks,
         engines=engines,
         weights=weights,
         collector=collector,
         maker=maker,
         batches=SyncBatches(maker.begin),
-        schedule=_schedule(recipe, recipe.optimizer.lr, settings.steps),
+        schedule=_schedule(recipe, recipe.optimizer.lr, steps),
         critic_schedule=(
-            _schedule(recipe, algorithm.critic.lr, settings.steps)
-            if isinstance(algorithm, PpoSection)
-            else None
+            _schedule(recipe, algorithm.critic.lr, steps) if isinstance(algorithm, PpoSection) else None
         ),
-        kl=kl_controller(algorithm.kl, float(state["kl_coefficient"])),
-        saves=SaveSchedule(recipe.trainer.save_every, settings.steps),
-        recorder=recorder,
-        preemption=preemption or Preemption(),
-        skipped=int(state["skipped"]),
+        progress=Progress(
+            kl_controller(algorithm.kl, float(state["kl_coefficient"])),
+            taken=int(state["taken"]),
+            skipped=int(state["skipped"]),
+        ),
+        share_prompts=described.shares_prompts,
+        context=recipe.device.mesh.context,
+        devices=devices_of(recipe, cluster, len(groups.engines)),
+        validation_rows=min(rows, recipe.data.validation_rows or rows),
+        record=trajectories(recipe.output) if rollout.record else None,
+        colocated=groups.colocated,
     )
-    trainer.send_weights(goes_on.step)
+    trainer.send_weights(resumed.step)
     if isinstance(maker, BatchMaker) and rollout.staleness:
         trainer.batches = AsyncBatches(
-            maker.begin, rollout.staleness, settings.last_step - goes_on.step, engines.verifying
+            maker.begin, rollout.staleness, job.last_step - resumed.step, engines.verifying
         )
     return trainer
 
 
 def _maker(
     recipe: Recipe,
-    settings: LoopSettings,
     prompts: SampleStore[Prompt],
     collector: Collector,
     sampler: Sampler,
     done: int,
+    greedy: bool,
 ) -> Maker:
     """Engines and reward workers, or their recorded results."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
@@ -134,7 +145,7 @@ def _maker(
         rollout.n,
         Sampling(rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k),
         algorithm.dynamic_sampling.max_attempts,
-        greedy="greedy_R" in settings.estimation.estimator.needs,
+        greedy=greedy,
     )
 
 
@@ -142,65 +153,8 @@ def _tolerance(dtype: str, limit: float | None) -> Tolerance:
     return TOLERANCE[dtype] if limit is None else Tolerance.fixed(limit)
 
 
-def _reward_models(reward: RewardSection) -> dict[str, float]:
-    weights = {}
-    if reward.model is not None:
-        weights["model"] = reward.model.weight
-    if reward.process is not None:
-        weights["process"] = reward.process.weight
-    return weights
-
-
-def _settings(
-    recipe: Recipe,
-    devices: int,
-    stores: Mapping[str, SampleStore[Prompt]],
-    described: Description,
-    colocated: bool,
-) -> LoopSettings:
-    algorithm, rollout, data, trainer = recipe.algorithm, recipe.rollout, recipe.data, recipe.trainer
-    assert isinstance(algorithm, OnlineSection) and rollout is not None and recipe.reward is not None
-    overlong = algorithm.overlong
-    validation_rows = 0
-    if VALIDATION in stores and rollout.generates:
-        rows = len(stores[VALIDATION])
-        validation_rows = min(rows, data.validation_rows or rows)
-    steps = total_steps(recipe, len(stores[TRAIN]))
-    return LoopSettings(
-        steps=steps,
-        last_step=recipe.observe.last_step(steps),
-        validate_every=trainer.validate_every,
-        validate_first=trainer.validate_first,
-        mini_batch_size=algorithm.prompts_per_update(data.batch_size),
-        budget=data.tokens_per_micro_batch,
-        share_prompts=described.shares_prompts,
-        context=recipe.device.mesh.context,
-        devices=devices,
-        estimation=advantage_settings(algorithm),
-        several_updates=algorithm.updates_per_step(data.batch_size) > 1,
-        uses_reference=algorithm.kl.place != "off",
-        kl_in_reward=algorithm.kl.place == "reward",
-        critic_warmup=algorithm.critic.warmup_steps if isinstance(algorithm, PpoSection) else 0,
-        reward_models=_reward_models(recipe.reward),
-        failed_score=recipe.reward.failed_score,
-        overlong=(
-            {"max_length": rollout.max_tokens, "buffer": overlong.buffer, "factor": overlong.factor}
-            if overlong.buffer
-            else None
-        ),
-        validation_rows=validation_rows,
-        validation_n=rollout.validation.n,
-        validation_sampling=Sampling(rollout.max_tokens, rollout.validation.temperature),
-        generates=rollout.generates,
-        colocated=colocated,
-        checkpoints=RunDirectory(recipe.output).checkpoints,
-        record=trajectories(recipe.output) if rollout.record else None,
-        max_skipped=trainer.max_skipped_steps if trainer.non_finite == "skip" else 0,
-    )
-
-
 def devices_of(recipe: Recipe, cluster: ClusterSection, engines: int | None = None) -> int:
-    """What throughput is divided by: devices of ranks, and those that engines have to themselves."""
+    """Devices of ranks, and those that engines have to themselves: throughput is divided by them."""
     return sum(demand_of(recipe, cluster, engines).bundles)
 
 

@@ -28,10 +28,9 @@ from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.recipe.environment import AgentSection, EnvironmentSection
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, Sampling
-from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
+from isotrain.trainers.online.engine_loop import EngineLoop, Prompts, TurnSupply
 from isotrain.trainers.online.messages import PromptRequest
 from isotrain.trainers.online.prompt_queue import Supply
-from isotrain.trainers.online.turn_supply import TurnSupply
 
 # How often prompts that other engines could take are asked for, while episodes are under way.
 LOOK_SECONDS = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,9 @@ from isotrain.cluster.objects import Handle
 from isotrain.data.record import Marks
 from isotrain.data.split import plan_mini_batches
 from isotrain.data.trajectory import Trajectory
-from isotrain.engine.checkpoint.resume_point import LostCheckpoint
 
 TrajectoriesHandle = Handle[tuple[Trajectory, ...]]
-"""Of all responses to one draw."""
+"""The trajectories of all responses to one draw."""
 
 
 class PromptRequest(NamedTuple):
@@ -107,15 +106,6 @@ def describe(group: Sequence[Trajectory]) -> Responses:
     )
 
 
-class ResumeState(NamedTuple):
-    """Where a resumed run goes on."""
-
-    step: int
-    state: dict[str, Any]
-    complaints: list[str]
-    lost: LostCheckpoint | None = None
-
-
 class Score(NamedTuple):
     value: float
     parts: dict[str, float]
@@ -154,14 +144,14 @@ class RankPlan:
     mini_batches: list[list[list[int]]]
     """`mini_batches[mini][micro]` lists trajectories."""
     totals: list[Totals]
-    """Of each mini-batch."""
+    """Totals of each mini-batch."""
     share_prompts: bool
     """Whether a prompt with several responses in one micro-batch is there once."""
 
 
 @dataclass(frozen=True)
 class RankScores:
-    """What one rank's trajectories, by their numbers, were given."""
+    """Scores and advantages of one rank's trajectories, by their numbers."""
 
     scores: Mapping[int, float]
     advantages: Mapping[int, float] | None
@@ -173,7 +163,7 @@ class RankScores:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What is recorded of one rank's trajectories, by their numbers."""
+    """The recording of one rank's trajectories, by their numbers."""
 
     directory: str
     step: int
@@ -185,12 +175,12 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank needs to learn from the trajectories that it has loaded."""
+    """Input of one rank's updates, for the trajectories that it has loaded."""
 
     given: RankScores
     lr: float
     critic_lr: float | None
-    """Of the critic, if there is one."""
+    """Learning rate of the critic, if there is one."""
     old_logps: bool
     """Whether the log-probs of the policy before its first update are needed."""
     updates_policy: bool
@@ -198,24 +188,14 @@ class RankStep:
     record: RankRecord | None
 
 
-@dataclass(frozen=True)
-class RunState:
-    """What a checkpoint holds of the controller."""
-
-    taken: int
-    """Prompts drawn by the steps that were trained."""
-    kl_coefficient: float
-    skipped: int
-
-
 def episode_numbers(groups: Sequence[Group]) -> npt.NDArray[np.int64]:
-    """Of each trajectory of a step, the number of its response, or its episode."""
+    """The number of each trajectory's response or episode."""
     counts = [count for group in groups for count in group.responses.sequences]
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def last_sequences(groups: Sequence[Group]) -> npt.NDArray[np.int64]:
-    """Of each response or episode of a step, the number of its last trajectory: what became of it."""
+    """The number of the last trajectory of each response or episode: its outcome."""
     counts = [count for group in groups for count in group.responses.sequences]
     return np.cumsum(counts) - 1
 

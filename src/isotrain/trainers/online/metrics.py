@@ -1,12 +1,14 @@
-"""What the controller makes of a step's scores, lengths and versions: rewards, failures, metrics.
+"""Rewards, failures and metrics that the controller computes from a step's scores, lengths and versions.
 
 R: trajectories of a step, E: its responses or episodes.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -146,7 +148,7 @@ STEPS_BETWEEN = 10
 
 @dataclass(frozen=True)
 class Failures:
-    """Of some responses: how many there are, how many have no score by cause, and why the first of these."""
+    """Number of some responses, and of those without a score by cause, with the first of these."""
 
     responses: int = 0
     causes: Mapping[str, int] = field(default_factory=dict)
@@ -229,7 +231,7 @@ def episode_penalties(
 
 
 def trajectory_marks(groups: Sequence[Group], greedy: Mapping[int, float], rewards_E: Numbers) -> list[Marks]:
-    """What each trajectory was given, as it is recorded; those of one episode have the same."""
+    """Scores of each trajectory, as they are recorded; those of one episode have the same."""
     scored = [(group, score) for group in groups for score in group.scores]
     marks_E = [
         Marks(
@@ -244,3 +246,11 @@ def trajectory_marks(groups: Sequence[Group], greedy: Mapping[int, float], rewar
         for (group, score), reward in zip(scored, rewards_E.tolist(), strict=True)
     ]
     return [marks_E[i] for i in episode_numbers(groups)]
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time of the block to what `seconds` has of that part."""
+    started = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

@@ -5,8 +5,8 @@ R: trajectories, N: their response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,29 +18,24 @@ from isotrain.cluster.objects import fetch
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.record import Record, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
-from isotrain.engine.checkpoint.resume_point import lost_checkpoint, resume_point
-from isotrain.engine.checkpoint.storage import open_storage
-from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.offload import offload, onload
-from isotrain.engine.state import generator_shards, host_generators, optimizer_updates, restore, saved_shards
 from isotrain.engine.world import open_store
-from isotrain.errors import CheckpointError
 from isotrain.models.backbone import shares_prompts
 from isotrain.models.lora import adapters_off
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.job import RankCheckpoints, ResumeState
 from isotrain.trainers.online.build_rank import Models, advantage_settings, build_models, update_settings
 from isotrain.trainers.online.messages import (
     RankPlan,
     RankRecord,
     RankScores,
     RankStep,
-    ResumeState,
-    RunState,
 )
+from isotrain.trainers.online.metrics import timed
 from isotrain.trainers.online.step import (
     AdvantageMetrics,
     Micro,
@@ -55,7 +50,6 @@ from isotrain.trainers.online.step import (
     update_means,
     whiten_all,
 )
-from isotrain.trainers.online.timing import timed
 from isotrain.trainers.start import attach_probes, describe_model
 from isotrain.weights.file import remove_private_directory
 from isotrain.weights.send import SendOrder, Sent, WeightSender
@@ -67,7 +61,7 @@ class Description(NamedTuple):
     device_type: str
     device_name: str
     environment: dict[str, object]
-    """Of the rank's own process, which need not be on the controller's machine."""
+    """Environment of the rank's process, which need not be on the controller's machine."""
     parameters: int
     trained: int
     model: dict[str, Any]
@@ -78,20 +72,20 @@ class Description(NamedTuple):
 
 
 Penalty = tuple[int, float, float]
-"""Of a trajectory: its number, its summed divergence from the reference, and the mean of a token."""
+"""Number of a trajectory, its summed divergence from the reference, and the mean of a token."""
 
 
 class StepReport(NamedTuple):
     """One rank's report of a step."""
 
     metrics: dict[str, float]
-    """Of the updates, over all ranks."""
+    """Metrics of the updates, over all ranks."""
     advantages: AdvantageMetrics
     mismatch: Mismatch
     seconds: dict[str, float]
-    """Of the parts of the step."""
+    """Seconds of each part of the step."""
     peak_gb: float
-    """Of device memory, since the start."""
+    """Largest device memory since the start."""
     save_failure: str | None
 
 
@@ -121,14 +115,8 @@ class PolicyRank:
         self.policy = self.models.policy
         self.weights = WeightSender(self.policy, self.models.rollout_dtype, self.offload)
         self.run = RunDirectory(recipe.output)
-        self.writer = CheckpointWriter(
-            self.run.checkpoints,
-            self.world.rank,
-            self.world.size,
-            recipe.trainer.keep_checkpoints,
-            open_storage(recipe.trainer.checkpoint_storage),
-            self.run.saved,
-        )
+        engines = {"": self.policy} | ({"critic/": critic} if (critic := self.models.critic) else {})
+        self.checkpoints = RankCheckpoints.open(self.run, recipe.trainer, self.device, engines)
         return Description(
             self.device.type,
             self.device.name(),
@@ -146,15 +134,11 @@ class PolicyRank:
 
     def resume(self) -> ResumeState:
         """Go on from the newest valid checkpoint, if there is one."""
-        reader, complaints = resume_point(self.writer.root, self.world, self.writer.storage)
-        lost = lost_checkpoint(self.run, self.world, reader, self.writer.storage)
-        attach_probes(self.policy, self.recipe, reader.step if reader else 0)
-        if reader is None:
-            return ResumeState(0, {}, complaints, lost)
-        restore(self.policy, self.device, reader)
-        if self.models.critic is not None:
-            restore(self.models.critic, self.device, reader, prefix="critic/")
-        return ResumeState(reader.step, dict(reader.state), complaints, lost)
+        reader, resumed = self.checkpoints.newest()
+        attach_probes(self.policy, self.recipe, resumed.step)
+        if reader is not None:
+            self.checkpoints.restore(reader)
+        return resumed
 
     def load(self, plan: RankPlan) -> list[int]:
         """Fetch this rank's trajectories; returns which of the plan's groups are lost, if any.
@@ -193,7 +177,7 @@ class PolicyRank:
         return [micro for mini in self.minis for micro in mini]
 
     def prepare(self, old_logps: bool) -> list[Penalty]:
-        """What is inferred before any update; returns penalties of this rank's trajectories as rewards."""
+        """Infer what must be known before any update; returns KL penalties of this rank's trajectories."""
         penalties: list[Penalty] = []
         if old_logps:
             with timed(self.seconds, "old_log_prob"):
@@ -225,7 +209,7 @@ class PolicyRank:
             with timed(self.seconds, "record"):
                 self._record(step.record)
         self.forget()
-        peak, failure = self.device.memory().peak / 2**30, self.writer.failure()
+        peak, failure = self.device.memory().peak / 2**30, self.checkpoints.writer.failure()
         return StepReport(metrics, advantages, mismatch, self.seconds, peak, failure)
 
     def _old_log_probs(self) -> None:
@@ -264,8 +248,8 @@ class PolicyRank:
 
     def reward_model_scores(self, name: str) -> dict[int, float]:
         """A reward model's scores of this rank's trajectories."""
-        own = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
-        return self.models.reward_models[name].scores(own)
+        trajectories = {i: self.trajectories[i] for micro in self.micros for i in micro.batch.index}
+        return self.models.reward_models[name].scores(trajectories)
 
     def _advantages(self, given: RankScores) -> AdvantageMetrics:
         micros = self.micros
@@ -327,10 +311,10 @@ class PolicyRank:
     def _record(self, given: RankRecord) -> None:
         """Write this rank's trajectories of the step to Parquet."""
         marks, advantages = given.marks, given.advantages
-        own = [i for micro in self.micros for i in micro.batch.index]
+        numbers = [i for micro in self.micros for i in micro.batch.index]
         write_trajectories(
             step_file(Path(given.directory), given.step, self.world.data_rank),
-            [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in own],
+            [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in numbers],
             self.world.data_ranks,
             given.others,
         )
@@ -339,22 +323,14 @@ class PolicyRank:
         """The step is done: its trajectories may go."""
         self.minis, self.trajectories = [], {}
 
-    def save(self, step: int, state: RunState) -> str | None:
-        """From the device, or from host memory while the models are there; tells how earlier saves failed."""
-        shards = saved_shards(self.policy) | generator_shards(self.device)
-        if self.models.critic is not None:
-            shards |= saved_shards(self.models.critic, prefix="critic/")
-        told = {**asdict(state), "updates": optimizer_updates(self.policy)}
-        if self.models.critic is not None:
-            told["critic/updates"] = optimizer_updates(self.models.critic)
-        self.writer.save(step, shards, host_generators(), told, copied=self.offloaded)
-        return self.writer.failure()
+    def save(self, step: int, state: Mapping[str, float]) -> str | None:
+        """From the device, or from host memory if the models are there; returns how earlier saves failed."""
+        self.checkpoints.save(step, state, copied=self.offloaded)
+        return self.checkpoints.writer.failure()
 
     def finish(self) -> None:
-        """Until the last checkpoint is on disk."""
-        self.writer.wait()
-        if failure := self.writer.failure():
-            raise CheckpointError(failure)
+        """Wait until the last checkpoint is on disk."""
+        self.checkpoints.finish()
 
     def offload(self, but_weights: bool = False) -> None:
         """Everything to host memory: the device is another's for a while. `but_weights` are the policy's."""
@@ -374,6 +350,6 @@ class PolicyRank:
 
     def close(self) -> None:
         """Finish what is being written, remove what was shared, leave the other ranks."""
-        self.writer.wait()
+        self.checkpoints.writer.wait()
         remove_private_directory()
         self.open.close()

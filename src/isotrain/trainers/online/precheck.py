@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 from isotrain import user_file
+from isotrain.agents import callers, interfaces
 from isotrain.data.prepare.verifiers_tasks import find_environment
 from isotrain.errors import (
     DataError,
     EpisodeError,
     IsotrainError,
+    ModelError,
     RecipeError,
     RewardError,
     RolloutError,
@@ -32,10 +35,9 @@ from isotrain.recipe.online import (
     RolloutSection,
 )
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.build import code_sandbox
+from isotrain.reward.build import code_sandbox, reward_source
 from isotrain.reward.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import, lacks_library
-from isotrain.trainers.online.user_files import named_file
 
 
 def check_online(recipe: Recipe) -> list[str]:
@@ -71,8 +73,8 @@ def _check_ends(recipe: Recipe) -> list[str]:
 
     directory = model_directory(recipe.model.path)
     tokenizer = load_tokenizer(directory)
-    own, turn = model_end_tokens(directory), end_of_turn(tokenizer)
-    ends = end_tokens(own, tokenizer)
+    model_ends, turn = model_end_tokens(directory), end_of_turn(tokenizer)
+    ends = end_tokens(model_ends, tokenizer)
     if not ends:
         return [
             "model.path: neither generation_config.json nor the tokenizer has an end token: every response "
@@ -84,10 +86,10 @@ def _check_ends(recipe: Recipe) -> list[str]:
             f"responses end only at {_named(tokenizer, ends)}. If the model ends its turns with something "
             "else, add that token to eos_token_id in generation_config.json"
         ]
-    if turn is not None and turn not in own:
+    if turn is not None and turn not in model_ends:
         return [
             f"model.path: the chat template ends a turn with {_named(tokenizer, [turn])}, but "
-            f"generation_config.json ends responses at {_named(tokenizer, own)}; responses end at both"
+            f"generation_config.json ends responses at {_named(tokenizer, model_ends)}; responses end at both"
         ]
     return []
 
@@ -128,7 +130,6 @@ def _warnings(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
 def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSection) -> list[str]:
     """Models that read the policy's tokens must be there, with its tokenizer."""
     from isotrain.models.load import model_directory  # torch comes in only here
-    from isotrain.trainers.online.vocabularies import check_vocabulary
 
     readers = {
         "reward.model.path": reward.model and reward.model.path,
@@ -138,8 +139,37 @@ def _check_models(recipe: Recipe, algorithm: OnlineSection, reward: RewardSectio
     warnings = []
     for field, path in readers.items():
         if path:
-            warnings += check_vocabulary(model_directory(recipe.model.path), path, field)
+            warnings += _check_vocabulary(model_directory(recipe.model.path), path, field)
     return warnings
+
+
+def _check_vocabulary(policy: Path, path: str, field: str) -> list[str]:
+    """Raise where the model at `path`, named by `field`, has another tokenizer; returns warnings."""
+    from isotrain.models.config import vocabulary_size
+    from isotrain.models.load import load_tokenizer, model_directory, read_config
+
+    directory = model_directory(path, field)
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return [f"{field}: {path} has no tokenizer to compare with the policy's"]
+    ours, theirs = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
+    for token, number in ours.items():
+        if theirs.get(token, number) != number:
+            raise ModelError(
+                f"{field}: its tokenizer is not the policy's: {token!r} has number {theirs[token]} there and "
+                f"{number} in model.path; set a model with the policy's tokenizer"
+            )
+    unknown = {token: number for token, number in ours.items() if token not in theirs}
+    if not unknown:
+        return []
+    size = vocabulary_size(read_config(directory))
+    if max(unknown.values()) >= size:
+        token = max(unknown, key=unknown.__getitem__)
+        raise ModelError(
+            f"{field}: its tokenizer is not the policy's: it has {size} tokens but not {token!r}, "
+            f"number {unknown[token]} in model.path; set a model with the policy's tokenizer"
+        )
+    few = ", ".join(map(repr, sorted(unknown)[:5]))
+    return [f"{field}: its tokenizer lacks {len(unknown)} token(s) of the policy, such as {few}"]
 
 
 def _check_plugins(algorithm: OnlineSection, reward: RewardSection) -> None:
@@ -151,8 +181,8 @@ def _check_plugins(algorithm: OnlineSection, reward: RewardSection) -> None:
         plugin_loss(algorithm.loss.plugin)
     if "greedy_R" in advantage_settings(algorithm).estimator.needs and reward.reward_models:
         raise RecipeError(
-            f"reward.{reward.reward_models[0]} cannot be used with algorithm.advantage, whose greedy "
-            "responses never reach the ranks: use another advantage or another reward"
+            f"reward.{next(iter(reward.reward_models))} cannot be used with algorithm.advantage, whose "
+            "greedy responses never reach the ranks: use another advantage or another reward"
         )
 
 
@@ -171,17 +201,17 @@ def changed_plugins(recipe: Recipe) -> list[str]:
     """Warnings of plugins whose package had another version when the run was last started."""
     starts = RunDirectory(recipe.output).starts()
     before = starts[-1].get("packages", {}) if starts else {}
-    found = [find_plugin(*wanted) for wanted in _plugins(recipe)]
+    plugins = [find_plugin(*names) for names in _plugins(recipe)]
     return [
         f"{plugin.field}: {plugin.package} is installed, but {recipe.output} last used {old}"
-        for plugin in found
+        for plugin in plugins
         if (dist := plugin.entry.dist)
         and (old := before.get(package_name(dist.name))) not in (None, dist.version)
     ]
 
 
 def _not_here(recipe: Recipe) -> Iterator[IsotrainError]:
-    """What this machine lacks to log, and to make responses and scores; a replay has both of these."""
+    """Errors for what this machine lacks to log, and to make responses and scores (a replay has both)."""
     _, rollout, reward = _sections(recipe)
     try:
         check_loggers(recipe.observe.loggers)
@@ -257,3 +287,30 @@ def _no_sandbox(code: CodeSection) -> Iterator[IsotrainError]:
         yield SandboxError(f"reward.code.sandbox: {problem}")
     finally:
         sandbox.close()
+
+
+class UserFiles(NamedTuple):
+    reward: str | None = None
+    """Text of the file of `reward.function`."""
+    episodes: str | None = None
+    """Text of the file of `rollout.environment` or `rollout.agent`; a program has none, and it is empty."""
+
+
+def read_user_files(recipe: Recipe) -> UserFiles:
+    """None of them where nothing is generated."""
+    rollout, reward = recipe.rollout, recipe.reward
+    assert rollout is not None and reward is not None
+    if not rollout.generates:
+        return UserFiles()
+    named = named_file(rollout)
+    text = user_file.read(*named, EpisodeError) if named else None
+    return UserFiles(reward_source(reward), "" if text is None and rollout.episodes else text)
+
+
+def named_file(rollout: RolloutSection) -> tuple[str, str] | None:
+    """`file.py:name` of the environment or agent, and the field that has it."""
+    if rollout.environment is not None:
+        return rollout.environment.path, interfaces.FIELD
+    if rollout.agent is not None and rollout.agent.path is not None:
+        return rollout.agent.path, callers.FIELD
+    return None

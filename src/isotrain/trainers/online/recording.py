@@ -31,8 +31,8 @@ from isotrain.recipe.online import OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.messages import Group, Score, TrajectoriesHandle, describe
 from isotrain.trainers.online.metrics import recorded_failures
+from isotrain.trainers.online.precheck import UserFiles, named_file
 from isotrain.trainers.online.rollouts import Batch, Make, Seconds
-from isotrain.trainers.online.user_files import UserFiles, named_file
 from isotrain.trainers.start import digest_field, model_digest
 
 DESCRIPTION = "recorded.json"

@@ -13,8 +13,8 @@ from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.base import FAILURES, RewardInput, Scored, Scorer
 from isotrain.reward.build import build_scorer
+from isotrain.trainers.build import open_prompts
 from isotrain.trainers.online.messages import Score, TrajectoriesHandle
-from isotrain.trainers.setup import open_prompts
 
 ScoredGroup = tuple[str, tuple[Score, ...]]
 """The data set that a group is from, and its scores."""

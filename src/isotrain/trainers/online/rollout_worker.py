@@ -19,11 +19,11 @@ from isotrain.errors import EngineLost
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
+from isotrain.trainers.build import TRAIN, open_prompts
 from isotrain.trainers.online.engine_loop import EngineLoop, Prompts
 from isotrain.trainers.online.episodes import Episodes
 from isotrain.trainers.online.messages import PromptRequest, Responses, TrajectoriesHandle, describe
 from isotrain.trainers.online.prompt_queue import Draws, Supply
-from isotrain.trainers.setup import TRAIN, open_prompts
 from isotrain.weights.update import WeightUpdate
 
 Written = tuple[Responses, TrajectoriesHandle]

@@ -23,20 +23,20 @@ from isotrain.cluster.workers import Call, Stream, next_item, wait_any
 from isotrain.data.sampler import Sampler
 from isotrain.errors import WorkerLost
 from isotrain.rollout.base import Sampling
+from isotrain.trainers.build import TRAIN
 from isotrain.trainers.online.messages import Group, PromptRequest, TrajectoriesHandle
 from isotrain.trainers.online.metrics import Failures, failures_of
 from isotrain.trainers.online.prompt_queue import Draws, PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker, ScoredGroup
 from isotrain.trainers.online.rollout_worker import RolloutWorker, Written
 from isotrain.trainers.online.weight_sync import Engines, engine_name
-from isotrain.trainers.setup import TRAIN
 
 # Of one reward worker: scores that take long, such as a model's over a network, are waited for side by side.
 CALLS_AT_ONCE = 4
 # Seconds between progress reports while no response comes.
 LOOK_SECONDS = 1.0
-# In a row, in which nobody died and yet no response came.
-BARREN_ROUNDS = 3
+# Rounds in a row in which nobody died and yet no response came.
+MAX_EMPTY_ROUNDS = 3
 
 
 class Seconds(NamedTuple):
@@ -58,7 +58,7 @@ class Collector:
     rounds: Iterator[int] = field(default_factory=itertools.count)
 
     def shares(self, prompt_requests: Sequence[PromptRequest]) -> list[Sequence[PromptRequest] | Draws]:
-        """What each engine is given; nothing to those that are not needed."""
+        """The prompts of each engine that is needed."""
         engines = len(self.engines)
         if self.queue is None:
             return [share for i in range(engines) if (share := prompt_requests[i::engines])]
@@ -82,17 +82,17 @@ class Collector:
         was asked for or, in flight, when it was asked.
         """
         done: dict[int, Group] = {}
-        seconds, barren = Seconds(0.0, 0.0), 0
+        seconds, empty_rounds = Seconds(0.0, 0.0), 0
         what = "responses" if store == TRAIN else f"{store} responses"
         with self.rollout_progress.request(what, len(prompt_requests) * n) as request:
             while missing := [request for request in prompt_requests if request.prompt_index not in done]:
                 request.generated = request.scored = len(done) * n
                 attempt, deaths = _Round(self, request, store, n, sampling, engine_is_free), self._deaths()
-                found, spent = attempt.run(missing)
-                barren = 0 if found or self._deaths() > deaths else barren + 1
-                if barren == BARREN_ROUNDS:
+                groups, spent = attempt.run(missing)
+                empty_rounds = 0 if groups or self._deaths() > deaths else empty_rounds + 1
+                if empty_rounds == MAX_EMPTY_ROUNDS:
                     raise WorkerLost("engines end without a response; can they reach the prompt queue?")
-                done |= found
+                done |= groups
                 seconds = seconds.plus(spent)
         return [done[request.prompt_index] for request in prompt_requests], seconds
 
@@ -143,10 +143,10 @@ class _Round:
 
     def run(self, prompt_requests: Sequence[PromptRequest]) -> tuple[dict[int, Group], Seconds]:
         started = generated = time.perf_counter()
-        wanted = (self.n, self.sampling, self.engines.first_version)
+        arguments = (self.n, self.sampling, self.engines.first_version)
         for index, share in enumerate(self.collector.shares(prompt_requests)):
             self.streams.append(
-                self.engines.stream(index, RolloutWorker.generate, self.store, share, *wanted)
+                self.engines.stream(index, RolloutWorker.generate, self.store, share, *arguments)
             )
             self.rollout_progress.asked(index)
         if self.engines.in_flight:
@@ -180,7 +180,7 @@ class _Round:
             self.engines.replace(task, death)
 
     def _send_backlog(self) -> None:
-        """What has come goes in equal parts to as many calls as are free, those of idle workers first."""
+        """Deal out what has come, in equal parts, to as many calls as are free, idle workers first."""
         while self.backlog and (free := len(self.calls) * CALLS_AT_ONCE - sum(self.calls)):
             count = -(-len(self.backlog) // free)
             work, self.backlog = self.backlog[:count], self.backlog[count:]
@@ -283,7 +283,7 @@ class Batch:
     resampled: int
     """Groups with equal rewards that were replaced."""
     others: Failures = field(default_factory=Failures)
-    """Of responses that are not among the groups: of those that were replaced, and greedy ones."""
+    """Failures of responses that are not among the groups: replaced ones, and greedy ones."""
 
 
 Make = Callable[[Callable[[], None]], Batch]
@@ -325,13 +325,13 @@ class BatchMaker:
         return self.attempts > 0 or self.greedy
 
     def _make(self, prompt_requests: list[PromptRequest], next_may_begin: Callable[[], None]) -> Batch:
-        wanted = len(prompt_requests)
+        count = len(prompt_requests)
         free = (lambda: None) if self.one_by_one else next_may_begin
         groups, seconds = self.collector.collect(TRAIN, prompt_requests, self.n, self.sampling, free)
         resampled, others = 0, Failures()
         for _ in range(self.attempts):
             kept, dropped = _informative(groups)
-            missing = wanted - len(kept)
+            missing = count - len(kept)
             if not missing:
                 break
             # A reward that fails gives equal scores: it must not pass for prompts that are too easy.
@@ -387,7 +387,7 @@ class SyncBatches:
     def next(self) -> Batch:
         return self._begin()(lambda: None)
 
-    def weights_are_out(self) -> None: ...
+    def weights_published(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -421,7 +421,7 @@ class AsyncBatches:
         self._begin, self._left, self._verifying = begin, batches, verifying
         self._begun: deque[Future[Batch]] = deque()
         self._turn = _done()
-        """Of the batch that is begun next."""
+        """The turn of the batch that is begun next."""
         for _ in range(staleness + 1):
             self._start()
 
@@ -438,7 +438,7 @@ class AsyncBatches:
             verifying.result()
         return batch.result()
 
-    def weights_are_out(self) -> None:
+    def weights_published(self) -> None:
         """New weights are on their way to the engines: one more batch is begun behind them."""
         self._start()
 

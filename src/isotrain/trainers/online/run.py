@@ -12,15 +12,14 @@ from isotrain.cluster.workers import WorkerGroup
 from isotrain.device.base import Device
 from isotrain.device.determinism import profile
 from isotrain.errors import ClusterError
-from isotrain.observe.console import Console, open_console
 from isotrain.observe.environment import differences, without_secrets
 from isotrain.observe.journal import Journal
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
+from isotrain.trainers.build import TRAIN, open_prompts, total_steps
 from isotrain.trainers.online.build import build_trainer, devices_of
-from isotrain.trainers.online.messages import ResumeState
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
-from isotrain.trainers.online.precheck import changed_plugins, check_online, response_ends
+from isotrain.trainers.online.precheck import changed_plugins, check_online, read_user_files, response_ends
 from isotrain.trainers.online.recording import (
     check_recording,
     frozen_models,
@@ -28,19 +27,15 @@ from isotrain.trainers.online.recording import (
     model_digests,
     write_description,
 )
-from isotrain.trainers.online.user_files import read_user_files
 from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.preemption import Preemption
-from isotrain.trainers.recorder import Recorder, draw_plots, recording
-from isotrain.trainers.setup import TRAIN, open_prompts, total_steps
+from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.start import (
     changed_since_start,
     check_probe_in_run,
-    check_run,
     check_same_data,
     mesh_facts,
-    prepare_output,
-    run_lock,
+    open_run,
     write_start,
 )
 
@@ -50,13 +45,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
     assert recipe.rollout is not None and recipe.reward is not None
     rollout = recipe.rollout
     cluster = recipe.cluster or ClusterSection()
-    silent = "console" not in recipe.observe.loggers
-    with (
-        run_lock(Path(recipe.output), leads=True),
-        open_console(silent=silent, devices=devices_of(recipe, cluster)) as console,
-    ):
-        prepare_output(recipe, console.message)
-        check_run(recipe)
+    with open_run(recipe, devices_of(recipe, cluster)) as console:
         for warning in check_online(recipe):
             console.message(f"warning: {warning}")
         stores = open_prompts(recipe, console.message)
@@ -108,30 +97,16 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             if rollout.record:
                 write_description(recipe, digests, steps)
             console = Journal(console, run, devices=devices_of(recipe, cluster))
-            goes_on = _resume(groups.ranks, console)
+            resumed = groups.ranks.call(PolicyRank.resume)[0]
+            resumed.report(console.message)
             recorder = Recorder(console)
-            trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, goes_on, preemption)
-            told = _introduction(recipe, rollout, described, steps)
-            console.message(f"{told}\n  {_responses(recipe, rollout, settings)}")
+            trainer = build_trainer(recipe, cluster, stores, groups, described, recorder, resumed, preemption)
+            introduction = _introduction(recipe, rollout, described, steps)
+            console.message(f"{introduction}\n  {_responses(recipe, rollout, settings)}")
             if recipe.trainer.save_every is not None and not 0 < recipe.trainer.save_every < steps:
                 console.message("  no checkpoint before the last step: remove or lower trainer.save_every")
-            if goes_on.step:
-                console.message(f"resuming after step {goes_on.step} of {steps}")
-            with recording(trainer.recorder, recipe, run, goes_on.step):
-                console.start(recipe.observe.last_step(steps), goes_on.step + 1)
-                trainer.train(goes_on.step)
-        draw_plots(run, recipe.name, console)
-        console.message(f"done: {recipe.observe.last_step(steps)} steps in {run.path}; curves in {run.plots}")
-        console.message(f"next: isotrain export {run.path} --out DIR")
-
-
-def _resume(ranks: WorkerGroup[PolicyRank], console: Console) -> ResumeState:
-    resumes = ranks.call(PolicyRank.resume)[0]
-    for complaint in resumes.complaints:
-        console.message(f"warning: {complaint}")
-    if resumes.lost is not None:
-        resumes.lost.tell(console.message)
-    return resumes
+            trainer.job.train(trainer, recipe, resumed.step)
+        trainer.job.close(recipe.name)
 
 
 def _check_shared(ranks: WorkerGroup[PolicyRank], output: Path) -> None:
@@ -139,10 +114,10 @@ def _check_shared(ranks: WorkerGroup[PolicyRank], output: Path) -> None:
     descriptor, file = tempfile.mkstemp(prefix=".shared-", dir=output.absolute())
     os.close(descriptor)
     try:
-        found = ranks.call(PolicyRank.finds, file)
+        is_there = ranks.call(PolicyRank.finds, file)
     finally:
         os.unlink(file)
-    if lacking := [where.host for where, there in zip(ranks.whereabouts, found, strict=True) if not there]:
+    if lacking := [where.host for where, there in zip(ranks.whereabouts, is_there, strict=True) if not there]:
         raise ClusterError(
             f"output: {output} is not shared with {', '.join(sorted(set(lacking)))}; put it on a "
             "file system that all machines of the cluster share"

@@ -34,11 +34,11 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
+from isotrain.trainers.online.precheck import UserFiles
 from isotrain.trainers.online.prompt_queue import PromptQueue
 from isotrain.trainers.online.reward_worker import RewardWorker
 from isotrain.trainers.online.rollout_worker import RolloutWorker
 from isotrain.trainers.online.rollouts import CALLS_AT_ONCE
-from isotrain.trainers.online.user_files import UserFiles
 from isotrain.trainers.online.weight_sync import engine_name, possible_routes
 from isotrain.trainers.preemption import Preempted
 from isotrain.weights.file import RUN_VARIABLE, Relay, machines_without_ranks, remove_abandoned

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from isotrain.trainers.preemption import Preemption
-from isotrain.trainers.save_schedule import LARGEST_SHARE, MINUTES, SaveSchedule
-from isotrain.trainers.supervised import SupervisedTrainer
+from isotrain.observe.console import Console
+from isotrain.observe.run_directory import RunDirectory
+from isotrain.trainers.job import LARGEST_SHARE, MINUTES, Job, SaveSchedule
+from isotrain.trainers.recorder import Recorder
 
 
 class Clock:
@@ -70,9 +70,7 @@ def test_one_rank_decides_for_all(leads: bool, leader_says: bool) -> None:
             return [float(numbers[0]) + others, float(numbers[1])]
 
     clock = Clock()
-    trainer: Any = object.__new__(SupervisedTrainer)
-    trainer.saves = SaveSchedule(None, 100, clock)
-    trainer.engine = SimpleNamespace(world=World())
+    world: Any = World()
+    job = Job(RunDirectory("run"), Recorder(Console()), 100, 100, SaveSchedule(None, 100, clock), world=world)
     clock.now = 1e6 if leader_says == leads else 0.0
-    trainer.preemption = Preemption()
-    assert trainer._agreed(5) == (leader_says, False)
+    assert job._agree(5) == (leader_says, False)
