@@ -18,8 +18,8 @@ from statistics import median
 
 import bench
 
-from isotrain.sandbox.base import Limits
-from isotrain.sandbox.bubblewrap import Bubblewrap
+from isotrain.process.bubblewrap import Bubblewrap
+from isotrain.process.sandbox import Limits
 
 PROGRAM = "print(sum(map(int, input().split())))"
 STDIN = "1 2 3\n"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.base import Limits
-from isotrain.sandbox.bubblewrap import Bubblewrap
+from isotrain.process.bubblewrap import Bubblewrap
+from isotrain.process.sandbox import Limits
 
 REQUIRED = "ISOTRAIN_TEST_SANDBOX"
 

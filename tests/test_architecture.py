@@ -16,7 +16,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 # Lowest first. A package may import itself and packages of lower layers; `cli` may import everything, `api`
 # everything but `cli`, `plan` and `self_test`.
 LAYERS = (
-    {"device", "recipe", "observe", "compat", "sandbox"},
+    {"device", "recipe", "observe", "compat"},
+    {"process"},
     {"models", "data", "algorithms"},
     {"cluster", "reward", "engine", "agents"},
     {"weights"},

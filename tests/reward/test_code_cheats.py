@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from isotrain.process.sandbox import Limits
 from isotrain.recipe.online import RewardSection
 from isotrain.reward.base import RewardInput, Scorer
 from isotrain.reward.build import build_scorer
-from isotrain.sandbox.base import Limits
 from sandboxes import bubblewrap
 
 ASSERTS = [

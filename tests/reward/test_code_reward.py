@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from isotrain.errors import RewardError
+from isotrain.process import fusion
+from isotrain.process.sandbox import Limits
 from isotrain.recipe.online import RewardSection
 from isotrain.reward.base import RewardInput, Scored, Scorer
 from isotrain.reward.build import build_scorer
-from isotrain.sandbox import fusion
-from isotrain.sandbox.base import Limits
 from sandboxes import bubblewrap, fusion_server
 
 DOUBLE = {"inputs": ["1\n", "2\n", "3\n", "4\n"], "outputs": ["2\n", "4\n", "6\n", "8\n"]}

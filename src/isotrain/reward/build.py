@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
+from isotrain.process.sandbox import Limits, Sandbox, build_sandbox
 from isotrain.recipe.online import CodeSection, FunctionSection, RewardPluginSection, RewardSection
 from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
 from isotrain.reward.code import CodeReward
 from isotrain.reward.function import function_setup, plugin_setup, read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
 from isotrain.reward.pool import Pool
-from isotrain.sandbox.base import Limits, Sandbox
-from isotrain.sandbox.build import build_sandbox
 
 # sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
 # machine's.

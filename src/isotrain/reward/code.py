@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from isotrain.errors import RewardError, SandboxError
+from isotrain.process.sandbox import Outcome, Sandbox
 from isotrain.reward.base import RewardInput, Scored, one_line
 from isotrain.reward.code_program import PROGRAM, is_ready, make_job, read_results
 from isotrain.reward.code_tests import (
@@ -21,7 +22,6 @@ from isotrain.reward.code_tests import (
     read_tests,
     same_output,
 )
-from isotrain.sandbox.base import Outcome, Sandbox
 
 # All tests of a response together may take this many times the limit of one.
 TESTS_IN_FULL = 10

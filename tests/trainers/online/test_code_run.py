@@ -9,7 +9,7 @@ import pytest
 from online_runs import OnlineRun, online_recipe
 
 from isotrain.observe.metrics import read_metrics
-from isotrain.sandbox.base import Limits
+from isotrain.process.sandbox import Limits
 from sandboxes import bubblewrap
 
 pytestmark = pytest.mark.ray

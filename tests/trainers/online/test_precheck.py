@@ -13,7 +13,7 @@ from online_runs import online_recipe
 from transformers import AutoTokenizer
 
 from isotrain.errors import IsotrainError, SandboxError
-from isotrain.sandbox import fusion
+from isotrain.process import fusion
 from isotrain.trainers.online import precheck
 from isotrain.trainers.online.precheck import check_online, look_online, response_ends
 from support import needs_vllm

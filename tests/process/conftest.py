@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hostile import LIMITS, SECRET
 
-from isotrain.sandbox.bubblewrap import Bubblewrap
+from isotrain.process.bubblewrap import Bubblewrap
 from sandboxes import bubblewrap
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from isotrain.sandbox.base import MIB, Limits, Outcome
-from isotrain.sandbox.bubblewrap import Bubblewrap
+from isotrain.process.bubblewrap import Bubblewrap
+from isotrain.process.sandbox import MIB, Limits, Outcome
 
 # Programs bound themselves a little above these limits: a broken sandbox must fail a test, not the machine.
 LIMITS = Limits(seconds=4.0, memory=512 * MIB, output=MIB, disk=8 * MIB)

@@ -15,8 +15,8 @@ import pytest
 from hostile import BOUND, LIMITS, run, running, wait_until
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.base import MIB
-from isotrain.sandbox.bubblewrap import Bubblewrap
+from isotrain.process.bubblewrap import Bubblewrap
+from isotrain.process.sandbox import MIB
 from sandboxes import bubblewrap
 
 
@@ -86,7 +86,7 @@ def test_memory_is_limited_for_root_without_the_right_to_trace(sandbox: Bubblewr
         pytest.skip("only root has capabilities to drop, with setpriv")
     program = "import os, time\nfor _ in range(2):\n    os.fork()\nkept = b'x' * (96 << 20)\ntime.sleep(60)\n"
     code = (
-        "from isotrain.sandbox.base import Limits\nfrom isotrain.sandbox.bubblewrap import Bubblewrap\n"
+        "from isotrain.process.sandbox import Limits\nfrom isotrain.process.bubblewrap import Bubblewrap\n"
         f"sandbox = Bubblewrap(Limits(seconds=20.0, memory={256 * MIB}))\nsandbox.start()\n"
         f"print(sandbox.run({program!r}).ended, sandbox.run('print(1)').ended)"
     )
@@ -99,9 +99,9 @@ def test_memory_is_limited_for_root_without_the_right_to_trace(sandbox: Bubblewr
 def test_a_sandbox_that_cannot_measure_memory_does_not_start(
     sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isotrain.sandbox.bubblewrap._memory_is_measured", False)
-    monkeypatch.setattr("isotrain.sandbox.bubblewrap._FIRST_RUN", 2.0)
-    monkeypatch.setattr("isotrain.sandbox.supervise._memory_of", lambda pid: 0)
+    monkeypatch.setattr("isotrain.process.bubblewrap._memory_is_measured", False)
+    monkeypatch.setattr("isotrain.process.bubblewrap._FIRST_RUN", 2.0)
+    monkeypatch.setattr("isotrain.process.supervise._memory_of", lambda pid: 0)
     with pytest.raises(
         SandboxError, match=r"cannot be limited: 32 MiB were exceeded.*mount /proc without hidepid"
     ):
@@ -181,7 +181,7 @@ def test_a_killed_parent_takes_its_programs_along(sandbox: Bubblewrap, tmp_path:
     mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
     script = tmp_path / "parent.py"
     script.write_text(
-        "from isotrain.sandbox.base import Limits\nfrom isotrain.sandbox.bubblewrap import Bubblewrap\n"
+        "from isotrain.process.sandbox import Limits\nfrom isotrain.process.bubblewrap import Bubblewrap\n"
         "sandbox = Bubblewrap(Limits(seconds=600))\nsandbox.start()\nprint('ready', flush=True)\n"
         'sandbox.run("""import os, sys\n'
         "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)', '" + mark + "'])"

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.base import MIB, Limits, Outcome, ended_by_memory
+from isotrain.process.sandbox import MIB, Limits, Outcome, ended_by_memory
 
 ATTEMPTS = 3
 # Seconds before the second attempt; twice as many before the third.

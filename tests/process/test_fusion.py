@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox import fusion
-from isotrain.sandbox.base import MIB, Limits
-from isotrain.sandbox.bubblewrap import Bubblewrap
-from isotrain.sandbox.build import build_sandbox
-from isotrain.sandbox.fusion import SandboxFusion
+from isotrain.process import fusion
+from isotrain.process.bubblewrap import Bubblewrap
+from isotrain.process.fusion import SandboxFusion
+from isotrain.process.sandbox import MIB, Limits, build_sandbox
 from sandboxes import FusionServer, bubblewrap, fusion_server
 
 LIMITS = Limits(seconds=3.0, memory=256 * MIB, output=10_000)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.base import MIB, Limits
-from isotrain.sandbox.python_tool import PythonTool
+from isotrain.process.sandbox import MIB, Limits, PythonTool
 from sandboxes import bubblewrap, fusion_server
 
 LIMITS = Limits(seconds=3.0, memory=256 * MIB, output=100_000)

@@ -13,7 +13,7 @@ import pytest
 from hostile import LIMITS, run
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.bubblewrap import NOBODY, Bubblewrap
+from isotrain.process.bubblewrap import NOBODY, Bubblewrap
 from sandboxes import bubblewrap
 
 
@@ -60,7 +60,7 @@ def test_a_proc_that_cannot_be_mounted_is_left_out(sandbox: Bubblewrap) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("covering a part of /proc needs root and unshare")
     code = (
-        "from isotrain.sandbox.base import Limits\nfrom isotrain.sandbox.bubblewrap import Bubblewrap\n"
+        "from isotrain.process.sandbox import Limits\nfrom isotrain.process.bubblewrap import Bubblewrap\n"
         "sandbox = Bubblewrap(Limits())\nsandbox.start()\n"
         "print(sandbox.run('import os; print(os.path.exists(\"/proc/1\"), 6 * 7)').stdout)"
     )
@@ -97,13 +97,14 @@ def test_an_ordinary_user_has_the_same_sandbox(sandbox: Bubblewrap, tmp_path: Pa
     source = Path(__file__).parents[2] / "src" / "isotrain"
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         package = Path(directory) / "isotrain"
-        shutil.copytree(source / "sandbox", package / "sandbox")
+        shutil.copytree(source / "process", package / "process")
         for module in ("errors.py", "language.py"):
             shutil.copy(source / module, package)
         (package / "__init__.py").touch()
         os.chmod(directory, 0o755)
         code = (
-            "from isotrain.sandbox.base import Limits\nfrom isotrain.sandbox.bubblewrap import Bubblewrap\n"
+            "from isotrain.process.sandbox import Limits\n"
+            "from isotrain.process.bubblewrap import Bubblewrap\n"
             "sandbox = Bubblewrap(Limits(seconds=5, memory=2**28))\nsandbox.start()\n"
             "print(sandbox.run('import os; print(os.getuid(), os.path.exists(\"/etc/passwd\"))').stdout)\n"
             "print(sandbox.run('import os\\nfor _ in range(7): os.fork()').exit_code)\n"

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Event
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.base import Limits, Outcome
-from isotrain.sandbox.seccomp import MACHINES, seccomp_filter
-from isotrain.sandbox.supervise import supervise
+from isotrain.process.sandbox import Limits, Outcome
+from isotrain.process.seccomp import MACHINES, seccomp_filter
+from isotrain.process.supervise import supervise
 
 INSTALL = "install bubblewrap 0.8 or newer (apt-get install bubblewrap, or dnf install bubblewrap)"
 NAMESPACES = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hostile import SECRET, cmdline, processes, refused, run
 
-from isotrain.sandbox.bubblewrap import NOBODY, Bubblewrap
+from isotrain.process.bubblewrap import NOBODY, Bubblewrap
 
 
 def test_a_program_with_its_input_and_its_end(sandbox: Bubblewrap) -> None:

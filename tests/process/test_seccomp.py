@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.sandbox.seccomp import MACHINES, seccomp_filter
+from isotrain.process.seccomp import MACHINES, seccomp_filter
 
 ALLOWED, KILLED, REFUSED, UNKNOWN = "allowed", "killed", errno.EPERM, errno.ENOSYS
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

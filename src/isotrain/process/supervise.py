@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 from isotrain.errors import SandboxError
-from isotrain.sandbox.base import Ending, Limits, Outcome, ended_by_memory
+from isotrain.process.sandbox import Ending, Limits, Outcome, ended_by_memory
 
 # How often memory is measured and `closing` is looked at. Most programs end before the first time.
 INTERVAL = 0.1
