@@ -142,3 +142,8 @@ class CertificateError(IsotrainError, ValueError):
 
 class PlanError(IsotrainError, RuntimeError):
     """A recipe whose step cannot be planned."""
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Text of unknown origin, made safe for a log or a terminal."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text[:limit]).split())

@@ -11,9 +11,10 @@ from isotrain.imports.convert import convert
 from isotrain.imports.openrlhf import ESTIMATORS
 from isotrain.imports.openrlhf_keys import FLAT, FLAT_PPO, PPO_TABLE
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.process.pool import Pool
 from isotrain.reward.base import RewardInput
-from isotrain.reward.function import function_setup, read_source
-from isotrain.reward.pool import Pool
+from isotrain.reward.calls import REWARD_CALLS
+from isotrain.reward.function import read_source
 from side_by_side import DOCS, blocks, check_defaults, check_recipe
 
 PAGE = (DOCS / "from-openrlhf.md").read_text(encoding="utf-8")
@@ -73,7 +74,8 @@ def test_the_reward_function_calls_theirs(tmp_path: Path) -> None:
     file = tmp_path / "openrlhf_reward.py"
     file.write_text(blocks(PAGE, "python")[0])
     path = f"{file}:score"
-    pool = Pool(function_setup(path, read_source(path)), name="reward.function", timeout=60.0)
+    setup = {"kind": "function", "path": path, "source": read_source(path)}
+    pool = Pool(REWARD_CALLS, setup, name="reward.function", timeout=60.0)
     try:
         row = {"question": "What is 8 x 9?"}
         items = [RewardInput(text, "72", row) for text in ("It is 72", "It is 71")]

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.reward.code import last_block
-from isotrain.reward.code_program import is_ready, make_job, read_results
+from isotrain.reward.code import is_ready, last_block, make_job, read_results
 from isotrain.reward.code_tests import (
     CallTest,
     CodeTests,

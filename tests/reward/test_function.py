@@ -10,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from children import write_functions
 
+from children import write_functions
+from isotrain.process.pool import Pool
 from isotrain.reward.base import RewardInput
-from isotrain.reward.function import function_setup, read_result, read_source
-from isotrain.reward.pool import Pool
+from isotrain.reward.calls import REWARD_CALLS
+from isotrain.reward.function import read_result, read_source
 
 
 def run(path: str, items: list[RewardInput]) -> list[tuple[float, dict[str, float], str]]:
-    pool = Pool(function_setup(path, read_source(path)), name="reward.function", timeout=20.0)
+    setup = {"kind": "function", "path": path, "source": read_source(path)}
+    pool = Pool(REWARD_CALLS, setup, name="reward.function", timeout=20.0)
     try:
         results = [future.result(60) for future in pool.submit(items)]
     finally:

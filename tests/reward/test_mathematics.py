@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from isotrain.process.pool import Pool
 from isotrain.reward.base import RewardInput, Scored
 from isotrain.reward.build import MATH_MEMORY
-from isotrain.reward.pool import Pool
+from isotrain.reward.calls import REWARD_CALLS
 
 RIGHT: list[tuple[str, object]] = [
     ("The answer is \\boxed{\\frac{1}{2}}.", "0.5"),
@@ -49,7 +50,14 @@ WRONG: list[tuple[str, object]] = [
 
 
 def run(answers: list[RewardInput], timeout: float, size: int = 1) -> list[Scored]:
-    pool = Pool({"kind": "math"}, name="reward.math", timeout=timeout, processes=size, memory=MATH_MEMORY)
+    pool = Pool(
+        REWARD_CALLS,
+        {"kind": "math"},
+        name="reward.math",
+        timeout=timeout,
+        processes=size,
+        memory=MATH_MEMORY,
+    )
     try:
         return [future.result(120) for future in pool.submit(answers)]
     finally:

@@ -1,12 +1,18 @@
-"""Environments as users have them, behind one interface; it runs in the environment's own process."""
+"""Environments and agents as users have them, behind one interface; it runs in a process of each episode.
+
+Environments answer the policy. Agents call it themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Protocol
@@ -14,7 +20,11 @@ from typing import Any, Protocol
 from isotrain import user_file
 from isotrain.errors import EpisodeError
 
-FIELD = "rollout.environment.path"
+ENVIRONMENT_FIELD = "rollout.environment.path"
+AGENT_FIELD = "rollout.agent.path"
+# Known of all agents, which are given these values.
+AGENT = {"kind": "calls", "tools": []}
+_GIVEN = ("base_url", "api_key", "row", "seed")
 
 # Characters of what a tool returns: more than any model reads at once.
 LONGEST_RESULT = 1 << 19
@@ -29,13 +39,33 @@ class Environment(Protocol):
 Factory = Callable[[], Environment]
 
 
+def load(
+    section: str,
+    path: str = "",
+    source: str = "",
+    command: Sequence[str] | None = None,
+    verifiers: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[Factory, dict[str, Any]]:
+    """What `rollout.environment` or `rollout.agent` names, in the process that forks one for each episode."""
+    if section == "environment":
+        return load_environment(path, source)
+    if command:
+        return (lambda: _Program(command)), AGENT
+    if verifiers:
+        from isotrain.agents.verifiers_environments import load_rollouts  # which imports this module
+
+        return load_rollouts(verifiers, arguments or {})
+    return load_function(path, source)
+
+
 def load_environment(path: str, source: str) -> tuple[Factory, dict[str, Any]]:
     """Makes environments of the class that `file.py:Class` names, and what is known of all of them.
 
     OpenRLHF's agents have an async `reset`; that of TRL's environments is a plain method.
     """
     _provide_openrlhf()
-    file, found = user_file.load(path, source, "class", FIELD, EpisodeError)
+    file, found = user_file.load(path, source, "class", ENVIRONMENT_FIELD, EpisodeError)
     name = path.rpartition(":")[2]
     agent = getattr(found, "agent_instance_cls", None) or _executed_class(found)
     if agent is not None:
@@ -95,22 +125,19 @@ class ToolEnvironment:
         if request == "call":
             return self._call(values["name"], values["arguments"])
         reward = getattr(self._instance, "get_reward", None)
-        return {"reward": None if reward is None else as_number(self._awaited(reward()))}
+        return {"reward": None if reward is None else as_number(_awaited(self._loop, reward()))}
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Errors are told to the policy, as TRL does: it can try again."""
         if name not in self._tools:
             return {"error": f"Tool {name} not found."}
         try:
-            result = str(self._awaited(getattr(self._instance, name)(**arguments)))
+            result = str(_awaited(self._loop, getattr(self._instance, name)(**arguments)))
         except Exception as error:
             return {"error": str(error)[:LONGEST_RESULT]}
         if len(result) > LONGEST_RESULT:
             return {"error": f"The result has {len(result)} characters; {LONGEST_RESULT} are allowed."}
         return {"result": result}
-
-    def _awaited(self, value: Any) -> Any:
-        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 class SteppedAgent:
@@ -122,17 +149,18 @@ class SteppedAgent:
 
     def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if request == "reset":
-            told = self._awaited(self._instance.reset({**values["states"]}))
+            told = _awaited(self._loop, self._instance.reset({**values["states"]}))
             return {"observation": _text(told["observation"], "observation")}
-        told = self._awaited(self._instance.step({**values["states"], "sampling_params": None}))
+        told = _awaited(self._loop, self._instance.step({**values["states"], "sampling_params": None}))
         return {
             "reward": as_number(told["rewards"]),
             "feedback": _text(told["environment_feedback"], "environment_feedback"),
             "done": bool(told["done"]),
         }
 
-    def _awaited(self, value: Any) -> Any:
-        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+def _awaited(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
+    return loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 def _text(value: Any, what: str) -> str:
@@ -177,3 +205,65 @@ class _MultiTurnAgentExecutor:
 
     async def execute(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("isotrain calls reset and step of the agent itself")
+
+
+def load_function(path: str, source: str) -> tuple[Factory, dict[str, Any]]:
+    """The function that `file.py:name` names."""
+    file, found = user_file.load(path, source, "function", AGENT_FIELD, EpisodeError)
+    accepted = inspect.signature(found).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
+    wanted = _GIVEN if takes_all else tuple(parameter.name for parameter in accepted)
+    unknown = [each.name for each in accepted if each.name not in _GIVEN and each.default is each.empty]
+    if unknown and not takes_all:
+        raise EpisodeError(
+            f"{file}: {path.rpartition(':')[2]} has a parameter {unknown[0]!r}; agents are given "
+            f"{', '.join(_GIVEN)}"
+        )
+    return (lambda: _Function(found, [name for name in wanted if name in _GIVEN])), AGENT
+
+
+class _Function:
+    def __init__(self, function: Callable[..., Any], wanted: Sequence[str]) -> None:
+        self._function, self._wanted = function, wanted
+
+    def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        os.environ.update(variables(values))
+        returned = self._function(**{name: values[name] for name in self._wanted})
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_value_of(returned))
+        return {"reward": as_number(returned)}
+
+
+async def _value_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+class _Program:
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+
+    def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """It stays in the group of processes that ends with the episode."""
+        ended = subprocess.run(
+            self._command,
+            input=json.dumps(values["row"]).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **variables(values)},
+            check=False,
+        )
+        if ended.returncode:
+            last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RuntimeError(f"{self._command[0]} ended with code {ended.returncode}: {last[:500]}")
+        return {"reward": None}
+
+
+def variables(values: Mapping[str, Any]) -> dict[str, str]:
+    """What OpenAI's clients read; the endpoint is on this machine, which no proxy can reach."""
+    return {
+        "OPENAI_BASE_URL": values["base_url"],
+        "OPENAI_API_BASE": values["base_url"],
+        "OPENAI_API_KEY": values["api_key"],
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }

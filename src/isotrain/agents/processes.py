@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import resource
-import signal
 import socket
-import subprocess
-import sys
-import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from isotrain.device.variables import child_environment
 from isotrain.errors import EpisodeError
-from isotrain.own_python import module_arguments
+from isotrain.process.child import BrokenChild, Child, all_processes, kill_group, raise_file_limit
 
 LONGEST_REPLY = 1 << 22
 # Of one episode; a fork bomb has more within a second.
 MOST_PROCESSES = 64
 LOOK_SECONDS = 1.0
 START_SECONDS = 10.0
-# In the environment of all processes, in whatever session they are.
-MARK = "ISOTRAIN_ENVIRONMENT_PROCESS"
 
 
 class EpisodeFailed(Exception):
@@ -78,8 +69,7 @@ class EnvironmentProcess:
     def end(self) -> None:
         """With all that it started, unless that has left its group."""
         self._writer.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
 
 
 class EnvironmentProcesses:
@@ -98,13 +88,12 @@ class EnvironmentProcesses:
         passed: Collection[str] = (),
         python: str | None = None,
     ) -> None:
-        """`loaded`: what the processes load, see `child.py`; `python`: which one runs them, if not this."""
-        self._setup = json.dumps({**loaded, "memory": memory}).encode() + b"\n"
+        """`loaded`: the arguments of `interfaces.load`; `memory`, `passed` and `python`: see `Child`."""
+        self._setup = {"load": "isotrain.agents.interfaces:load", "arguments": loaded, "serve": "forks"}
         self._field = f"rollout.{loaded['section']}"
-        self._python = python or sys.executable
-        self._time_limit, self._start_timeout, self._passed = time_limit, start_timeout, passed
-        self._mark = uuid.uuid4().hex
-        self._process: subprocess.Popen[bytes] | None = None
+        self._time_limit, self._start_timeout = time_limit, start_timeout
+        self._memory, self._passed, self._python = memory, passed, python
+        self._child: Child | None = None
         self._running: dict[int, EnvironmentProcess] = {}
         self._watching: asyncio.Task[None] | None = None
         self._forking = asyncio.Lock()
@@ -114,34 +103,27 @@ class EnvironmentProcesses:
 
     def start(self) -> None:
         """Import the user's file; raises `EpisodeError` where that fails."""
-        _make_room_for_sockets()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [self._python, *module_arguments("isotrain.agents.child", str(theirs.fileno()))],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={"PYTHONHASHSEED": "0", **child_environment(os.environ, self._passed), MARK: self._mark},
-            )
-        self._control = ours
-        ours.settimeout(self._start_timeout)
+        raise_file_limit()  # each episode has a socket
+        self._child = Child(
+            "the environment's process",
+            self._setup,
+            memory=self._memory,
+            passed=self._passed,
+            python=self._python,
+        )
         try:
-            ours.sendall(self._setup)
-            reply = json.loads(_line(ours) or "{}")
+            reply = self._child.wait(self._start_timeout)
         except TimeoutError:
             self.close()
             raise EpisodeError(
                 f"the file of {self._field} was not imported within {self._start_timeout:g} s; "
                 f"raise {self._field}.start_timeout"
             ) from None
-        except OSError:
+        except BrokenChild:
             reply = {}
         if "ready" not in reply:
             self.close()
             raise EpisodeError(str(reply.get("refused", "the environment's process ended while it started")))
-        ours.settimeout(START_SECONDS)
         self.known = reply
 
     async def open(self) -> EnvironmentProcess:
@@ -161,10 +143,13 @@ class EnvironmentProcesses:
         return process
 
     def _fork(self, descriptor: int) -> int:
+        child = self._child
         try:
-            socket.send_fds(self._control, [b"+"], [descriptor])
-            pid = int(_line(self._control))
-        except (OSError, ValueError):
+            if child is None:
+                raise BrokenChild
+            socket.send_fds(child.socket, [b"+"], [descriptor])
+            pid = int(child.wait(START_SECONDS)["pid"])
+        except (BrokenChild, OSError, LookupError, TypeError, ValueError):
             # Whatever ended it: another one is started for the next episodes.
             self._end_all()
             if not self._closed:
@@ -195,50 +180,16 @@ class EnvironmentProcesses:
 
     def _end_all(self) -> None:
         for process in list(self._running.values()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
         self._running.clear()
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-            self._control.close()
-            _kill_marked(f"{MARK}={self._mark}".encode())
-
-
-def _make_room_for_sockets() -> None:
-    """Each episode has one; the usual limit is 1,024 files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _line(connection: socket.socket) -> bytes:
-    found = bytearray()
-    while (byte := connection.recv(1)) not in (b"", b"\n"):
-        found += byte
-    return bytes(found)
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
 
 def _group_sizes() -> Counter[int]:
     sizes: Counter[int] = Counter()
-    for name in _processes():
+    for name in all_processes():
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
             sizes[int(file.read().rpartition(b")")[2].split()[2])] += 1
     return sizes
-
-
-def _kill_marked(variable: bytes) -> None:
-    """End what the user's code has started in sessions of its own."""
-    for name in _processes():
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/environ", "rb") as file:
-            if variable in file.read().split(b"\0"):
-                os.kill(int(name), signal.SIGKILL)
-
-
-def _processes() -> list[str]:
-    with contextlib.suppress(OSError):
-        return [name for name in os.listdir("/proc") if name.isdigit()]
-    return []

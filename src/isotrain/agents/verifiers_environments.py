@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -17,13 +18,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
-from isotrain.agents.callers import KNOWN, variables
-from isotrain.agents.interfaces import Factory, as_number
-from isotrain.errors import EpisodeError
+from isotrain.agents.interfaces import AGENT, Factory, as_number, variables
+from isotrain.errors import EpisodeError, IsotrainError
+from isotrain.user_file import where
 
 COLUMN = "verifiers"
+SPLITS = ("train", "validation")
 FIELD = "rollout.agent.verifiers"
 # The prompt of a row whose task has none.
 OPENS = "(the environment opens the conversation)"
@@ -77,9 +79,9 @@ def load_rollouts(name: str, arguments: Mapping[str, Any]) -> tuple[Factory, dic
     """Loads once for all episodes, unless loading starts threads, with which no process may be forked."""
     check(name)
     if _starts_threads(name, arguments):
-        return (lambda: _Rollout(load(name, arguments))), KNOWN
+        return (lambda: _Rollout(load(name, arguments))), AGENT
     loaded = load(name, arguments)
-    return (lambda: _Rollout(loaded)), KNOWN
+    return (lambda: _Rollout(loaded)), AGENT
 
 
 def _starts_threads(name: str, arguments: Mapping[str, Any]) -> bool:
@@ -220,3 +222,42 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 def _row(prompt: list[dict[str, Any]], answer: Any, task: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "answer": "" if answer is None else answer, COLUMN: task}
+
+
+def export(arguments: list[str]) -> None:
+    """Write the tasks as rows; the only argument is JSON, `{name, arguments, limit, check}`.
+
+    On standard output are lines of JSON: `{split, row}` for each task, `{refused: why}` where the environment
+    cannot be loaded, and at the end `{done: true}`. With `check`, nothing is imported: only the packages are
+    looked for."""
+    asked = json.loads(arguments[0])
+    # What packages print while they are loaded is no row.
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+    os.dup2(2, 1)
+    try:
+        check(asked["name"])
+        if not asked.get("check"):
+            _write_rows(asked, lines)
+    except IsotrainError as error:
+        _write(lines, {"refused": str(error)[:4000]})
+    except Exception as error:  # of the environment's own code
+        _write(lines, {"refused": f"rollout.agent.verifiers: {asked['name']}: {where(error)}"[:4000]})
+    else:
+        _write(lines, {"done": True})
+    lines.flush()
+    os._exit(0)  # whatever threads the environment has started
+
+
+def _write_rows(asked: dict[str, Any], lines: TextIO) -> None:
+    environment = load(asked["name"], asked["arguments"])
+    for split in SPLITS:
+        for row in itertools.islice(environment.rows(split), asked["limit"]):
+            _write(lines, {"split": split, "row": row})
+
+
+def _write(lines: TextIO, message: dict[str, Any]) -> None:
+    lines.write(json.dumps(message, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    export(sys.argv[1:])

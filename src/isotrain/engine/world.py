@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import socket
 import tempfile
@@ -30,6 +29,7 @@ from isotrain.engine.interfaces import (
 from isotrain.errors import LaunchError
 from isotrain.models.context import ContextGroup
 from isotrain.models.context_layout import ContextRank
+from isotrain.process.child import raise_file_limit
 from isotrain.recipe.schema import MeshSection
 
 # Set by our own launcher: ranks of one machine meet in a file, so that nothing listens on a network.
@@ -221,9 +221,7 @@ def _make_room_for_sockets(size: int) -> None:
     Large jobs connect on demand instead. Small ones do not: a connection that breaks shows a dead rank at
     once, one that was never made only after the timeout.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_file_limit()
     if size >= CONNECT_ON_DEMAND:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 

@@ -12,7 +12,7 @@ from threading import Event, Timer
 from typing import Any
 from urllib.parse import urlsplit
 
-from isotrain.errors import SandboxError
+from isotrain.errors import SandboxError, one_line
 from isotrain.process.sandbox import MIB, Limits, Outcome, ended_by_memory
 
 ATTEMPTS = 3
@@ -136,7 +136,7 @@ class SandboxFusion:
         status, result = reply.get("status"), reply.get("run_result")
         if status not in ("Success", "Failed") or not isinstance(result, dict):
             told = str(reply.get("message") or f"status {status!r}")
-            raise SandboxError(f"{self._address} could not run the program: {_printable(told)}")
+            raise SandboxError(f"{self._address} could not run the program: {one_line(told)}")
         most = self._limits.output
         stdout, stderr = (_text(result.get(name)) for name in ("stdout", "stderr"))
         seconds = result.get("execution_time")
@@ -146,13 +146,13 @@ class SandboxFusion:
             return Outcome("time", None, *kept)
         if result.get("status") != "Finished":
             raise SandboxError(
-                f"{self._address} could not run the program: {_printable(stderr or str(result))}"
+                f"{self._address} could not run the program: {one_line(stderr or str(result))}"
             )
         if max(len(stdout.encode("utf-8", "replace")), len(stderr.encode("utf-8", "replace"))) > most:
             return Outcome("output", None, *kept)
         code = result.get("return_code")
         if not isinstance(code, int):  # how it ended is not known, and must not count as a wrong program
-            raise SandboxError(f"{self._address} sent no return code: {_printable(str(result))}")
+            raise SandboxError(f"{self._address} sent no return code: {one_line(str(result))}")
         return Outcome("memory" if ended_by_memory(code, stderr) else "exit", code, *kept)
 
 
@@ -163,7 +163,3 @@ def _cut_off(connected: socket.socket) -> None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _printable(text: str) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in text[:300]).split())

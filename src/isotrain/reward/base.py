@@ -43,8 +43,3 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """End every process; may be called twice."""
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """Text of unknown origin, made safe for a log or a terminal."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text[:limit]).split())

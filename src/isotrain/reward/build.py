@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, Protocol
 
+from isotrain.errors import one_line
+from isotrain.process.pool import Pool
 from isotrain.process.sandbox import Limits, Sandbox, build_sandbox
 from isotrain.recipe.online import CodeSection, FunctionSection, RewardPluginSection, RewardSection
-from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer, one_line
+from isotrain.reward.base import LARGEST_SCORE, RewardInput, Scored, Scorer
+from isotrain.reward.calls import REWARD_CALLS
 from isotrain.reward.code import CodeReward
-from isotrain.reward.function import function_setup, plugin_setup, read_source
+from isotrain.reward.function import read_source
 from isotrain.reward.gsm8k import gsm8k_score, right_answer
-from isotrain.reward.pool import Pool
 
 # sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
 # machine's.
@@ -29,53 +32,40 @@ MOST_PROCESSES = 8
 SHOWN = 60
 
 
-class Gsm8kRule:
-    def __init__(self, method: Literal["strict", "flexible"], format_score: float) -> None:
-        self._method, self._format_score = method, format_score
+class Immediate:
+    """A reward that this process computes: quick, and without code that we did not write."""
+
+    def __init__(self, score: Callable[[RewardInput], Scored]) -> None:
+        self._score = score
+
+    def start(self) -> None:
+        pass
 
     def submit(self, items: Sequence[RewardInput]) -> list[Future[Scored]]:
-        futures = []
-        for item in items:
-            future: Future[Scored] = Future()
+        futures: list[Future[Scored]] = [Future() for _ in items]
+        for future, item in zip(futures, items, strict=True):
             future.set_result(self._score(item))
-            futures.append(future)
         return futures
-
-    def _score(self, item: RewardInput) -> Scored:
-        if item.answer is None:
-            detail = "the row has no reference answer; check reward.answer_key"
-            return Scored(0.0, failure="error", detail=detail)
-        right = right_answer(item.answer, self._method)
-        if right is None:
-            shown = one_line(str(item.answer)[-SHOWN:])
-            detail = f"the reference answer {shown!r} is not a plain number; check reward.answer_key"
-            return Scored(0.0, failure="error", detail=detail)
-        return Scored(gsm8k_score(item.response, right, self._method, self._format_score))
-
-    def start(self) -> None:
-        pass
 
     def close(self) -> None:
         pass
 
 
-class EnvironmentReward:
+def score_gsm8k(item: RewardInput, method: Literal["strict", "flexible"], format_score: float) -> Scored:
+    if item.answer is None:
+        detail = "the row has no reference answer; check reward.answer_key"
+        return Scored(0.0, failure="error", detail=detail)
+    right = right_answer(item.answer, method)
+    if right is None:
+        shown = one_line(str(item.answer)[-SHOWN:])
+        detail = f"the reference answer {shown!r} is not a plain number; check reward.answer_key"
+        return Scored(0.0, failure="error", detail=detail)
+    return Scored(gsm8k_score(item.response, right, method, format_score))
+
+
+def score_of_environment(item: RewardInput) -> Scored:
     """What the environment itself gave for an episode."""
-
-    def submit(self, items: Sequence[RewardInput]) -> list[Future[Scored]]:
-        nothing = Scored(0.0, failure="error", detail="the environment gave no reward")
-        futures = []
-        for item in items:
-            future: Future[Scored] = Future()
-            future.set_result(item.environment or nothing)
-            futures.append(future)
-        return futures
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    return item.environment or Scored(0.0, failure="error", detail="the environment gave no reward")
 
 
 class Part(Protocol):
@@ -140,11 +130,13 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     parts: dict[str, tuple[Part, float]] = {}
     if environment := reward.environment:
-        parts["environment"] = EnvironmentReward(), environment.weight
+        parts["environment"] = Immediate(score_of_environment), environment.weight
     if gsm8k := reward.gsm8k:
-        parts["gsm8k"] = Gsm8kRule(gsm8k.method, gsm8k.format_score), gsm8k.weight
+        score = partial(score_gsm8k, method=gsm8k.method, format_score=gsm8k.format_score)
+        parts["gsm8k"] = Immediate(score), gsm8k.weight
     if math := reward.math:
         pool = Pool(
+            REWARD_CALLS,
             {"kind": "math"},
             name="reward.math",
             timeout=reward.timeout,
@@ -160,10 +152,10 @@ def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
         parts["code"] = code_reward, code.weight
     if function := reward.function:
         assert source is not None
-        setup = function_setup(function.path, source)
+        setup: dict[str, Any] = {"kind": "function", "path": function.path, "source": source}
         parts["function"] = _pool("reward.function", function, setup, reward.timeout, cores), function.weight
     if plugin := reward.plugin:
-        setup = plugin_setup(plugin.name, plugin.options)
+        setup = {"kind": "plugin", "name": plugin.name, "options": plugin.options}
         parts["plugin"] = _pool("reward.plugin", plugin, setup, reward.timeout, cores), plugin.weight
     return WeightedSum(parts, reward.failed_score)
 
@@ -180,8 +172,9 @@ def _pool(
     setup: dict[str, Any],
     timeout: float,
     cores: int,
-) -> Pool:
+) -> Pool[RewardInput, Scored]:
     return Pool(
+        REWARD_CALLS,
         setup,
         name=name,
         timeout=timeout,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from isotrain.errors import RewardError, SandboxError
+from isotrain.errors import RewardError, SandboxError, one_line
 from isotrain.process.sandbox import Outcome, Sandbox
-from isotrain.reward.base import RewardInput, Scored, one_line
-from isotrain.reward.code_program import PROGRAM, is_ready, make_job, read_results
+from isotrain.reward.base import RewardInput, Scored
 from isotrain.reward.code_tests import (
     CallTest,
     CodeTests,
@@ -25,6 +27,9 @@ from isotrain.reward.code_tests import (
 
 # All tests of a response together may take this many times the limit of one.
 TESTS_IN_FULL = 10
+# Runs in the sandbox. It reads its one line of stdin, and drops what the solution and the tests print. Its
+# lines begin with a random word, which the process of the solution does not have.
+PROGRAM = Path(__file__).with_name("code_harness.py").read_text(encoding="utf-8")
 _FENCE = re.compile(r"[ \t]*(`{3,})[^`]*")
 
 
@@ -128,3 +133,35 @@ class CodeReward:
         if left <= 0:
             return Outcome("time", None, "", "", 0.0)
         return self._sandbox.run(program, stdin, min(left, self._timeout))
+
+
+def make_job(setup: str, solution: str, tests: list[CallTest | SourceTest]) -> tuple[str, str]:
+    """The line for the program's stdin, and the word that its results begin with."""
+    word = secrets.token_hex(16)
+    described: list[dict[str, Any]] = [
+        {"source": test.source}
+        if isinstance(test, SourceTest)
+        else {"function": test.function, "arguments": test.arguments}
+        for test in tests
+    ]
+    job = {"word": word, "setup": setup, "solution": solution, "tests": described}
+    return json.dumps(job) + "\n", word
+
+
+def is_ready(stdout: str, word: str) -> bool:
+    """Whether the program came as far as the solution: before that, nothing that fails is the solution's."""
+    return stdout.startswith(f"{word} ready\n")
+
+
+def read_results(stdout: str, word: str) -> dict[int, Any]:
+    """What the tests returned, by their index; those that failed are not in it."""
+    found: dict[int, Any] = {}
+    for line in stdout.split("\n"):
+        if line.startswith(f"{word} "):
+            try:
+                index, told = json.loads(line[len(word) :])
+            except (ValueError, TypeError, RecursionError):
+                continue
+            if isinstance(index, int):
+                found[index] = told
+    return found

@@ -41,20 +41,10 @@ class RewardFunction:
         return self.function(**{name: ARGUMENTS[name](response, answer, row) for name in self.names})
 
 
-def function_setup(path: str, source: str) -> dict[str, Any]:
-    """What a child process needs to know of a function; `source` is the text of its file."""
-    return {"kind": "function", "path": path, "source": source}
-
-
 def load_function(path: str, source: str) -> RewardFunction:
     """The function that `file.py:function` names; a `RewardError` gives file and line of a mistake."""
     file, function = user_file.load(path, source, "function", FIELD, RewardError)
     return _called(function, path.rpartition(":")[2], str(file))
-
-
-def plugin_setup(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a reward of an installed package, which is imported in the child alone."""
-    return {"kind": "plugin", "name": name, "options": dict(options)}
 
 
 def load_plugin(name: str, options: Mapping[str, Any]) -> RewardFunction:

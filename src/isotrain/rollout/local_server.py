@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isotrain.errors import RolloutError
+from isotrain.process.child import kill_group
 from isotrain.rollout.listener import listens
 
 # Runs in the interpreter of the server, which may not have this package. The kernel ends the server with the
@@ -95,8 +95,7 @@ class LocalServer:
         """End it and all that it started: it has nothing to save."""
         if self._process.returncode is None:
             # The group keeps its number until its leader is waited for.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             self._process.wait()
 
     def _has_ended(self) -> bool:

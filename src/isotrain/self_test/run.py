@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isotrain.own_python import module_command
+from isotrain.process.child import kill_group, marked_processes
 from isotrain.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, Part
 from isotrain.self_test.verdicts import PROGRESS, Setting, Verdict, argument, read_verdicts
 
@@ -181,8 +182,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """The part and all that is in its session; what left the session is for the last stage to find."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     # After a driver's hang a process may not even be killed: the last stage names it.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_SECONDS)
@@ -190,12 +190,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def marked(mark: str) -> list[int]:
     """Processes that carry the mark, but not this one and those above it."""
-    above = {os.getpid(), os.getppid()}
-    found = []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit() or int(directory.name) in above:
-            continue
-        with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
-                found.append(int(directory.name))
-    return sorted(found)
+    return sorted(marked_processes(f"{MARK}={mark}") - {os.getpid(), os.getppid()})

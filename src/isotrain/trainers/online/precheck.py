@@ -9,7 +9,7 @@ from shutil import which
 from typing import Any, NamedTuple
 
 from isotrain import user_file
-from isotrain.agents import callers, interfaces
+from isotrain.agents import interfaces
 from isotrain.data.prepare.verifiers_tasks import find_environment
 from isotrain.errors import (
     DataError,
@@ -310,7 +310,7 @@ def read_user_files(recipe: Recipe) -> UserFiles:
 def named_file(rollout: RolloutSection) -> tuple[str, str] | None:
     """`file.py:name` of the environment or agent, and the field that has it."""
     if rollout.environment is not None:
-        return rollout.environment.path, interfaces.FIELD
+        return rollout.environment.path, interfaces.ENVIRONMENT_FIELD
     if rollout.agent is not None and rollout.agent.path is not None:
-        return rollout.agent.path, callers.FIELD
+        return rollout.agent.path, interfaces.AGENT_FIELD
     return None

@@ -67,11 +67,11 @@ def misbehave(response):
         misbehave("session " + rest)
         os._exit(3)
     if kind == "noise":
-        os.write(int(sys.argv[2]), b"not json\\n")  # the pipe of replies, whatever its number is here
+        os.write(int(sys.argv[1]), b"not json\\n")  # the socket, whatever its number is here
     if kind == "huge":
-        os.write(int(sys.argv[2]), b'{"id": 1, "score": 1' + b"0" * 400 + b', "parts": {}}\\n')
+        os.write(int(sys.argv[1]), b'{"id": 1, "score": 1' + b"0" * 400 + b', "parts": {}}\\n')
     if kind == "deep":
-        os.write(int(sys.argv[2]), b"[" * 200_000 + b"\\n")
+        os.write(int(sys.argv[1]), b"[" * 200_000 + b"\\n")
     return {"nan": float("nan"), "inf": float("inf"), "text": "x" * 10_000_000, "none": None, "true": True,
             "list": [1.0], "big": 10 ** 400, "pid": os.getpid(),
             "dict": {"score": 0.5, "length": 3, "pred": "7", "bad": float("nan")},

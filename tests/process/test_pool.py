@@ -13,35 +13,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import FUNCTIONS, alive, group_of, wait_for, write_functions
 
+from children import FUNCTIONS, alive, group_of, wait_for, write_functions
 from isotrain.errors import RewardError
+from isotrain.process.pool import Pool
 from isotrain.reward.base import RewardInput, Scored
-from isotrain.reward.function import function_setup, read_source
-from isotrain.reward.pool import Pool
+from isotrain.reward.calls import REWARD_CALLS
+from isotrain.reward.function import read_source
 
 pytestmark = pytest.mark.heavy
 
-MakePool = Callable[..., Pool]
+RewardPool = Pool[RewardInput, Scored]
+MakePool = Callable[..., RewardPool]
 ENDLESS = 1000.0
 
 
-def running(pool: Pool) -> list[int]:
+def running(pool: RewardPool) -> list[int]:
     """Its processes."""
     return [worker.child.pid for worker in list(pool._workers)]
 
 
 def setup_of(path: str) -> dict[str, Any]:
-    return function_setup(path, read_source(path))
+    return {"kind": "function", "path": path, "source": read_source(path)}
 
 
 @pytest.fixture
 def make_pool(tmp_path: Path) -> Iterator[MakePool]:
-    pools: list[Pool] = []
+    pools: list[RewardPool] = []
     path = write_functions(tmp_path)
 
-    def make(function: str = "score", timeout: float = ENDLESS, **options: int) -> Pool:
-        pools.append(Pool(setup_of(f"{path}:{function}"), name="reward.function", timeout=timeout, **options))
+    def make(function: str = "score", timeout: float = ENDLESS, **options: int) -> RewardPool:
+        pools.append(
+            Pool(
+                REWARD_CALLS,
+                setup_of(f"{path}:{function}"),
+                name="reward.function",
+                timeout=timeout,
+                **options,
+            )
+        )
         return pools[-1]
 
     yield make
@@ -49,7 +59,7 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
         pool.close()
 
 
-def run(pool: Pool, responses: list[str]) -> list[Scored]:
+def run(pool: RewardPool, responses: list[str]) -> list[Scored]:
     return [future.result(60) for future in pool.submit([RewardInput(text, "", {}) for text in responses])]
 
 
@@ -228,7 +238,7 @@ def test_children_are_replaced_after_their_lifetime(make_pool: MakePool) -> None
 def test_a_start_that_the_system_refuses_is_tried_again(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isotrain.reward.pool.PAUSE", 0.05)
+    monkeypatch.setattr("isotrain.process.pool.PAUSE", 0.05)
     pool = make_pool(lifetime=2)
     run(pool, [""])
     real, refused = subprocess.Popen, [errno.EAGAIN, errno.EMFILE]
@@ -238,7 +248,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(
             raise OSError(refused.pop(), "not now")
         return real(*arguments, **options)
 
-    monkeypatch.setattr("isotrain.reward.process.subprocess.Popen", scarce)
+    monkeypatch.setattr("isotrain.process.child.subprocess.Popen", scarce)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert [result.score for result in run(pool, [""] * 3)] == [1.0] * 3
     assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
@@ -250,13 +260,13 @@ def test_a_start_that_the_system_refuses_is_tried_again(
 def test_a_replacement_that_cannot_be_loaded_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isotrain.reward.pool.PAUSE", 0.05)
+    monkeypatch.setattr("isotrain.process.pool.PAUSE", 0.05)
     note, path = tmp_path / "note", tmp_path / "rewards.py"
     path.write_text(
         f"import os\nif os.path.exists({str(note)!r}):\n    os.remove({str(note)!r})\n    1 / 0\n"
         "def f(response):\n    return os.getpid()\n"
     )
-    pool = Pool(setup_of(f"{path}:f"), name="reward.function", timeout=5.0, lifetime=1)
+    pool = Pool(REWARD_CALLS, setup_of(f"{path}:f"), name="reward.function", timeout=5.0, lifetime=1)
     try:
         pool.start()
         note.touch()
@@ -268,9 +278,9 @@ def test_a_replacement_that_cannot_be_loaded_is_tried_again(
 
 
 def test_a_child_that_cannot_be_killed_is_left(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isotrain.reward.process.PATIENCE_AFTER_KILL", 0.01)
-    monkeypatch.setattr("isotrain.reward.process.os.killpg", lambda pid, number: None)
-    monkeypatch.setattr("isotrain.reward.process._kill_marked", lambda variable: None)
+    monkeypatch.setattr("isotrain.process.child.PATIENCE_AFTER_KILL", 0.01)
+    monkeypatch.setattr("isotrain.process.child.os.killpg", lambda pid, number: None)
+    monkeypatch.setattr("isotrain.process.child._kill_marked", lambda variable: None)
     pool = make_pool(timeout=1.0)
     pid = run(pool, ["pid"])[0].score
     assert [result.failure for result in run(pool, ["sleep", ""])] == ["timeout", None]
@@ -320,12 +330,13 @@ def test_a_pool_that_was_never_used_closes(make_pool: MakePool) -> None:
 
 PARENT = """
 import sys, time
+from isotrain.process.pool import Pool
 from isotrain.reward.base import RewardInput
-from isotrain.reward.function import function_setup, read_source
-from isotrain.reward.pool import Pool
+from isotrain.reward.function import read_source
+from isotrain.reward.calls import REWARD_CALLS
 
-setup = function_setup(sys.argv[1], read_source(sys.argv[1]))
-pool = Pool(setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
+setup = {"kind": "function", "path": sys.argv[1], "source": read_source(sys.argv[1])}
+pool = Pool(REWARD_CALLS, setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)
 pool.submit([RewardInput(text, "", {}) for text in sys.argv[2:]])
 while len(pool._workers) < len(sys.argv) - 2:
     time.sleep(0.05)
@@ -372,6 +383,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, function: str, 
     path = tmp_path / "rewards.py"
     path.write_text(source, encoding="utf-8")
     pool = Pool(
+        REWARD_CALLS,
         setup_of(f"{path}:{function}"),
         name="reward.function",
         timeout=5.0,
@@ -395,7 +407,7 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
 def test_a_file_that_changes_changes_nothing_in_a_run(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_bytes(b"# coding: latin-1\ndef f(response):\n    return len('\xe9') / 2\n" + b"#" * 300_000)
-    pool = Pool(setup_of(f"{path}:f"), name="reward.function", timeout=5.0, lifetime=1)
+    pool = Pool(REWARD_CALLS, setup_of(f"{path}:f"), name="reward.function", timeout=5.0, lifetime=1)
     try:
         pool.start()
         path.write_text("def f(response):\n    return (")

@@ -1,4 +1,4 @@
-"""A pool of child processes that compute rewards, each call with its own time limit and failure."""
+"""A pool of child processes that compute results of calls, each call with its own time limit and failure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
-from isotrain.errors import RewardError
-from isotrain.reward.base import FAILURES, Failure, RewardInput, Scored, one_line
-from isotrain.reward.process import BrokenChild, Child
+from isotrain.errors import IsotrainError, one_line
+from isotrain.process.child import BrokenChild, Child, Message
 
 # An async call is ended by its own loop. Only when that does not happen is the loop itself blocked.
 GRACE = 1.0
@@ -25,11 +24,29 @@ STARTS = 3
 # Seconds before another start, more after each that failed: the system may be short of processes or files.
 PAUSE = 1.0
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Calls(Generic[Item, Result]):
+    """What children are asked, and how their replies are read."""
+
+    load: str
+    """`module:function` that returns the function of requests, in the child."""
+    child: str
+    """How errors call a child."""
+    error: type[IsotrainError]
+    write: Callable[[Item], Message]
+    """The request for an item."""
+    read: Callable[[Message], Result | None]
+    """The result of a reply, or of `{failure, detail}`; None if it is invalid."""
+
 
 @dataclass(eq=False)
 class _Call:
     line: bytes
-    future: Future[Scored]
+    future: Future[Any]
     identity: int
     submitted: float
     suspect: bool = False
@@ -50,18 +67,22 @@ class _Worker:
     served: int = 0
     calls: dict[int, _Call] = field(default_factory=dict)
 
+    def events(self) -> int:
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.child.wants_to_write else 0)
+
     def deadline(self) -> float:
         if not self.ready:
             return self.start_deadline
         return min((call.deadline for call in self.calls.values()), default=math.inf)
 
 
-class Pool:
+class Pool(Generic[Item, Result]):
     """All children belong to one thread: the kernel ends them with the thread that started them."""
 
     def __init__(
         self,
-        setup: dict[str, Any],
+        calls: Calls[Item, Result],
+        arguments: Message,
         *,
         name: str,
         timeout: float,
@@ -72,12 +93,13 @@ class Pool:
         memory: int | None = None,
         passed: Collection[str] = (),
     ) -> None:
-        """`processes`: children, where the function is not async; `concurrency`: calls at a time in the one
-        child of an async function; `lifetime`: calls after which a child is replaced; `memory`: bytes of
-        address space of a child; `passed`: names of environment variables for children."""
-        limits = {"timeout": timeout, "concurrency": concurrency, "memory": memory}
-        self._setup = json.dumps({**setup, **limits}).encode() + b"\n"
-        self._name, self._passed = name, passed
+        """`arguments`: those of `calls.load`; `processes`: children, where the function is not async;
+        `concurrency`: calls at a time in the one child of an async function; `lifetime`: calls after which a
+        child is replaced; `memory` and `passed`: see `Child`."""
+        self._calls = calls
+        self._setup: Message = {"load": calls.load, "arguments": arguments, "serve": "calls"}
+        self._setup |= {"timeout": timeout, "concurrency": concurrency}
+        self._name, self._memory, self._passed = name, memory, passed
         self._timeout, self._processes, self._concurrency = timeout, processes, concurrency
         self._start_timeout, self._lifetime = start_timeout, lifetime
         self._selector = selectors.DefaultSelector()
@@ -100,36 +122,31 @@ class Pool:
         self._wanted = False
         self._started: Future[None] = Future()
         self._closing = False
-        self._error: RewardError | None = None
+        self._error: IsotrainError | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Wait until a first child is ready; raises `RewardError` with what is wrong."""
+        """Wait until a first child is ready; raises what is wrong."""
         with self._lock:
             self._wanted = True
             self._wake()
         self._started.result()
 
-    def submit(self, items: Iterable[RewardInput]) -> list[Future[Scored]]:
+    def submit(self, items: Iterable[Item]) -> list[Future[Result]]:
         """One future for each item; they are done in any order, and a failed call is a result."""
         calls = []
         with self._lock:
             if self._error:
                 raise self._error
             for item in items:
-                future: Future[Scored] = Future()
+                future: Future[Result] = Future()
                 calls.append(future)
-                request = {
-                    "id": self._next_identity,
-                    "response": item.response,
-                    "answer": item.answer,
-                    "row": dict(item.row),
-                }
+                request = {"id": self._next_identity, **self._calls.write(item)}
                 try:
                     line = json.dumps(request, default=_plain).encode() + b"\n"
                 except (ValueError, TypeError, RecursionError) as error:
-                    detail = one_line(f"cannot send the row to the reward process: {error}")
-                    future.set_result(Scored(0.0, failure="error", detail=detail))
+                    detail = one_line(f"cannot send the row to {self._calls.child}: {error}")
+                    future.set_result(self._failed("error", detail))
                     continue
                 self._inbox.append(_Call(line, future, self._next_identity, time.monotonic()))
                 self._next_identity += 1
@@ -139,7 +156,7 @@ class Pool:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            self._error = self._error or RewardError(f"{self._name}: its processes were closed")
+            self._error = self._error or self._calls.error(f"{self._name}: its processes were closed")
             thread = self._thread
             if thread is not None and thread.is_alive():
                 self._wake()
@@ -162,19 +179,19 @@ class Pool:
             os.write(self._wake_writer, b"x")
 
     def _run(self) -> None:
-        error = RewardError(f"{self._name}: its processes were closed")
+        error = self._calls.error(f"{self._name}: its processes were closed")
         try:
-            while self._take():
+            while not self._closing:
                 self._dispatch()
                 self._wait()
-        except RewardError as reason:
+        except IsotrainError as reason:
             error = reason
         except BaseException as reason:
-            error = RewardError(f"{self._name}: {type(reason).__name__}: {reason}")
+            error = self._calls.error(f"{self._name}: {type(reason).__name__}: {reason}")
         finally:
             self._give_up(error)
 
-    def _give_up(self, error: RewardError) -> None:
+    def _give_up(self, error: IsotrainError) -> None:
         for worker in list(self._workers):
             self._remove(worker)
             self._waiting.extend(worker.calls.values())
@@ -187,14 +204,11 @@ class Pool:
         if not self._started.done():
             self._started.set_exception(error)
 
-    def _take(self) -> bool:
+    def _dispatch(self) -> None:
+        """Give calls to children that have room; start children while there are calls for them."""
         with self._lock:
             self._waiting.extend(self._inbox)
             self._inbox.clear()
-            return not self._closing
-
-    def _dispatch(self) -> None:
-        """Give calls to children that have room; start children while there are calls for them."""
         for worker in [worker for worker in self._workers if worker.retiring and not worker.calls]:
             self._remove(worker)
         for worker in [worker for worker in self._active() if worker.ready]:
@@ -204,7 +218,9 @@ class Pool:
                     worker.alone = True
                     self._send(worker, self._suspects.popleft())
                 continue
-            while self._waiting and self._takes_more(worker):
+            while (
+                self._waiting and len(worker.calls) < self._concurrency and not worker.alone | worker.retiring
+            ):
                 self._send(worker, self._waiting.popleft())
         self._grow()
 
@@ -235,14 +251,19 @@ class Pool:
         """Try again after a pause; the run ends where that has not helped and there is no other child."""
         self._failed_starts += 1
         if self._failed_starts >= STARTS and not any(worker.ready for worker in self._active()):
-            raise RewardError(f"{self._name}: the reward process could not be started: {reason}")
+            raise self._no_start(reason)
         self._next_start = time.monotonic() + PAUSE * self._failed_starts
+
+    def _no_start(self, reason: str) -> IsotrainError:
+        return self._calls.error(f"{self._name}: {self._calls.child} could not be started: {reason}")
+
+    def _failed(self, failure: str, detail: str) -> Result:
+        result = self._calls.read({"failure": failure, "detail": detail})
+        assert result is not None
+        return result
 
     def _active(self) -> list[_Worker]:
         return [worker for worker in self._workers if not worker.retiring]
-
-    def _takes_more(self, worker: _Worker) -> bool:
-        return not worker.alone and not worker.retiring and len(worker.calls) < self._concurrency
 
     def _send(self, worker: _Worker, call: _Call) -> None:
         grace = GRACE if self._asynchronous else 0.0
@@ -252,34 +273,22 @@ class Pool:
         worker.served += 1
         worker.retiring = worker.served == self._lifetime
         worker.child.send(call.line)
-        self._watch_writing(worker)
+        self._selector.modify(worker.child.socket, worker.events(), worker)
 
     def _add(self) -> None:
-        child = Child(self._setup, self._passed)
+        child = Child(self._calls.child, self._setup, memory=self._memory, passed=self._passed)
         now = time.monotonic()
         worker = _Worker(child, now, now + self._start_timeout)
         self._workers.append(worker)
-        self._watch(child.replies, selectors.EVENT_READ, worker)
+        self._selector.register(child.socket, worker.events(), worker)
         if child.ending is not None:
-            self._watch(child.ending, selectors.EVENT_READ, worker)
-        self._watch_writing(worker)
-
-    def _watch_writing(self, worker: _Worker) -> None:
-        if worker.child.wants_to_write:
-            self._watch(worker.child.requests, selectors.EVENT_WRITE, worker)
-
-    def _watch(self, descriptor: int, events: int, worker: _Worker) -> None:
-        if descriptor not in self._selector.get_map():
-            self._selector.register(descriptor, events, worker)
-
-    def _unwatch(self, descriptor: int | None) -> None:
-        if descriptor is not None and descriptor in self._selector.get_map():
-            self._selector.unregister(descriptor)
+            self._selector.register(child.ending, selectors.EVENT_READ, worker)
 
     def _remove(self, worker: _Worker, by_itself: bool = False) -> str:
         self._workers.remove(worker)
-        for descriptor in (worker.child.requests, worker.child.replies, worker.child.ending):
-            self._unwatch(descriptor)
+        self._selector.unregister(worker.child.socket)
+        if worker.child.ending is not None:
+            self._selector.unregister(worker.child.ending)
         return worker.child.end(by_itself)
 
     def _wait(self) -> None:
@@ -288,25 +297,27 @@ class Pool:
         timeout = None if first == math.inf else max(0.0, first - time.monotonic())
         changed: dict[int, _Worker] = {}
         ended: set[int] = set()
-        for key, _ in self._selector.select(timeout):
+        for key, events in self._selector.select(timeout):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_reader, 1 << 16)
                 continue
             worker = cast(_Worker, key.data)
-            if key.fd == worker.child.requests:
+            if events & selectors.EVENT_WRITE:
                 worker.child.flush()
-                if not worker.child.wants_to_write:
-                    self._unwatch(key.fd)
-                continue
-            changed[id(worker)] = worker
+                self._selector.modify(worker.child.socket, worker.events(), worker)
+            if events & selectors.EVENT_READ:
+                changed[id(worker)] = worker
             if key.fd == worker.child.ending:
                 ended.add(id(worker))
         for identity, worker in changed.items():
             self._listen(worker, identity in ended)
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline() <= now]:
-            self._late(worker)
+            late = f"no result after {self._timeout:g} s; its process was killed"
+            self._lost(
+                worker, "timeout", late if worker.ready else f"not ready after {self._start_timeout:g} s"
+            )
 
     def _listen(self, worker: _Worker, ended: bool) -> None:
         messages, broken = worker.child.receive()
@@ -314,11 +325,11 @@ class Pool:
             if not worker.ready and "refused" in message:
                 refusal = str(message["refused"])
                 if not self._started.done():
-                    raise RewardError(refusal)
+                    raise self._calls.error(refusal)
                 broken = BrokenChild(refusal)
                 break
             if not self._understand(worker, message):
-                broken = broken or BrokenChild("the reward process sent an invalid reply")
+                broken = broken or BrokenChild(f"{self._calls.child} sent an invalid reply")
                 break
         if broken or ended:
             self._lost(worker, "crash", str(broken or ""))
@@ -341,63 +352,35 @@ class Pool:
             if call is not None:
                 call.begun = True
             return call is not None
-        scored = _read(message)
-        identity = message.get("id")
-        if scored is None or not isinstance(identity, int) or identity not in worker.calls:
+        result, identity = self._calls.read(message), message.get("id")
+        if result is None or not isinstance(identity, int) or identity not in worker.calls:
             return False
         call = worker.calls.pop(identity)
         worker.alone = worker.alone and bool(worker.calls)
         # A cancelled call may leave a thread that hangs, or a process: they end with the child and its group.
-        worker.retiring = worker.retiring or scored.failure == "timeout"
-        call.future.set_result(scored)
+        worker.retiring = worker.retiring or message.get("failure") == "timeout"
+        call.future.set_result(result)
         return True
 
-    def _late(self, worker: _Worker) -> None:
-        if worker.ready:
-            self._lost(worker, "timeout", f"no result after {self._timeout:g} s; its process was killed")
-            return
-        self._lost(worker, "timeout", f"not ready after {self._start_timeout:g} s")
-
-    def _lost(self, worker: _Worker, failure: Failure, reason: str) -> None:
+    def _lost(self, worker: _Worker, failure: str, reason: str) -> None:
         """End a child that hangs or has crashed; the call that did it fails, the others are repeated."""
         how = self._remove(worker, by_itself=failure == "crash" and not reason)
         what = reason or how
         if not worker.ready:
             if not self._started.done():
-                raise RewardError(f"{self._name}: the reward process could not be started: {what}")
+                raise self._no_start(what)
             self._failed_start(what)
             return
         begun = [call for call in worker.calls.values() if call.begun]
         for call in worker.calls.values():
             # Known if it was the only call, or if it has now failed alone for the second time.
             if [call] == begun or (call.suspect and len(worker.calls) == 1):
-                call.future.set_result(Scored(0.0, failure=failure, detail=what))
+                call.future.set_result(self._failed(failure, what))
             elif begun and not call.begun:
                 self._waiting.appendleft(call)
             else:
                 call.suspect = True
                 self._suspects.append(call)
-
-
-def _read(message: dict[str, Any]) -> Scored | None:
-    """A reply as a result; None if it is invalid, since the child runs code that we did not write."""
-    failure, detail = message.get("failure"), message.get("detail", "")
-    if failure is not None:
-        known = failure in FAILURES and isinstance(detail, str)
-        return Scored(0.0, failure=failure, detail=one_line(detail)) if known else None
-    score, parts = message.get("score"), message.get("parts")
-    if not isinstance(parts, dict):
-        return None
-    if not all(_is_finite(value) for value in (score, *parts.values())):
-        return None
-    return Scored(float(cast(float, score)), {str(key): float(value) for key, value in parts.items()})
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
 
 
 def _plain(value: Any) -> Any:
