@@ -70,6 +70,8 @@ def misbehave(response):
         os.write(int(sys.argv[1]), b"not json\\n")  # the socket, whatever its number is here
     if kind == "huge":
         os.write(int(sys.argv[1]), b'{"id": 1, "score": 1' + b"0" * 400 + b', "parts": {}}\\n')
+    if kind == "endless":
+        os.write(int(sys.argv[1]), b"x" * (2 << 20))
     if kind == "deep":
         os.write(int(sys.argv[1]), b"[" * 200_000 + b"\\n")
     return {"nan": float("nan"), "inf": float("inf"), "text": "x" * 10_000_000, "none": None, "true": True,

@@ -75,6 +75,7 @@ def run(pool: RewardPool, responses: list[str]) -> list[Scored]:
         ("noise", "crash", "an invalid reply"),
         ("huge", "crash", "an invalid reply"),
         ("deep", "crash", "an invalid reply"),
+        ("endless", "crash", "an endless reply"),
     ],
 )
 def test_a_hang_or_crash_costs_one_answer(

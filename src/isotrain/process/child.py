@@ -27,8 +27,9 @@ LONGEST_REPLY = 1 << 20
 _CHUNK = 1 << 16
 PATIENCE = 0.5
 PATIENCE_AFTER_KILL = 5.0
-# In the environment of a child, and so of all that it starts, in whatever session that is.
-MARK = "ISOTRAIN_CHILD_PROCESS"
+# Begins the name of a variable of each child, and so of all that it starts, in whatever session that is. The
+# name is the child's own: children of children have both.
+MARK = "ISOTRAIN_CHILD_"
 
 
 class BrokenChild(Exception):
@@ -51,7 +52,7 @@ class Child:
         variables of ours that it sees beside the harmless ones; `python`: which one runs it, if not this.
 
         Raises OSError where the system has no process or descriptor to give."""
-        self.name, self.mark = name, uuid.uuid4().hex
+        self.name, self.mark = name, f"{MARK}{uuid.uuid4().hex}"
         with contextlib.ExitStack() as ours:
             self.socket, theirs = socket.socketpair()
             ours.enter_context(self.socket)
@@ -65,7 +66,7 @@ class Child:
                     stdout=2,  # what the user's code prints goes where errors go
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
-                    env={"PYTHONHASHSEED": "0", **child_environment(os.environ, passed), MARK: self.mark},
+                    env={"PYTHONHASHSEED": "0", **child_environment(os.environ, passed), self.mark: "1"},
                 )
             ours.pop_all()
         self.socket.setblocking(False)
@@ -151,7 +152,7 @@ class Child:
             poll.poll(PATIENCE * 1000)
         # The group keeps its number until its leader is waited for.
         kill_group(self.pid)
-        _kill_marked(f"{MARK}={self.mark}")
+        _kill_marked(f"{self.mark}=1")
         try:
             code = self._process.wait(PATIENCE_AFTER_KILL)
         except subprocess.TimeoutExpired:
