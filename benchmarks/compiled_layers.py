@@ -22,7 +22,7 @@ GOAL = 1.0
 def measure(options: argparse.Namespace, model: str) -> None:
     import numpy as np
 
-    from isotrain.algorithms import sft_loss
+    from isotrain.algorithms.sft import sft_loss
     from isotrain.data.packing import pack
     from isotrain.data.sample import Sample
     from isotrain.device.detect import choose_device

@@ -34,7 +34,7 @@ def update(setting: dict[str, Any]) -> None:
     import numpy as np
     import torch
 
-    from isotrain.algorithms import sft_loss
+    from isotrain.algorithms.sft import sft_loss
     from isotrain.data.packing import pack
     from isotrain.data.sample import Sample
     from isotrain.device.detect import choose_device

@@ -78,7 +78,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
     from isotrain_side import recorder_in_turns
 
-    from isotrain.algorithms import sft_loss
+    from isotrain.algorithms.sft import sft_loss
     from isotrain.data.items import SAMPLES, Item
     from isotrain.data.loader import BatchLoader
     from isotrain.data.rows import Row

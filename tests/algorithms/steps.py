@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from isotrain.algorithms.aggregate import LossNormalizer
+from isotrain.algorithms.aggregation import LossNormalizer
 from isotrain.algorithms.segments import sums
 
 

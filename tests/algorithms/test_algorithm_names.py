@@ -8,9 +8,11 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, numbers, whole
 
-from isotrain.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from isotrain.algorithms.advantages import ADVANTAGES, whiten
+from isotrain.algorithms.aggregation import AGGREGATIONS
+from isotrain.algorithms.kl import KL_ESTIMATORS
+from isotrain.algorithms.policy_losses import POLICY_LOSSES
 from isotrain.algorithms.segments import spread
-from isotrain.algorithms.whitening import whiten
 
 
 def test_names() -> None:

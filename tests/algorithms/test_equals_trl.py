@@ -15,14 +15,11 @@ import torch
 from steps import LENGTHS, MASK, numbers, whole
 from torch.nn.utils.rnn import pad_sequence
 
-from isotrain.algorithms.advantages.grpo import grpo
-from isotrain.algorithms.advantages.rloo import rloo
-from isotrain.algorithms.aggregate import LossNormalizer
+from isotrain.algorithms.advantages import grpo, rloo
+from isotrain.algorithms.aggregation import LossNormalizer
 from isotrain.algorithms.kl import kl_loss
 from isotrain.algorithms.mismatch import rollout_correction
-from isotrain.algorithms.policy.cispo import cispo
-from isotrain.algorithms.policy.clip import clip
-from isotrain.algorithms.policy.gspo import gspo
+from isotrain.algorithms.policy_losses import cispo, clip, gspo
 from isotrain.algorithms.segments import spread, sums
 
 pytest.importorskip("trl")

@@ -6,11 +6,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms import POLICY_LOSSES
-from isotrain.algorithms.policy.cispo import cispo
-from isotrain.algorithms.policy.clip import clip
-from isotrain.algorithms.policy.gspo import gspo
-from isotrain.algorithms.policy.reinforce import reinforce
+from isotrain.algorithms.policy_losses import POLICY_LOSSES, cispo, clip, entropy_bonus, gspo, reinforce
 
 LOSSES = pytest.mark.parametrize("name", POLICY_LOSSES)
 
@@ -232,3 +228,13 @@ def test_half_precision_is_promoted(name: str) -> None:
     expected, _ = POLICY_LOSSES[name](*(x.float() for x in halves), share)
     assert loss.dtype == torch.float32 and torch.equal(loss, expected)
     assert all(value.dtype == torch.float32 for value in metrics.values())
+
+
+def test_entropy_bonus_by_hand(device_type: str) -> None:
+    entropy_N = torch.tensor([1.0, 9.0, 3.0], device=device_type, requires_grad=True)
+    share = whole([3], [1, 0, 1], device=device_type)
+    loss, metrics = entropy_bonus(entropy_N, share, coefficient=0.5)
+    assert loss.item() == -1.0 and metrics["actor/entropy"].item() == 2.0
+    loss.backward()
+    assert entropy_N.grad is not None and entropy_N.grad.tolist() == [-0.25, 0.0, -0.25]
+    assert entropy_bonus(entropy_N, share)[0].item() == 0

@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotrain.algorithms.preference.dpo import dpo
-from isotrain.algorithms.preference.ipo import ipo
-from isotrain.algorithms.preference.kto import kto, reference_point
-from isotrain.algorithms.preference.orpo import orpo
-from isotrain.algorithms.preference.pairs import Side
-from isotrain.algorithms.preference.reward_model import rm
-from isotrain.algorithms.preference.simpo import simpo
+from isotrain.algorithms.preference_losses import Side, dpo, ipo, kto, orpo, reference_point, rm, simpo
 
 pytest.importorskip("trl")
 DPOTrainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer

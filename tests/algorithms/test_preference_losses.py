@@ -12,16 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from isotrain.algorithms.preference import PREFERENCE_LOSSES
-from isotrain.algorithms.preference.dpo import dpo
-from isotrain.algorithms.preference.ipo import ipo
-from isotrain.algorithms.preference.kto import kto, reference_point
-from isotrain.algorithms.preference.metrics import calibration_sums, pair_metrics
-from isotrain.algorithms.preference.orpo import orpo
-from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
-from isotrain.algorithms.preference.process_reward import prm, two_classes
-from isotrain.algorithms.preference.reward_model import rm
-from isotrain.algorithms.preference.simpo import simpo
+from isotrain.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    PairLosses,
+    Side,
+    dpo,
+    ipo,
+    kto,
+    orpo,
+    prm,
+    reference_point,
+    rm,
+    shares,
+    simpo,
+    two_classes,
+)
+from isotrain.algorithms.preference_metrics import calibration_sums, pair_metrics
 
 LN2 = math.log(2)
 

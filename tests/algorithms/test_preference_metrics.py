@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.algorithms.preference.kto import kto
-from isotrain.algorithms.preference.metrics import (
+from isotrain.algorithms.preference_losses import kto
+from isotrain.algorithms.preference_metrics import (
     calibration_sums,
     pair_metrics,
     pair_sums,

@@ -6,8 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from isotrain.algorithms import SUPERVISED_LOSSES
-from isotrain.algorithms.sft import sft_loss
+from isotrain.algorithms.sft import SUPERVISED_LOSSES, sft_loss
 from isotrain.models.packed import TokenHead
 from isotrain.recipe.schema import SftSection
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.algorithms import SUPERVISED_LOSSES
+from isotrain.algorithms.sft import SUPERVISED_LOSSES
 from isotrain.data.loader import BatchLoader
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device

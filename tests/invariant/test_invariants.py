@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotrain.algorithms import sft_loss
+from isotrain.algorithms.sft import sft_loss
 from isotrain.data.encode import Encoder
 from isotrain.data.items import Item
 from isotrain.data.packing import PackedBatch, pack

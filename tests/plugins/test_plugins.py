@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from isotrain.algorithms.aggregate import LossNormalizer
+from isotrain.algorithms.aggregation import LossNormalizer
 from isotrain.errors import RecipeError, RewardError
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.metrics import read_metrics

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, LossNormalizer
+from isotrain.algorithms.aggregation import AGGREGATIONS, Loss, LossNormalizer
 from isotrain.algorithms.segments import widen
 
 # Beyond these a token's log-ratio is numerical trouble, not divergence. A token at a limit has no gradient.

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from isotrain.algorithms.aggregate import LossNormalizer
-from isotrain.algorithms.policy.ratio import bounded, log_ratio
+from isotrain.algorithms.aggregation import LossNormalizer
+from isotrain.algorithms.policy_losses import bounded, log_ratio
 from isotrain.algorithms.segments import spread, sums, widen
 
 

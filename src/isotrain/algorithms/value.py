@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, Loss, LossNormalizer
-from isotrain.algorithms.whitening import Moments
+from isotrain.algorithms.advantages import Moments
+from isotrain.algorithms.aggregation import AGGREGATIONS, Loss, LossNormalizer
 
 
 def value_loss(

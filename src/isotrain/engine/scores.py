@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isotrain.algorithms.preference.process_reward import two_classes
+from isotrain.algorithms.preference_losses import two_classes
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.models.packed import TokenHead

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isotrain.algorithms import SUPERVISED_LOSSES
-from isotrain.algorithms.preference import PREFERENCE_LOSSES
-from isotrain.algorithms.preference.metrics import pair_metrics, response_metrics, step_metrics
+from isotrain.algorithms.preference_losses import PREFERENCE_LOSSES
+from isotrain.algorithms.preference_metrics import pair_metrics, response_metrics, step_metrics
+from isotrain.algorithms.sft import SUPERVISED_LOSSES
 from isotrain.data.chunks import RowEncoder
 from isotrain.data.encode import Encoder
 from isotrain.data.items import Item

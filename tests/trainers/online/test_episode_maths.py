@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.algorithms import ADVANTAGES, POLICY_LOSSES
+from isotrain.algorithms.advantages import ADVANTAGES
+from isotrain.algorithms.policy_losses import POLICY_LOSSES
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.data.trajectory import Episode, Trajectory, Turn, with_common_prompt
 from isotrain.trainers.online.messages import (

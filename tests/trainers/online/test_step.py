@@ -8,7 +8,7 @@ import pytest
 import torch
 from hand_made_step import FLAT, GREEDY, N_SAMPLES, SCORES
 
-from isotrain.algorithms import ADVANTAGES
+from isotrain.algorithms.advantages import ADVANTAGES
 from isotrain.data.policy_batch import pack_trajectories
 from isotrain.trainers.online.step import AdvantageSettings, Micro, estimate
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from isotrain import plugins
-from isotrain.algorithms import ADVANTAGES, POLICY_LOSSES
-from isotrain.algorithms.advantages import Estimator
-from isotrain.algorithms.aggregate import Loss
+from isotrain.algorithms.advantages import ADVANTAGES, Estimator
+from isotrain.algorithms.aggregation import Loss
+from isotrain.algorithms.policy_losses import POLICY_LOSSES
 from isotrain.data.chat import closing_tokens, end_tokens
 from isotrain.data.steps import separator_tokens, single_token
 from isotrain.device.base import Device

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from isotrain.algorithms import mismatch as mismatches
-from isotrain.algorithms.dapo import overlong_penalty
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
+from isotrain.algorithms.rewards import overlong_penalty
 from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.workers import WorkerGroup
 from isotrain.engine.checkpoint.pending import wait_for_pending

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isotrain.algorithms.advantages import combine
 from isotrain.algorithms.value import explained_variance
-from isotrain.algorithms.whitening import combine
 from isotrain.data.record import Marks
 from isotrain.reward.base import FAILURES, LARGEST_SCORE
 from isotrain.trainers.online.messages import Group, episode_numbers

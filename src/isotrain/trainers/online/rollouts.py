@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from isotrain.algorithms.dapo import informative
+from isotrain.algorithms.rewards import informative
 from isotrain.cluster.background import in_background
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.replaceable import DIED, Died, Replaceable, Task

@@ -12,16 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from isotrain.algorithms import KL_ESTIMATORS
-from isotrain.algorithms.advantages import Estimator
-from isotrain.algorithms.aggregate import Loss, LossNormalizer
-from isotrain.algorithms.entropy import entropy_bonus
-from isotrain.algorithms.kl import kl_loss
+from isotrain.algorithms.advantages import Estimator, Moments, combine, moments, whitened
+from isotrain.algorithms.aggregation import Loss, LossNormalizer
+from isotrain.algorithms.kl import KL_ESTIMATORS, kl_loss
 from isotrain.algorithms.mismatch import Mismatch, mismatch, rollout_correction
+from isotrain.algorithms.policy_losses import entropy_bonus
 from isotrain.algorithms.rewards import token_rewards
 from isotrain.algorithms.segments import spread, sums
 from isotrain.algorithms.value import value_loss
-from isotrain.algorithms.whitening import Moments, combine, moments, whitened
 from isotrain.data.policy_batch import PolicyBatch
 from isotrain.engine.engine import UpdateResult
 from isotrain.models.packed import TokenHead

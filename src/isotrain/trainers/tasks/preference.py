@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 
-from isotrain.algorithms.aggregate import Loss
-from isotrain.algorithms.preference.kto import kto, reference_point
-from isotrain.algorithms.preference.metrics import calibration_sums
-from isotrain.algorithms.preference.pairs import PairLosses, Side, shares
-from isotrain.algorithms.preference.process_reward import prm
-from isotrain.algorithms.preference.reward_model import rm
+from isotrain.algorithms.aggregation import Loss
+from isotrain.algorithms.preference_losses import PairLosses, Side, kto, prm, reference_point, rm, shares
+from isotrain.algorithms.preference_metrics import calibration_sums
 from isotrain.algorithms.segments import assert_aligned, sums
 from isotrain.data.loader import MicroBatch, StepData
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult, Work

@@ -44,32 +44,32 @@ def pair_sums(chosen_N: torch.Tensor, rejected_N: torch.Tensor, pairs: int) -> S
 
 
 def pair_metrics(metrics: Metrics) -> Metrics:
-    """Of pairs: means as they are, the spread of both sides' rewards, the calibration error."""
-    found = dict(metrics)
+    """Metrics of pairs: means as they are, the spread of both sides' rewards, the calibration error."""
+    means = dict(metrics)
     spreads = {
-        f"{side}_reward_std": _spread(found.pop(f"{side}_square"), found[f"{side}_reward"])
+        f"{side}_reward_std": _spread(means.pop(f"{side}_square"), means[f"{side}_reward"])
         for side in ("chosen", "rejected")
     }
-    return _with_calibration({**found, **spreads})
+    return _with_calibration({**means, **spreads})
 
 
 def response_metrics(metrics: Metrics) -> Metrics:
-    """Of responses: mean and spread of the rewards of each kind, from sums over both kinds."""
-    found, told = dict(metrics), {}
+    """Metrics of responses: mean and spread of the rewards of each kind, from sums over both kinds."""
+    rest, rewards = dict(metrics), {}
     for kind in ("chosen", "rejected"):
-        total, square = found.pop(f"{kind}_reward_share"), found.pop(f"{kind}_square_share")
-        count = found.pop(f"{kind}_share")
-        told[f"{kind}_reward"] = total / count if count else 0.0
-        told[f"{kind}_reward_std"] = _spread(square / count, total / count) if count else 0.0
-    return {**found, **told, "margin": told["chosen_reward"] - told["rejected_reward"]}
+        total, square = rest.pop(f"{kind}_reward_share"), rest.pop(f"{kind}_square_share")
+        count = rest.pop(f"{kind}_share")
+        rewards[f"{kind}_reward"] = total / count if count else 0.0
+        rewards[f"{kind}_reward_std"] = _spread(square / count, total / count) if count else 0.0
+    return {**rest, **rewards, "margin": rewards["chosen_reward"] - rewards["rejected_reward"]}
 
 
 def step_metrics(metrics: Metrics) -> Metrics:
-    """Of steps: F1 of finding the wrong ones, the calibration error."""
+    """Metrics of steps: F1 of finding the wrong ones, the calibration error."""
     counted = ("found", "called_wrong", "wrong")
-    found, called, wrong = (metrics[name] for name in counted)
+    hits, called, wrong = (metrics[name] for name in counted)
     rest = {name: value for name, value in metrics.items() if name not in counted}
-    return _with_calibration({**rest, "f1": 2 * found / (called + wrong) if called + wrong else 1.0})
+    return _with_calibration({**rest, "f1": 2 * hits / (called + wrong) if called + wrong else 1.0})
 
 
 def _spread(square: float, mean: float) -> float:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms.aggregate import AGGREGATIONS, LossNormalizer
+from isotrain.algorithms.aggregation import AGGREGATIONS, LossNormalizer
 
 # Losses 1, 2 and 9 (a tool's) of one trajectory, 6 of another, 9 (a tool's) of a third.
 LOSS_N = (1.0, 2.0, 9.0, 6.0, 9.0)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, numbers
 
-from isotrain.algorithms.rewards import token_rewards
+from isotrain.algorithms.advantages import grpo
+from isotrain.algorithms.rewards import informative, overlong_penalty, token_rewards
 from isotrain.algorithms.segments import sums
 
 MASK_N = torch.tensor(MASK).bool()
@@ -51,3 +52,28 @@ def test_rewards_of_turns_by_hand() -> None:
     given = {"turn_rewards_N": turns_N, "earlier_R": torch.tensor([2.0])}
     # 5 - 0.75 in these turns - 2 in earlier ones is 2.25, beside the 0.25 of the last turn.
     assert token_rewards(torch.tensor([5.0]), mask_N, [4], **given).tolist() == [0.5, 0.0, 0.0, 2.5]
+
+
+def test_groups_of_equal_rewards_teach_nothing(device_type: str) -> None:
+    # Prompt 5 has equal rewards, prompt 2 has different ones, prompt 9 has a single response.
+    rewards_R = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 3.0], device=device_type)
+    group_R = torch.tensor([5, 2, 5, 2, 5, 9], device=device_type)
+    keep_R = informative(rewards_R, group_R)
+    assert keep_R.tolist() == [False, True, False, True, False, True]
+    assert keep_R.device.type == device_type
+    assert torch.equal(keep_R, grpo(rewards_R, group_R) != 0)
+
+
+def test_all_or_nothing_informative() -> None:
+    group_R = torch.tensor([0, 0, 1, 1])
+    assert not informative(torch.ones(4), group_R).any()
+    assert informative(torch.tensor([1.0, 0.0, 0.0, -1.0]), group_R).all()
+    assert informative(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_overlong_penalty_by_hand() -> None:
+    # At most 100 tokens, the last 20 of which cost: 80 is free, 85 costs 5/20, 100 costs everything.
+    lengths = [0, 80, 85, 90, 100, 120]
+    assert overlong_penalty(lengths, max_length=100, buffer=20).tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    halved = overlong_penalty(lengths, max_length=100, buffer=20, factor=0.5)
+    assert halved.tolist() == pytest.approx([0, 0, -0.125, -0.25, -0.5, -0.5])

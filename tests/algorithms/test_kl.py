@@ -6,9 +6,7 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms import KL_ESTIMATORS
-from isotrain.algorithms.entropy import entropy_bonus
-from isotrain.algorithms.kl import AdaptiveKl, FixedKl, kl_loss
+from isotrain.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, FixedKl, kl_loss
 
 ESTIMATORS = pytest.mark.parametrize("name", KL_ESTIMATORS)
 
@@ -88,16 +86,6 @@ def test_half_precision_is_promoted() -> None:
     halves = numbers(0).bfloat16(), numbers(1).bfloat16()
     for estimator in KL_ESTIMATORS.values():
         assert torch.equal(estimator(*halves), estimator(*(x.float() for x in halves)))
-
-
-def test_entropy_bonus_by_hand(device_type: str) -> None:
-    entropy_N = torch.tensor([1.0, 9.0, 3.0], device=device_type, requires_grad=True)
-    share = whole([3], [1, 0, 1], device=device_type)
-    loss, metrics = entropy_bonus(entropy_N, share, coefficient=0.5)
-    assert loss.item() == -1.0 and metrics["actor/entropy"].item() == 2.0
-    loss.backward()
-    assert entropy_N.grad is not None and entropy_N.grad.tolist() == [-0.25, 0.0, -0.25]
-    assert entropy_bonus(entropy_N, share)[0].item() == 0
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 from steps import LENGTHS, MASK, cut, numbers, whole
 
-from isotrain.algorithms.aggregate import AGGREGATIONS
+from isotrain.algorithms.advantages import combine, moments
+from isotrain.algorithms.aggregation import AGGREGATIONS
 from isotrain.algorithms.value import explained_variance, value_loss
-from isotrain.algorithms.whitening import combine, moments
 
 
 @pytest.mark.parametrize(

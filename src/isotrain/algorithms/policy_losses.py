@@ -1,0 +1,201 @@
+"""Policy losses and the entropy bonus.
+
+R: trajectories of a micro-batch, N: their response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from isotrain.algorithms.aggregation import AGGREGATIONS, Loss, LossNormalizer
+from isotrain.algorithms.segments import spread, sums, widen
+
+# exp(20) is half a billion: a ratio beyond it says nothing more, and its exponential may overflow.
+LARGEST_LOG_RATIO = 20.0
+
+
+def log_ratio(logp_N: torch.Tensor, old_logp_N: torch.Tensor, share: LossNormalizer) -> torch.Tensor:
+    """`logp - old_logp`, 0 outside the mask; the old policy is a constant even if it is the same tensor."""
+    return share.only(widen(logp_N) - widen(old_logp_N.detach()))
+
+
+def bounded(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    return log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def policy_loss(
+    loss_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    log_ratio_N: torch.Tensor,
+    clipped_N: torch.Tensor,
+    lower_N: torch.Tensor,
+    correction_N: torch.Tensor | None,
+    aggregation: str,
+) -> Loss:
+    """The aggregated loss, with how far the policy has moved and where it was clipped."""
+    if correction_N is not None:
+        loss_N = loss_N * share.only(correction_N.detach())
+    loss = AGGREGATIONS[aggregation](loss_N, share)
+    return loss, {
+        "actor/pg_loss": loss.detach(),
+        "actor/pg_clipfrac": share.mean(clipped_N),
+        "actor/pg_clipfrac_lower": share.mean(lower_N),
+        "actor/ppo_kl": share.mean(-log_ratio_N),
+    }
+
+
+def clip(
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    aggregation: str = "token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """PPO's clipped loss (arXiv:1707.06347) with dual clip (arXiv:1912.09729).
+
+    `max(-A rho, -A clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high))`, at most `-A dual_clip` at A < 0.
+    `clip_ratio_high` above `clip_ratio_low` is DAPO's clip-higher. Without the dual clip a token that became
+    much more likely although its advantage is negative has a loss without bound.
+    """
+    log_ratio_N = bounded(log_ratio(logp_N, old_logp_N, share))
+    ratio_N = log_ratio_N.exp()
+    advantages_N = share.only(advantages_N)
+    free_N = -advantages_N * ratio_N
+    held_N = -advantages_N * ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    loss_N = torch.maximum(free_N, held_N)
+    lower_N = torch.zeros_like(loss_N, dtype=torch.bool)
+    if dual_clip is not None:
+        ceiling_N = -advantages_N * dual_clip
+        lower_N = (advantages_N < 0) & (loss_N > ceiling_N)
+        loss_N = torch.where(lower_N, ceiling_N, loss_N)
+    return policy_loss(
+        loss_N,
+        share,
+        log_ratio_N=log_ratio_N,
+        clipped_N=held_N > free_N,
+        lower_N=lower_N,
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+# As in verl, lower than for tokens: a mean over a whole trajectory has no business being above it.
+LARGEST_SEQUENCE_LOG_RATIO = 10.0
+
+
+def gspo(
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    aggregation: str = "seq-mean-token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """GSPO: one ratio per trajectory, the geometric mean of its tokens' ratios (arXiv:2507.18071).
+
+    `max(-A s, -A clip(s))` with `s = exp(mean(logp - old_logp))` of the token's trajectory. The value of
+    every token is s, its gradient is s times the token's own: averaged over the trajectory that is the
+    gradient of s itself, and advantages may still differ between tokens.
+    """
+    log_ratio_N = log_ratio(logp_N, old_logp_N, share)
+    counts_R = sums(share.mask_N.to(torch.float32), share.lengths).clamp(min=1)
+    mean_N = spread(sums(log_ratio_N.detach(), share.lengths) / counts_R, share.lengths)
+    # The brackets matter: the difference is exactly 0, and the mean keeps its digits.
+    straight_N = mean_N + (log_ratio_N - log_ratio_N.detach())
+    ratio_N = straight_N.clamp(max=LARGEST_SEQUENCE_LOG_RATIO).exp()
+    advantages_N = share.only(advantages_N)
+    free_N = -advantages_N * ratio_N
+    held_N = -advantages_N * ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return policy_loss(
+        torch.maximum(free_N, held_N),
+        share,
+        log_ratio_N=bounded(log_ratio_N),
+        clipped_N=held_N > free_N,
+        lower_N=torch.zeros_like(free_N),
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+def cispo(
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    aggregation: str = "token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """CISPO (arXiv:2506.13585): REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
+
+    `-clip(rho, 1 - clip_ratio_low, 1 + clip_ratio_high) A logp`, where the clipped ratio is a constant.
+    `clip_ratio_low = 1` leaves the lower side open, as the paper does.
+    """
+    log_ratio_N = bounded(log_ratio(logp_N, old_logp_N, share)).detach()
+    ratio_N = log_ratio_N.exp()
+    held_N = ratio_N.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return policy_loss(
+        -held_N * share.only(advantages_N) * share.only(logp_N),
+        share,
+        log_ratio_N=log_ratio_N,
+        clipped_N=ratio_N != held_N,
+        lower_N=torch.zeros_like(ratio_N),
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+def reinforce(
+    logp_N: torch.Tensor,
+    old_logp_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    aggregation: str = "token-mean",
+    correction_N: torch.Tensor | None = None,
+) -> Loss:
+    """REINFORCE (Williams, 1992): `-A logp`; the old log-probs only tell how far the policy has moved."""
+    never_N = torch.zeros_like(share.mask_N)
+    return policy_loss(
+        -share.only(advantages_N) * share.only(logp_N),
+        share,
+        log_ratio_N=bounded(log_ratio(logp_N, old_logp_N, share)),
+        clipped_N=never_N,
+        lower_N=never_N,
+        correction_N=correction_N,
+        aggregation=aggregation,
+    )
+
+
+# All are called as `loss(logp_N, old_logp_N, advantages_N, share, **options)`.
+POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
+
+
+def entropy_bonus(
+    entropy_N: torch.Tensor,
+    share: LossNormalizer,
+    *,
+    coefficient: float = 0.0,
+    aggregation: str = "token-mean",
+) -> Loss:
+    """Entropy bonus: `-coefficient entropy`, to be added to the policy loss."""
+    entropy = AGGREGATIONS[aggregation](entropy_N, share)
+    return -coefficient * entropy, {"actor/entropy": entropy.detach()}
