@@ -31,7 +31,7 @@ from power.plan import CHOICE, Pair, controls, members, pairs, references, serve
 from power.runs import AT_ONCE, Job, Runs  # noqa: E402
 from power.table import markdown  # noqa: E402
 
-from isotrain.parity.power import Power, PowerRow  # noqa: E402
+from isotrain.parity.compare.power import Power, PowerRow  # noqa: E402
 
 PROTOCOL = (
     "Held-out bugs and honest pairs on tiny Llama, Qwen3-MoE and Gemma 3 models, float32 and bfloat16, 60 "

@@ -12,17 +12,16 @@ from typing import Any
 
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.parity.canonical import digest_of
-from isotrain.parity.certificate import Certificate, write_certificate
-from isotrain.parity.compare import compare
-from isotrain.parity.envelope import envelope_level
-from isotrain.parity.issue import certificate_of
-from isotrain.parity.levels import Check, Level, not_run
-from isotrain.parity.mesh import why_untraced
-from isotrain.parity.outcome import outcome_of
-from isotrain.parity.paired import paired_level
+from isotrain.parity.certify.certificate import Certificate, digest_of, write_certificate
+from isotrain.parity.certify.issue import certificate_of
+from isotrain.parity.compare.comparison import compare
+from isotrain.parity.compare.outcome import outcome_of
+from isotrain.parity.devices import why_untraced
+from isotrain.parity.levels.envelope import envelope_level
+from isotrain.parity.levels.level import Check, Level, not_run
+from isotrain.parity.levels.paired import paired_level
+from isotrain.parity.read.runs import read_run
 from isotrain.parity.run import Run
-from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 
 RECIPE: dict[str, Any] = {

@@ -52,7 +52,7 @@ VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|an
 # device is held against what its vendor calls it; other frameworks have vendors in the names of their keys.
 NAMES_VENDORS = (
     *("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py"),
-    *("parity/acceptance.py", "parity/backends.py", "parity/plausible.py"),
+    *("parity/report/acceptance.py", "parity/devices.py"),
     *("imports/verl_data_keys.py", "imports/verl_keys.py"),
 )
 

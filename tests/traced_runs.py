@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from isotrain.parity import layers
-from isotrain.parity.levels import Level
+from isotrain.parity.levels import layers
+from isotrain.parity.levels.level import Level
+from isotrain.parity.read.runs import is_isotrain_run, read_isotrain_run
 from isotrain.parity.run import Run
-from isotrain.parity.sources.isotrain_run import is_isotrain_run, read_isotrain_run
 
 
 def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:

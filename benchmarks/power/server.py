@@ -30,7 +30,7 @@ _MODULES = (
     *(
         "isotrain.tools.probes.operator_errors",
         "isotrain.trainers.online.drawn_tokens",
-        "isotrain.parity.sampler",
+        "isotrain.parity.levels.sampler",
     ),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3_moe", "gemma3")),
 )

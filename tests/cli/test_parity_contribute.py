@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from isotrain.cli.main import app
-from isotrain.parity.certificate import read_certificate
-from isotrain.parity.figures import levels_again
-from isotrain.parity.inputs import recipe_changes
-from isotrain.parity.reference_runs import FOLDER, TINY, find_reference, reference_runs
-from isotrain.parity.sources.read import read_run
+from isotrain.parity.certify.certificate import read_certificate
+from isotrain.parity.certify.issue import levels_again
+from isotrain.parity.certify.reference_runs import FOLDER, TINY, find_reference, reference_runs
+from isotrain.parity.certify.verify import is_consistent, verify
+from isotrain.parity.compare.comparison import recipe_changes
+from isotrain.parity.read.runs import read_run
 from isotrain.parity.thresholds import FEWEST_MEMBERS
-from isotrain.parity.verify import is_consistent, verify
 from isotrain.recipe.load import load_resolved, resolved
 from isotrain.trainers.start import model_digest
 from support import run_cli

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
 from isotrain.engine.checkpoint.layout import step_directory
-from isotrain.parity.backends import backend
-from isotrain.parity.levels import Level
+from isotrain.parity.devices import backend
+from isotrain.parity.levels.level import Level
 from isotrain.parity.protocol import verdict_on
 from isotrain.trainers import build, job
 from preference_runs import preference_recipe, write_preferences

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.parity.sources.tfrecord import masked_crc
+from isotrain.parity.read.tensorboard import masked_crc
 
 
 def isotrain_run(path: Path, steps: int = 5) -> Path:

@@ -11,23 +11,22 @@ import typer
 from isotrain.cli import parity_options as options
 from isotrain.cli.several_values import command_with, paths_of
 from isotrain.errors import DataError
-from isotrain.language import padded, said, tr
+from isotrain.language import Language, padded, said, tr
 
 # numpy comes in only where runs are compared: every command reads this file.
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from isotrain.parity.acceptance import Acceptance
-    from isotrain.parity.acceptance_table import Language
-    from isotrain.parity.compare import Comparison
-    from isotrain.parity.statistics import Apart
+    from isotrain.parity.compare.comparison import Comparison
+    from isotrain.parity.compare.statistics import Apart
+    from isotrain.parity.report.acceptance import Acceptance
     from isotrain.parity.verdict import Verdict
 
 app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
 _SHOWN_CHANGES = 12
-_TABLES: dict[Language, str] = {"en": "acceptance.md", "zh": "acceptance.zh.md"}
+_TABLES = {Language.en: "acceptance.md", Language.zh: "acceptance.zh.md"}
 _STYLES = {
     "equivalent": "bold green",
     "same": "bold green",
@@ -107,7 +106,7 @@ def compare(
 
 
 def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
-    from isotrain.parity.acceptance import accept
+    from isotrain.parity.report.acceptance import accept
 
     one, comma, other = (devices or "").partition(",")
     if devices is not None and not comma:
@@ -120,7 +119,7 @@ def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
 
 def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> int:
     """The table for a pull request; 0: every line holds, 1: one is broken, 2: the logs do not say."""
-    from isotrain.parity.acceptance_table import markdown
+    from isotrain.parity.report.acceptance import markdown
 
     for language, name in _TABLES.items():
         table = markdown(accepted, language)
@@ -133,14 +132,14 @@ def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> 
 def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
     """A verdict on the screen, and in a directory if one is given."""
     if as_json:
-        from isotrain.parity.canonical import plain
+        from isotrain.parity.report.text import plain
 
         # Statistics of hostile numbers may overflow, and JSON has no word for that.
         typer.echo(json.dumps(plain(verdict.as_json()), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         show(verdict)
     if report is not None:
-        from isotrain.parity.power import load_power
+        from isotrain.parity.compare.power import load_power
         from isotrain.parity.report.write import write_report
 
         write_report(verdict, report, power=load_power())
@@ -151,8 +150,8 @@ def show(verdict: Verdict) -> None:
     """The two answers in words first, then what they rest on."""
     from rich.console import Console
 
-    from isotrain.parity.headline import computation_words, next_words, outcome_words
-    from isotrain.parity.levels import STATES
+    from isotrain.parity.levels.level import STATES
+    from isotrain.parity.report.headline import computation_words, next_words, outcome_words
 
     console = Console(highlight=False, markup=False)
     for answer, words in (
@@ -178,7 +177,7 @@ def _effects(verdict: Verdict) -> Table:
     from rich.table import Table
 
     from isotrain.parity.report.sections import ANSWERS
-    from isotrain.parity.told import EFFECT_COLUMNS, interval, number
+    from isotrain.parity.report.text import EFFECT_COLUMNS, interval, number
 
     columns = map(said, EFFECT_COLUMNS)
     table = Table("", *columns, "", box=None, header_style="bold", pad_edge=False)
@@ -192,7 +191,7 @@ def _effects(verdict: Verdict) -> Table:
 
 
 def _print_comparison(found: Comparison, console: Console) -> None:
-    from isotrain.parity.inputs import environment_changes
+    from isotrain.parity.compare.comparison import environment_changes
     from isotrain.parity.run import ROLES
 
     for name, run in (("reference", found.reference), ("candidate", found.candidate)):
@@ -218,18 +217,18 @@ def _print_comparison(found: Comparison, console: Console) -> None:
     console.print(_curves(found.curves))
     console.print()
     console.print(said(tr("published rules")), style="bold")
-    for outcome in found.outcomes:
-        mark, style = (tr("holds"), "green") if outcome.passed else (tr("BROKEN"), "red")
+    for result in found.rule_results:
+        mark, style = (tr("holds"), "green") if result.passed else (tr("BROKEN"), "red")
         text = tr(
             "{metric}: {rule}: {value:.3g} of at most {limit:g} {unit}",
-            metric=outcome.metric,
-            rule=outcome.rule,
-            value=outcome.value,
-            limit=outcome.limit,
-            unit=outcome.unit,
+            metric=result.metric,
+            rule=result.rule,
+            value=result.value,
+            limit=result.limit,
+            unit=result.unit,
         )
         console.print(f"  {padded(said(mark), 7)} {said(text)}", style=style, soft_wrap=True)
-    if not found.outcomes:
+    if not found.rule_results:
         console.print(f"  {said(tr('none for these metrics'))}")
     for what, speed in found.speed.items():
         text = tr(
@@ -244,7 +243,7 @@ def _print_comparison(found: Comparison, console: Console) -> None:
 def _curves(curves: dict[str, Apart]) -> Table:
     from rich.table import Table
 
-    from isotrain.parity.told import STATISTICS
+    from isotrain.parity.report.text import STATISTICS
 
     names = list(curves)
     table = Table("", *names, box=None, header_style="bold", pad_edge=False)

@@ -45,10 +45,10 @@ def verify(
     """
     from rich.console import Console
 
-    from isotrain.parity.figures import levels_again
-    from isotrain.parity.signing import signature_of
-    from isotrain.parity.verify import is_consistent
-    from isotrain.parity.verify import verify as check
+    from isotrain.parity.certify.issue import levels_again
+    from isotrain.parity.certify.signing import signature_of
+    from isotrain.parity.certify.verify import is_consistent
+    from isotrain.parity.certify.verify import verify as check
     from isotrain.terminal import visible
 
     given = {"reference": reference, "candidate": candidate}
@@ -90,6 +90,6 @@ def sign(
 
         isotrain parity sign certificates/NAME.json --key ~/.ssh/id_ed25519
     """
-    from isotrain.parity.signing import sign as sign_file
+    from isotrain.parity.certify.signing import sign as sign_file
 
     typer.echo(f"wrote {sign_file(certificate, key)}")

@@ -17,8 +17,7 @@ from isotrain.cli.several_values import paths_of, values_of
 from isotrain.errors import RecipeError
 
 if TYPE_CHECKING:
-    from isotrain.parity.certify import Certified
-    from isotrain.parity.children import Side
+    from isotrain.parity.certify.run import Certified, TrainedSide
     from isotrain.recipe.schema import Recipe
 
 # One command does not wait longer than this for a run.
@@ -108,9 +107,9 @@ def certify(
 
 def issue(found: Certified, directory: Path) -> Path | None:
     """Writes the certificate of runs that agree."""
-    from isotrain.parity.certificate import write_certificate
-    from isotrain.parity.issue import certificate_of, other_inputs
-    from isotrain.parity.sources.read import read_run
+    from isotrain.parity.certify.certificate import write_certificate
+    from isotrain.parity.certify.issue import certificate_of, other_inputs
+    from isotrain.parity.read.runs import read_run
 
     certificate = certificate_of(
         found.verdict,
@@ -126,7 +125,7 @@ def issue(found: Certified, directory: Path) -> Path | None:
 
 def _judge(runs: Sequence[Path], free: bool) -> Certified:
     """The verdict on runs that were made before, on this machine or on others."""
-    from isotrain.parity.certify import Certified
+    from isotrain.parity.certify.run import Certified
     from isotrain.parity.protocol import Companions, verdict_on
 
     if len(runs) < 2:
@@ -147,11 +146,8 @@ def _train(
     free: bool,
 ) -> Certified:
     """Runs on both devices; `changed` is for the candidate, `counts` are envelope members and more seeds."""
-    from isotrain.parity.budget import seconds_of
-    from isotrain.parity.certify import UNTRACED, Protocol
-    from isotrain.parity.certify import certify as run_protocol
-    from isotrain.parity.children import Children
-    from isotrain.parity.members import member_settings
+    from isotrain.parity.certify.run import UNTRACED, CertifyPlan, Children, member_settings, seconds_of
+    from isotrain.parity.certify.run import certify as run_protocol
     from isotrain.recipe import library
 
     reference, candidate = _sides(devices)
@@ -168,7 +164,7 @@ def _train(
     settings = (*candidate.settings, *changed)
     candidate = replace(candidate, settings=settings, traced=not other.device.mesh.is_used)
     children = Children(str(path), tuple(overrides), work.resolve(), _say, _LONGEST_RUN)
-    protocol = Protocol(
+    protocol = CertifyPlan(
         replays=online and not free,
         free_running=free,
         budget=None if budget is None else seconds_of(budget),
@@ -181,10 +177,10 @@ def _train(
     return run_protocol(children, reference, candidate, protocol, _say)
 
 
-def _sides(devices: str) -> tuple[Side, Side]:
+def _sides(devices: str) -> tuple[TrainedSide, TrainedSide]:
     from isotrain.observe.environment import cpu_features
-    from isotrain.parity.backends import backend, missing_instructions
-    from isotrain.parity.children import Side
+    from isotrain.parity.certify.run import TrainedSide
+    from isotrain.parity.devices import backend, missing_instructions
 
     labels = [label.strip() for label in devices.split(",")]
     if len(labels) != 2:
@@ -196,7 +192,7 @@ def _sides(devices: str) -> tuple[Side, Side]:
                 f"--devices {devices}: this processor has no {missing}, so {label} computes what others do"
             )
     first, second = (
-        Side(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
+        TrainedSide(chosen.label, (f"device.type={chosen.type}",), chosen.variables)
         for chosen in map(backend, labels)
     )
     return first, second

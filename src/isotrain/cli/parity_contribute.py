@@ -13,7 +13,7 @@ from isotrain import api
 from isotrain.errors import DataError
 
 if TYPE_CHECKING:
-    from isotrain.parity.certificate import Certificate
+    from isotrain.parity.certify.certificate import Certificate
     from isotrain.parity.verdict import Verdict
 
 
@@ -41,10 +41,10 @@ def contribute(
     """
     from isotrain.cli.parity import show
     from isotrain.cli.parity_certify import issue
-    from isotrain.parity.certificate import read_certificate
-    from isotrain.parity.certify import Certified
+    from isotrain.parity.certify.certificate import read_certificate
+    from isotrain.parity.certify.reference_runs import find_reference, reference_runs
+    from isotrain.parity.certify.run import Certified
     from isotrain.parity.protocol import Companions, verdict_on
-    from isotrain.parity.reference_runs import find_reference, reference_runs
 
     chosen = [find_reference(name) for name in names or reference_runs()]
     if not chosen:
@@ -86,7 +86,7 @@ def _train(reference: Path, settings: list[str], out: Path) -> Path:
 
 
 def _report(verdict: Verdict, directory: Path) -> None:
-    from isotrain.parity.power import load_power
+    from isotrain.parity.compare.power import load_power
     from isotrain.parity.report.write import write_report
 
     write_report(verdict, directory, power=load_power())

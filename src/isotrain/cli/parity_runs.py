@@ -29,7 +29,7 @@ def record(recipe: RecipeName, overrides: Overrides = None) -> None:
 
         isotrain parity record tiny-grpo output=runs/here
     """
-    from isotrain.parity.certify import TRACED, UNTRACED
+    from isotrain.parity.certify.run import TRACED, UNTRACED
 
     meshed = api.load_recipe(recipe, *(overrides or [])).device.mesh.is_used
     changed = [*(UNTRACED if meshed else TRACED), *(overrides or [])]
@@ -61,7 +61,7 @@ def replay(
 
         isotrain parity replay runs/here --out runs/two-ranks device.ranks=2
     """
-    from isotrain.parity.certify import UNTRACED
+    from isotrain.parity.certify.run import UNTRACED
 
     recipe = _recipe_of(run)
     meshed = api.load_recipe(recipe, *UNTRACED, *(overrides or [])).device.mesh.is_used

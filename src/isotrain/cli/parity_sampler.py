@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 if TYPE_CHECKING:
-    from isotrain.parity.sampler import SamplerResult
+    from isotrain.parity.levels.sampler import SamplerResult
 
 # Rounding at a boundary where the engine computes in sixteen bits, of probability and of log-probs.
 _ROUGH = 0.01
@@ -65,8 +65,8 @@ def result_of(
 ) -> SamplerResult:
     """The verdict on a recorded step; what is not given is as the run was asked to draw."""
     from isotrain.errors import RecipeError
-    from isotrain.parity.drawn import Drawn, Settings
-    from isotrain.parity.sampler import judge_sampler
+    from isotrain.parity.levels.drawn import Drawn, Settings
+    from isotrain.parity.levels.sampler import judge_sampler
     from isotrain.trainers.online.drawn_tokens import drawn_tokens, read_recorded_step
 
     recorded = read_recorded_step(run, step, model)

@@ -10,25 +10,24 @@ import numpy as np
 
 from isotrain.errors import DataError
 from isotrain.language import tr
-from isotrain.parity.compare import Comparison, compare
-from isotrain.parity.dumps import dump_levels
-from isotrain.parity.envelope import envelope_level, followed
-from isotrain.parity.inputs import recipe_changes
-from isotrain.parity.layers import layers_level
-from isotrain.parity.levels import Level, not_run
-from isotrain.parity.members import PERTURBATION, SPLIT
-from isotrain.parity.mesh import why_untraced
-from isotrain.parity.metric_names import choose
-from isotrain.parity.operators import operators_level
-from isotrain.parity.outcome import OtherRuns, margins_of, outcome_of
-from isotrain.parity.paired import paired_level
-from isotrain.parity.pairing import Pairing, pairing_of
+from isotrain.parity.compare.comparison import Comparison, compare, recipe_changes
+from isotrain.parity.compare.metric_names import choose
+from isotrain.parity.compare.outcome import OtherRuns, Pairing, margins_of, outcome_of, pairing_of
+from isotrain.parity.devices import why_untraced
+from isotrain.parity.levels.dumps import dump_levels
+from isotrain.parity.levels.envelope import envelope_level, followed
+from isotrain.parity.levels.layers import layers_level
+from isotrain.parity.levels.level import Level, not_run
+from isotrain.parity.levels.operators import operators_level
+from isotrain.parity.levels.paired import paired_level
+from isotrain.parity.read.msprobe_dump import FORMAT as DUMP
+from isotrain.parity.read.runs import read_run
 from isotrain.parity.run import Run, section
-from isotrain.parity.sources.msprobe_dump import FORMAT as DUMP
-from isotrain.parity.sources.read import read_run
 from isotrain.parity.verdict import Verdict, judge
 from isotrain.recipe.difference import changes
 
+PERTURBATION = "model.perturbation"
+SPLIT = "data.tokens_per_micro_batch"
 # What a member of an envelope may differ in besides execution: none of it is meant to change the training.
 _HARMLESS = (f"{PERTURBATION}:", f"{SPLIT}:", "seed:")
 _FREE_RUNNING = tr("each run sampled its own responses, which part by chance")
@@ -46,13 +45,13 @@ class Companions:
     """What msprobe dumped of single steps of the reference and the candidate."""
 
 
-ALONE = Companions()
+NO_COMPANIONS = Companions()
 
 
 def verdict_on(
     reference: Path,
     candidate: Path,
-    companions: Companions = ALONE,
+    companions: Companions = NO_COMPANIONS,
     *,
     metrics: Sequence[str] = (),
     margins: Sequence[str] = (),
@@ -87,7 +86,7 @@ def _dumps(reference: Run, candidate: Run, companions: Companions) -> tuple[Path
             f"{(reference if are[0] else candidate).path} is a dump of msprobe and the other is not: give "
             "two dumps, or two logs and --dump A B"
         )
-    if companions != ALONE:
+    if companions != NO_COMPANIONS:
         raise DataError("--rerun, --pair and --dump are given with logs: two dumps have no curves")
     return reference.path, candidate.path
 
@@ -134,28 +133,28 @@ def _reruns(comparison: Comparison, paths: Sequence[Path], pairing: Pairing) -> 
 
 def _rerun(reference: Run, path: Path, pairing: Pairing) -> Run:
     """A run that only differs from the reference by rounding or, where responses are sampled, by its seed."""
-    found = read_run(path)
+    rerun = read_run(path)
     free = tuple(name for name in _HARMLESS if name != "seed:" or pairing == "free-running")
-    other = [line for line in recipe_changes(reference, found) if not line.startswith(free)]
-    other += [f"data.{k}" for k, v in reference.data.items() if found.data.get(k, v) != v]
+    other = [line for line in recipe_changes(reference, rerun) if not line.startswith(free)]
+    other += [f"data.{k}" for k, v in reference.data.items() if rerun.data.get(k, v) != v]
     if pairing == "paired":
         for metric in followed([reference]):
-            there = found.metrics.get(metric)
+            there = rerun.metrics.get(metric)
             if there is None or not np.array_equal(there.steps_S, reference.metrics[metric].steps_S):
                 other.append(f"'{metric}' is not there at each of the reference's steps")
     if other:
         raise DataError(f"{path}: is no rerun of the reference: {'; '.join(other)}")
-    return found
+    return rerun
 
 
 def _changes(reference: Run, rerun: Run, but: str) -> list[str]:
     """How a rerun's device, model and data sections differ, but for one field."""
-    found = [
+    changed = [
         f"{name}.{line}"
         for name in ("device", "model", "data")
         for line in changes(section(reference.recipe, name), section(rerun.recipe, name))
     ]
-    return [line for line in found if not line.startswith(but)]
+    return [line for line in changed if not line.startswith(but)]
 
 
 def _check_numbers(comparison: Comparison, runs: Sequence[Run]) -> None:

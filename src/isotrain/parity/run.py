@@ -50,8 +50,8 @@ class Run:
 
 def section(content: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     """A part of a recipe or an environment; empty where a stranger's file has no such part."""
-    found = (content or {}).get(name)
-    return found if isinstance(found, dict) else {}
+    part = (content or {}).get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def common(series: Sequence[Series]) -> tuple[npt.NDArray[np.int64], list[Numbers]]:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from isotrain.language import listed
-from isotrain.parity.compare import Comparison
-from isotrain.parity.effects import Answer
-from isotrain.parity.levels import LEVELS, Level, not_run
-from isotrain.parity.outcome import Outcome
+from isotrain.parity.compare.comparison import Comparison
+from isotrain.parity.compare.effects import Answer
+from isotrain.parity.compare.outcome import Outcome
+from isotrain.parity.levels.level import LEVELS, Level, not_run
 
 Same = Literal["same", "different", "inconclusive"]
 Question = Literal["outcome", "computation"]
@@ -61,7 +61,7 @@ class Verdict:
     @property
     def words(self) -> str:
         """Both answers for people, before any figure."""
-        from isotrain.parity.headline import headline
+        from isotrain.parity.report.headline import headline
 
         return headline(self)
 
@@ -82,9 +82,9 @@ class Verdict:
         }
 
 
-def judge(comparison: Comparison, outcome: Outcome, found: Iterable[Level]) -> Verdict:
+def judge(comparison: Comparison, outcome: Outcome, levels_run: Iterable[Level]) -> Verdict:
     """The levels that were not run are shown as not run."""
-    by_name = {level.name: level for level in found}
+    by_name = {level.name: level for level in levels_run}
     levels = tuple(by_name.get(name) or not_run(name) for name in LEVELS)
     inputs = tuple(one.message for one in comparison.differences)
     broken = tuple(one.words for one in comparison.not_numbers if one.one_sided)

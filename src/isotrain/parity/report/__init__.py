@@ -1,1 +1,1 @@
-"""A verdict as files that people look at."""
+"""A verdict for people: page, pictures, tables."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from isotrain.language import tr
-from isotrain.parity.levels import Level
+from isotrain.parity.levels.level import Level
 from isotrain.parity.run import ROLES
 
 OPERATOR_FIGURES = ("error", "cosine", "max_abs", "max_rel", "within_0.1%", "within_0.5%")
@@ -18,7 +18,7 @@ Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerErrors:
     """One comparison of level P1."""
 
     step: int
@@ -36,7 +36,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorErrors:
     """One operator of level P0, each side against the exact result."""
 
     operator: str
@@ -63,21 +63,23 @@ class Table:
     rows: list[list[Any]]
 
 
-def layers(level: Level) -> list[Layer]:
+def layers(level: Level) -> list[LayerErrors]:
     """In order of execution."""
-    return _each(Layer, level.evidence.get("layers"))
+    return _each(LayerErrors, level.evidence.get("layers"))
 
 
-def first_layer(level: Level) -> Layer | None:
+def first_layer(level: Level) -> LayerErrors | None:
     """The first that differs, if it is among the layers."""
     first = level.evidence.get("first")
     key = [first.get(name) for name in ("step", "kind", "name")] if isinstance(first, dict) else []
     return next((one for one in layers(level) if [one.step, one.kind, one.name] == key), None)
 
 
-def operators(level: Level) -> list[Operator]:
+def operators(level: Level) -> list[OperatorErrors]:
     """Those that the candidate rounds worst, beside the reference, first."""
-    return sorted(_each(Operator, level.evidence.get("operators")), key=lambda one: -_badness(one.ratio))
+    return sorted(
+        _each(OperatorErrors, level.evidence.get("operators")), key=lambda one: -_badness(one.ratio)
+    )
 
 
 def one_sided_operators(level: Level) -> list[str]:
@@ -101,8 +103,8 @@ def without_oracle(level: Level) -> list[str]:
 
 def envelope(level: Level, metric: str) -> Envelope | None:
     metrics = level.evidence.get("envelope")
-    found = _each(Envelope, [metrics.get(metric)] if isinstance(metrics, dict) else [])
-    return next((one for one in found if len(one.steps) == len(one.low) == len(one.high) > 0), None)
+    envelopes = _each(Envelope, [metrics.get(metric)] if isinstance(metrics, dict) else [])
+    return next((one for one in envelopes if len(one.steps) == len(one.low) == len(one.high) > 0), None)
 
 
 def table(level: Level) -> Table | None:

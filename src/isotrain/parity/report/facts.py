@@ -1,12 +1,15 @@
-"""The few figures by which a verdict is told in one line."""
+"""The few figures by which a verdict is told in one line, and that line in Markdown."""
 
 from __future__ import annotations
 
+import html
+import re
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from isotrain.parity.published import Kind, kind_of
+from isotrain.parity.compare.published import Kind, kind_of
+from isotrain.parity.report.text import number
 from isotrain.parity.run import Run, section
 from isotrain.parity.verdict import Verdict
 
@@ -65,5 +68,38 @@ def _text(value: Any) -> str:
 
 def _metric(verdict: Verdict, kind: Kind) -> str | None:
     comparison = verdict.comparison
-    found = [name for name in comparison.curves if kind_of(name) == kind]
-    return next((name for name in found if not name.startswith("val")), found[0] if found else None)
+    names = [name for name in comparison.curves if kind_of(name) == kind]
+    return next((name for name in names if not name.startswith("val")), names[0] if names else None)
+
+
+_LONGEST_CELL = 80
+
+
+def markdown_row(verdict: Verdict, date: str) -> str:
+    """The header, its line and the row; a matrix takes the last line alone."""
+    told_facts, curves = facts(verdict), verdict.comparison.curves
+
+    def hundredths(metric: str | None) -> str:
+        return "-" if metric is None else number(100 * curves[metric].mean_absolute)
+
+    cells = {
+        "algorithm": told_facts.algorithm,
+        "model": told_facts.model,
+        "reference device": told_facts.reference_device,
+        "candidate device": told_facts.candidate_device,
+        "outcome": verdict.outcome.verdict,
+        "computation": verdict.computation.verdict,
+        "levels run": ", ".join(told_facts.levels_run) or "none",
+        "mean loss error, in hundredths": hundredths(told_facts.loss),
+        "mean reward error, in hundredths": hundredths(told_facts.reward),
+        "throughput ratio": number(told_facts.throughput),
+        "date": date,
+    }
+    header, row = " | ".join(cells), " | ".join(map(_safe, cells.values()))
+    return f"| {header} |\n|{'---|' * len(cells)}\n| {row} |\n"
+
+
+def _safe(text: str) -> str:
+    """Text that Markdown shows as it is: no cell ends early, no link or tag begins."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)[:_LONGEST_CELL]
+    return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", shown), quote=False)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from isotrain import __version__
 from isotrain.language import Language, chosen, tr
-from isotrain.parity.headline import computation_reason, next_words, outcome_reason
-from isotrain.parity.levels import LEVELS, STATES
-from isotrain.parity.power import Power, evidence_of
+from isotrain.parity.compare.power import Power, evidence_of
+from isotrain.parity.levels.level import LEVELS, STATES
 from isotrain.parity.report.facts import UNKNOWN, device_of, facts
-from isotrain.parity.report.markup import Markup, element, text
+from isotrain.parity.report.headline import computation_reason, next_words, outcome_reason
 from isotrain.parity.report.sections import (
     around,
     effects,
@@ -23,8 +22,8 @@ from isotrain.parity.report.sections import (
     published,
     statistics,
 )
+from isotrain.parity.report.text import Markup, element, number, text
 from isotrain.parity.run import ROLES, Run
-from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
 
 # matplotlib comes in only where pictures are drawn.

@@ -1,40 +1,161 @@
-"""A verdict's pictures as PNG.
+"""A verdict's pictures as PNG: curves, and how far each layer of the forced steps is from its limit.
 
 S: steps.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from isotrain.language import listed, tr
 from isotrain.observe.plotting import (
     BLUE,
     GREEN,
+    GREY,
     INK,
     MOST_POINTS,
     ORANGE,
     PURPLE,
+    Array,
     as_png,
     curve,
     finish,
     new_figure,
+    plain,
 )
-from isotrain.parity.compare import Aligned, default_metrics
-from isotrain.parity.report.evidence import Envelope, envelope
+from isotrain.parity.compare.comparison import Aligned, default_metrics
+from isotrain.parity.compare.statistics import Apart
+from isotrain.parity.levels.level import Level
+from isotrain.parity.report.evidence import Envelope, LayerErrors, envelope, first_layer, layers
 from isotrain.parity.report.facts import UNKNOWN, device_of
-from isotrain.parity.report.heat_map import clipped, head, layer_maps
+from isotrain.parity.report.text import number
 from isotrain.parity.run import Run
-from isotrain.parity.statistics import Apart
-from isotrain.parity.told import number
 from isotrain.parity.verdict import Verdict
+
+MOST_ROWS, MOST_COLUMNS, MOST_KINDS = 44, 16, 6
+# So many cells have room for their figure.
+_MOST_FIGURES, _COLUMNS_WITH_FIGURES = 200, 5
+_DECADES = 3.0
+_TICKS = {-3: "1/1000", -2: "1/100", -1: "1/10", 0: "limit", 1: "10 ×", 2: "100 ×", 3: "1000 ×"}
+_PLURALS = {"activation": tr("Activations"), "gradient": tr("Gradients"), "update": tr("Updates")}
+# The colour jumps at the limit: what is past it is seen at once, however little it is.
+_COLOURS = LinearSegmentedColormap.from_list(
+    "limit", [(0.0, "#eefaf5"), (0.4999, "#6cc5a1"), (0.5, "#fdba74"), (0.65, "#ea580c"), (1.0, "#991b1b")]
+).with_extremes(bad="#e4e7eb")
+
+
+def layer_maps(level: Level) -> Iterator[tuple[str, str, Figure]]:
+    """Kind, words and picture of each kind of tensor that was compared."""
+    compared, first = layers(level), first_layer(level)
+    for kind in list(dict.fromkeys(layer.kind for layer in compared))[:MOST_KINDS]:
+        of_kind = [layer for layer in compared if layer.kind == kind]
+        words = _words(kind, of_kind)
+        yield kind, words, _map(words, of_kind, first if first and first.kind == kind else None)
+
+
+def _words(kind: str, compared: Sequence[LayerErrors]) -> str:
+    past = [layer for layer in compared if layer.decades > 0]
+    what = _PLURALS.get(kind, clipped(kind))
+    if not past:
+        count = len({layer.name for layer in compared})
+        if count == 1:
+            return tr("{what}: the only one is within the limit", what=what)
+        return tr("{what}: all {count:,} are within the limit", what=what, count=count)
+    return tr("{what}: {name} is past its limit", what=what, name=clipped(past[0].name))
+
+
+def _map(words: str, compared: Sequence[LayerErrors], first: LayerErrors | None) -> Figure:
+    names = list(dict.fromkeys(layer.name for layer in compared))
+    steps = sorted({layer.step for layer in compared})
+    rows, columns = _groups(len(names), MOST_ROWS), _groups(len(steps), MOST_COLUMNS)
+    row_of = {names[index]: row for row, group in enumerate(rows) for index in group}
+    column_of = {steps[index]: column for column, group in enumerate(columns) for index in group}
+    decades_RC = np.full((len(rows), len(columns)), math.nan)
+    worst: dict[tuple[int, int], LayerErrors] = {}
+    for layer in compared:
+        cell = row_of[layer.name], column_of[layer.step]
+        if cell not in worst or layer.decades > worst[cell].decades:
+            worst[cell] = layer
+            decades_RC[cell] = np.clip(layer.decades, -_DECADES, _DECADES)
+    figure, (axes,) = new_figure("", "", rows=1, size=(7.6, 2.3 + 0.25 * max(4, len(rows))))
+    past = sum(layer.decades > 0 for layer in compared)
+    head(
+        figure,
+        words,
+        f"{past:,} of {len(compared):,} comparisons are past their limit; in order of execution",
+    )
+    _cells(figure, axes, decades_RC)
+    axes.set_yticks(range(len(rows)), [_label([names[i] for i in group]) for group in rows], fontsize=9.5)
+    axes.set_xticks(range(len(columns)), [_label([str(steps[i]) for i in group]) for group in columns])
+    axes.set_xlabel("forced step", fontsize=12, color=INK)
+    if len(worst) <= _MOST_FIGURES and len(columns) <= _COLUMNS_WITH_FIGURES:
+        _figures(axes, worst)
+    if first is not None:
+        row, column = row_of[first.name], column_of[first.step]
+        corner = (column - 0.5, row - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=INK, linewidth=2.5, zorder=6))
+    return figure
+
+
+def _cells(figure: Figure, axes: Axes, decades_RC: Array) -> None:
+    axes.grid(False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    image = axes.imshow(decades_RC, cmap=_COLOURS, vmin=-_DECADES, vmax=_DECADES, aspect="auto")
+    bar = figure.colorbar(image, ax=axes, ticks=list(_TICKS), fraction=0.045, pad=0.02)
+    bar.ax.set_yticklabels(list(_TICKS.values()), fontsize=9.5, color=GREY)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0)
+
+
+def _figures(axes: Axes, worst: dict[tuple[int, int], LayerErrors]) -> None:
+    for (row, column), layer in worst.items():
+        colour = "white" if layer.decades > 1 else INK
+        text = f"{layer.error:.1e}" if math.isfinite(layer.error) else "not finite"
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=colour, zorder=5)
+
+
+def _groups(count: int, most: int) -> list[range]:
+    """Neighbours share a cell, which shows the worst of them, where there are too many."""
+    each = -(-count // most)
+    return [range(start, min(start + each, count)) for start in range(0, count, each)]
+
+
+def _label(names: Sequence[str]) -> str:
+    more = f" (+{len(names) - 1})" if len(names) > 1 else ""
+    return plain(clipped(names[0])) + more
+
+
+_LONGEST_NAME = 30
+_HEIGHT_INCHES = 0.78
+
+
+def head(figure: Figure, title: str, aside: str) -> None:
+    """What is seen, and below it in grey the figures; they take the whole width, axes may be narrow."""
+    height = figure.get_figheight()
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.set(rect=(0.0, 0.0, 1.0, 1 - _HEIGHT_INCHES / height))  # type: ignore[call-arg]
+    figure.text(0.025, 1 - 0.2 / height, plain(title), fontsize=14, fontweight="bold", color=INK, va="top")
+    figure.text(0.025, 1 - 0.52 / height, plain(aside), fontsize=11.5, color=GREY, va="top")
+
+
+def clipped(name: str, longest: int = _LONGEST_NAME) -> str:
+    """A name without its middle: what tells names apart is at their ends."""
+    if len(name) <= longest:
+        return name
+    return f"{name[: longest // 2 - 1]}…{name[-(longest // 2) :]}"
+
 
 # Small enough that its letters can be read on a phone, with pixels enough for a large screen.
 SIZE_INCHES = (7.6, 5.0)
@@ -68,12 +189,12 @@ def _of_metrics(verdict: Verdict) -> Iterator[Picture]:
     for metric in metrics_shown(verdict)[:MOST_METRICS]:
         name = _file_name(metric, taken)
         reference, candidate = comparison.reference, comparison.candidate
-        found = comparison.curves.get(metric)
-        words, figure = _overlay(metric, reference, candidate, found, free=free)
+        apart = comparison.curves.get(metric)
+        words, figure = _overlay(metric, reference, candidate, apart, free=free)
         yield Picture(f"curve-{name}.png", words, as_png(figure, DPI))
-        if found is not None:
+        if apart is not None:
             band = envelope(verdict.level("P3"), metric)
-            words, figure = _difference(metric, comparison.aligned[metric], found, band)
+            words, figure = _difference(metric, comparison.aligned[metric], apart, band)
             yield Picture(f"difference-{name}.png", words, as_png(figure, DPI))
 
 
@@ -84,13 +205,13 @@ def _of_layers(verdict: Verdict) -> Iterator[Picture]:
 
 
 def _overlay(
-    metric: str, reference: Run, candidate: Run, found: Apart | None, *, free: bool
+    metric: str, reference: Run, candidate: Run, apart: Apart | None, *, free: bool
 ) -> tuple[str, Figure]:
-    if found is None:
+    if apart is None:
         words, aside = tr("as both runs recorded it"), "these curves were not compared"
     else:
-        words = _where_they_part(found, free=free)
-        aside = f"{number(100 * found.mean_absolute)} hundredths apart on average, over {found.steps:,} steps"
+        words = _where_they_part(apart, free=free)
+        aside = f"{number(100 * apart.mean_absolute)} hundredths apart on average, over {apart.steps:,} steps"
     title = listed((clipped(metric), words), ": ")
     figure, axes = _headed(title, aside)
     for role, run, colour in (("reference", reference, BLUE), ("candidate", candidate, ORANGE)):
@@ -103,19 +224,19 @@ def _overlay(
     return title, figure
 
 
-def _where_they_part(found: Apart, *, free: bool) -> str:
+def _where_they_part(apart: Apart, *, free: bool) -> str:
     if free:  # where such curves part says nothing
         return tr("each run sampled its own responses")
-    if found.parts_at is None:
+    if apart.parts_at is None:
         return tr("the curves never part")
-    return tr("the curves part at step {step:,}", step=found.parts_at)
+    return tr("the curves part at step {step:,}", step=apart.parts_at)
 
 
-def _difference(metric: str, aligned: Aligned, found: Apart, band: Envelope | None) -> tuple[str, Figure]:
+def _difference(metric: str, aligned: Aligned, apart: Apart, band: Envelope | None) -> tuple[str, Figure]:
     steps_S, error_S = aligned.steps_S.astype(np.float64), aligned.candidate_S - aligned.reference_S
-    low, high = found.signed_interval.low, found.signed_interval.high
-    title = listed((clipped(metric), _side(found)), ": ")
-    aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(found.largest)}"
+    low, high = apart.signed_interval.low, apart.signed_interval.high
+    title = listed((clipped(metric), _side(apart)), ": ")
+    aside = f"95 % interval of the mean: {number(low)} to {number(high)}; largest: {number(apart.largest)}"
     figure, axes = _headed(title, aside)
     if band is not None:
         every = slice(None, None, -(-len(band.steps) // MOST_POINTS))
@@ -125,21 +246,21 @@ def _difference(metric: str, aligned: Aligned, found: Apart, band: Envelope | No
     axes.axhline(0.0, color=INK, linewidth=1.1)
     curve(axes, steps_S, error_S, PURPLE, "candidate - reference")
     axes.axhspan(low, high, color=ORANGE, alpha=0.30, linewidth=0, label="mean, 95 % interval")
-    if not found.largest and band is None:
+    if not apart.largest and band is None:
         axes.set_ylim(-1.0, 1.0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
     finish(axes, "difference", legend="below")
     return title, figure
 
 
-def _side(found: Apart) -> str:
-    if not found.largest:
+def _side(apart: Apart) -> str:
+    if not apart.largest:
         return tr("equal at every step")
-    low, high = found.signed_interval.low, found.signed_interval.high
+    low, high = apart.signed_interval.low, apart.signed_interval.high
     if low <= 0 <= high:
         return tr("neither is higher on average")
-    size = number(abs(found.signed_mean))
-    if found.signed_mean > 0:
+    size = number(abs(apart.signed_mean))
+    if apart.signed_mean > 0:
         return tr("the candidate is {size} higher", size=size)
     return tr("the candidate is {size} lower", size=size)
 

@@ -8,17 +8,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from isotrain.language import capital, listed, tr
-from isotrain.parity.effects import Answer
-from isotrain.parity.inputs import environment_changes, recipe_changes
-from isotrain.parity.levels import LEVELS, STATES, Check, Level
-from isotrain.parity.pairing import PAIRINGS
-from isotrain.parity.power import EVIDENCE, Evidence, Power
-from isotrain.parity.published import Outcome
+from isotrain.parity.compare.comparison import environment_changes, recipe_changes
+from isotrain.parity.compare.effects import Answer
+from isotrain.parity.compare.outcome import PAIRINGS
+from isotrain.parity.compare.power import EVIDENCE, Evidence, Power
+from isotrain.parity.compare.published import RuleResult
+from isotrain.parity.compare.statistics import Interval
+from isotrain.parity.levels.level import LEVELS, STATES, Check, Level
 from isotrain.parity.report import evidence
-from isotrain.parity.report.markup import MOST_ROWS, Markup, bullets, details, element, joined, table
+from isotrain.parity.report.text import (
+    EFFECT_COLUMNS,
+    MOST_ROWS,
+    STATISTICS,
+    Markup,
+    bullets,
+    details,
+    element,
+    interval,
+    joined,
+    number,
+    table,
+)
 from isotrain.parity.run import ROLES
-from isotrain.parity.statistics import Interval
-from isotrain.parity.told import EFFECT_COLUMNS, STATISTICS, interval, number
 from isotrain.parity.verdict import Verdict
 
 _MOST_COLUMNS = 8
@@ -69,16 +80,18 @@ def _folded(what: str, columns: Sequence[str], rows: Sequence[Sequence[object]])
 
 
 def _operators(level: Level) -> list[Markup]:
-    found = evidence.operators(level)
+    operators = evidence.operators(level)
     parts: list[Markup] = []
-    if found:
+    if operators:
         columns = [tr("operator"), tr("shapes"), tr("type"), tr("candidate's error / reference's")]
         sides = [
             listed((ROLES[side], figure.replace("_", " ")), ": ")
             for figure in evidence.OPERATOR_FIGURES
             for side in ("reference", "candidate")
         ]
-        rows = [[one.operator, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in found]
+        rows = [
+            [one.operator, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in operators
+        ]
         count = tr("{count:,} operators, the worst first", count=len(rows))
         parts.append(_folded(count, columns + sides, rows))
     for title, names in (
@@ -91,16 +104,16 @@ def _operators(level: Level) -> list[Markup]:
     return parts
 
 
-def _both_sides(one: evidence.Operator) -> list[str]:
+def _both_sides(one: evidence.OperatorErrors) -> list[str]:
     sides = (one.reference, one.candidate)
     return [number(values.get(figure)) for figure in evidence.OPERATOR_FIGURES for values in sides]
 
 
 def _layers(level: Level) -> list[Markup]:
-    found, first = evidence.layers(level), evidence.first_layer(level)
-    if not found:
+    compared, first = evidence.layers(level), evidence.first_layer(level)
+    if not compared:
         return []
-    worst = sorted(range(len(found)), key=lambda index: -found[index].decades)[:MOST_ROWS]
+    worst = sorted(range(len(compared)), key=lambda index: -compared[index].decades)[:MOST_ROWS]
     rows = [
         [
             element("b", one.name) if one is first or one == first else one.name,
@@ -110,33 +123,33 @@ def _layers(level: Level) -> list[Markup]:
             number(one.limit),
             chip(tr("past"), "different") if one.decades > 0 else chip(tr("within"), "same"),
         ]
-        for one in (found[index] for index in sorted(worst))
+        for one in (compared[index] for index in sorted(worst))
     ]
     shown = table((tr("layer"), tr("of"), tr("step"), tr("error|number"), tr("limit"), ""), rows)
-    words = tr("{count:,} comparisons of layers, in order of execution", count=len(found))
-    if len(found) > len(rows):
+    words = tr("{count:,} comparisons of layers, in order of execution", count=len(compared))
+    if len(compared) > len(rows):
         words = tr(
             "{count:,} comparisons of layers, in order of execution: the {shown} worst, beside their limits",
-            count=len(found),
+            count=len(compared),
             shown=len(rows),
         )
     if first is None:
         return [details(words, shown)]
-    told = tr(
+    sentence = tr(
         "The first that differs: {name} ({kind}, step {step}).",
         name=first.name,
         kind=first.kind,
         step=first.step,
     )
-    return [element("p", told, class_="first"), details(words, shown)]
+    return [element("p", sentence, class_="first"), details(words, shown)]
 
 
 def _table(level: Level) -> list[Markup]:
-    found = evidence.table(level)
-    if found is None:
+    table = evidence.table(level)
+    if table is None:
         return []
-    rows = [[_cell(cell) for cell in row] for row in found.rows]
-    return [_folded(tr("{count:,} rows", count=len(rows)), found.columns, rows)]
+    rows = [[_cell(cell) for cell in row] for row in table.rows]
+    return [_folded(tr("{count:,} rows", count=len(rows)), table.columns, rows)]
 
 
 def _cell(value: object) -> str:
@@ -167,10 +180,10 @@ def statistics(verdict: Verdict) -> Markup:
 
 
 def published(verdict: Verdict) -> Markup:
-    outcomes = verdict.comparison.outcomes
-    if not outcomes:
+    results = verdict.comparison.rule_results
+    if not results:
         return element("p", tr("No published rule is about these metrics."))
-    rows = [_rule(verdict, outcome) for outcome in outcomes]
+    rows = [_rule(verdict, result) for result in results]
     columns = (
         tr("rule"),
         tr("metric"),
@@ -189,7 +202,7 @@ def published(verdict: Verdict) -> Markup:
     return joined([element("p", wide), table(columns, rows)])
 
 
-def _rule(verdict: Verdict, outcome: Outcome) -> list[object]:
+def _rule(verdict: Verdict, outcome: RuleResult) -> list[object]:
     reference = verdict.comparison.reference.metrics[outcome.metric]
     candidate = verdict.comparison.candidate.metrics[outcome.metric]
     values_S = reference.values_S[np.isin(reference.steps_S, candidate.steps_S)]
@@ -214,9 +227,12 @@ def around(verdict: Verdict) -> Markup:
     ]
     if notes:
         parts += [element("h3", tr("Notes on the logs")), bullets(notes)]
-    for title, found in ((tr("Differs"), comparison.differences), (tr("Allowed"), comparison.allowed)):
-        if found:
-            parts += [element("h3", title), bullets([listed((one.name, one.message), ": ") for one in found])]
+    for title, differences in ((tr("Differs"), comparison.differences), (tr("Allowed"), comparison.allowed)):
+        if differences:
+            parts += [
+                element("h3", title),
+                bullets([listed((one.name, one.message), ": ") for one in differences]),
+            ]
     environments = reference.environment, candidate.environment
     known = (
         (tr("Recipe"), recipe_changes(reference, candidate), reference.recipe, candidate.recipe),
@@ -237,8 +253,8 @@ def around(verdict: Verdict) -> Markup:
 
 def power_table(power: Power | None, evidence: Evidence) -> Markup:
     """Only the row of the evidence that this verdict had."""
-    found = None if power is None else power.of(evidence)
-    if power is None or found is None:
+    counts = None if power is None else power.of(evidence)
+    if power is None or counts is None:
         words = tr(
             "How often {evidence} miss a bug has not been measured with this version's rules.",
             evidence=EVIDENCE[evidence],
@@ -246,20 +262,22 @@ def power_table(power: Power | None, evidence: Evidence) -> Markup:
         return element("p", words)
     bugs = tr(
         "{caught} of {mutations} bugs that were put in on purpose are called different and {missed} the same",
-        caught=found.caught,
-        mutations=found.mutations,
-        missed=found.missed,
+        caught=counts.caught,
+        mutations=counts.mutations,
+        missed=counts.missed,
     )
-    if found.miss_rate is not None:
+    if counts.miss_rate is not None:
         bugs = tr(
-            "{bugs}, so of such bugs it does not find {share}", bugs=bugs, share=_share(found.miss_rate)
+            "{bugs}, so of such bugs it does not find {share}", bugs=bugs, share=_share(counts.miss_rate)
         )
     honest = tr(
-        "{accused} of {honest} honest pairs are called different", accused=found.accused, honest=found.honest
+        "{accused} of {honest} honest pairs are called different",
+        accused=counts.accused,
+        honest=counts.honest,
     )
-    if found.false_alarm_rate is not None:
+    if counts.false_alarm_rate is not None:
         honest = tr(
-            "{honest}, so its false alarms are {share}", honest=honest, share=_share(found.false_alarm_rate)
+            "{honest}, so its false alarms are {share}", honest=honest, share=_share(counts.false_alarm_rate)
         )
     rests = tr(
         "This verdict rests on {evidence}. With that, {bugs}; {honest}. The rest is inconclusive.",
@@ -271,8 +289,8 @@ def power_table(power: Power | None, evidence: Evidence) -> Markup:
     return joined([element("p", line) for line in (rests, measured)])
 
 
-def _share(found: Interval) -> str:
-    low, high = math.floor(100 * found.low), math.ceil(100 * found.high)
+def _share(interval: Interval) -> str:
+    low, high = math.floor(100 * interval.low), math.ceil(100 * interval.high)
     return tr("between {low} % and {high} % (95 % interval)", low=low, high=high)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from isotrain import __version__
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import write_atomically
-from isotrain.parity.canonical import plain
-from isotrain.parity.power import Power, evidence_of
+from isotrain.parity.compare.power import Power, evidence_of
+from isotrain.parity.report.facts import markdown_row
 from isotrain.parity.report.page import page
-from isotrain.parity.report.row import markdown_row
+from isotrain.parity.report.text import plain
 from isotrain.parity.verdict import Verdict
 
 VERDICT, PAGE, ROW, PLOTS = "verdict.json", "report.html", "row.md", "plots"

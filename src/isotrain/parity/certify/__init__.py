@@ -1,0 +1,1 @@
+"""Certificates: made by runs on two devices, issued, signed and verified."""

@@ -1,0 +1,1 @@
+"""Two runs' curves against each other: statistics, effects, the outcome."""
