@@ -1,4 +1,4 @@
-"""What a run computed on: a backend of the machine, a mesh of ranks, and whether a device was simulated."""
+"""Devices of runs: backends of the machine, meshes of ranks, simulated devices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _SLUG = 40
 
 
 def device_label(environment: Mapping[str, Any]) -> str:
-    """What tables call the device: its type, a host's instruction set, and whether it was simulated."""
+    """The device's name in tables: its type, a host's instruction set, and whether it was simulated."""
     device_type = slug(str(section(environment, "device").get("type", "unknown")))
     label = label_of(device_type, section(environment, "variables"))
     return f"{label}-simulated" if is_simulated(environment) else label
@@ -91,7 +91,7 @@ _WAYS = {"auto": "auto", "ulysses": "Ulysses", "ring": "ring"}
 
 
 def mesh_of(device: Mapping[str, Any]) -> dict[str, Any]:
-    """What a section `device` says of its mesh, without fields that change nothing; empty without a mesh."""
+    """The mesh in a section `device`, without fields that change nothing; empty without a mesh."""
     given = {name: value for name, value in section(device, "mesh").items() if value is not None}
     defaults = MeshSection().model_dump()
     used = {name: value for name, value in given.items() if value != defaults.get(name)}

@@ -38,11 +38,11 @@ class Companions:
     """Runs besides the two that are compared."""
 
     reruns: Sequence[Path] = ()
-    """Of the reference. Where curves are paired, they are its envelope: they must only round otherwise."""
+    """Runs of the reference. Where curves are paired, they are its envelope and must only round otherwise."""
     pairs: Sequence[tuple[Path, Path]] = ()
     """Reference and candidate with other seeds."""
     dumps: tuple[Path, Path] | None = None
-    """What msprobe dumped of single steps of the reference and the candidate."""
+    """Dumps of msprobe of single steps, the reference's first."""
 
 
 NO_COMPANIONS = Companions()

@@ -1,4 +1,4 @@
-"""What is compared: the curves of one run, and what is known of where they come from.
+"""One run to compare: its curves, and what is known of where they come from.
 
 S: steps that a metric was recorded at.
 """
@@ -43,9 +43,9 @@ class Run:
     data: dict[str, str] = field(default_factory=dict)
     """Digests of the data that it was trained on."""
     sha256: dict[str, str] = field(default_factory=dict)
-    """Of every file that was read."""
+    """SHA-256 of every file that was read, by name."""
     notes: tuple[str, ...] = ()
-    """What a reader of the comparison should know of the log, such as where it was resumed."""
+    """Notes on the log for readers of the comparison, such as where it was resumed."""
 
 
 def section(content: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ FALSE_ALARMS = 0.01
 together."""
 
 CONFIDENCE = 0.95
-"""Of the intervals that are shown, and by which a pair is called equivalent: two one-sided tests at 2.5 %."""
+"""Confidence of shown intervals, and of those that call a pair equivalent: two one-sided tests at 2.5 %."""
 
 WHOLE_SHARE, QUARTERS_SHARE = 0.25, 0.1
 """The parts of `FALSE_ALARMS` that are spent on the mean over the whole run, which sees most, and on those
@@ -55,8 +55,8 @@ MOST_POINTS = 4096
 # paired or free-running
 
 SAME_CORRELATION, DIFFERENT_CORRELATION = 0.999, 0.95
-"""Of the changes from step to step. Honest pairs on the same data have 0.998 and more (published curves of
-two vendors), another order of the data about 0."""
+"""Correlation of the changes from step to step. Honest pairs on the same data have 0.998 and more (published
+curves of two vendors), another order of the data about 0."""
 
 OTHER_DATA = 0.5
 """Below this correlation the curves go through other data, or another order of it, however small the

@@ -26,16 +26,16 @@ class Computation:
     levels: tuple[Level, ...]
     """All of `LEVELS`, in their order."""
     inputs: tuple[str, ...] = ()
-    """What went into the runs and differs."""
+    """Inputs of the runs that differ, in words."""
     broken: tuple[str, ...] = ()
-    """What is not a number, on one side."""
+    """Metrics that are not a number on one side, in words."""
 
     def level(self, name: str) -> Level:
         return next(level for level in self.levels if level.name == name)
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """What may be behind a difference, most likely first."""
+        """Possible causes of a difference, most likely first."""
         against = [level for level in self.levels if level.state == "different"]
         return tuple(dict.fromkeys(cause for level in against for cause in level.causes))
 

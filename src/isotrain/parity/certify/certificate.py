@@ -132,7 +132,7 @@ Steps = Annotated[tuple[Step, ...], Field(strict=False), FailFast()]
 
 
 class CertificatePart(BaseModel):
-    """Of a file from a stranger: no unknown fields, no guessing of types, finite numbers."""
+    """Part of a file from a stranger: no unknown fields, no guessing of types, finite numbers."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -140,7 +140,7 @@ class CertificatePart(BaseModel):
 
 
 class Subject(CertificatePart):
-    """What was trained, and how the two runs belong together."""
+    """The training, and how the two runs belong together."""
 
     algorithm: Name
     model: Name
@@ -277,7 +277,7 @@ class Certificate(CertificatePart):
     reference: CertifiedSide
     candidate: CertifiedSide
     recipe: Facts
-    """What both sides share of it, without paths of a machine."""
+    """The part that both sides share, without paths of a machine."""
     recipe_sha256: Sha256
     data: dict[Name, Name]
     inputs: dict[InputName, Sha256]

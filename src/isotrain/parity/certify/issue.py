@@ -90,7 +90,7 @@ def _finite(value: float) -> float:
 
 
 def run_of(curves: Mapping[str, Curve], role: str) -> Run:
-    """What a certificate has of one run, as if it had been read; metrics without its values are left out."""
+    """One run's curves in a certificate, as if it had been read; metrics without its values are left out."""
     held = {metric: (curve.steps, curve.of(role)) for metric, curve in curves.items()}
     metrics = {
         metric: Series(np.array(steps, np.int64), np.array(values, np.float64))
@@ -188,7 +188,7 @@ def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, st
 
 
 def side_of(run: Run) -> CertifiedSide:
-    """What the certificate holds of a run's newest start."""
+    """The certificate's record of a run's newest start."""
     if run.environment is None:
         raise CertificateError(f"{run.path} has no environment.json: nobody can say what it ran on")
     try:

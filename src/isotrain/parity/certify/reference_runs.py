@@ -62,7 +62,7 @@ def find_reference(name: str) -> ReferenceRun:
 
 
 def take_over(work: Path, name: str, folder: Path = FOLDER) -> None:
-    """What a comparison reads of a reference and its members, without paths and commands of this machine."""
+    """Copy what a comparison reads of a reference and its members, without paths of this machine."""
     target = folder / name
     if target.exists():
         raise DataError(f"{target} is there already; delete it to make it anew")

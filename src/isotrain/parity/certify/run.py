@@ -48,7 +48,7 @@ class Plan:
     seconds: float
 
     def words(self) -> list[str]:
-        """What will be run, and what that can show."""
+        """The runs to come, and what they can show."""
         lines = []
         if self.members:
             blur = 1 / math.sqrt(2 * self.members)
@@ -184,9 +184,9 @@ def _read(note: Path) -> dict[str, Any]:
 # Enough to see rounding grow from one update to the next.
 _STEPS = "observe.layer_trace=3"
 TRACED = (_STEPS, "observe.operators=true")
-"""What a run needs so that its layers and operators can be compared."""
+"""Settings with which a run's layers and operators can be compared."""
 UNTRACED = ("observe.layer_trace=0", "observe.operators=false", "observe.model_digest=true")
-"""What it needs so that its curves can be certified, where a mesh divides its layers over ranks."""
+"""Settings with which its curves can be certified, where a mesh divides its layers over ranks."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class CertifyPlan:
     members: int = MOST_MEMBERS
     seeds: int = 0
     seed: int = 42
-    """Of the recipe; further ones follow it."""
+    """The recipe's seed; further ones follow it."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Verified:
 
 
 def verify(path: Path, runs: Mapping[str, Path] | None = None, again: Again | None = None) -> list[Verified]:
-    """What holds and what does not; a certificate is consistent where nothing is `wrong`.
+    """Every check with its result; a certificate is consistent where nothing is `wrong`.
 
     That says nothing about who made it: `signing.signature_of` does.
 
@@ -75,7 +75,7 @@ def is_consistent(findings: Iterable[Verified]) -> bool:
 
 
 def _itself(certificate: Certificate) -> Iterator[Verified]:
-    """What a file can be asked about itself: a digest can be made anew by anybody who changes a number."""
+    """Checks of the file alone: a digest can be made anew by anybody who changes a number."""
     fits = digest_of(certificate.recipe) == certificate.recipe_sha256
     yield _finding("recipe", fits, "its SHA-256 fits", "recipe_sha256 is not that of the recipe")
     try:
@@ -210,7 +210,8 @@ def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Verified]:
     try:
         run = read_run(path)
         directory = path if path.is_dir() else path.parent
-        differ = [name for name, sha in stated.items() if _sha256(run, directory, name) != sha]
+        digests = {name: run.sha256.get(name) or sha256_of(directory, name) for name in stated}
+        differ = [name for name, sha in stated.items() if digests[name] != sha]
     except DataError as error:
         yield Verified(f"inputs of {role}", "wrong", str(error))
         return
@@ -223,10 +224,6 @@ def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Verified]:
         f"curves of {role}", not other, right_curves, f"{', '.join(other[:_SHOWN])}: not those of {path}"
     )
     yield from _told(certificate, role, run)
-
-
-def _sha256(run: Run, directory: Path, name: str) -> str:
-    return run.sha256.get(name) or sha256_of(directory, name)
 
 
 def _other_curves(certificate: Certificate, role: str, run: Run) -> Iterator[str]:

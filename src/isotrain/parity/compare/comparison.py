@@ -127,9 +127,9 @@ class Comparison:
     aligned: dict[str, Aligned]
     curves: dict[str, Apart]
     rule_results: tuple[RuleResult, ...]
-    """What the published rules say."""
+    """Results of the published rules."""
     speed: dict[str, Throughput]
-    """Of the first steps, and without the warm-up."""
+    """Throughput of the first steps, and without the warm-up."""
     not_numbers: tuple[NotANumber, ...]
     differences: tuple[InputDifference, ...]
     """Recipe or data that differ, and that nobody allowed: it is another computation by what went into it."""
@@ -227,12 +227,8 @@ def _aligned(metric: str, reference: Run, candidate: Run) -> Aligned:
     return Aligned(steps_S[:end], reference_S[:end], candidate_S[:end], len(a), len(b))
 
 
-def _both(metric: str, reference: Run, candidate: Run) -> bool:
-    return metric in reference.metrics and metric in candidate.metrics
-
-
 def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
-    name = next((name for name in SPEED if _both(name, reference, candidate)), None)
+    name = next((n for n in SPEED if n in reference.metrics and n in candidate.metrics), None)
     if name is None or _replays(reference) != _replays(candidate):
         return {}
     a, b = reference.metrics[name].values_S, candidate.metrics[name].values_S

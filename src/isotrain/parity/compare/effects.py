@@ -53,11 +53,11 @@ class Effect:
     verdict: Answer
     windows: tuple[WindowEffect, ...]
     evidence: str
-    """What it was estimated from, such as `one run a side`."""
+    """The runs that it was estimated from, such as `one run a side`."""
     reason: str = ""
     """Why it is different, where that is not the size of a mean."""
     runs_to_decide: int | None = None
-    """Of each side, where more of them would decide."""
+    """Runs of each side that would decide, where more of them would."""
 
     @property
     def unit(self) -> str:
@@ -68,7 +68,7 @@ class Effect:
 
     @property
     def worst(self) -> WindowEffect:
-        """What the verdict rests on: the clearest difference, or else the whole run."""
+        """The window that the verdict rests on: the clearest difference, or else the whole run."""
         if self.verdict != "different" or self.reason:
             return self.windows[0]
         beyond = [one for one in self.windows if abs(one.difference) > self.margin]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 
 from isotrain.errors import DataError
 from isotrain.parity.read.bounded import clipped
@@ -61,12 +60,9 @@ def _names(text: str, reference: Run, candidate: Run) -> tuple[str, str]:
         raise DataError(f"--metric {clipped(text)}: write REFERENCE=CANDIDATE, such as loss=train/loss")
     for run, name in ((reference, ours), (candidate, theirs)):
         if name not in run.metrics:
-            raise DataError(_lacks(run, name))
+            path = clipped(str(run.path), 300)
+            raise DataError(f"{path} has no metric {clipped(name, 200)}: {_instead(run, name)}")
     return ours, theirs
-
-
-def _lacks(run: Run, name: str) -> str:
-    return f"{_shown(run.path)} has no metric {clipped(name, 200)}: {_instead(run, name)}"
 
 
 def _instead(run: Run, name: str) -> str:
@@ -81,7 +77,3 @@ def _instead(run: Run, name: str) -> str:
     some = ", ".join(clipped(one, 200) for one in list(run.metrics)[:_SHOWN])
     more = len(run.metrics) - _SHOWN
     return f"it has {some}" + (f" and {more} more" if more > 0 else "")
-
-
-def _shown(path: Path) -> str:
-    return clipped(str(path), 300)

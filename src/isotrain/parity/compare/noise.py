@@ -36,7 +36,7 @@ class Mean:
 
     value: float
     interval: Interval | None
-    """Of `thresholds.CONFIDENCE`; None where there are too few steps for one."""
+    """Interval of confidence `thresholds.CONFIDENCE`; None where there are too few steps for one."""
     chance: float
     """How often noise alone would make a mean at least as large."""
 
@@ -110,7 +110,7 @@ def _of_few(difference_S: Numbers, value: float) -> Mean:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What is known of the noise of each window's mean: a mixture of Student's distributions."""
+    """Noise of each window's mean: a mixture of Student's distributions."""
 
     share_M: Numbers
     spread_MW: Numbers
@@ -164,7 +164,7 @@ class _Spectra:
     shape_MJ: Numbers
     log_prior_M: Numbers
     variance_MW: Numbers
-    """Of each window's mean."""
+    """Spectra of each window's mean."""
 
 
 @lru_cache(maxsize=4)

@@ -73,7 +73,7 @@ class Outcome:
     """The metric that decides first, then the others."""
     pairing: Pairing
     broken: tuple[str, ...] = ()
-    """What is not a number, on one side."""
+    """Metrics that are not a number on one side, in words."""
 
     def as_json(self) -> dict[str, Any]:
         return {

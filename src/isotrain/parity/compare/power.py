@@ -74,7 +74,7 @@ class PowerRow:
     verdicts: dict[Evidence, Same]
     """Empty where the pair does not count: its two runs are equal in every bit, or one has ended early."""
     named: str | None
-    """What probes named as the first difference."""
+    """The first difference that probes named."""
     published: bool | None
     """Whether the published rules hold, which call the pair the same then; None without curves."""
     model: str = ""
@@ -86,7 +86,7 @@ class PowerRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one kind of evidence. What is neither of both was called inconclusive."""
+    """Verdicts with one kind of evidence; what is neither of both was called inconclusive."""
 
     mutations: int
     caught: int
@@ -110,12 +110,12 @@ class Counts:
 @dataclass(frozen=True)
 class Power:
     protocol: str
-    """What the pairs were and how they were run, in a sentence."""
+    """The pairs and how they were run, in a sentence."""
     date: str
     rows: tuple[PowerRow, ...]
 
     def of(self, evidence: Evidence) -> Counts | None:
-        """What was said with this evidence; None where no pair was tried with it."""
+        """Counts of the verdicts with this evidence; None where no pair was tried with it."""
         tried = [row for row in self.rows if evidence in row.verdicts]
         if not tried:
             return None
@@ -130,7 +130,7 @@ class Power:
         )
 
     def told(self, evidence: Evidence) -> dict[str, Any] | None:
-        """What a reader of a verdict with this evidence should know, as JSON."""
+        """Power of this evidence for the reader of a verdict, as JSON."""
         found = self.of(evidence)
         about = {"evidence": evidence, "protocol": self.protocol, "date": self.date}
         return None if found is None else {**about, **asdict(found)}

@@ -77,7 +77,7 @@ RULES = (
 
 
 def rule_results(metric: str, apart: Apart) -> Iterator[RuleResult]:
-    """What the published rules say of a metric; nothing where they are not about it, or not defined."""
+    """Results of the published rules for a metric; nothing where they are not about it, or not defined."""
     for rule in RULES:
         value = rule.statistic(apart) if kind_of(metric) in rule.kinds else None
         if value is not None:

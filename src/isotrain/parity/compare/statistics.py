@@ -43,7 +43,7 @@ class Apart:
     parts_at: int | None
     """The first step from which the curves stay apart; None if they do not."""
     change_correlation: float | None
-    """Of the changes from step to step; None where one of the curves does not change."""
+    """Correlation of the changes from step to step; None where one of the curves does not change."""
     share_of_flat: float | None
     """The mean error as a share of that of a flat line at the reference's mean; None for a flat reference."""
 

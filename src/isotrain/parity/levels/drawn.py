@@ -1,4 +1,4 @@
-"""What drawn tokens say about the sampler, reduced to sums that any number of positions fits into.
+"""Drawn tokens reduced to sums about the sampler, which any number of positions fits into.
 
 Q: positions, V: the vocabulary, G: temperatures of a grid, B: bins. In `_Cut`, V runs from the most likely
 token down; elsewhere in the order of ids.
@@ -31,7 +31,7 @@ class Settings:
     top_p: float = 1.0
     top_k: int = -1
     epsilon: float = 2e-4
-    """Of probability, and of log-probs: nearer to a boundary than this, rounding decides. For float32."""
+    """Distance in probability and in log-probs below which rounding decides at a boundary. For float32."""
 
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and 0 < self.top_p <= 1 and (self.top_k == -1 or self.top_k > 0)):
@@ -44,7 +44,7 @@ class Boundary:
 
     positions: int = 0
     sharp: int = 0
-    """Of these, positions whose last token no rounding can cut off."""
+    """Positions among these whose last token no rounding can cut off."""
     last: int = 0
     """Draws of the last token that is left in, where sharp."""
     expected: float = 0.0
@@ -52,7 +52,7 @@ class Boundary:
     outside: int = 0
     """Draws of tokens that are left out by more than rounding explains."""
     next_outside: int = 0
-    """Of these, draws of the first token that is left out."""
+    """Draws among these of the first token that is left out."""
     left_out: float = 0.0
     """Draws of left out tokens to expect from a sampler that does not cut."""
 
@@ -63,7 +63,7 @@ class Drawn:
 
     settings: Settings
     seed: int = 0
-    """Of the numbers that spread the steps of a discrete distribution; fixed, so that results repeat."""
+    """Seed of the numbers that spread the steps of a discrete distribution; fixed, so that results repeat."""
     count: int = 0
     clear: int = 0
     """Positions where rounding does not decide which tokens are left in; the shares are of these."""
@@ -172,7 +172,7 @@ class _Cut:
     """Log-probs at the asked temperature, but for a constant."""
     kept_QV: Flags
     p_QV: Floats
-    """Of the tokens that are kept, as they are to be drawn; of the others, as if nothing were cut."""
+    """Log-probs: of kept tokens, as they are to be drawn; of the others, as if nothing were cut."""
     before_QV: Floats
     """Probability of all more likely tokens, after top-k."""
     by_k_Q: Integers

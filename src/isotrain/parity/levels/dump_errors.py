@@ -102,7 +102,7 @@ def _own_size(_: Tensor) -> float:
 def worst(
     a: Sequence[Tensor], b: Sequence[Tensor], limits: DumpLimits, floor: Callable[[Tensor], float] = _own_size
 ) -> DumpRating:
-    """Of the tensors that both have at the same place; another shape is beyond every limit.
+    """Worst rating of the tensors that both have at the same place; another shape is beyond every limit.
 
     Errors are of a tensor's own size, or of `floor` where that is larger.
     """

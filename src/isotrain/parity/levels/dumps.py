@@ -223,7 +223,7 @@ def _constants(a: Call, b: Call) -> Iterator[str]:
 
 
 def _premises(calls: Sequence[Compared]) -> Iterator[str]:
-    """What must be alike before anything is computed."""
+    """Inputs that must be alike before anything is computed, where they are not."""
     for one in calls:
         if one.call.direction != "forward":
             return

@@ -48,7 +48,7 @@ class Distances:
 
     statistics_T: Numbers
     width_S: Numbers
-    """What one width is at each step, in the metric's unit."""
+    """One width at each step, in the metric's unit."""
 
 
 def followed(runs: Sequence[Run]) -> list[str]:
@@ -57,7 +57,7 @@ def followed(runs: Sequence[Run]) -> list[str]:
 
 
 def distances(values_S: Numbers, others_NS: npt.NDArray[np.float64]) -> Distances:
-    """Of a run from others, in units of how far these lie around their mean at each step."""
+    """Distances of a run from others, in units of how far these lie around their mean at each step."""
     centre_S = others_NS.mean(axis=0)
     around_S = others_NS.std(axis=0, ddof=1)
     early = float(np.sqrt(np.mean(around_S[:EARLY] ** 2)))
@@ -200,7 +200,7 @@ def _largest(ratio_T: Numbers) -> float:
 
 
 def _unit(entry: Found) -> float:
-    """What a ratio of 1 is in the metric's unit, for the mean over the whole run."""
+    """A ratio of 1 in the metric's unit, for the mean over the whole run."""
     _, one, own_NT = entry
     return float(np.sqrt(np.mean(own_NT[:, 0] ** 2))) * float(np.sqrt(np.mean(one.width_S**2)))
 

@@ -52,12 +52,12 @@ class Difference:
     position: int = 0
     """Entries that were computed before it in the same update."""
     bulk: float | None = None
-    """Of an update: the error without what a few elements make."""
+    """For an update: the error without what a few elements make."""
     elements: int = 0
     factor: float = 1.0
     """The candidate's norm over the reference's."""
     grain: float = 0.0
-    """Of an update: the last digit of the weights, of the update's norm."""
+    """For an update: the last digit of the weights, as a share of the update's norm."""
     drift: float = 0.0
     """How far earlier updates have moved the weights apart, of their norm."""
 
@@ -127,7 +127,7 @@ class LayerLimits:
 
 
 def differences(step: int, reference: Update, candidate: Update, drift: float = 0.0) -> Iterator[Difference]:
-    """Of all entries that both runs have, in the order of the computation; sizes of all come after each kind.
+    """Differences of entries that both runs have, as they were computed; sizes of all come after each kind.
 
     `drift` is what `drift_after` has found for the updates before.
     """

@@ -37,7 +37,7 @@ _WHITENED_MEAN = 1e-4
 
 
 def anchors(run: Run) -> tuple[Check, ...]:
-    """What the first step must show by its definition, beside what the run has; empty where nothing is known.
+    """Values that the first step must have by its definition, beside the run's; empty where nothing is known.
 
     `value` is the distance from the known number.
     """
@@ -134,7 +134,7 @@ _DATA = {
     "packing": tr("the size of micro-batches, or the splitting over ranks"),
     "loss": tr("the loss mask"),
 }
-"""What is compared before any number is, and what is behind a difference of it."""
+"""Causes of a difference in the data, which is compared before any number."""
 _LOSS_CAUSE = tr("the loss: its mask, its scale or its aggregation")
 # A factor is common where entries with most of the squared norm have it, each within a share of its distance
 # from 1, and where little of the squared differences is left without it.
@@ -250,7 +250,7 @@ def _all_differences(a: Updates, b: Updates) -> Iterator[Difference]:
 
 
 def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[int, str, str], Difference]:
-    """Of each entry, that of the noisiest run; what is no number there allows nothing."""
+    """Largest difference of each entry over the noisy runs; what is no number there allows nothing."""
     largest: dict[tuple[int, str, str], Difference] = {}
     for run in noise:
         for difference in _all_differences(reference, run):

@@ -45,7 +45,7 @@ class Level:
     """A key of `LEVELS`."""
     state: State
     words: str
-    """What was found, in one plain sentence."""
+    """The finding in one plain sentence."""
     checks: tuple[Check, ...] = ()
     causes: tuple[str, ...] = ()
     """Where it is `different`: what may be behind it, most likely first."""

@@ -35,7 +35,7 @@ class SamplerTest:
 
     name: str
     words: str
-    """What was counted, and what was to be expected."""
+    """The count beside the expected one."""
     p: float
     """How often a right sampler is at least as far off."""
     rejected: bool = False
@@ -60,7 +60,7 @@ class SamplerResult:
     temperature: Temperature | None
     parts: tuple[SamplerTest, ...]
     faults: tuple[str, ...] = ()
-    """What is wrong, by name."""
+    """Faults by name."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -214,7 +214,7 @@ def _boundary_faults(name: str, boundary: Boundary, rejected: set[str]) -> Itera
 
 
 def _missing(drawn: Drawn, temperature: Temperature | None) -> list[str]:
-    """What these positions could not have shown."""
+    """Faults that these positions could not have shown."""
     asked, missing = drawn.settings.temperature, []
     if temperature is None or not temperature.bounded:
         missing.append("the temperature cannot be estimated")

@@ -149,7 +149,7 @@ class ScoreTests:
 
     @property
     def words(self) -> str:
-        """What was found, in one sentence."""
+        """The finding in one sentence."""
         found = self.different
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
@@ -170,7 +170,7 @@ class ScoreTests:
 
 
 def score_tests(reference: Path, candidate: Path) -> ScoreTests | None:
-    """Of two run directories; None where one of them recorded none."""
+    """Score tests of two run directories; None where one of them recorded none."""
     a, b = read_score_tests(reference), read_score_tests(candidate)
     if a is None or b is None:
         return None

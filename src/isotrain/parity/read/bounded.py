@@ -113,7 +113,7 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def sha256_of(directory: Path, name: str) -> str:
-    """Of a file of such a directory."""
+    """SHA-256 of a file of such a directory."""
     source = Source(inside(directory, name), name)
     for _ in source.chunks():
         pass

@@ -56,7 +56,7 @@ class Columns:
         return len(self._columns)
 
     def add_row(self, step: int, values: Sequence[tuple[str, float]], line: int) -> None:
-        """What one line says of one step."""
+        """Add the metrics of one line at one step."""
         if not values:
             return
         self._rows += 1

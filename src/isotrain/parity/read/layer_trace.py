@@ -1,4 +1,4 @@
-"""What `observe.layer_trace` recorded of a run's first updates, checked before anything is believed.
+"""Traces of a run's first updates (`observe.layer_trace`), checked before anything is believed.
 
 E: entries of one kind, R: ranks, K: buckets of a sketch.
 """
@@ -42,7 +42,7 @@ class TraceEntry:
     norm: float
     shapes: tuple[tuple[int, int], ...]
     weight_norm: float = math.nan
-    """Of an update: the norm of the parameter before it."""
+    """For an update: the norm of the parameter before it."""
 
     @property
     def size(self) -> int:

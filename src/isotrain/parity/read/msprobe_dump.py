@@ -1,4 +1,4 @@
-"""What msprobe dumped of a training step: statistics of every tensor that a module or an API took or gave.
+"""msprobe's dump of a training step: statistics of every tensor that a module or an API took or gave.
 
 The tensors themselves, which a dump of task `tensor` has beside them, are not opened.
 """
@@ -84,7 +84,7 @@ class Call:
     outputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     arguments: Mapping[str, float | str]
-    """What it was called with besides tensors."""
+    """Arguments besides tensors."""
     parent: str | None
     """The module that an API was called in, where the dump tells."""
 

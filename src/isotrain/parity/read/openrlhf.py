@@ -123,7 +123,7 @@ def _postfix(text: str) -> dict[str, float]:
 
 @dataclass
 class _Shown:
-    """What a bar shows: `count` batches are done, and `values` were set last."""
+    """A bar's content: `count` batches are done, and `values` were set last."""
 
     kind: str
     epoch: int

@@ -83,7 +83,7 @@ def _last_start(
 
 
 def _device(start: dict[str, Any]) -> dict[str, Any]:
-    """What a start tells of the device that it computed on."""
+    """The device that a start computed on."""
     device, variables, host = (section(start, name) for name in ("device", "variables", "cpu"))
     facts = {name: device.get(name) for name in _OF_DEVICE}
     if device.get("type") == "cpu":

@@ -1,4 +1,4 @@
-"""What the score tests of a run recorded of its model's constants, checked before anything is believed."""
+"""Records of a run's score tests about its model's constants, checked before anything is believed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _ScoreTestPart(BaseModel):
 
 
 class Estimate(_ScoreTestPart):
-    """What one constant of a module is off by."""
+    """Estimated error of one constant of a module."""
 
     constant: Constant
     stated: Number | None

@@ -34,7 +34,7 @@ _RUNS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Layout:
-    """What the columns of a table are."""
+    """Meaning of a table's columns."""
 
     format: str
     names: list[str]

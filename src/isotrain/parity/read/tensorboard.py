@@ -327,7 +327,7 @@ def _read_file(source: Source, plugins: dict[str, str], left: int) -> Curves:
 
 
 def _head(tag: str) -> bytes:
-    """What stands between step and value of an event with one plain scalar."""
+    """The bytes between step and value of an event with one plain scalar."""
     name = tag.encode()
     value = b"\x0a" + _length(len(name)) + name + b"\x15"
     summary = b"\x0a" + _length(len(value) + 4) + value

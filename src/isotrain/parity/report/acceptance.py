@@ -19,6 +19,7 @@ import numpy as np
 
 from isotrain.errors import DataError
 from isotrain.language import Language, listed, said, tr, using
+from isotrain.parity.compare.comparison import SPEED
 from isotrain.parity.run import Numbers, Run, Series, common, section
 
 Status = Literal["holds", "broken", "not in the logs", "depends on the definition"]
@@ -26,7 +27,6 @@ Status = Literal["holds", "broken", "not in the logs", "depends on the definitio
 REWARD = ("critic/rewards/mean", "critic/score/mean", "rollout/reward_mean", "train/reward", "reward")
 LOSS = ("train/loss", "loss", "gpt_loss")
 MISMATCH = ("training/rollout_probs_diff_mean",)
-SPEED = ("perf/throughput", "throughput", "tokens_per_second")
 SECONDS = ("timing_s/step", "perf/time_per_step", "timing/step_total")
 MEMORY = ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")
 _EVALUATION = re.compile(r"val-core/|val/test_score/|eval/eval_.*(pass|acc|score|reward)")

@@ -1,4 +1,4 @@
-"""What the levels leave for the report, read without trust: what has another form is left out."""
+"""Evidence that the levels leave for the report, read without trust: what has another form is left out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OperatorErrors:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What harmless rounding did to a metric in level P3, as differences from the reference."""
+    """Effect of harmless rounding on a metric in level P3, as differences from the reference."""
 
     steps: list[float]
     low: list[float]

@@ -72,7 +72,7 @@ def outcome_reason(verdict: Verdict) -> str:
             margin=first.margin,
         )
         others = len(outcome.effects) - 1
-        if others and _all_equivalent(verdict):
+        if others and all(effect.verdict == "equivalent" for effect in outcome.effects):
             return listed((within, tr("The same holds for {count} more metrics.", count=others), steps), " ")
         return listed((within, steps), " ")
     unclear = next((one for one in outcome.effects if one.verdict == "inconclusive"), first)
@@ -107,7 +107,7 @@ def computation_reason(verdict: Verdict) -> str:
 
 
 def next_words(verdict: Verdict) -> Iterator[str]:
-    """What to run, where an answer is missing."""
+    """Runs that would give the answer that is missing."""
     outcome, pairing = verdict.outcome, verdict.outcome.pairing
     effect = next((one for one in outcome.effects if one.verdict == "inconclusive"), None)
     alone = bool(outcome.effects) and outcome.effects[0].evidence == ALONE
@@ -200,10 +200,6 @@ def _steps(verdict: Verdict, metric: str) -> str:
         reference=one.of_reference,
         candidate=one.of_candidate,
     )
-
-
-def _all_equivalent(verdict: Verdict) -> bool:
-    return all(one.verdict == "equivalent" for one in verdict.outcome.effects)
 
 
 def _sentence(words: str) -> str:

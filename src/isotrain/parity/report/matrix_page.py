@@ -108,7 +108,7 @@ def _pair(entry: _MatrixEntry, published: dict[str, Any]) -> dict[str, str]:
     one = entry.certificate
     ring = uses_ring(one.candidate.settings)
     errors = published["with_ring_attention_hundredths" if ring else "loss_error_hundredths"]
-    subject, figures = one.subject, one.figures
+    subject, figures, signed = one.subject, one.figures, entry.signature
     return {
         "algorithm": _cell(subject.algorithm),
         "model": _cell(_model(one)),
@@ -127,7 +127,7 @@ def _pair(entry: _MatrixEntry, published: dict[str, Any]) -> dict[str, str]:
         "outcome": one.outcome.verdict,
         "computation": one.computation,
         "date": one.date[:10],
-        "standing": _standing(entry.signature),
+        "standing": f"signed by {_cell(signed.by)}" if signed.state == "signed" else "**claimed**",
         "certificate": _link(entry.name),
     }
 
@@ -183,10 +183,6 @@ def _same_at(certificate: Certificate) -> str:
         for state in ("same", "cannot tell")
     }
     return names["same"] + (f" ({names['cannot tell']} left it open)" if names["cannot tell"] else "")
-
-
-def _standing(signature: Signature) -> str:
-    return f"signed by {_cell(signature.by)}" if signature.state == "signed" else "**claimed**"
 
 
 def _versions(side: CertifiedSide) -> str:

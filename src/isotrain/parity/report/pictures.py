@@ -168,12 +168,12 @@ class Picture:
     file: str
     """Its name in `plots/`."""
     words: str
-    """What is seen, which is also its title."""
+    """The finding, which is also its title."""
     png: bytes
 
 
 def metrics_shown(verdict: Verdict) -> list[str]:
-    """What was compared; where nothing could be, what both runs have."""
+    """Compared metrics; where there are none, those that both runs have."""
     comparison = verdict.comparison
     return list(comparison.curves) or default_metrics(comparison.reference, comparison.candidate)
 
