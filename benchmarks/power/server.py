@@ -163,7 +163,7 @@ def _work(request: dict[str, Any]) -> None:
 
 def _judge_sampler(run: Path, out: Path) -> None:
     """As `isotrain parity sampler --positions` does; the run's own mistake is not in this process."""
-    from isotrain.cli.parity_sampler import result_of
+    from isotrain.cli.parity_runs import result_of
 
     out.write_text(json.dumps(result_of(run, positions=POSITIONS).as_json()) + "\n")
 

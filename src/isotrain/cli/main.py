@@ -15,11 +15,8 @@ from isotrain.cli.doctor import doctor
 from isotrain.cli.export import export
 from isotrain.cli.imports import export_config, import_recipe
 from isotrain.cli.parity import app as parity
-from isotrain.cli.parity_certificates import sign, verify
-from isotrain.cli.parity_certify import certify
-from isotrain.cli.parity_contribute import contribute
-from isotrain.cli.parity_runs import probe, record, replay
-from isotrain.cli.parity_sampler import sampler
+from isotrain.cli.parity_certify import certify, contribute, sign, verify
+from isotrain.cli.parity_runs import probe, record, replay, sampler
 from isotrain.cli.plan import plan
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes

@@ -1,7 +1,8 @@
-"""`isotrain parity certify`: one recipe on two devices, through the levels, to a certificate."""
+"""`isotrain parity certify`, `contribute`, `verify` and `sign`: certificates of two devices, or one."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,14 +15,19 @@ from typer import Option
 from isotrain import api
 from isotrain.cli.arguments import Overrides
 from isotrain.cli.several_values import paths_of, values_of
-from isotrain.errors import RecipeError
+from isotrain.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
+    from isotrain.parity.certify.certificate import Certificate
     from isotrain.parity.certify.run import Certified, TrainedSide
+    from isotrain.parity.verdict import Verdict
     from isotrain.recipe.schema import Recipe
+
 
 # One command does not wait longer than this for a run.
 _LONGEST_RUN = 7 * 86400.0
+_MARKS = {"right": ("right", "green"), "wrong": ("WRONG", "red"), "not checked": ("-", "yellow")}
+_OF_STATE = {"signed": "green", "unsigned": "yellow", "unlisted": "yellow", "wrong": "red"}
 
 
 def certify(
@@ -223,3 +229,181 @@ def _check_counts(members: int, seeds: int) -> None:
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
+
+
+def contribute(
+    out: Annotated[Path, Option(metavar="DIR", help="Directory for runs, reports and certificates.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Reference runs: sft, dpo, grpo; default all."),
+    ] = None,
+    device: Annotated[str, Option(metavar="TYPE", help="As device.type in recipes.")] = "auto",
+) -> None:
+    """Train the reference runs that come with isotrain on this machine's device, and certify that they agree.
+
+    One device is enough: the other side was recorded on a CPU. Models are tiny, nothing is downloaded. GRPO
+    trains on recorded responses, so no rollout engine is needed. Every file that is written is yours to look
+    at; nothing is sent anywhere.
+
+    Exit code 0: every computation is the same; 1: one is different; 2: one is inconclusive.
+
+    Examples:
+
+        isotrain parity contribute --out work/contribute
+
+        isotrain parity contribute sft grpo --out work/contribute
+    """
+    from isotrain.cli.parity import show
+    from isotrain.parity.certify.certificate import read_certificate
+    from isotrain.parity.certify.reference_runs import find_reference, reference_runs
+    from isotrain.parity.certify.run import Certified
+    from isotrain.parity.protocol import Companions, verdict_on
+
+    chosen = [find_reference(name) for name in names or reference_runs()]
+    if not chosen:
+        raise DataError(
+            "this installation has no reference runs; install isotrain from its wheel or repository"
+        )
+    verdicts: dict[str, Verdict] = {}
+    written: list[Path] = []
+    for number, reference in enumerate(chosen, start=1):
+        typer.echo(f"\n{number} of {len(chosen)}: {reference.name} on {device}")
+        begun = time.monotonic()
+        run = _train_reference(
+            reference.path, [*reference.settings(), f"device.type={device}"], out / reference.name
+        )
+        companions = Companions(reference.members)
+        verdict = verdict_on(reference.path, run, companions)
+        show(verdict)
+        _report(verdict, out / f"{reference.name}-report")
+        typer.echo(f"{reference.name}: {time.monotonic() - begun:.0f} s")
+        verdicts[reference.name] = verdict
+        if path := issue(Certified(verdict, companions), out):
+            written.append(path)
+    if written:
+        typer.echo("\nEach certificate contains:")
+        for line in _contents(read_certificate(written[0])):
+            typer.echo(f"  {line}")
+        typer.echo(
+            "\nTo contribute: read the files, sign them with `isotrain parity sign FILE --key KEY`, and open "
+            "a pull request that adds both to certificates/."
+        )
+    raise typer.Exit(max(verdict.exit_code("computation") for verdict in verdicts.values()))
+
+
+def _train_reference(reference: Path, settings: list[str], out: Path) -> Path:
+    from isotrain.observe.run_directory import RunDirectory
+    from isotrain.recipe.load import load_resolved, other_run
+
+    recorded = load_resolved(RunDirectory(reference).resolved)
+    online = ["rollout.record=false"] if recorded.rollout is not None else []
+    return api.train(recorded, *online, *settings, *other_run(out)).path
+
+
+def _report(verdict: Verdict, directory: Path) -> None:
+    from isotrain.parity.compare.power import load_power
+    from isotrain.parity.report.write import write_report
+
+    write_report(verdict, directory, power=load_power())
+    typer.echo(f"wrote {directory / 'report.html'}")
+
+
+def _contents(certificate: Certificate) -> list[str]:
+    """What leaves this machine with a certificate."""
+    side = certificate.candidate
+    environment = side.environment
+    steps = max(len(curve.steps) for curve in certificate.curves.values())
+    versions = ", ".join(f"{name} {version}" for name, version in side.packages.items())
+    variables = ", ".join(f"{name}={value}" for name, value in side.variables.items())
+    return [
+        f"device: {side.device} ({side.label}), ranks: {side.ranks}",
+        f"host: {environment.get('platform')}, Python {environment.get('python')}, {environment.get('cpu')}",
+        f"packages: {versions}",
+        f"variables: {variables or 'none'}",
+        f"curves: {len(certificate.curves)} metrics, up to {steps} steps",
+        "the recipe, and both answers with what they rest on",
+        "not in it: names of hosts and users, addresses, paths, commands, weights, texts",
+    ]
+
+
+def verify(
+    certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
+    reference: Annotated[
+        Path | None, Option(metavar="DIR", help="The reference run, to check its files.")
+    ] = None,
+    candidate: Annotated[
+        Path | None, Option(metavar="DIR", help="The candidate run, to check its files.")
+    ] = None,
+    allowed_signers: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="List of signers whom you trust, in ssh's format; by default isotrain's own.",
+        ),
+    ] = None,
+) -> None:
+    """Say whether a certificate is consistent, and separately who signed it.
+
+    Consistent: digest, figures, levels and both answers fit the curves in the file and each other. With the
+    run directories, their files, curves and devices are compared as well. This does not show who made the
+    file; only a signature does.
+
+    Exit code 0: consistent; 1: inconsistent, or a signature that is not of this file, or with
+    --allowed-signers no signature by one of them.
+
+    Examples:
+
+        isotrain parity verify certificates/NAME.json
+
+        isotrain parity verify NAME.json --reference runs/here --candidate runs/there
+    """
+    from rich.console import Console
+
+    from isotrain.parity.certify.issue import levels_again
+    from isotrain.parity.certify.signing import signature_of
+    from isotrain.parity.certify.verify import is_consistent
+    from isotrain.parity.certify.verify import verify as check
+    from isotrain.terminal import visible
+
+    given = {"reference": reference, "candidate": candidate}
+    runs = {role: path for role, path in given.items() if path is not None}
+    findings = check(certificate, runs, again=levels_again)
+    console = Console(highlight=False, markup=False)
+    for finding in findings:
+        mark, style = _MARKS[finding.state]
+        # One line each: a name of the certificate must not pretend to be a finding.
+        line = visible(f"{mark:<6} {finding.name}: {finding.words}", one_line=True)
+        console.print(line, style=style, soft_wrap=True)
+    consistent = is_consistent(findings)
+    console.print(
+        f"\n{'consistent' if consistent else 'INCONSISTENT'}", style="green" if consistent else "red"
+    )
+    signature = signature_of(certificate, allowed_signers)
+    console.print(
+        visible(f"signature: {signature.words}", one_line=True),
+        style=_OF_STATE[signature.state],
+        soft_wrap=True,
+    )
+    # Whoever names signers asks for a signature of one of them.
+    trusted = signature.state == "signed" or (allowed_signers is None and signature.state != "wrong")
+    if allowed_signers is not None and not trusted:
+        console.print("NOT SIGNED by anybody in the list of --allowed-signers", style="red")
+    if not consistent or not trusted:
+        raise typer.Exit(1)
+
+
+def sign(
+    certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="A file of certificates/.")],
+    key: Annotated[
+        Path, Option(metavar="FILE", help="An ssh private key, or the .pub of a key in ssh-agent.")
+    ],
+) -> None:
+    """Sign a certificate with an ssh key; the signature goes beside it.
+
+    Example:
+
+        isotrain parity sign certificates/NAME.json --key ~/.ssh/id_ed25519
+    """
+    from isotrain.parity.certify.signing import sign as sign_file
+
+    typer.echo(f"wrote {sign_file(certificate, key)}")
