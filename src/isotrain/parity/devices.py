@@ -12,18 +12,6 @@ from isotrain.language import tr
 from isotrain.parity.run import ROLES, Run, section
 from isotrain.recipe.schema import MeshSection
 
-
-@dataclass(frozen=True)
-class Backend:
-    """A backend, with its name in tables."""
-
-    label: str
-    type: str
-    """`device.type` of its runs."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """The environment of its processes; read when torch is imported."""
-
-
 # The host's libraries choose the best instructions they find; each may be held below them.
 _HOST = {
     "cpu": {},
@@ -38,6 +26,19 @@ _HOST = {
 # What a processor must have, so that a label is not another name for what it does anyway.
 _NEEDED = {"cpu-amx": "amx_tile", "cpu-avx512": "avx512f", "cpu-avx2": "avx2"}
 _ACCELERATORS = ("cuda", "npu")
+_SLUG = 40
+_WAYS = {"auto": "auto", "ulysses": "Ulysses", "ring": "ring"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend, with its name in tables."""
+
+    label: str
+    type: str
+    """`device.type` of its runs."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment of its processes; read when torch is imported."""
 
 
 def backend(label: str) -> Backend:
@@ -63,9 +64,6 @@ def label_of(device_type: str, variables: Mapping[str, object]) -> str:
     return next((label for label, variables_of_label in _HOST.items() if variables_of_label == held), "cpu")
 
 
-_SLUG = 40
-
-
 def device_label(environment: Mapping[str, Any]) -> str:
     """The device's name in tables: its type, a host's instruction set, and whether it was simulated."""
     device_type = slug(str(section(environment, "device").get("type", "unknown")))
@@ -85,9 +83,6 @@ def is_simulated(environment: Mapping[str, Any]) -> bool:
 def slug(text: str) -> str:
     """Text of any source as a part of a file's name: letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:_SLUG].strip("-") or "unnamed"
-
-
-_WAYS = {"auto": "auto", "ulysses": "Ulysses", "ring": "ring"}
 
 
 def mesh_of(device: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The metrics of a run that may still be going, read only where the file has grown."""
+"""The metrics of a run that may still be going, read only where the file has grown; numbers for JSON."""
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 from bisect import bisect_left
@@ -11,7 +12,6 @@ from typing import Any
 
 from isotrain.files import open_regular
 from isotrain.observe.metrics import decode_row
-from isotrain.view.numbers import finite_or_word
 
 _CHUNK = 4 << 20
 # As much of what was read last is compared again: a resumed run cuts its file and writes other lines.
@@ -19,6 +19,22 @@ _TAIL = 256
 # Of a line; one of a run with a thousand metrics has 50 KB.
 _LONGEST = 4 << 20
 MOST_ROWS = 20_000
+
+
+def finite_or_word(value: float | None) -> float | str | None:
+    """JSON has no word for NaN and infinities: they become strings, as in `metrics.jsonl`."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def runs_of(values: list[Any]) -> list[list[Any]]:
+    """Equal neighbours as `[value, how many]`: masks and versions change seldom."""
+    counted: list[list[Any]] = []
+    for value in values:
+        if counted and counted[-1][0] == value:
+            counted[-1][1] += 1
+        else:
+            counted.append([value, 1])
+    return counted
 
 
 class MetricsTail:

@@ -12,8 +12,7 @@ from isotrain.errors import DataError
 from isotrain.files import parse_json, read_regular
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.terminal import visible
-from isotrain.view.metrics import MetricsTail
-from isotrain.view.numbers import finite_or_word, runs_of
+from isotrain.view.metrics import MetricsTail, finite_or_word, runs_of
 from isotrain.view.parquet import Column, read_row, read_rows
 from isotrain.view.tokens import Pieces, find_tokenizer, load_pieces
 from isotrain.view.trajectories import TrajectoryIndex

@@ -15,7 +15,7 @@ import numpy as np
 
 from isotrain.data.record import step_and_rank, step_file
 from isotrain.errors import DataError
-from isotrain.view.numbers import finite_or_word
+from isotrain.view.metrics import finite_or_word
 from isotrain.view.parquet import TEXTS, Column, read_index
 
 NUMBERS = (

@@ -34,6 +34,22 @@ from isotrain.parity.read.bounded import Source, clipped
 from isotrain.parity.run import section
 from isotrain.parity.verdict import Same
 
+FORMAT = 3
+MAX_BYTES = 8 << 20
+# Each curve costs a bootstrap when it is verified; nobody needs more, a stranger might send them.
+MAX_CURVES, MAX_MEMBERS = 64, 64
+_SHOWN = 3
+_MOST_FACTS, _DEEPEST = 4000, 8
+
+Kind = Literal["paired", "replayed", "free-running"]
+Engine = Literal["hf", "vllm", "sglang", "none"]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Step = Annotated[int, Field(ge=-(2**53), le=2**53)]
+# JSON has lists only; what is in them stays strict.
+Values = Annotated[tuple[float, ...], Field(strict=False), FailFast()]
+Steps = Annotated[tuple[Step, ...], Field(strict=False), FailFast()]
+
 
 def canonical(content: Any) -> bytes:
     """Sorted keys, no spaces, UTF-8, floats as their shortest exact spelling; a `ValueError` for the rest."""
@@ -68,17 +84,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
-
-
-FORMAT = 3
-MAX_BYTES = 8 << 20
-# Each curve costs a bootstrap when it is verified; nobody needs more, a stranger might send them.
-MAX_CURVES, MAX_MEMBERS = 64, 64
-_SHOWN = 3
-_MOST_FACTS, _DEEPEST = 4000, 8
-
-Kind = Literal["paired", "replayed", "free-running"]
-Engine = Literal["hf", "vllm", "sglang", "none"]
 
 
 def printable(text: str) -> str:
@@ -118,17 +123,11 @@ def _real_date(text: str) -> str:
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(printable)]
 Text = Annotated[str, StringConstraints(max_length=8000), AfterValidator(printable)]
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Date = Annotated[
     str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"), AfterValidator(_real_date)
 ]
 InputName = Annotated[Name, AfterValidator(_relative)]
 Facts = Annotated[dict[Name, JsonValue], AfterValidator(_facts)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Step = Annotated[int, Field(ge=-(2**53), le=2**53)]
-# JSON has lists only; what is in them stays strict.
-Values = Annotated[tuple[float, ...], Field(strict=False), FailFast()]
-Steps = Annotated[tuple[Step, ...], Field(strict=False), FailFast()]
 
 
 class CertificatePart(BaseModel):

@@ -40,6 +40,12 @@ from isotrain.parity.read.runs import read_run
 from isotrain.parity.run import Run, Series, section
 from isotrain.parity.verdict import Verdict
 
+# What belongs to one side alone: its device is told there, the rest is about this machine.
+_OF_ONE_SIDE = ("output", "device", "observe", "cluster")
+_OF_ONE_RECORDING = ("record", "replay")
+_PATH = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?[/\\][^\s'\",;]*[/\\](?=[^\s'\",;/\\])")
+_LONGEST_LINE = 2000
+
 
 def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
     """Reference against candidate, as if their runs had been read."""
@@ -119,13 +125,6 @@ def outcome_again(certificate: Certificate) -> Outcome:
     rated = {m: c for m, c in certificate.curves.items() if kind_of(m) or m in SPEED}
     free = certificate.subject.kind == "free-running"
     return outcome_of(comparison_of(rated), "free-running" if free else "paired")
-
-
-# What belongs to one side alone: its device is told there, the rest is about this machine.
-_OF_ONE_SIDE = ("output", "device", "observe", "cluster")
-_OF_ONE_RECORDING = ("record", "replay")
-_PATH = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?[/\\][^\s'\",;]*[/\\](?=[^\s'\",;/\\])")
-_LONGEST_LINE = 2000
 
 
 def certificate_of(

@@ -30,6 +30,16 @@ from isotrain.recipe.schema import Recipe
 MOST_MEMBERS, MOST_SEEDS = 8, 10
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
+# Enough to cut the usual batch in several micro-batches.
+_PARTS = 16
+_LAST_WORDS = 12
+# Enough to see rounding grow from one update to the next.
+_STEPS = "observe.layer_trace=3"
+TRACED = (_STEPS, "observe.operators=true")
+"""Settings with which a run's layers and operators can be compared."""
+UNTRACED = ("observe.layer_trace=0", "observe.operators=false", "observe.model_digest=true")
+"""Settings with which its curves can be certified, where a mesh divides its layers over ranks."""
+
 
 def seconds_of(text: str) -> float:
     """`90s`, `30m` or `2h`."""
@@ -76,10 +86,6 @@ def plan(left: float, reference_seconds: float, candidate_seconds: float, *, env
     return Plan(members, seeds, members * reference_seconds + seeds * pair)
 
 
-# Enough to cut the usual batch in several micro-batches.
-_PARTS = 16
-
-
 def member_settings(recipe: Recipe, count: int, *, ranks: bool) -> list[tuple[str, ...]]:
     """Changes to the recipe for each of so many members.
 
@@ -97,9 +103,6 @@ def member_settings(recipe: Recipe, count: int, *, ranks: bool) -> list[tuple[st
     two_ranks = ("device.ranks=2",) if ranks and recipe.device.ranks == 1 else ()
     ways = cycle([(), attention, split, (*attention, *split, *two_ranks)])
     return [(f"{PERTURBATION}={number}", *way) for number, way in enumerate(islice(ways, count), start=1)]
-
-
-_LAST_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -179,14 +182,6 @@ def _read(note: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-# Enough to see rounding grow from one update to the next.
-_STEPS = "observe.layer_trace=3"
-TRACED = (_STEPS, "observe.operators=true")
-"""Settings with which a run's layers and operators can be compared."""
-UNTRACED = ("observe.layer_trace=0", "observe.operators=false", "observe.model_digest=true")
-"""Settings with which its curves can be certified, where a mesh divides its layers over ranks."""
 
 
 @dataclass(frozen=True)

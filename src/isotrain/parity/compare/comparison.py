@@ -19,6 +19,10 @@ from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, 
 _FREE_ENVIRONMENT = ("time", "command")
 ALLOWED = ("recipe", "data")
 
+# The published ratio is over the first steps; the first of them also compile and warm up.
+FIRST_STEPS, WARM_UP = 4, 4
+SPEED = ("perf/throughput", "throughput", "tokens_per_second")
+
 
 @dataclass(frozen=True)
 class InputDifference:
@@ -66,11 +70,6 @@ def _data(reference: Run, candidate: Run) -> Iterator[InputDifference]:
         yield InputDifference(
             "data", tr("they were not trained on the same rows: {names}", names=", ".join(differ))
         )
-
-
-# The published ratio is over the first steps; the first of them also compile and warm up.
-FIRST_STEPS, WARM_UP = 4, 4
-SPEED = ("perf/throughput", "throughput", "tokens_per_second")
 
 
 @dataclass(frozen=True)

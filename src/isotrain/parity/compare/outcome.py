@@ -30,6 +30,10 @@ _SAMPLED = re.compile(
     r"|(^|/)(policy_loss|act_loss|pg_clipfrac|response_length_mean|rollout_logp_diff_mean)$"
 )
 
+# Scores alone: other figures of a validation are no measure of quality.
+_SCORE = re.compile(r"^val-core/.+@\d+$|^val/(accuracy|f1)$")
+_TYPED = re.compile(r"(?P<metric>.+)=(?P<value>[0-9.eE+-]+)")
+
 
 def pairing_of(reference: Run, candidate: Run, *, free: bool = False) -> Pairing:
     """`free` says that they are free-running, whatever the runs look like."""
@@ -59,11 +63,6 @@ def _together(reference: Run, candidate: Run) -> bool:
         if changes is not None:
             correlations.append(changes)
     return bool(correlations) and min(correlations) >= thresholds.DIFFERENT_CORRELATION
-
-
-# Scores alone: other figures of a validation are no measure of quality.
-_SCORE = re.compile(r"^val-core/.+@\d+$|^val/(accuracy|f1)$")
-_TYPED = re.compile(r"(?P<metric>.+)=(?P<value>[0-9.eE+-]+)")
 
 
 @dataclass(frozen=True)

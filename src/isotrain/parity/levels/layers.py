@@ -35,6 +35,30 @@ _WHITENED = ("ppo", "reinforce++", "reinforce++-baseline")
 _CENTRED = ("grpo", "rloo")
 _WHITENED_MEAN = 1e-4
 
+LEVEL = "P1"
+Updates = Mapping[int, Update]
+
+_PLURAL = {
+    "loss": tr("loss"),
+    "activation": tr("activations"),
+    "gradient": tr("gradients"),
+    "parameter gradient": tr("parameter gradients"),
+    "update": tr("updates"),
+}
+
+_DATA = {
+    "tokens": tr("data order, chat template or tokenizer"),
+    "packing": tr("the size of micro-batches, or the splitting over ranks"),
+    "loss": tr("the loss mask"),
+}
+"""Causes of a difference in the data, which is compared before any number."""
+_LOSS_CAUSE = tr("the loss: its mask, its scale or its aggregation")
+# A factor is common where entries with most of the squared norm have it, each within a share of its distance
+# from 1, and where little of the squared differences is left without it.
+_ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
+# Constants that are named in a sentence; the evidence has them all.
+_NAMED = 3
+
 
 def anchors(run: Run) -> tuple[Check, ...]:
     """Values that the first step must have by its definition, beside the run's; empty where nothing is known.
@@ -118,29 +142,7 @@ def _number(value: Any, default: float) -> float:
     return float(value) if usable else default
 
 
-LEVEL = "P1"
-Updates = Mapping[int, Update]
-
-_PLURAL = {
-    "loss": tr("loss"),
-    "activation": tr("activations"),
-    "gradient": tr("gradients"),
-    "parameter gradient": tr("parameter gradients"),
-    "update": tr("updates"),
-}
 assert set(KINDS) <= set(_PLURAL)
-_DATA = {
-    "tokens": tr("data order, chat template or tokenizer"),
-    "packing": tr("the size of micro-batches, or the splitting over ranks"),
-    "loss": tr("the loss mask"),
-}
-"""Causes of a difference in the data, which is compared before any number."""
-_LOSS_CAUSE = tr("the loss: its mask, its scale or its aggregation")
-# A factor is common where entries with most of the squared norm have it, each within a share of its distance
-# from 1, and where little of the squared differences is left without it.
-_ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
-# Constants that are named in a sentence; the evidence has them all.
-_NAMED = 3
 
 
 def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, dtype: str) -> Level:

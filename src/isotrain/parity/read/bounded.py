@@ -16,6 +16,16 @@ MAX_BYTES = 2 << 30
 MAX_LINE = 4 << 20
 _CHUNK = 1 << 20
 
+# numpy 2 prints the type of a scalar too, torch always does.
+_WRAPPED = re.compile(
+    r"(?:np\.|numpy\.)?(?:float|int|uint|bool)\d*_?\(([^()]*)\)|tensor\(([^(),]*)(?:,[^()]*)?\)"
+)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_WORDS = {"True": 1.0, "False": 0.0}
+_LONGEST = 200
+# A float counts whole numbers without gaps up to here.
+_EXACT = 2**53
+
 
 class Source:
     """One file of a run. Its digest is of the bytes that were read, also while a live run appends to it."""
@@ -123,17 +133,6 @@ def sha256_of(directory: Path, name: str) -> str:
 def clipped(text: str, length: int = 60) -> str:
     """Content of a file as an error may show it: no control characters, not long."""
     return repr(text if len(text) <= length else text[:length] + "...")
-
-
-# numpy 2 prints the type of a scalar too, torch always does.
-_WRAPPED = re.compile(
-    r"(?:np\.|numpy\.)?(?:float|int|uint|bool)\d*_?\(([^()]*)\)|tensor\(([^(),]*)(?:,[^()]*)?\)"
-)
-_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
-_WORDS = {"True": 1.0, "False": 0.0}
-_LONGEST = 200
-# A float counts whole numbers without gaps up to here.
-_EXACT = 2**53
 
 
 def number(text: str) -> float | None:

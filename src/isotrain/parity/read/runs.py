@@ -29,6 +29,11 @@ _OF_DEVICE = ("type", "name", "ranks", "mesh", "determinism")
 # They hold a processor below its best instructions, which makes it another device to `parity certify`.
 INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
+_FORMATS = (
+    "an isotrain run directory, a console or file log of verl, a console log of OpenRLHF, TensorBoard event "
+    "files, CSV or JSONL with a column `step`, or a dump of msprobe"
+)
+
 
 def is_isotrain_run(path: Path) -> bool:
     return RunDirectory(path).metrics.is_file()
@@ -99,12 +104,6 @@ def _facts(path: Path, name: str, digests: dict[str, str]) -> dict[str, Any] | N
     content = source.json_object(_MAX_FACTS)
     digests.update(source.sha256)
     return content
-
-
-_FORMATS = (
-    "an isotrain run directory, a console or file log of verl, a console log of OpenRLHF, TensorBoard event "
-    "files, CSV or JSONL with a column `step`, or a dump of msprobe"
-)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

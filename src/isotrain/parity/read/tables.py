@@ -31,6 +31,11 @@ BOOKKEEPING = ("_runtime", "_timestamp")
 _HYPHENATED = (("-val", "core/"), ("-val", "aux/"))
 _RUNS_SHOWN = 5
 
+STEP_NAMES = ("step", "global_step", "_step")
+# JSON has no word for these; writers that keep to the standard use strings.
+NON_FINITE = {"nan", "inf", "-inf", "+inf", "infinity", "-infinity", "+infinity"}
+_DELIMITERS = ",\t;"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -116,11 +121,6 @@ def _common_prefix(names: Sequence[str]) -> str:
     return first[:same]
 
 
-STEP_NAMES = ("step", "global_step", "_step")
-# JSON has no word for these; writers that keep to the standard use strings.
-NON_FINITE = {"nan", "inf", "-inf", "+inf", "infinity", "-infinity", "+infinity"}
-
-
 def objects(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line line_number and object of every line; a torn last line of a live run is left out."""
     for line_number, line, ended in source.lines():
@@ -185,9 +185,6 @@ def read_json_lines(path: Path) -> Run:
         if name in columns:
             raise source.error(f"{clipped(name)} is no number here, but is one elsewhere", line)
     return columns.run("JSONL", "no line has a step and a number")
-
-
-_DELIMITERS = ",\t;"
 
 
 def is_csv_header(line: str) -> bool:

@@ -32,6 +32,16 @@ _CHUNK = 4 << 20
 LONGEST_CHECKED = 4096
 _LONGEST_KEPT = 8 << 20
 
+# How one element is stored, by TensorFlow's numbers for types.
+_CONTENT = {1: "<f", 2: "<d", 3: "<i", 9: "<q", 19: "<e"}
+
+Message = dict[int, list[int | bytes]]
+_FLOAT = struct.Struct("<f")
+_STAMP = re.compile(r"tfevents\.([0-9]{1,18})")
+_MAX_FILES = 10_000
+
+Curves = dict[str, tuple["array[int]", "array[float]"]]
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -131,12 +141,6 @@ def _check_contents(source: Source, chunk: Chunk) -> None:
         raise damaged(source, chunk.offset + int(starts_N[wrong].min()) - 12)
 
 
-# How one element is stored, by TensorFlow's numbers for types.
-_CONTENT = {1: "<f", 2: "<d", 3: "<i", 9: "<q", 19: "<e"}
-
-Message = dict[int, list[int | bytes]]
-
-
 class WireError(ValueError):
     """Bytes that are no message."""
 
@@ -233,13 +237,6 @@ def _name(contents: list[bytes]) -> str:
         return contents[-1].decode() if contents else ""
     except UnicodeDecodeError as error:
         raise WireError("a name is not UTF-8") from error
-
-
-_FLOAT = struct.Struct("<f")
-_STAMP = re.compile(r"tfevents\.([0-9]{1,18})")
-_MAX_FILES = 10_000
-
-Curves = dict[str, tuple["array[int]", "array[float]"]]
 
 
 def is_event_file(name: str) -> bool:

@@ -15,6 +15,8 @@ from isotrain.parity.verdict import Verdict
 
 UNKNOWN = "unknown"
 
+_LONGEST_CELL = 80
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -70,9 +72,6 @@ def _metric(verdict: Verdict, kind: Kind) -> str | None:
     comparison = verdict.comparison
     names = [name for name in comparison.curves if kind_of(name) == kind]
     return next((name for name in names if not name.startswith("val")), names[0] if names else None)
-
-
-_LONGEST_CELL = 80
 
 
 def markdown_row(verdict: Verdict, date: str) -> str:

@@ -53,6 +53,13 @@ _COLOURS = LinearSegmentedColormap.from_list(
     "limit", [(0.0, "#eefaf5"), (0.4999, "#6cc5a1"), (0.5, "#fdba74"), (0.65, "#ea580c"), (1.0, "#991b1b")]
 ).with_extremes(bad="#e4e7eb")
 
+_LONGEST_NAME = 30
+_HEIGHT_INCHES = 0.78
+# Small enough that its letters can be read on a phone, with pixels enough for a large screen.
+SIZE_INCHES = (7.6, 5.0)
+DPI = 150
+MOST_METRICS = 8
+
 
 def layer_maps(level: Level) -> Iterator[tuple[str, str, Figure]]:
     """Kind, words and picture of each kind of tensor that was compared."""
@@ -136,10 +143,6 @@ def _label(names: Sequence[str]) -> str:
     return plain(clipped(names[0])) + more
 
 
-_LONGEST_NAME = 30
-_HEIGHT_INCHES = 0.78
-
-
 def head(figure: Figure, title: str, aside: str) -> None:
     """What is seen, and below it in grey the figures; they take the whole width, axes may be narrow."""
     height = figure.get_figheight()
@@ -155,12 +158,6 @@ def clipped(name: str, longest: int = _LONGEST_NAME) -> str:
     if len(name) <= longest:
         return name
     return f"{name[: longest // 2 - 1]}…{name[-(longest // 2) :]}"
-
-
-# Small enough that its letters can be read on a phone, with pixels enough for a large screen.
-SIZE_INCHES = (7.6, 5.0)
-DPI = 150
-MOST_METRICS = 8
 
 
 @dataclass(frozen=True)

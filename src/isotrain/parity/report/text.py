@@ -10,6 +10,18 @@ from typing import Any
 from isotrain.language import said, tr
 from isotrain.parity.compare.statistics import Apart, Interval
 
+EFFECT_COLUMNS = (
+    tr("window"),
+    tr("reference"),
+    tr("candidate"),
+    tr("difference"),
+    tr("95 % interval"),
+    tr("margin"),
+)
+# A name or message longer than this is an attack or an accident; verdict.json has it whole.
+LONGEST_TEXT = 1200
+MOST_ROWS = 200
+
 
 def number(value: float | None) -> str:
     """Three digits; `-` for what is not known."""
@@ -24,14 +36,6 @@ def interval(one: Interval | None) -> str:
     return "-" if one is None else tr("{low} to {high}", low=number(one.low), high=number(one.high))
 
 
-EFFECT_COLUMNS = (
-    tr("window"),
-    tr("reference"),
-    tr("candidate"),
-    tr("difference"),
-    tr("95 % interval"),
-    tr("margin"),
-)
 STATISTICS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
     (tr("steps compared"), lambda a: f"{a.steps:,}"),
     (tr("mean absolute error, in hundredths"), lambda a: number(100 * a.mean_absolute)),
@@ -61,11 +65,6 @@ def plain(value: Any) -> Any:
         return value
     # Of numpy, its numbers and arrays; of all else, such as paths, the text.
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-# A name or message longer than this is an attack or an accident; verdict.json has it whole.
-LONGEST_TEXT = 1200
-MOST_ROWS = 200
 
 
 class Markup(str):
