@@ -101,6 +101,12 @@ class TestRich:
         assert rich_output(monkeypatch, "a\x1b[32mb\x9b") == "\x1b[31ma\\x1b[32mb\\u009b\x1b[0m\n"
         assert rich_output(monkeypatch, Text("a\x1b[8mb", "bold")) == "\x1b[1;31ma\\x1b[8mb\x1b[0m\n"
 
+    def test_a_console_on_a_stream_of_its_own_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rich_output(monkeypatch, "the hook is there")
+        theirs = io.StringIO()
+        Console(file=theirs, width=300).print("a\x1b[32mb", Text("\u202e"))
+        assert theirs.getvalue() == "a\x1b[32mb \u202e\n"
+
     def test_tables_make_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
         table = Table("\x1b[2Jname", box=None)
         table.add_row("\u202e\u2066")

@@ -170,7 +170,10 @@ def beneath(stream: IO[str]) -> IO[str]:
 
 
 def _filter_what_rich_renders() -> None:
-    """From now on, every console of rich in this process, of whoever made it, renders filtered texts."""
+    """From now on, consoles of rich on a guarded stream render filtered texts; all others are left alone.
+
+    By a hook in the class, as typer makes consoles of its own for help and errors.
+    """
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
     from rich.text import Text
@@ -181,11 +184,12 @@ def _filter_what_rich_renders() -> None:
 
     def render_str(self: Console, text: str, **settings: Any) -> Text:
         # Before columns are measured and lines are broken: what is spelled out is longer.
-        return as_text(self, visible(text), **settings)
+        return as_text(self, visible(text) if isinstance(self.file, _Styled) else text, **settings)
 
     def render(self: Console, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        guarded = isinstance(self.file, _Styled)
         for segment in unfiltered(self, renderable, options):
-            if segment.control:
+            if segment.control or not guarded:
                 yield segment
             else:
                 yield Segment(visible(segment.text), segment.style)
