@@ -23,8 +23,8 @@ def measure(options: argparse.Namespace, model: str) -> None:
     import numpy as np
 
     from isotrain.algorithms.sft import sft_loss
+    from isotrain.data.items import Sample
     from isotrain.data.packing import pack
-    from isotrain.data.sample import Sample
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
     from isotrain.engine.world import join_world

@@ -40,8 +40,8 @@ import bench
 import numpy as np
 from ray import cloudpickle
 
-from isotrain.cluster.agent import teams
 from isotrain.cluster.connect import join_cluster
+from isotrain.cluster.node_proxy import teams
 from isotrain.cluster.objects import Handle, put
 from isotrain.cluster.replaceable import Replaceable
 from isotrain.cluster.workers import Member, WorkerGroup
@@ -195,14 +195,14 @@ def call_costs(machines: int) -> dict[str, Spent]:
     """Of one call to that many machines: alternating; medians, and means of processor time."""
     costs: dict[str, list[Spent]] = {"agents": [], "direct": []}
     with Machines("rank", Idle, [Member()] * (A_MACHINE * machines), spmd=True) as group:
-        agents = group.agents
+        agents = group.proxies
         for turn in range(2 * CALLS + 2):
             way = "direct" if turn % 2 else "agents"
-            group.agents = None if turn % 2 else agents
+            group.proxies = None if turn % 2 else agents
             cost = spent(lambda: group.call(Idle.nothing))[1]
             if turn > 1:
                 costs[way].append(cost)
-        group.agents = agents
+        group.proxies = agents
     return {
         way: Spent(statistics.median(c.wall for c in all_of), statistics.mean(c.processor for c in all_of))
         for way, all_of in costs.items()

@@ -49,9 +49,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     options = parser.read()
     from isotrain.algorithms.sft import sft_loss
+    from isotrain.data.items import Sample
     from isotrain.data.packing import pack
     from isotrain.data.prepare.tiny import make_tiny
-    from isotrain.data.sample import Sample
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
     from isotrain.engine.world import join_world

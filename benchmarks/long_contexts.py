@@ -35,8 +35,8 @@ def update(setting: dict[str, Any]) -> None:
     import torch
 
     from isotrain.algorithms.sft import sft_loss
+    from isotrain.data.items import Sample
     from isotrain.data.packing import pack
-    from isotrain.data.sample import Sample
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine
     from isotrain.engine.world import join_world
@@ -58,7 +58,7 @@ def update(setting: dict[str, Any]) -> None:
             world.barrier()
             seconds.append(time.perf_counter() - started)
         told = {"peak": device.memory().peak, "seconds": seconds[-1]}
-        if world.leads:
+        if world.is_main:
             Path(setting["out"]).write_text(json.dumps(told))
 
 

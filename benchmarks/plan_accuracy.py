@@ -95,7 +95,7 @@ def counted(setting: dict[str, Any]) -> None:
             yield
 
         run_step(recipe, device, world, 2, during)
-        if world.leads:
+        if world.is_main:
             Path(setting["out"]).write_text(json.dumps({"peak": device.memory().peak}))
 
 

@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 def make_recipe(options: argparse.Namespace, directory: Path) -> Any:
-    from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k_sums
     from isotrain.recipe.schema import Recipe
 
     prepare_gsm8k_sums(bench.gsm8k(), directory)

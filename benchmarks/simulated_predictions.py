@@ -24,7 +24,7 @@ from simulated_figures import swap
 from simulated_here import CALLS_A_STEP, TRAJECTORIES, controller_costs
 from simulated_published import ASSUMED, H800, weight_line
 
-from isotrain.cluster.agent import teams
+from isotrain.cluster.node_proxy import teams
 
 N, A_MACHINE, SLICE = 16, 8, 1024
 LENGTHS = Lognormal(7000, 0.8, 32768, by_prompt=0.5)

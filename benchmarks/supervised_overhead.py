@@ -79,10 +79,9 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from isotrain_side import recorder_in_turns
 
     from isotrain.algorithms.sft import sft_loss
-    from isotrain.data.items import SAMPLES, Item
+    from isotrain.data.items import SAMPLES, Item, Sample
     from isotrain.data.loader import BatchLoader
     from isotrain.data.rows import Row
-    from isotrain.data.sample import Sample
     from isotrain.data.sampler import Sampler
     from isotrain.data.tokenise import build_store
     from isotrain.device.detect import choose_device

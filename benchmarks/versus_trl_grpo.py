@@ -70,8 +70,7 @@ def prepared_model(directory: Path, lengths: str) -> Path:
 
 
 def write_rows(directory: Path, prompts: str) -> Path:
-    from isotrain.data.prepare.gsm8k import prepare_gsm8k
-    from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k, prepare_gsm8k_sums
 
     if prompts == "sums":
         prepare_gsm8k_sums(bench.gsm8k(), directory)

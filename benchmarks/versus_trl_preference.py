@@ -31,7 +31,7 @@ LOSS_TOLERANCE = 0.02
 
 
 def write_rows(algorithm: str, directory: Path, count: int) -> Path:
-    from isotrain.data.prepare.gsm8k_preferences import prepare_gsm8k_preferences
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k_preferences
 
     prepare_gsm8k_preferences(bench.gsm8k(), directory)
     file = directory / ("responses-train.jsonl" if algorithm == "kto" else "pairs-train.jsonl")
@@ -102,7 +102,7 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
 
     from isotrain.data.items import sizes
     from isotrain.data.loader import BatchLoader
-    from isotrain.data.preference_items import PreferenceEncoder
+    from isotrain.data.preference import PreferenceEncoder
     from isotrain.data.rows import read_rows
     from isotrain.data.sampler import Sampler
     from isotrain.data.tokenise import build_store

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from smollm2 import smollm2
 
-from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+from isotrain.data.prepare.gsm8k import prepare_gsm8k_sums
 from isotrain.engine.checkpoint.layout import rank_file, step_directory, steps_in
 from isotrain.recipe.load import write_resolved
 from isotrain.recipe.schema import Recipe

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 # Lowest first. A package may import itself and packages of lower layers; `cli` may import everything, `api`
 # everything but `cli`, `plan` and `self_test`.
 LAYERS = (
-    {"device", "recipe", "observe", "compat"},
+    {"device", "recipe", "observe"},
     {"process"},
     {"models", "data", "algorithms"},
     {"cluster", "reward", "engine", "agents"},
@@ -269,7 +269,7 @@ def violations(checker: Checker, root: Path, name: str, source: str) -> list[str
         ("models/__init__.py", "from ..engine import step"),
         ("models/a.py", "def f():\n    from isotrain.engine.step import g"),
         ("models/a.py", "import importlib\nimportlib.import_module('isotrain.engine')"),
-        ("models/a.py", "from isotrain.data.sample import Sample"),
+        ("models/a.py", "from isotrain.data.items import Sample"),
         ("device/a.py", "from isotrain.recipe.schema import Recipe"),
         ("engine/a.py", "import isotrain.weights"),
         ("weights/a.py", "import isotrain.rollout"),

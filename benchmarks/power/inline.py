@@ -36,17 +36,17 @@ class Group:
         self.workers = workers
         self.watch = _Watch()
         self.closed = False
-        self.whereabouts = [SimpleNamespace(host="here", pid=0) for _ in workers]
+        self.locations = [SimpleNamespace(host="here", pid=0) for _ in workers]
         self.before_end: Any = None
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def submit_to(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from isotrain.cluster.workers import Call
+        from isotrain.cluster.workers import WorkerCall
 
         done: Any = _Box(getattr(self.workers[index], method.__name__)(*args, **kwargs))
-        return Call(index, method.__name__, done)
+        return WorkerCall(index, method.__name__, done)
 
     def within(self, timeout: float | None) -> Group:
         return self

@@ -25,7 +25,7 @@ _MODULES = (
         "isotrain.trainers.online.run",
         "isotrain.rollout.hf",
         "isotrain.api.child",
-        "isotrain.doctor.preflight",
+        "isotrain.doctor.examine",
     ),
     *(
         "isotrain.tools.probes.operator_errors",

@@ -7,12 +7,12 @@ from isotrain.language import Message
 
 _CREDENTIALS = re.compile(r"://[^/\s'\"]*@")
 
-MAY_PASS = 75
+RETRYABLE = 75
 """Exit code of an error that may not come again: EX_TEMPFAIL in sysexits.h."""
 
 
 class IsotrainError(Exception):
-    """The root: the command line prints it without a traceback and exits with 1, or with `MAY_PASS`."""
+    """The root: the command line prints it without a traceback and exits with 1, or with `RETRYABLE`."""
 
     may_pass: ClassVar[bool] = False
     """Whether the same command may succeed if it is run again: something died, nothing is to be changed."""

@@ -88,10 +88,14 @@ def parse_json(
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(DEEPEST_JSON + 1):
-        nested = [one for one in level if isinstance(one, dict | list)]
+        nested = [container for container in level if isinstance(container, dict | list)]
         if not nested:
             return
-        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner
+            for container in nested
+            for inner in (container.values() if isinstance(container, dict) else container)
+        ]
     raise ValueError(f"nested more than {DEEPEST_JSON} levels deep")
 
 

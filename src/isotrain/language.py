@@ -95,7 +95,7 @@ def said(text: str) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says, in the chosen language."""
+    """Message of an error in the chosen language."""
     first = error.args[0] if len(error.args) == 1 else None
     return said(first) if isinstance(first, Message) else str(error)
 
@@ -178,7 +178,7 @@ def _is_wide(character: str) -> bool:
 def _catalogue(language: Language) -> dict[str, str]:
     """English templates and those of the language, of all files."""
     folder = files("isotrain").joinpath("translations").joinpath(language.value)
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        found |= json.loads(file.read_text(encoding="utf-8"))
-    return found
+        templates |= json.loads(file.read_text(encoding="utf-8"))
+    return templates

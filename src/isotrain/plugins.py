@@ -50,11 +50,15 @@ def find_plugin(group: str, name: str, field: str, ours: Mapping[str, str] | Non
     if name in ours:
         raise RecipeError(f"{field}: {name!r} is built in: write {ours[name]} instead of a plugin")
     installed = entry_points(group=group)
-    found = {plugin.package: plugin for plugin in (Plugin(field, e) for e in installed.select(name=name))}
-    if len(found) > 1:
-        raise RecipeError(f"{field}: {' and '.join(sorted(found))} both have {name!r}; uninstall one of them")
-    if found:
-        return next(iter(found.values()))
+    by_package = {
+        plugin.package: plugin for plugin in (Plugin(field, e) for e in installed.select(name=name))
+    }
+    if len(by_package) > 1:
+        raise RecipeError(
+            f"{field}: {' and '.join(sorted(by_package))} both have {name!r}; uninstall one of them"
+        )
+    if by_package:
+        return next(iter(by_package.values()))
     known = [*sorted(installed.names), *(f"{written} (built in)" for written in ours.values())]
     near = get_close_matches(name, known, n=len(known) or 1)
     listed = ", ".join(dict.fromkeys([*near, *known])) or "none"
@@ -64,4 +68,4 @@ def find_plugin(group: str, name: str, field: str, ours: Mapping[str, str] | Non
 def plugin_packages() -> set[str]:
     """Names of the installed packages that bring plugins."""
     groups = (entry_points(group=group) for group in (REWARDS, ADVANTAGES, POLICY_LOSSES))
-    return {entry.dist.name for found in groups for entry in found if entry.dist}
+    return {entry.dist.name for entries in groups for entry in entries if entry.dist}

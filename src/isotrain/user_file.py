@@ -65,12 +65,12 @@ def load(path: str, source: str, kind: str, field: str, error: Error) -> tuple[P
     file_name, _, name = path.rpartition(":")
     file = Path(file_name)
     module = _import(file, source, error)
-    found = getattr(module, name, None)
-    if not callable(found):
-        wanted = inspect.isclass if kind == "class" else inspect.isfunction
-        known = sorted(k for k, v in vars(module).items() if wanted(v) and v.__module__ == MODULE)
+    target = getattr(module, name, None)
+    if not callable(target):
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+        known = sorted(k for k, v in vars(module).items() if is_kind(v) and v.__module__ == MODULE)
         raise error(_missing(file, name, kind, field, known))
-    return file, found
+    return file, target
 
 
 def _missing(file: Path, name: str, kind: str, field: str, known: list[str]) -> str:
@@ -110,8 +110,12 @@ def _import(file: Path, source: str, error: Error) -> ModuleType:
 def where(error: BaseException, file: Path | None = None) -> str:
     """`file:line: Type: message`, with the innermost line of the user's file if the error came through it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(file) if file else getattr(sys.modules.get(MODULE), "__file__", None)
-    inside = [frame for frame in frames if own and os.path.abspath(frame.filename) == os.path.abspath(own)]
+    user_file = str(file) if file else getattr(sys.modules.get(MODULE), "__file__", None)
+    inside = [
+        frame
+        for frame in frames
+        if user_file and os.path.abspath(frame.filename) == os.path.abspath(user_file)
+    ]
     place = "".join(
         f"{os.path.basename(frame.filename)}:{frame.lineno}: " for frame in (inside or frames)[-1:]
     )

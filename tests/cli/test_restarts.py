@@ -22,7 +22,7 @@ from isotrain.cli.restarts import LONGEST_PAUSE, check_restarts, pause_before, r
 from isotrain.engine.checkpoint.layout import MARKER, step_directory
 from isotrain.engine.checkpoint.pending import newest_complete
 from isotrain.errors import (
-    MAY_PASS,
+    RETRYABLE,
     CheckpointError,
     DataError,
     EngineLost,
@@ -137,7 +137,7 @@ def test_which_ends_are_followed_by_a_restart() -> None:
     assert reason_to_restart(-signal.SIGKILL) == "training was killed by SIGKILL (out of memory?)"
     assert reason_to_restart(-signal.SIGSEGV) == "training was killed by SIGSEGV"
     assert reason_to_restart(PREEMPTED) == "training was preempted"
-    assert reason_to_restart(MAY_PASS) == "training failed"
+    assert reason_to_restart(RETRYABLE) == "training failed"
     # Complete; an error of the user; a command that does not exist; somebody's Ctrl-C.
     assert [reason_to_restart(code) for code in (0, 1, 2, 130, -signal.SIGINT)] == [None] * 5
 
@@ -150,7 +150,7 @@ class DeviceFailed(RuntimeError):
     ("error", "code"),
     [
         *((kind("seen"), 1) for kind in (DataError, ModelError, CheckpointError, RewardError, WorkerFailed)),
-        *((kind("seen"), MAY_PASS) for kind in (RankLost, WorkerLost, EngineLost, WeightUpdateError)),
+        *((kind("seen"), RETRYABLE) for kind in (RankLost, WorkerLost, EngineLost, WeightUpdateError)),
         # Bugs and wrong data, which come again with the same command.
         *((kind("seen"), 1) for kind in (AssertionError, AttributeError, IndexError, KeyError, NameError)),
         *((kind("seen"), 1) for kind in (TypeError, ValueError, ZeroDivisionError, OverflowError)),
@@ -159,8 +159,8 @@ class DeviceFailed(RuntimeError):
         (json.JSONDecodeError("seen", "{", 1), 1),
         (UnicodeDecodeError("utf-8", b"x", 0, 1, "seen"), 1),
         # Devices, collectives, the network and the machine.
-        *((kind("seen"), MAY_PASS) for kind in (RuntimeError, DeviceFailed, OSError, MemoryError, EOFError)),
-        *((kind("seen"), MAY_PASS) for kind in (ConnectionResetError, TimeoutError, BrokenPipeError)),
+        *((kind("seen"), RETRYABLE) for kind in (RuntimeError, DeviceFailed, OSError, MemoryError, EOFError)),
+        *((kind("seen"), RETRYABLE) for kind in (ConnectionResetError, TimeoutError, BrokenPipeError)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -186,7 +186,7 @@ def test_only_what_may_pass_is_repeated(
     monkeypatch.setattr("isotrain.trainers.launch.train_supervised", fail)
     assert run_rank(tmp_path) == 1
     raised = launch_error(tmp_path, {0: 1, 1: -signal.SIGTERM})
-    assert raised.may_pass == (code == MAY_PASS) and "seen" in str(raised)
+    assert raised.may_pass == (code == RETRYABLE) and "seen" in str(raised)
 
 
 def test_pauses_grow_up_to_a_bound() -> None:
@@ -195,7 +195,7 @@ def test_pauses_grow_up_to_a_bound() -> None:
 
 
 def test_a_child_is_started_again_until_it_is_complete(supervised: type) -> None:
-    run = supervised(f"-9 {MAY_PASS} 0")
+    run = supervised(f"-9 {RETRYABLE} 0")
     assert run.end() == [
         "training was killed by SIGKILL (out of memory?); restart 1 of 2 in 1 s, from the first step",
         "training failed; restart 2 of 2 in 2 s, from the first step",
@@ -204,7 +204,7 @@ def test_a_child_is_started_again_until_it_is_complete(supervised: type) -> None
 
 
 def test_restarts_without_a_new_checkpoint_are_limited(supervised: type) -> None:
-    run = supervised(f"{PREEMPTED} {MAY_PASS}+ -11 0", restarts=1)
+    run = supervised(f"{PREEMPTED} {RETRYABLE}+ -11 0", restarts=1)
     assert run.end() == [
         "training was preempted; restart 1 of 1 in 1 s, from the first step",
         "training failed; restart 1 of 1 in 1 s, after step 2",  # a checkpoint: the count begins anew

@@ -23,8 +23,8 @@ import isotrain
 from isotrain.abandoned import make_held, remove_abandoned
 from isotrain.cluster import connect, private
 from isotrain.cluster.connect import (
+    ClusterReply,
     Node,
-    Reply,
     check_authentication,
     find_cluster,
     join_cluster,
@@ -36,7 +36,7 @@ from isotrain.cluster.private import PREFIX, TIMED_OUT, copy_worker_output, priv
 from isotrain.cluster.workers import Member, WorkerGroup
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import DEVICES
-from isotrain.errors import MAY_PASS, ClusterError, DeviceError, WorkerLost
+from isotrain.errors import RETRYABLE, ClusterError, DeviceError, WorkerLost
 from isotrain.recipe.online import ClusterSection
 
 pytestmark = pytest.mark.ray
@@ -116,8 +116,8 @@ def test_a_private_cluster_is_alone_and_leaves_nothing(
             own = [line.split()[3] for line in lines]
             assert len(own) > 4
             assert [address for address in own if "127.0.0.1" not in address] == []
-        assert knock(cluster.address, 30, stranger=True) is Reply.REFUSED
-        assert knock(cluster.address, 30) is Reply.OPEN
+        assert knock(cluster.address, 30, stranger=True) is ClusterReply.REFUSED
+        assert knock(cluster.address, 30) is ClusterReply.OPEN
         with (
             pytest.raises(ClusterError, match="connected to a Ray cluster already"),
             join_cluster(ClusterSection(), Cpu()),
@@ -187,7 +187,7 @@ def test_a_driver_does_not_wait_for_a_dead_ray(head: str) -> None:
         token, home = driver.stdout.readline().split()
         (victim,) = [pid for pid, name in processes_with(token).items() if name == head]
         os.kill(victim, signal.SIGKILL)
-        assert driver.wait(timeout=50) == MAY_PASS
+        assert driver.wait(timeout=50) == RETRYABLE
         assert f"error: {head}, a process of the private Ray cluster, died" in driver.stderr.read()
         assert not Path(home).exists()
         wait_until_gone(token, 15, but=AGENTS)
@@ -228,7 +228,7 @@ def running() -> Iterator[str]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            assert knock(f"127.0.0.1:{port}", 60, stranger=True) is Reply.REFUSED
+            assert knock(f"127.0.0.1:{port}", 60, stranger=True) is ClusterReply.REFUSED
             yield f"127.0.0.1:{port}"
         finally:
             head.terminate()
@@ -266,7 +266,7 @@ def test_a_running_cluster_is_joined_and_left_running(
             assert group.call(Clerk.say, "hello") == ["guest: hello"]
         check_authentication(running, 30)
     assert not ray.is_initialized()
-    assert knock(running, 30) is Reply.OPEN
+    assert knock(running, 30) is ClusterReply.OPEN
 
 
 def _can_isolate() -> bool:

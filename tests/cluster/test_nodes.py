@@ -35,15 +35,15 @@ def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
         with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
-            assert len({seat.node for seat in placement.ranks}) == 2
+            assert len({slot.node for slot in placement.ranks}) == 2
             environments = rank_environments(placement.ranks, Cpu())
             assert [own["LOCAL_RANK"] + own["LOCAL_WORLD_SIZE"] for own in environments] == ["01", "01"]
             members = [
-                Member(environment=own, seat=seat)
-                for own, seat in zip(environments, placement.ranks, strict=True)
+                Member(environment=own, slot=slot)
+                for own, slot in zip(environments, placement.ranks, strict=True)
             ]
             with WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90) as group:
-                assert [where.node for where in group.whereabouts] == [seat.node for seat in placement.ranks]
+                assert [where.node for where in group.locations] == [slot.node for slot in placement.ranks]
                 assert placement.store_host == "127.0.0.1"
                 store = group.call_on(0, Rank.open_store, placement.store_host)
                 port = store.removeprefix("tcp://127.0.0.1:")
@@ -73,10 +73,10 @@ def test_a_lost_node_is_noticed(machines: Machines) -> None:
     with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
         lost = next(iter(machines.worker_nodes))
         with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
-            members = [Member(seat=seat) for seat in placement.ranks]
+            members = [Member(slot=slot) for slot in placement.ranks]
             group = WorkerGroup("training rank", Clerk, members, spmd=True, start_timeout=60)
             others = WorkerGroup("rollout engine", Clerk, members, start_timeout=600)
-            index = [seat.node for seat in placement.ranks].index(lost.node_id)
+            index = [slot.node for slot in placement.ranks].index(lost.node_id)
             pids = group.call(Clerk.pid)
             calls = group.submit(Clerk.sleep, 600)
             machines.remove_node(lost, allow_graceful=False)

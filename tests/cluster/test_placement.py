@@ -11,10 +11,10 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from isotrain.cluster import connect
 from isotrain.cluster import placement as placing
-from isotrain.cluster.connect import Cluster, Node, Reply
+from isotrain.cluster.connect import Cluster, ClusterReply, Node
 from isotrain.cluster.placement import (
     Demand,
-    Seat,
+    Slot,
     assign,
     device_of,
     engine_environments,
@@ -28,22 +28,22 @@ from isotrain.device.npu import NPU
 from isotrain.errors import ClusterError
 
 
-def seat(bundle: int, host: str, *devices: str) -> Seat:
-    return Seat(None, bundle, f"node-{host}", host, devices)
+def slot(bundle: int, host: str, *devices: str) -> Slot:
+    return Slot(None, bundle, f"node-{host}", host, devices)
 
 
-def places(seats: Sequence[Seat]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(one.host, one.devices) for one in seats]
+def places(slots: Sequence[Slot]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(one.host, one.devices) for one in slots]
 
 
 def test_ranks_of_a_node_are_neighbours() -> None:
-    seats = [
-        seat(0, "10.0.0.10", "1"),
-        seat(1, "10.0.0.9", "10"),
-        seat(2, "10.0.0.10", "0"),
-        seat(3, "10.0.0.9", "9"),
+    slots = [
+        slot(0, "10.0.0.10", "1"),
+        slot(1, "10.0.0.9", "10"),
+        slot(2, "10.0.0.10", "0"),
+        slot(3, "10.0.0.9", "9"),
     ]
-    ranks = assign(seats, Demand(ranks=4)).ranks
+    ranks = assign(slots, Demand(ranks=4)).ranks
     assert places(ranks) == [
         ("10.0.0.9", ("9",)),
         ("10.0.0.9", ("10",)),
@@ -61,7 +61,7 @@ def test_ranks_of_a_node_are_neighbours() -> None:
 def test_colocated_engines_share_the_devices_of_ranks() -> None:
     demand = Demand(ranks=5, engines=2, tensor_parallel=2)
     assert demand.bundles == [2, 2, 1]
-    placement = assign([seat(0, "a", "2", "3"), seat(1, "b", "0", "1"), seat(2, "a", "0")], demand)
+    placement = assign([slot(0, "a", "2", "3"), slot(1, "b", "0", "1"), slot(2, "a", "0")], demand)
     assert places(placement.ranks) == [
         ("a", ("0",)),
         ("a", ("2",)),
@@ -80,14 +80,14 @@ def test_colocated_engines_share_the_devices_of_ranks() -> None:
 def test_separate_engines_have_devices_of_their_own() -> None:
     demand = Demand(ranks=2, engines=1, tensor_parallel=2, colocated=False)
     assert demand.bundles == [1, 1, 2]
-    placement = assign([seat(0, "a", "0"), seat(1, "a", "1"), seat(2, "a", "2", "3")], demand)
+    placement = assign([slot(0, "a", "0"), slot(1, "a", "1"), slot(2, "a", "2", "3")], demand)
     assert places(placement.ranks) == [("a", ("0",)), ("a", ("1",))]
     assert places(placement.engines) == [("a", ("2", "3"))]
     assert placement.store_host is None
 
 
 def test_cpus_are_not_hidden() -> None:
-    ranks = assign([seat(0, "a"), seat(1, "a")], Demand(ranks=2)).ranks
+    ranks = assign([slot(0, "a"), slot(1, "a")], Demand(ranks=2)).ranks
     assert [own["LOCAL_RANK"] for own in rank_environments(ranks, Cpu())] == ["0", "1"]
     assert all("OMP_NUM_THREADS" in own for own in rank_environments(ranks, Cpu()))
     assert all(set(own) == {"OMP_NUM_THREADS"} for own in engine_environments(ranks, Cpu()))
@@ -135,13 +135,13 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster of eight devices on two machines, of which the second came after it was joined."""
     monkeypatch.setattr(placing, "placement_group", lambda bundles, strategy: Reserved())
     monkeypatch.setattr(placing, "remove_placement_group", lambda group: None)
-    seats = [seat(0, "10.0.0.1", "0"), seat(1, "10.0.0.2", "0")]
-    monkeypatch.setattr(placing, "_seats", lambda *_: seats)
+    slots = [slot(0, "10.0.0.1", "0"), slot(1, "10.0.0.2", "0")]
+    monkeypatch.setattr(placing, "_slots", lambda *_: slots)
     counts = {"NPU": (8.0, 6.0), "CPU": (64.0, 64.0)}
     monkeypatch.setattr(placing, "resource_counts", lambda name: counts.get(name, (0.0, 0.0)))
     nodes = [Node("a", "10.0.0.1"), Node("b", "10.0.0.2")]
     monkeypatch.setattr(connect, "living_nodes", lambda: nodes)
-    monkeypatch.setattr(connect, "knock", lambda *_, **__: Reply.OPEN)
+    monkeypatch.setattr(connect, "knock", lambda *_, **__: ClusterReply.OPEN)
 
 
 def test_a_machine_that_came_later_is_no_way_around_the_token(grown: None) -> None:
@@ -173,7 +173,7 @@ def test_the_cluster_and_not_the_driver_says_what_auto_is(grown: None) -> None:
 def test_cores_are_shared_with_those_who_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(Cpu, "count", lambda self: 12)
-    ranks, engines = [seat(0, "a"), seat(1, "a"), seat(2, "b")], [seat(3, "a"), seat(4, "b")]
+    ranks, engines = [slot(0, "a"), slot(1, "a"), slot(2, "b")], [slot(3, "a"), slot(4, "b")]
 
     def threads(environments: list[dict[str, str]]) -> list[str]:
         return [environment["OMP_NUM_THREADS"] for environment in environments]

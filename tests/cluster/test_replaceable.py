@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.replaceable import Replaceable, Task
+from isotrain.cluster.replaceable import Replaceable, WorkerTask
 
 
 class Group:
@@ -38,8 +38,8 @@ def test_nobody_takes_the_place_of_one_that_ended_with_the_run() -> None:
         death = WorkerDied("rollout engine 0 died", 0)
         if closed:
             with pytest.raises(WorkerDied):
-                workers.replace(Task(0, 0, work), death)
+                workers.replace(WorkerTask(0, 0, work), death)
         else:
-            workers.replace(Task(0, 0, work), death)
+            workers.replace(WorkerTask(0, 0, work), death)
         assert group.restarts == (not closed)
     assert told == ["warning: rollout engine 0 died\na new worker replaces it"]

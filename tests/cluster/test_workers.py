@@ -16,7 +16,7 @@ from isotrain.cluster import waiting
 from isotrain.cluster.connect import Cluster, join_cluster
 from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.placement import Demand, engine_environments, place, rank_environments
-from isotrain.cluster.workers import Call, Member, WorkerGroup, next_item, wait_any
+from isotrain.cluster.workers import Member, WorkerCall, WorkerGroup, next_item, wait_any
 from isotrain.device.cpu import Cpu
 from isotrain.device.detect import choose_device
 from isotrain.device.npu import NPU
@@ -58,7 +58,7 @@ def test_calls_reach_all_each_and_one(clerks: WorkerGroup[Clerk]) -> None:
     assert clerks.call(Clerk.add, 1, factor=2) == [3, 12]
     assert clerks.call_on(1, Clerk.add, -12) == 0
     assert clerks.call_on(0, Clerk.add, -3) == 0
-    assert [where.pid for where in clerks.whereabouts] == clerks.call(Clerk.pid)
+    assert [where.pid for where in clerks.locations] == clerks.call(Clerk.pid)
 
 
 def test_calls_need_not_wait(clerks: WorkerGroup[Clerk]) -> None:
@@ -148,7 +148,7 @@ def test_close_ends_workers_in_the_middle_of_a_call(cluster: Cluster) -> None:
     with pytest.raises(ClusterError, match="cannot be called: it is closed"):
         group.call(Clerk.pid)
     with pytest.raises(ClusterError):
-        group.results([Call(0, "sleep", call.ref)], timeout=10)
+        group.results([WorkerCall(0, "sleep", call.ref)], timeout=10)
 
 
 def test_the_end_of_the_block_lets_workers_close_but_not_for_long(cluster: Cluster, tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_killed_rank_ends_the_one_that_waits_for_it(cluster: Cluster) -> None:
     with place(cluster, Cpu(), Demand(ranks=2), start_timeout=30) as placement:
         environments = rank_environments(placement.ranks, Cpu())
         members = [
-            Member(environment=own, seat=seat)
-            for own, seat in zip(environments, placement.ranks, strict=True)
+            Member(environment=own, slot=slot)
+            for own, slot in zip(environments, placement.ranks, strict=True)
         ]
         group = WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90)
         assert placement.store_host is None

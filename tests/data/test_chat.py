@@ -11,21 +11,21 @@ import pytest
 from tokenizers import AddedToken
 
 from isotrain.data.chat import ChatTemplate, closing_tokens, encode_text, end_of_turn, end_tokens
-from isotrain.data.formats import Conversation, Message, Text
+from isotrain.data.formats import ChatMessage, ChatRow, Text
 from isotrain.errors import DataError
 
 QUESTIONS = ["What is the capital of France?", "And 12 plus 30?", "Thanks! ☀️ One more?"]
 ANSWERS = ["Paris, of course.", "I think\n\n- 42", "Ünïcode 🙂 and\ttabs"]
 
 
-def encode_conversation(tokenizer: Any, conversation: Conversation) -> Any:
+def encode_conversation(tokenizer: Any, conversation: ChatRow) -> Any:
     return ChatTemplate(tokenizer).encode(conversation)
 
 
-def dialogue(turns: int = 3, system: str | None = None, answers: list[str] = ANSWERS) -> list[Message]:
-    messages = [Message("system", system)] if system else []
+def dialogue(turns: int = 3, system: str | None = None, answers: list[str] = ANSWERS) -> list[ChatMessage]:
+    messages = [ChatMessage("system", system)] if system else []
     for question, answer in zip(QUESTIONS[:turns], answers, strict=False):
-        messages += [Message("user", question), Message("assistant", answer)]
+        messages += [ChatMessage("user", question), ChatMessage("assistant", answer)]
     return messages
 
 
@@ -35,8 +35,8 @@ def masked_runs(tokenizer: Any, sample: Any) -> list[str]:
     return [tokenizer.decode(sample.tokens_T[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
-def check(tokenizer: Any, messages: list[Message], expected: list[str], **options: Any) -> None:
-    sample = encode_conversation(tokenizer, Conversation(tuple(messages), **options))
+def check(tokenizer: Any, messages: list[ChatMessage], expected: list[str], **options: Any) -> None:
+    sample = encode_conversation(tokenizer, ChatRow(tuple(messages), **options))
     ids = tokenizer.apply_chat_template(
         [m.as_dict() for m in messages], tools=options.get("tools"), return_dict=True
     )["input_ids"]
@@ -64,7 +64,7 @@ def test_a_response_may_end_where_its_turn_does(make_tokenizer: Callable[..., An
     assert end_of_turn(tokenizer) == turn
     expected = dict.fromkeys([5, 7, tokenizer.eos_token_id, *([] if turn is None else [turn])])
     assert end_tokens((5, 7), tokenizer) == tuple(expected)
-    sample = encode_conversation(tokenizer, Conversation(tuple(dialogue(1))))
+    sample = encode_conversation(tokenizer, ChatRow(tuple(dialogue(1))))
     assert turn is None or sample.tokens_T[sample.mask_T][-1] == turn  # what SFT teaches
 
 
@@ -88,7 +88,7 @@ def test_closing_tokens_are_what_follows_the_last_answer(
     template, special, end = SIMPLE[style]
     tokenizer = make_tokenizer(template, **special)
     closing = closing_tokens(tokenizer)
-    whole = encode_conversation(tokenizer, Conversation(tuple(dialogue(1))))
+    whole = encode_conversation(tokenizer, ChatRow(tuple(dialogue(1))))
     answered = len(whole) - len(closing)
     assert closing and whole.tokens_T[answered:].tolist() == closing
     assert tokenizer.decode(whole.tokens_T[:answered]).endswith(ANSWERS[0])
@@ -113,7 +113,7 @@ def test_mistral_has_no_generation_prompt_and_moves_the_system_prompt(
 def test_sentencepiece_style_tokens(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(styles.MISTRAL, bos="<s>", kind="metaspace")
     messages = dialogue(2, "Be brief.")
-    sample = encode_conversation(tokenizer, Conversation(tuple(messages)))
+    sample = encode_conversation(tokenizer, ChatRow(tuple(messages)))
     ids = tokenizer.apply_chat_template([m.as_dict() for m in messages])["input_ids"]
     assert sample.tokens_T.tolist() == ids
     runs = [run.strip() for run in masked_runs(tokenizer, sample)]
@@ -122,9 +122,9 @@ def test_sentencepiece_style_tokens(make_tokenizer: Callable[..., Any]) -> None:
 
 def test_gemma_refuses_what_it_refuses(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(styles.GEMMA, bos="<bos>")
-    messages = (Message("user", "a"), Message("user", "b"), Message("assistant", "c"))
+    messages = (ChatMessage("user", "a"), ChatMessage("user", "b"), ChatMessage("assistant", "c"))
     with pytest.raises(DataError, match="refuses this conversation: Conversation roles must alternate"):
-        encode_conversation(tokenizer, Conversation(messages))
+        encode_conversation(tokenizer, ChatRow(messages))
 
 
 def test_content_that_the_template_trims(make_tokenizer: Callable[..., Any]) -> None:
@@ -141,7 +141,7 @@ def test_content_that_names_special_tokens(make_tokenizer: Callable[..., Any]) -
 def test_empty_answer(make_tokenizer: Callable[..., Any]) -> None:
     for template in (styles.CHATML, styles.QWEN3):
         tokenizer = make_tokenizer(template, eos="<|im_end|>")
-        sample = encode_conversation(tokenizer, Conversation(tuple(dialogue(2, None, ["", "42"]))))
+        sample = encode_conversation(tokenizer, ChatRow(tuple(dialogue(2, None, ["", "42"]))))
         assert masked_runs(tokenizer, sample)[0] == "<|im_end|>"
 
 
@@ -171,10 +171,10 @@ class TestReasoning:
     def test_as_a_key_of_its_own(self, make_tokenizer: Callable[..., Any]) -> None:
         tokenizer = make_tokenizer(styles.QWEN3, eos="<|im_end|>")
         messages = [
-            Message("user", "a?"),
-            Message("assistant", "b", {"reasoning_content": "hm"}),
-            Message("user", "c?"),
-            Message("assistant", "d", {"reasoning_content": "so"}),
+            ChatMessage("user", "a?"),
+            ChatMessage("assistant", "b", {"reasoning_content": "hm"}),
+            ChatMessage("user", "c?"),
+            ChatMessage("assistant", "d", {"reasoning_content": "so"}),
         ]
         check(tokenizer, messages, ["b<|im_end|>", "<think>\nso\n</think>\n\nd<|im_end|>"])
 
@@ -191,10 +191,10 @@ class TestTools:
     ) -> None:
         tokenizer = make_tokenizer(styles.QWEN3, eos="<|im_end|>")
         messages = [
-            Message("user", "12 plus 30?"),
-            Message("assistant", content, {"tool_calls": [CALL]}),
-            Message("tool", "42"),
-            Message("assistant", "It is 42."),
+            ChatMessage("user", "12 plus 30?"),
+            ChatMessage("assistant", content, {"tool_calls": [CALL]}),
+            ChatMessage("tool", "42"),
+            ChatMessage("assistant", "It is 42."),
         ]
         call = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call><|im_end|>'
         expected = [f"{content}\n{call}" if content else call, "<think>\n\n</think>\n\nIt is 42.<|im_end|>"]
@@ -207,27 +207,30 @@ class TestTools:
             "</s>\n{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}"
         )
-        messages = [Message("user", "12 plus 30?"), Message("assistant", "So:", {"tool_calls": [CALL]})]
+        messages = [
+            ChatMessage("user", "12 plus 30?"),
+            ChatMessage("assistant", "So:", {"tool_calls": [CALL]}),
+        ]
         check(make_tokenizer(template), messages, ["So:[INST]add[/INST]</s>"])
 
     def test_end_of_turn_inside_a_call_is_not_guessed(self, make_tokenizer: Callable[..., Any]) -> None:
         tokenizer = make_tokenizer(styles.QWEN3, eos="<|im_end|>")
         call = {"function": {"name": "say", "arguments": {"text": "<|im_end|>"}}}
         messages = (
-            Message("user", "Say it"),
-            Message("assistant", "", {"tool_calls": [call]}),
-            Message("tool", "done"),
-            Message("assistant", "There."),
+            ChatMessage("user", "Say it"),
+            ChatMessage("assistant", "", {"tool_calls": [call]}),
+            ChatMessage("tool", "done"),
+            ChatMessage("assistant", "There."),
         )
         with pytest.raises(DataError, match="tool calls contain"):
-            encode_conversation(tokenizer, Conversation(messages))
+            encode_conversation(tokenizer, ChatRow(messages))
 
 
 class TestMarkers:
     def test_agree_with_transformers(self, make_tokenizer: Callable[..., Any]) -> None:
         tokenizer = make_tokenizer(styles.MARKED, eos="<|im_end|>")
         messages = dialogue(3, "Be brief.")
-        sample = encode_conversation(tokenizer, Conversation(tuple(messages)))
+        sample = encode_conversation(tokenizer, ChatRow(tuple(messages)))
         theirs = tokenizer.apply_chat_template(
             [m.as_dict() for m in messages], return_dict=True, return_assistant_tokens_mask=True
         )
@@ -243,7 +246,7 @@ class TestMarkers:
             "{% generation %}{{ m.content }}{% endgeneration %}</s>{% endfor %}"
         )
         with pytest.raises(DataError, match="not exact: its boundary is inside the token ' Paris'"):
-            encode_conversation(make_tokenizer(template), Conversation(tuple(dialogue(1))))
+            encode_conversation(make_tokenizer(template), ChatRow(tuple(dialogue(1))))
 
     def test_completion_only(self, make_tokenizer: Callable[..., Any]) -> None:
         tokenizer = make_tokenizer(styles.MARKED, eos="<|im_end|>")
@@ -259,43 +262,43 @@ class TestNoExactMask:
     def test_hostile_template(self, make_tokenizer: Callable[..., Any]) -> None:
         tokenizer = make_tokenizer(styles.HOSTILE, eos="<|im_end|>")
         with pytest.raises(DataError) as caught:
-            encode_conversation(tokenizer, Conversation(tuple(dialogue(2))))
+            encode_conversation(tokenizer, ChatRow(tuple(dialogue(2))))
         assert "message 1 (assistant): the template changes, repeats or leaves out" in str(caught.value)
         assert "{% generation %}" in str(caught.value) and "prompt and completion" in str(caught.value)
 
     def test_repeated_content(self, make_tokenizer: Callable[..., Any]) -> None:
         template = "{{ messages[1].content }}\n" + styles.COUNTING
         with pytest.raises(DataError, match="changes, repeats or leaves out"):
-            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), Conversation(tuple(dialogue(2))))
+            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), ChatRow(tuple(dialogue(2))))
 
     def test_content_that_shows_elsewhere_too(self, make_tokenizer: Callable[..., Any]) -> None:
         template = "{{ messages[1].content[0] }}\n" + styles.COUNTING
         with pytest.raises(DataError, match="changes, repeats or leaves out"):
-            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), Conversation(tuple(dialogue(2))))
+            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), ChatRow(tuple(dialogue(2))))
 
     def test_dropped_messages(self, make_tokenizer: Callable[..., Any]) -> None:
         template = styles.COUNTING.replace("in messages %}", "in messages[-2:] %}")
         with pytest.raises(DataError, match="changes, repeats or leaves out"):
-            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), Conversation(tuple(dialogue(2))))
+            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), ChatRow(tuple(dialogue(2))))
 
     def test_the_next_header_is_not_an_end_of_turn(self, make_tokenizer: Callable[..., Any]) -> None:
         template = (
             "{{ messages|length }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
         )
         with pytest.raises(DataError, match=r"message 1 \(assistant\): no end-of-turn token follows"):
-            encode_conversation(make_tokenizer(template), Conversation(tuple(dialogue(2))))
+            encode_conversation(make_tokenizer(template), ChatRow(tuple(dialogue(2))))
 
     def test_text_between_content_and_end_of_turn(self, make_tokenizer: Callable[..., Any]) -> None:
         template = styles.COUNTING.replace(
             "message.content", "message.content + (' (first)' if loop.index0 == 1 and not loop.last else '')"
         )
         with pytest.raises(DataError, match=r"'\(first\)' stands between its content and the end-of-turn"):
-            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), Conversation(tuple(dialogue(2))))
+            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), ChatRow(tuple(dialogue(2))))
 
     def test_text_after_the_end_of_turn(self, make_tokenizer: Callable[..., Any]) -> None:
         template = styles.CHATML + "{% if not add_generation_prompt %}The end.{% endif %}"
         with pytest.raises(DataError, match="writes text after its end-of-turn token"):
-            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), Conversation(tuple(dialogue(1))))
+            encode_conversation(make_tokenizer(template, eos="<|im_end|>"), ChatRow(tuple(dialogue(1))))
 
     @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
     def test_generation_prompt_that_ends_inside_a_token(
@@ -307,7 +310,7 @@ class TestNoExactMask:
             "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
         )
         with pytest.raises(DataError, match="boundary is inside the token ' Paris"):
-            encode_conversation(make_tokenizer(template, kind=kind), Conversation(tuple(dialogue(1))))
+            encode_conversation(make_tokenizer(template, kind=kind), ChatRow(tuple(dialogue(1))))
 
 
 @pytest.mark.parametrize("side", ["lstrip", "rstrip"])
@@ -329,7 +332,7 @@ def test_one_template_serves_many_conversations(make_tokenizer: Callable[..., An
     tokenizer = make_tokenizer(styles.CHATML, eos="<|im_end|>")
     template = ChatTemplate(tokenizer)
     for turns in (1, 2, 3):
-        conversation = Conversation(tuple(dialogue(turns)))
+        conversation = ChatRow(tuple(dialogue(turns)))
         again = encode_conversation(tokenizer, conversation)
         sample = template.encode(conversation)
         assert np.array_equal(sample.tokens_T, again.tokens_T)

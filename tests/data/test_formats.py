@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from isotrain.data.formats import Columns, Conversation, Message, Text, detect, normalise
+from isotrain.data.formats import ChatMessage, ChatRow, ColumnNames, Text, detect, normalise
 from isotrain.data.rows import Row
 from isotrain.errors import DataError
 
-ASKED, SAID = Message("user", "Q"), Message("assistant", "A")
-PLAIN = Columns(has_template=False)
+ASKED, SAID = ChatMessage("user", "Q"), ChatMessage("assistant", "A")
+PLAIN = ColumnNames(has_template=False)
 
 
-def read(values: dict[str, Any], columns: Columns | None = None) -> Conversation | Text:
-    columns = columns or Columns()
+def read(values: dict[str, Any], columns: ColumnNames | None = None) -> ChatRow | Text:
+    columns = columns or ColumnNames()
     row = Row(values, "a.jsonl:7")
     return normalise(row, detect(row, columns), columns)
 
@@ -33,11 +33,11 @@ def test_messages() -> None:
         ],
         "tools": '[{"name": "f"}]',
     }
-    assert read(values) == Conversation(
+    assert read(values) == ChatRow(
         (
             ASKED,
-            Message("assistant", None, {"tool_calls": [call]}),
-            Message("tool", "R", {"name": "f"}),
+            ChatMessage("assistant", None, {"tool_calls": [call]}),
+            ChatMessage("tool", "R", {"name": "f"}),
             SAID,
         ),
         tools=[{"name": "f"}],
@@ -53,22 +53,22 @@ def test_prompt_completion_messages_take_loss_on_the_completion() -> None:
         "prompt": chat(("user", "Q"), ("assistant", "A"), ("user", "Q")),
         "completion": chat(("assistant", "A")),
     }
-    assert read(values) == Conversation((ASKED, SAID, ASKED, SAID), loss_from=3)
+    assert read(values) == ChatRow((ASKED, SAID, ASKED, SAID), loss_from=3)
     mixed = {"prompt": chat(("user", "Q")), "completion": "A"}
-    assert read(mixed) == Conversation((ASKED, SAID), loss_from=1)
+    assert read(mixed) == ChatRow((ASKED, SAID), loss_from=1)
 
 
 def test_chosen_keys_make_a_conversation_if_there_is_a_template() -> None:
     values = {"prompt": chat(("user", "Q with hint")), "extra_info": {"question": "Q", "answer": "A"}}
     keys = ("extra_info.question", "extra_info.answer")
-    assert read(values, Columns(*keys)) == Conversation((ASKED, SAID), loss_from=1)
-    assert read(values, Columns(*keys, has_template=False)) == Text("Q", "A")
-    both = read(values, Columns("prompt", "extra_info.answer"))
-    assert both == Conversation((Message("user", "Q with hint"), SAID), loss_from=1)
+    assert read(values, ColumnNames(*keys)) == ChatRow((ASKED, SAID), loss_from=1)
+    assert read(values, ColumnNames(*keys, has_template=False)) == Text("Q", "A")
+    both = read(values, ColumnNames("prompt", "extra_info.answer"))
+    assert both == ChatRow((ChatMessage("user", "Q with hint"), SAID), loss_from=1)
 
 
 def test_a_column_with_dots_in_its_name_wins() -> None:
-    assert read({"a.b": "Q", "a": {"b": "X"}, "c": "A"}, Columns("a.b", "c", False)) == Text("Q", "A")
+    assert read({"a.b": "Q", "a": {"b": "X"}, "c": "A"}, ColumnNames("a.b", "c", False)) == Text("Q", "A")
 
 
 def test_text() -> None:
@@ -80,14 +80,16 @@ def test_sharegpt() -> None:
         "system": "S",
         "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
     }
-    assert read(values) == Conversation((Message("system", "S"), ASKED, SAID))
-    assert read({"conversations": chat(("user", "Q"), ("assistant", "A"))}) == Conversation((ASKED, SAID))
+    assert read(values) == ChatRow((ChatMessage("system", "S"), ASKED, SAID))
+    assert read({"conversations": chat(("user", "Q"), ("assistant", "A"))}) == ChatRow((ASKED, SAID))
 
 
 def test_alpaca() -> None:
-    assert read({"instruction": "Q", "input": "", "output": "A"}) == Conversation((ASKED, SAID))
+    assert read({"instruction": "Q", "input": "", "output": "A"}) == ChatRow((ASKED, SAID))
     full = {"instruction": "Q", "input": "I", "output": "A", "system": "S", "history": [["Q", "A"]]}
-    assert read(full) == Conversation((Message("system", "S"), ASKED, SAID, Message("user", "Q\n\nI"), SAID))
+    assert read(full) == ChatRow(
+        (ChatMessage("system", "S"), ASKED, SAID, ChatMessage("user", "Q\n\nI"), SAID)
+    )
     plain = read({"instruction": "Q {x}", "input": "I", "output": "A"}, PLAIN)
     assert isinstance(plain, Text)
     assert plain.prompt.endswith("### Instruction:\nQ {x}\n\n### Input:\nI\n\n### Response:\n")
@@ -140,12 +142,12 @@ def test_rows_that_do_not_fit(values: dict[str, Any], message: str | None) -> No
 
 def test_later_rows_must_fit_the_first() -> None:
     with pytest.raises(DataError, match=r"no 'messages': the row has 'text'"):
-        normalise(Row({"text": "a"}, "a.jsonl:2"), "messages", Columns())
+        normalise(Row({"text": "a"}, "a.jsonl:2"), "messages", ColumnNames())
 
 
 def test_missing_part_of_a_path() -> None:
     with pytest.raises(DataError, match=r"no 'a\.b\.c': what stands before 'c' is 'Q'"):
-        read({"a": {"b": "Q"}}, Columns("a.b.c", "a.b"))
+        read({"a": {"b": "Q"}}, ColumnNames("a.b.c", "a.b"))
 
 
 def test_conversations_need_a_template() -> None:

@@ -4,8 +4,8 @@ import json
 import random
 from pathlib import Path
 
-from isotrain.data.preference_rows import read_pair, read_responses, read_steps
-from isotrain.data.prepare.gsm8k_preferences import corrupt, prepare_gsm8k_preferences
+from isotrain.data.preference import read_pair, read_responses, read_steps
+from isotrain.data.prepare.gsm8k import corrupt, prepare_gsm8k_preferences
 from isotrain.data.rows import Row
 
 STEPS = ["In May 48/2 = <<48/2=24>>24 clips.", "No sum here.", "In all 48+24 = <<48+24=72>>72 clips."]

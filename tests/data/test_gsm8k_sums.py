@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+from isotrain.data.prepare.gsm8k import prepare_gsm8k_sums
 
 
 def questions(tmp_path: Path, train: str, test: str) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isotrain.agents.tool_calls import hermes
-from isotrain.data.prepare.gsm8k_tool import prepare_gsm8k_tool
+from isotrain.data.prepare.gsm8k import prepare_gsm8k_tool
 
 Rows = list[dict[str, Any]]
 

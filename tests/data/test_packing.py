@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from isotrain.data import packing
+from isotrain.data.items import Sample
 from isotrain.data.packing import _fewest_bins, _fill, computing_cost, pack, plan_micro_batches
-from isotrain.data.sample import Sample
 
 
 def sample(tokens: list[int], mask: list[int]) -> Sample:

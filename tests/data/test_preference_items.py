@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from isotrain.data.chat import closing_tokens
-from isotrain.data.encode import TooLong
+from isotrain.data.encode import PromptEncoder, TooLong
 from isotrain.data.items import Item
-from isotrain.data.preference_items import Kind, PreferenceEncoder
-from isotrain.data.prompts import PromptEncoder
+from isotrain.data.preference import Kind, PreferenceEncoder, separator_tokens
 from isotrain.data.rows import Row
-from isotrain.data.steps import separator_tokens
 from isotrain.data.tokenise import build_store, cached_store
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError

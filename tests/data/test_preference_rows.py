@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.data.preference_rows import read_pair, read_responses, read_steps
+from isotrain.data.preference import read_pair, read_responses, read_steps
 from isotrain.data.rows import Row
 from isotrain.errors import DataError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.data.preference_rows import read_pair, read_steps
+from isotrain.data.preference import read_pair, read_steps
 from isotrain.data.prepare.preference_sets import SETS, prepare_preference_set
 from isotrain.data.rows import Row
 from isotrain.errors import DataError

@@ -15,14 +15,14 @@ import pytest
 from isotrain.data import record as module
 from isotrain.data.record import (
     Marks,
-    Record,
+    TrajectoryRecord,
     read_others,
     read_step,
     read_trajectories,
     step_file,
     write_trajectories,
 )
-from isotrain.data.trajectory import Episode, Trajectory, Turn
+from isotrain.data.trajectory import EpisodePart, Trajectory, Turn
 from isotrain.errors import DataError
 
 
@@ -46,10 +46,10 @@ def trajectory(number: int, prompt: int = 3, response: int = 4) -> Trajectory:
     )
 
 
-def episode(number: int, response: int) -> Episode:
+def episode(number: int, response: int) -> EpisodePart:
     turns = (Turn(0, response // 2, -0.0, 1, 0, 0.125), Turn(response // 2, response, 1 / 3, 0, 0, 1e-9))
     failed = number % 2 == 0
-    return Episode(
+    return EpisodePart(
         part=number % 2,
         parts=2,
         turns=turns[: number % 3 + 1],
@@ -84,7 +84,9 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
 def test_they_come_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_GROUP", 7)
     written = [
-        Record(trajectory(i, response=i % 9), marks(i, reward=i / 3), None if i % 3 == 0 else -i / 7)
+        TrajectoryRecord(
+            trajectory(i, response=i % 9), marks(i, reward=i / 3), None if i % 3 == 0 else -i / 7
+        )
         for i in range(40)
     ]
     write_trajectories(tmp_path / "steps" / "1.parquet", iter(written))
@@ -99,12 +101,14 @@ def test_they_come_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
-        write_trajectories(tmp_path / name, [Record(trajectory(i), marks(i), 1.0) for i in range(9)])
+        write_trajectories(
+            tmp_path / name, [TrajectoryRecord(trajectory(i), marks(i), 1.0) for i in range(9)]
+        )
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize("records", [[], [Record(trajectory(0, response=0), marks(), None)]])
-def test_none_and_empty_ones(tmp_path: Path, records: list[Record]) -> None:
+@pytest.mark.parametrize("records", [[], [TrajectoryRecord(trajectory(0, response=0), marks(), None)]])
+def test_none_and_empty_ones(tmp_path: Path, records: list[TrajectoryRecord]) -> None:
     write_trajectories(tmp_path / "a.parquet", records)
     read = read_trajectories(tmp_path / "a.parquet")
     assert len(read) == len(records)
@@ -113,7 +117,9 @@ def test_none_and_empty_ones(tmp_path: Path, records: list[Record]) -> None:
 
 
 def test_columns_are_plain(tmp_path: Path) -> None:
-    write_trajectories(tmp_path / "a.parquet", [Record(trajectory(1, prompt=2, response=2), marks(), None)])
+    write_trajectories(
+        tmp_path / "a.parquet", [TrajectoryRecord(trajectory(1, prompt=2, response=2), marks(), None)]
+    )
     table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
     kinds = {name: str(table.schema.field(name).type) for name in table.column_names}
     assert kinds == {
@@ -138,7 +144,7 @@ def test_columns_are_plain(tmp_path: Path) -> None:
 
 def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
-    write_trajectories(path, [Record(trajectory(i), marks(i), None) for i in range(3)])
+    write_trajectories(path, [TrajectoryRecord(trajectory(i), marks(i), None) for i in range(3)])
     table = pyarrow.parquet.read_table(path)
     for gone in (["episode"], ["episode", "detail"]):
         earlier = table.drop_columns(gone).replace_schema_metadata({"ranks": "1"})
@@ -152,18 +158,18 @@ def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("turn", [(0, 5), (-1, 2), (3, 2)])
 def test_turns_outside_of_their_response_are_refused(tmp_path: Path, turn: tuple[int, int]) -> None:
-    wrong = Episode(0, 1, (Turn(*turn, 0.0, 0, 0, 0.0),))
-    record = Record(replace(trajectory(2), episode=wrong), marks(), None)
+    wrong = EpisodePart(0, 1, (Turn(*turn, 0.0, 0, 0, 0.0),))
+    record = TrajectoryRecord(replace(trajectory(2), episode=wrong), marks(), None)
     write_trajectories(tmp_path / "a.parquet", [record])
     with pytest.raises(DataError, match="row 2 has turns outside of its response"):
         read_trajectories(tmp_path / "a.parquet")
 
 
 def test_sequences_of_an_episode_come_in_order(tmp_path: Path) -> None:
-    parts = [replace(trajectory(0), sample=1, episode=Episode(part, 2, ())) for part in (1, 0)]
+    parts = [replace(trajectory(0), sample=1, episode=EpisodePart(part, 2, ())) for part in (1, 0)]
     first = replace(trajectory(0), sample=0)
     path = step_file(tmp_path, 1, 0)
-    write_trajectories(path, [Record(t, marks(), None) for t in (*parts, first)])
+    write_trajectories(path, [TrajectoryRecord(t, marks(), None) for t in (*parts, first)])
     read = [record.trajectory for record in read_step(tmp_path, 1)]
     assert [(t.sample, t.episode and t.episode.part) for t in read] == [(0, None), (1, 0), (1, 1)]
 
@@ -171,7 +177,7 @@ def test_sequences_of_an_episode_come_in_order(tmp_path: Path) -> None:
 def test_counts_of_other_responses(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
     for others in ({}, {"responses": 12, "timeout": 3}):
-        write_trajectories(path, [Record(trajectory(1), marks(), None)], others=others)
+        write_trajectories(path, [TrajectoryRecord(trajectory(1), marks(), None)], others=others)
         assert read_others(tmp_path, 1) == others
     table = pyarrow.parquet.read_table(path)
     for damage in ("{", "[]", '{"responses": "3"}', '{"responses": -1}', '{"responses": true}'):
@@ -182,12 +188,12 @@ def test_counts_of_other_responses(tmp_path: Path) -> None:
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    def failing() -> Iterator[Record]:
-        yield Record(trajectory(2), marks(), None)
+    def failing() -> Iterator[TrajectoryRecord]:
+        yield TrajectoryRecord(trajectory(2), marks(), None)
         raise RuntimeError("a rank is gone")
 
     path = tmp_path / "a.parquet"
-    write_trajectories(path, [Record(trajectory(1), marks(), None)])
+    write_trajectories(path, [TrajectoryRecord(trajectory(1), marks(), None)])
     before = path.read_bytes()
     with pytest.raises(RuntimeError, match="a rank is gone"):
         write_trajectories(path, failing())
@@ -200,7 +206,7 @@ def test_a_step_of_several_ranks(tmp_path: Path) -> None:
     """In the order of draws and samples; what a rank wrote that is no more does not count."""
     order = [7, 2, 5, 0, 3, 1, 6, 4]
     for rank in range(2):
-        own = [Record(trajectory(number), marks(number), None) for number in order[rank::2]]
+        own = [TrajectoryRecord(trajectory(number), marks(number), None) for number in order[rank::2]]
         write_trajectories(step_file(tmp_path, 3, rank), own, ranks=2)
     shutil.copy(step_file(tmp_path, 3, 0), step_file(tmp_path, 3, 2))
     assert [record.trajectory.row for record in read_step(tmp_path, 3)] == list(range(8))
@@ -212,7 +218,7 @@ def test_a_step_of_several_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["", "0", "-1", "many", "9" * 40])
 def test_a_number_of_ranks_that_is_none(tmp_path: Path, ranks: str) -> None:
     file = step_file(tmp_path, 1, 0)
-    write_trajectories(file, [Record(trajectory(0), marks(), None)])
+    write_trajectories(file, [TrajectoryRecord(trajectory(0), marks(), None)])
     table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.replace_schema_metadata({"ranks": ranks}), file)
     with pytest.raises(DataError, match="does not say how many ranks"):
@@ -221,7 +227,7 @@ def test_a_number_of_ranks_that_is_none(tmp_path: Path, ranks: str) -> None:
 
 def test_a_turned_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    write_trajectories(path, [Record(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
+    write_trajectories(path, [TrajectoryRecord(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
     data = path.read_bytes()
     end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     bodies = [i for i in range(4, end) if i % 97 == 0]
@@ -237,7 +243,7 @@ def test_a_turned_bit_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "text", "cut", "flipped", "columns", "lengths", "nulls"])
 def test_files_that_are_not_recordings(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.parquet"
-    write_trajectories(path, [Record(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
+    write_trajectories(path, [TrajectoryRecord(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
     data, table = path.read_bytes(), pyarrow.parquet.read_table(path)
     if damage == "missing":
         path.unlink()

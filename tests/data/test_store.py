@@ -15,9 +15,8 @@ from encoders import Encoding
 
 from isotrain.data import tokenise as module
 from isotrain.data.encode import Encoder
-from isotrain.data.items import SAMPLES, Item
+from isotrain.data.items import SAMPLES, Item, Sample
 from isotrain.data.rows import Row
-from isotrain.data.sample import Sample
 from isotrain.data.store import SampleStore, store_key
 from isotrain.data.tokenise import Progress, cached_store
 from isotrain.errors import DataError

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotrain.data.encode import Encoder
+from isotrain.data.encode import Encoder, PromptEncoder
 from isotrain.data.prepare.tiny import Architecture, make_tiny
-from isotrain.data.prompts import PromptEncoder
 from isotrain.data.rows import read_rows
 from isotrain.data.tokenise import cached_store
 

@@ -10,10 +10,9 @@ from pydantic import ValidationError
 
 from isotrain.doctor import page
 from isotrain.doctor.checks.versions import requirements
-from isotrain.doctor.matrix import Stack, fits, matrix, specifier
+from isotrain.doctor.matrix import Stack, fits, matrix, order, specifier
 from isotrain.doctor.nearest import carries_isotrain
 from isotrain.doctor.rules import rules
-from isotrain.doctor.versions import order
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.doctor.preflight import preflight as look
+from isotrain.doctor.examine import preflight as look
 from isotrain.doctor.recorded import RecordedMachine
 from isotrain.errors import DeviceError
 from isotrain.recipe.library import locate
@@ -93,7 +93,7 @@ def test_a_plugin_without_its_libraries_is_hidden(tmp_path: Path) -> None:
     )
     program = (
         "import subprocess, sys;"
-        "from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load;"
+        "from isotrain.doctor.examine import hide_a_plugin_that_cannot_load;"
         "hide_a_plugin_that_cannot_load();"
         "import torch;"
         f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from isotrain.doctor.versions import final, order, satisfies
+from isotrain.doctor.matrix import final, order, satisfies
 
 
 @pytest.mark.parametrize(

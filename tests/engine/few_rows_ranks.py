@@ -57,7 +57,7 @@ def save(engine: TrainingEngine, world: World, root: Path) -> None:
 def main(device_type: str, models: Path, out: Path, source: Path | None) -> None:
     device, found = choose_device(device_type), dict[str, torch.Tensor]()
     with join_world(device) as world:
-        batches = [pack(SAMPLES if world.leads else [])]
+        batches = [pack(SAMPLES if world.is_main else [])]
         for name, engine in engines(models, device, world).items():
             if source is not None:
                 reader, complaints = newest_valid(source / name, world)

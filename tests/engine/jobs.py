@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from isotrain.data.items import Sample
 from isotrain.data.packing import PackedBatch, pack
-from isotrain.data.sample import Sample
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_critic, build_engine, build_reference
@@ -24,8 +24,7 @@ from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates
 from isotrain.engine.world import World, join_world
 from isotrain.models.lora import adapters_off
-from isotrain.models.packed import TokenHead
-from isotrain.models.scalar import ScalarHead
+from isotrain.models.packed import ScalarHead, TokenHead
 from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from isotrain.weights.send import full_weights

@@ -25,9 +25,8 @@ from jobs import (
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from isotrain.data.packing import PackedBatch, pack
-from isotrain.data.sample import Sample
-from isotrain.data.shared_prompts import pack_shared
+from isotrain.data.items import Sample
+from isotrain.data.packing import PackedBatch, pack, pack_shared
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_critic, build_engine

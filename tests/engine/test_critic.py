@@ -21,7 +21,7 @@ from isotrain.engine.scores import score_samples
 from isotrain.engine.state import engine_shards, optimizer_updates, restore
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
-from isotrain.models.scalar import ScalarHead
+from isotrain.models.packed import ScalarHead
 from isotrain.recipe.schema import OptimizerSection
 
 Outcome = Callable[[str, int], Path]

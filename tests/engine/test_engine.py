@@ -15,15 +15,14 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isotrain.algorithms.sft import sft_loss
+from isotrain.data.items import Sample
 from isotrain.data.packing import PackedBatch, pack
-from isotrain.data.sample import Sample
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine, Work, make_optimizer
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
-from isotrain.models.backbone import Backbone
-from isotrain.models.packed import TokenHead
+from isotrain.models.packed import Backbone, TokenHead
 from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 

@@ -19,8 +19,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from isotrain.data.items import Sample
 from isotrain.data.packing import pack
-from isotrain.data.sample import Sample
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import (

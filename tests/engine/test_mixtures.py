@@ -25,8 +25,8 @@ from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
+from isotrain.models.experts import RouterBalance
 from isotrain.models.lora import adapted_layers
-from isotrain.models.routing import RouterBalance
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from isotrain.weights.send import full_weights
 

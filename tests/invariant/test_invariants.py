@@ -18,9 +18,8 @@ import torch
 
 from isotrain.algorithms.sft import sft_loss
 from isotrain.data.encode import Encoder
-from isotrain.data.items import Item
+from isotrain.data.items import Item, Sample
 from isotrain.data.packing import PackedBatch, pack
-from isotrain.data.sample import Sample
 from isotrain.data.store import SampleStore
 from isotrain.data.tokenise import cached_store
 from isotrain.device.detect import choose_device

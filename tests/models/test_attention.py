@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from isotrain.device import varlen
-from isotrain.device.npu_operators import OPERATORS
+from isotrain.device.npu import OPERATORS
 from isotrain.errors import ModelError
 from isotrain.models import attention
 from isotrain.models.attention import SEGMENTS, flash_attention, fused_attention, segment_attention

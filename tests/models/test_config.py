@@ -22,9 +22,9 @@ from isotrain.models.config import (
     model_end_tokens,
     number_of_experts,
     text_config,
+    training_flops,
     vocabulary_size,
 )
-from isotrain.models.flops import training_flops
 from isotrain.plan.child import with_layers
 from isotrain.plan.shape import Shape
 from isotrain.recipe.schema import ModelSection, Recipe

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.models.context_layout import ContextRank, Layout, lay_out, owners
+from isotrain.models.context import ContextLayout, ContextRank, lay_out, owners
 
 LENGTHS = (7, 1, 30, 2, 16)
 SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (3, 2)]
 
 
-def layouts(lengths: tuple[int, ...], heads: int, ring: int) -> list[Layout]:
+def layouts(lengths: tuple[int, ...], heads: int, ring: int) -> list[ContextLayout]:
     return [lay_out(lengths, (), ContextRank(heads, ring, index)) for index in range(heads * ring)]
 
 

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from isotrain.device.npu_operators import OPERATORS
+from isotrain.device.npu import OPERATORS
 from isotrain.models.experts import provide_experts, use_grouped, uses_grouped
 
 SMALL: dict[str, Any] = {

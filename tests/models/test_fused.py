@@ -24,11 +24,11 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from isotrain.device.npu_operators import OPERATORS
+from isotrain.device.npu import OPERATORS
 from isotrain.models.attention import provide
-from isotrain.models.backbone import Backbone
 from isotrain.models.fused import Fused, fuse_layers
 from isotrain.models.load import IMPLEMENTATIONS
+from isotrain.models.packed import Backbone
 
 EVERYTHING = ("rms_norm", "swiglu", "rotary")
 SMALL: dict[str, Any] = {

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from isotrain.device import npu_operators
-from isotrain.device.npu_operators import OPERATORS
+from isotrain.device import npu
+from isotrain.device.npu import OPERATORS
 from isotrain.models.attention import FUSED, FUSED_PADDED, fused_attention, provide, segment_attention
 
 LENGTHS = (3, 1, 5)
@@ -77,7 +77,7 @@ def test_dropout_is_applied() -> None:
 
 def test_a_gradient_after_a_call_without() -> None:
     """The mask is made once: also when the first call needs no gradient."""
-    npu_operators._causal_mask.cache_clear()
+    npu._causal_mask.cache_clear()
     with torch.inference_mode():
         fused(inputs(), segment_lengths=LENGTHS)
     qkv = inputs()

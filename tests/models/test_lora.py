@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from isotrain.algorithms.sft import sft_loss
+from isotrain.data.items import Sample
 from isotrain.data.packing import pack
 from isotrain.data.prepare.tiny import make_tiny
-from isotrain.data.sample import Sample
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.engine import TrainingEngine

@@ -16,8 +16,8 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.world import join_world
 from isotrain.errors import ModelError
-from isotrain.models.backbone import Backbone
 from isotrain.models.config import text_config
+from isotrain.models.packed import Backbone
 from isotrain.models.weights import shard_of
 from isotrain.recipe.schema import ModelSection, OptimizerSection
 from small_models import save_small, small_config

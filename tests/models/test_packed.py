@@ -12,9 +12,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from isotrain.data.packing import pack
-from isotrain.data.sample import Sample
-from isotrain.data.shared_prompts import pack_shared
+from isotrain.data.items import Sample
+from isotrain.data.packing import pack, pack_shared
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
 from isotrain.engine.world import join_world

@@ -5,9 +5,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from isotrain.models import ring_blocks
-from isotrain.models.context_layout import ContextRank, Layout, lay_out
-from isotrain.models.ring_blocks import Block, RingTokens
+from isotrain.models import ring as ring_module
+from isotrain.models.context import ContextLayout, ContextRank, lay_out
+from isotrain.models.ring import Block, RingTokens
 
 CASES = [
     ((40,), ()),
@@ -51,8 +51,8 @@ def test_each_pair_is_in_one_block(
     ring: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ring_blocks, "BAND_QUERIES", 3)
-    layouts: list[Layout] = [lay_out(lengths, continues, ContextRank(1, ring, i)) for i in range(ring)]
+    monkeypatch.setattr(ring_module, "BAND_QUERIES", 3)
+    layouts: list[ContextLayout] = [lay_out(lengths, continues, ContextRank(1, ring, i)) for i in range(ring)]
     tokens = RingTokens(layouts[0].parts, layouts[0].lengths, layouts[0].continues)
     total = sum(lengths)
     found = torch.zeros(total + 1, total + 1, dtype=torch.int64)
@@ -79,4 +79,4 @@ def test_a_window_leaves_far_keys_out() -> None:
         for other in range(2)
         for b in tokens.blocks(own, other, 256)
     )
-    assert scores < 8192 * (ring_blocks.BAND_QUERIES + 2 * 256)
+    assert scores < 8192 * (ring_module.BAND_QUERIES + 2 * 256)

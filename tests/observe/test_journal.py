@@ -14,12 +14,10 @@ import pytest
 
 from isotrain.errors import RecipeError
 from isotrain.observe import journal as journal_module
-from isotrain.observe import runs
 from isotrain.observe.console import Console
-from isotrain.observe.journal import Journal
+from isotrain.observe.journal import Journal, find_runs, state_of
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.observe.runs import find_runs, state_of
 
 
 class Clock:
@@ -180,7 +178,7 @@ def test_a_run_on_another_machine_is_believed_for_a_while(tmp_path: Path) -> Non
     run.status.write_text(json.dumps({**status(run), "host": "elsewhere"}))
     now = run.status.stat().st_mtime
     assert state_of(run.path, now + 10).state == "running"
-    assert state_of(run.path, now + runs.SECONDS_BELIEVED + 10).state == "killed"
+    assert state_of(run.path, now + journal_module.SECONDS_BELIEVED + 10).state == "killed"
 
 
 def test_the_last_metrics(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def test_runs_are_found_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = {str(run.path.relative_to(tmp_path)): run for run in find_runs(tmp_path)}
     assert set(found) == {"a", "b/c", "d/e/f"}
     assert found["a"].name == "a" and found["b/c"].algorithm == "grpo"
-    monkeypatch.setattr(runs, "MOST_DIRECTORIES", 2)
+    monkeypatch.setattr(journal_module, "MOST_DIRECTORIES", 2)
     assert len(find_runs(tmp_path)) <= 2
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from isotrain.observe.plots import TIMING, plot_run
-from isotrain.observe.plotting import BLUE, GREEN, ORANGE, PURPLE, RED
+from isotrain.observe.plots import BLUE, GREEN, ORANGE, PURPLE, RED, TIMING, plot_run
 
 
 def rows(count: int) -> list[dict[str, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.device.published import Published
+from isotrain.device.vendors import DataSheet
 from isotrain.errors import PlanError
 from isotrain.plan import plan as plans
 from isotrain.plan.memory import TrainingMemory
@@ -86,7 +86,7 @@ def test_devices_of_engines(tiny: object, measured: dict[str, float]) -> None:
 
 
 # A device of round numbers: 100 TFLOPS, 2 TB/s of memory, 100 GB/s inside a machine of 8, 10 GB/s between.
-ROUND = Published("round", 64, 100, 2, 100, 10, 8)
+ROUND = DataSheet("round", 64, 100, 2, 100, 10, 8)
 ONLINE: dict[str, Any] = {
     "rollout": {"n": 4, "max_tokens": 512, "tensor_parallel": 2},
     "reward": {"function": {"path": "rewards.py:score"}},

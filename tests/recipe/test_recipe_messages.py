@@ -7,8 +7,7 @@ from pydantic import Field
 
 from isotrain.errors import RecipeError
 from isotrain.recipe import document
-from isotrain.recipe.check import check
-from isotrain.recipe.explain import EXAMPLES
+from isotrain.recipe.check import EXAMPLES, check
 from isotrain.recipe.fields import expected, leaves, options
 from isotrain.recipe.load import parse_recipe
 from isotrain.recipe.names import NOTES, OTHER_NAMES, OTHER_VALUES, nearest

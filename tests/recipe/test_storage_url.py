@@ -9,7 +9,7 @@ import pytest
 
 from isotrain.errors import RecipeError
 from isotrain.recipe.load import load_recipe
-from isotrain.recipe.storage_url import storage_url_problem
+from isotrain.recipe.schema import storage_url_problem
 from support import tiny_recipe, write_recipe
 
 

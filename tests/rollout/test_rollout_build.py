@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.models.positions import Positions
+from isotrain.models.config import Positions
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.build import Plan
 from isotrain.rollout.vllm import _reads_in_parts, prefill

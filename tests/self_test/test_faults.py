@@ -13,7 +13,7 @@ import pytest
 import mutations
 from isotrain.self_test.run import SelfTest, marked
 from isotrain.self_test.stages import DEVICES, PARTS
-from isotrain.self_test.verdicts import Engine, Setting, Verdict
+from isotrain.self_test.verdicts import Engine, SelfTestSetting, StageVerdict
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -53,7 +53,7 @@ FAULTS = (
 QUICK = {"attention-sees-neighbours"}
 
 
-def verdicts(fault: Fault, work: Path) -> dict[str, Verdict]:
+def verdicts(fault: Fault, work: Path) -> dict[str, StageVerdict]:
     """Of the stage that the fault is about, and those of the parts before it that it needs."""
     wanted = {fault.stage} | ({"engine-start"} if fault.stage == "memory-returned" else set())
     parts = [DEVICES]
@@ -61,7 +61,7 @@ def verdicts(fault: Fault, work: Path) -> dict[str, Verdict]:
         if wanted & set(part.stages):
             # What this part waits for is not run here.
             parts.append(replace(part, after="", timeout=fault.timeout))
-    setting = Setting(device=fault.device, engine=fault.engine, work=str(work))
+    setting = SelfTestSetting(device=fault.device, engine=fault.engine, work=str(work))
     self_test = SelfTest(setting, parts=parts)
     found = {verdict.stage: verdict for verdict in self_test.run()}
     # Nothing of a failed self-test stays.

@@ -16,7 +16,7 @@ from isotrain.errors import DataError
 from isotrain.self_test import folder as folders
 from isotrain.self_test.folder import Redactor, clean_machine, read, read_log, write
 from isotrain.self_test.run import log_of
-from isotrain.self_test.verdicts import Verdict
+from isotrain.self_test.verdicts import StageVerdict
 
 HOST = "node-17"
 SECRETS = (
@@ -59,11 +59,11 @@ def written(tmp_path: Path) -> Path:
     log.parent.mkdir(parents=True)
     log.write_text("\n".join([*(f"line {number}" for number in range(500)), f"at {work}: it failed"]))
     verdicts = [
-        Verdict(stage="devices", outcome="passed", result=f"of {HOST}", seconds=1.0),
-        Verdict(
+        StageVerdict(stage="devices", outcome="passed", result=f"of {HOST}", seconds=1.0),
+        StageVerdict(
             stage="weight-update", outcome="failed", result="it failed", metrics={"difference": float("nan")}
         ),
-        Verdict(stage="sleep", outcome="skipped", result="weight-update did not pass"),
+        StageVerdict(stage="sleep", outcome="skipped", result="weight-update did not pass"),
     ]
     write(folder, work, verdicts, device="cpu", engine="hf", simulated=False)
     clean_machine(folder)

@@ -9,7 +9,7 @@ import pytest
 
 from isotrain.self_test.run import SelfTest, part_of
 from isotrain.self_test.stages import DEVICES
-from isotrain.self_test.verdicts import Setting
+from isotrain.self_test.verdicts import SelfTestSetting
 from ray_machines import two_machines
 
 
@@ -18,7 +18,7 @@ from ray_machines import two_machines
 def test_the_self_test_on_two_machines(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     with two_machines(object_store_memory=200 << 20) as machines:
-        setting = Setting(
+        setting = SelfTestSetting(
             device="cpu",
             work=str(tmp_path / "work"),
             cluster=str(machines.address),

@@ -63,10 +63,10 @@ def test_one_rank_decides_for_all(leads: bool, leader_says: bool) -> None:
         size = 2
 
         def __init__(self) -> None:
-            self.leads = leads
+            self.is_main = leads
 
         def sum(self, numbers: list[float]) -> list[float]:
-            others = 0.0 if self.leads else float(leader_says)
+            others = 0.0 if self.is_main else float(leader_says)
             return [float(numbers[0]) + others, float(numbers[1])]
 
     clock = Clock()

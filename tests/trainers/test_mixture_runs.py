@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.export import export_run
-from isotrain.models.backbone import Backbone
+from isotrain.models.packed import Backbone
 from isotrain.trainers.launch import launch
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe
 

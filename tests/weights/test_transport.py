@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from isotrain.cluster.placement import Placement, Seat
+from isotrain.cluster.placement import Placement, Slot
 from isotrain.trainers.online.weight_sync import possible_routes
 from isotrain.weights.file import FileTransport, machines_without_ranks
 from isotrain.weights.transport import error_within
 from isotrain.weights.update import Routes, update_limit
 
 
-def seats(*places: str) -> tuple[Seat, ...]:
+def seats(*places: str) -> tuple[Slot, ...]:
     """Of `node`, or of `node:numbers` of devices."""
     anything: Any = None
     return tuple(
-        Seat(anything, 0, place[0], f"host-{place[0]}", tuple(place[2:].split("+"))) for place in places
+        Slot(anything, 0, place[0], f"host-{place[0]}", tuple(place[2:].split("+"))) for place in places
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isotrain.data.prompts import Prompt
+from isotrain.data.encode import Prompt
 from isotrain.weights.check import (
     CHECK_TOKENS,
     TOLERANCE,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.trajectory import Episode, Trajectory, Turn
+from isotrain.data.trajectory import EpisodePart, Trajectory, Turn
 
 
 class Tokens:
@@ -119,7 +119,7 @@ class TokenSequence:
             del values[end:]
 
     def trajectory(
-        self, *, row: int, prompt_index: int, sample: int, seed: int, finished: bool, episode: Episode
+        self, *, row: int, prompt_index: int, sample: int, seed: int, finished: bool, episode: EpisodePart
     ) -> Trajectory:
         return Trajectory(
             row=row,
@@ -188,7 +188,7 @@ def as_trajectories(
     for part, each in enumerate(kept):
         each.without_unanswered()
         turns = tuple(turn._replace(reward=0.0) if failure else turn for turn in each.turns)
-        episode = Episode(part, len(kept), turns, earlier, reward, failure, detail)
+        episode = EpisodePart(part, len(kept), turns, earlier, reward, failure, detail)
         earlier += sum(turn.reward for turn in turns)
         found.append(
             each.trajectory(

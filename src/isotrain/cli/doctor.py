@@ -11,11 +11,10 @@ from typer import Argument, Option
 
 from isotrain import api
 from isotrain.cli import self_test
-from isotrain.doctor.examine import Report
-from isotrain.doctor.findings import Finding
+from isotrain.doctor.examine import Report, describe
 from isotrain.doctor.matrix import TARGETS, Status
 from isotrain.doctor.recorded import RecordedMachine, Recording
-from isotrain.doctor.summary import describe
+from isotrain.doctor.scene import MachineFinding
 from isotrain.doctor.system import System, ThisMachine
 from isotrain.language import said, tr
 from isotrain.self_test.folder import clean_machine
@@ -165,7 +164,7 @@ def _print(report: Report, notes: bool) -> None:
         console.print(said(tr("no problem prevents training on {target}", target=target)), style="green")
 
 
-def _findings(findings: list[Finding]) -> Table:
+def _findings(findings: list[MachineFinding]) -> Table:
     """The remedy under its problem: beside it, commands would be cut."""
     from rich.table import Table
     from rich.text import Text

@@ -24,8 +24,8 @@ from isotrain.cli.runs import logs, runs
 from isotrain.cli.several_values import command_with
 from isotrain.cli.train import train
 from isotrain.cli.view import view
-from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
-from isotrain.errors import MAY_PASS, IsotrainError
+from isotrain.doctor.examine import hide_a_plugin_that_cannot_load
+from isotrain.errors import RETRYABLE, IsotrainError
 from isotrain.language import Language, said, tr, using, words_of
 from isotrain.terminal import guard, guarded
 
@@ -45,7 +45,7 @@ class CleanErrors(TyperGroup):
         except IsotrainError as error:
             _say(said(tr("error: {message}", message=words_of(error))))
             # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
-            code = MAY_PASS if error.may_pass else 1
+            code = RETRYABLE if error.may_pass else 1
             raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else code) from None
         except OSError as error:
             if error.filename is None:  # of no file that a user could do something about

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from isotrain.cli.arguments import Overrides, RecipeName
-from isotrain.device.published import DEVICES
+from isotrain.device.vendors import DEVICES
 from isotrain.errors import PlanError
 from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe

@@ -50,7 +50,7 @@ def gsm8k_sums(out: _Out, source: _Gsm8k = None) -> None:
 
         isotrain prepare gsm8k-sums --out work/gsm8k-sums
     """
-    from isotrain.data.prepare.gsm8k_sums import prepare_gsm8k_sums
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k_sums
 
     _tell(out, prepare_gsm8k_sums(source, out))
     online = {"data.train": "train.jsonl", "data.validation": "test.jsonl"}
@@ -65,7 +65,7 @@ def gsm8k_tool(out: _Out, source: _Gsm8k = None) -> None:
 
         isotrain prepare gsm8k-tool --out work/gsm8k-tool
     """
-    from isotrain.data.prepare.gsm8k_tool import prepare_gsm8k_tool
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k_tool
 
     _tell(out, prepare_gsm8k_tool(source, out))
     typer.echo(f"wrote {out / 'calculator.py'}")
@@ -85,7 +85,7 @@ def gsm8k_preferences(out: _Out, source: _Gsm8k = None, seed: _Seed = 0) -> None
 
         isotrain prepare gsm8k-preferences --out work/gsm8k-preferences
     """
-    from isotrain.data.prepare.gsm8k_preferences import prepare_gsm8k_preferences
+    from isotrain.data.prepare.gsm8k import prepare_gsm8k_preferences
 
     _tell(out, prepare_gsm8k_preferences(source, out, seed))
 

@@ -15,8 +15,8 @@ from isotrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from isotrain.data.items import Sample
     from isotrain.data.rows import Row
-    from isotrain.data.sample import Sample
     from isotrain.recipe.online import RewardSection
     from isotrain.recipe.preference import PreferenceSection
     from isotrain.recipe.schema import Recipe
@@ -94,7 +94,7 @@ def _preview_preferences(
 
 def _preview_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     """Each prompt up to the start of the response, and the reference answer of its row."""
-    from isotrain.data.prompts import PromptEncoder
+    from isotrain.data.encode import PromptEncoder
 
     data, reward, console = recipe.data, recipe.reward, Console()
     assert reward is not None, "recipes of online algorithms have one"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from isotrain.engine.checkpoint.pending import newest_complete
-from isotrain.errors import MAY_PASS, RecipeError
+from isotrain.errors import RETRYABLE, RecipeError
 from isotrain.lifetime import die_with_parent
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.preemption import PREEMPTED
@@ -64,7 +64,7 @@ def reason_to_restart(code: int) -> str | None:
     if code < 0 and code != -signal.SIGINT:
         memory = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"training was killed by {signal.Signals(-code).name}{memory}"
-    return {PREEMPTED: "training was preempted", MAY_PASS: "training failed"}.get(code)
+    return {PREEMPTED: "training was preempted", RETRYABLE: "training failed"}.get(code)
 
 
 def pause_before(restart: int) -> float:

@@ -15,8 +15,8 @@ from typer import Option
 
 from isotrain.errors import DataError
 from isotrain.files import open_regular
+from isotrain.observe.journal import RunStatus, find_runs, state_of
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.observe.runs import RunState, find_runs, state_of
 
 _LONGEST_LINE = 1 << 16
 _COLOURS = {"running": "green", "starting": "green", "failed": "red", "killed": "red", "stopped": "yellow"}
@@ -49,7 +49,7 @@ def runs(
     _show(found)
 
 
-def _show(found: list[RunState]) -> None:
+def _show(found: list[RunStatus]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -11,14 +11,13 @@ from textwrap import indent
 
 import typer
 
-from isotrain.doctor.examine import Report, has_vllm
-from isotrain.doctor.preflight import hide_a_plugin_that_cannot_load
+from isotrain.doctor.examine import Report, has_vllm, hide_a_plugin_that_cannot_load
 from isotrain.errors import DataError
 from isotrain.self_test import folder as folders
 from isotrain.self_test.folder import CONTENTS, MACHINE, Results
 from isotrain.self_test.run import SelfTest
 from isotrain.self_test.stages import STAGES, TOTAL_SECONDS
-from isotrain.self_test.verdicts import Engine, Outcome, Setting, Verdict
+from isotrain.self_test.verdicts import Engine, Outcome, SelfTestSetting, StageVerdict
 
 _COLOURS: dict[Outcome, str] = {"passed": "green", "failed": "red", "skipped": "yellow"}
 _SHOWN_LINES = 15
@@ -62,7 +61,7 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
         tell(f"  {line}")
     tell("Home, host, user, network addresses and what looks like a secret are replaced where they are")
     tell("recognised. Read it before you send it.\n")
-    verdicts: list[Verdict] = []
+    verdicts: list[StageVerdict] = []
     started = time.monotonic()
     hide_a_plugin_that_cannot_load()
     for ends in (signal.SIGTERM, signal.SIGHUP):  # processes on devices must not outlive this one
@@ -72,7 +71,7 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
     with tempfile.TemporaryDirectory(
         prefix="isotrain-self-test-", dir=place, ignore_cleanup_errors=True
     ) as work:
-        setting = Setting(device=report.target, engine=engine, work=work, cluster=cluster)
+        setting = SelfTestSetting(device=report.target, engine=engine, work=work, cluster=cluster)
         told = ""
 
         def begins(stage: str) -> None:
@@ -119,7 +118,7 @@ def _head(stage: str) -> str:
     return f"{list(STAGES).index(stage) + 1:2}/{len(STAGES)} {stage:<19}"
 
 
-def _print_line(verdict: Verdict, headed: bool, quiet: bool = False) -> None:
+def _print_line(verdict: StageVerdict, headed: bool, quiet: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -13,7 +13,7 @@ from typer import Option
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.cli.restarts import check_restarts, supervise
-from isotrain.errors import MAY_PASS, IsotrainError, may_pass
+from isotrain.errors import RETRYABLE, IsotrainError, may_pass
 from isotrain.language import chosen
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.own_python import module_command
@@ -73,7 +73,7 @@ def train(
         raise
     except Exception as error:  # not one of ours, such as a device that failed
         traceback.print_exc()
-        raise typer.Exit(MAY_PASS if may_pass(error) else 1) from None
+        raise typer.Exit(RETRYABLE if may_pass(error) else 1) from None
 
 
 def show(recipe: Recipe) -> None:

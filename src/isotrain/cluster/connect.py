@@ -115,8 +115,10 @@ def find_cluster(address: str, answer_timeout: float) -> str | None:
     if address == "auto":
         named = os.environ.get("RAY_ADDRESS")
         if not named:
-            found = own_cluster(Path(get_ray_address_file(None)))
-            return None if not found or knock(found, answer_timeout) is Reply.NONE else found
+            candidate = own_cluster(Path(get_ray_address_file(None)))
+            return (
+                None if not candidate or knock(candidate, answer_timeout) is ClusterReply.NONE else candidate
+            )
         address = named
     if address in ("local", "auto"):
         return None
@@ -145,12 +147,12 @@ def own_cluster(file: Path) -> str | None:
 @contextmanager
 def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Iterator[Cluster]:
     answer = knock(address, answer_timeout)
-    if answer is Reply.NONE:
+    if answer is ClusterReply.NONE:
         raise ClusterError(
             f"cluster.address: no Ray cluster answered at {address} within {answer_timeout:g} s; start one "
             "with `ray start --head` or set cluster.address=local"
         )
-    if answer is Reply.REFUSED:
+    if answer is ClusterReply.REFUSED:
         raise ClusterError(
             f"cluster.address: the Ray cluster at {address} needs a token, and this process has none or a "
             "wrong one; put the cluster's token into ~/.ray/auth_token and set RAY_AUTH_MODE=token"
@@ -172,7 +174,7 @@ def _join(address: str, cluster: ClusterSection, answer_timeout: float) -> Itera
             trusted=cluster.allow_unauthenticated,
             # Without a token of our own, the reply that we had is everybody's.
             authenticated=os.environ.get("RAY_AUTH_MODE") == "token"
-            and knock(address, answer_timeout, stranger=True) is Reply.REFUSED,
+            and knock(address, answer_timeout, stranger=True) is ClusterReply.REFUSED,
         )
         check_machines(joined, answer_timeout)
         yield joined
@@ -193,7 +195,7 @@ def check_machines(cluster: Cluster, answer_timeout: float = 30.0) -> None:
 
 def check_authentication(address: str, answer_timeout: float) -> None:
     """Refuse a cluster that accepts unauthenticated requests: to Ray, a request is code to run."""
-    if knock(address, answer_timeout, stranger=True) is not Reply.REFUSED:
+    if knock(address, answer_timeout, stranger=True) is not ClusterReply.REFUSED:
         raise ClusterError(
             f"the Ray cluster at {address} has several machines and runs code for anyone who reaches its "
             f"ports. Turn on token authentication: {HOW_TO_AUTHENTICATE}. On an isolated network you can set "
@@ -223,7 +225,7 @@ def _end_on_sigterm() -> Iterator[Callable[[], object]]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Reply(Enum):
+class ClusterReply(Enum):
     OPEN = "open"
     """The cluster accepts requests."""
     REFUSED = "refused"
@@ -248,7 +250,7 @@ os._exit(0)
 """
 
 
-def knock(address: str, timeout: float, *, stranger: bool = False) -> Reply:
+def knock(address: str, timeout: float, *, stranger: bool = False) -> ClusterReply:
     """How the cluster's head at `host:port` replies to this process, or to one without a token."""
     environment = dict(os.environ)
     if stranger:
@@ -263,9 +265,9 @@ def knock(address: str, timeout: float, *, stranger: bool = False) -> Reply:
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        return Reply.NONE
+        return ClusterReply.NONE
     last = done.stdout.split()[-1:]
-    return Reply(last[0]) if last and done.returncode == 0 else Reply.NONE
+    return ClusterReply(last[0]) if last and done.returncode == 0 else ClusterReply.NONE
 
 
 @dataclass(frozen=True)

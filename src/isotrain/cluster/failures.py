@@ -17,7 +17,7 @@ from ray.exceptions import (
 )
 from ray.exceptions import OutOfMemoryError as RayOutOfMemory
 
-from isotrain.cluster.host import Bug, Crash, Whereabouts
+from isotrain.cluster.host import Bug, Crash, Location
 from isotrain.errors import ClusterError, IsotrainError, WorkerFailed, WorkerLost
 
 DEATHS = (RayActorError, NodeDiedError, ObjectLostError, RayOutOfMemory, WorkerCrashedError)
@@ -40,7 +40,7 @@ class Overdue(WorkerLost):
     """A worker that did not reply within its timeout."""
 
 
-def explain(error: Exception, who: str, index: int, method: str, where: Whereabouts | None) -> IsotrainError:
+def explain(error: Exception, who: str, index: int, method: str, where: Location | None) -> IsotrainError:
     """The error to raise for what `ray.get` raised."""
     # With an error of ours, Ray raises a mixture of it and its own: only the original has a readable message.
     cause = error.cause if isinstance(error, RayTaskError) else error
@@ -58,15 +58,13 @@ def explain(error: Exception, who: str, index: int, method: str, where: Whereabo
     return WorkerLost(f"{place} failed in `{method}`: {cause}")
 
 
-def overdue(
-    who: str, method: str, timeout: float | None, places: Mapping[int, Whereabouts | None]
-) -> Overdue:
+def overdue(who: str, method: str, timeout: float | None, places: Mapping[int, Location | None]) -> Overdue:
     """`places`: of those who are late, by their numbers."""
     names = ", ".join(_placed(index, where) for index, where in places.items())
     return Overdue(f"{who}: no reply to `{method}` within {timeout:g} s from {names}")
 
 
-def _placed(index: int, where: Whereabouts | None) -> str:
+def _placed(index: int, where: Location | None) -> str:
     return f"{index}" + (f" on {where.host} (pid {where.pid})" if where else "")
 
 
@@ -75,11 +73,11 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "connection error code 2. End of file" in text:
         return "its process ended unexpectedly: killed, perhaps for lack of memory (see dmesg), or crashed"
-    found = re.search(r"Worker exit detail: (.+?)(?: Some common causes| There are some|$)", text)
-    return found.group(1) if found else text
+    detail = re.search(r"Worker exit detail: (.+?)(?: Some common causes| There are some|$)", text)
+    return detail.group(1) if detail else text
 
 
-def _last_words(where: Whereabouts | None) -> str:
+def _last_words(where: Location | None) -> str:
     if where is None or not where.errors:
         return ""
     if not ray.is_initialized() or where.node != ray.get_runtime_context().get_node_id():

@@ -17,7 +17,7 @@ from isotrain.lifetime import die_with_parent
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class Location:
     """Where a worker runs."""
 
     pid: int
@@ -35,12 +35,12 @@ class Bug(Crash):
     """The same of an error that would come again."""
 
 
-class Host:
+class WorkerHost:
     def __init__(self) -> None:
         # Here: it takes the main thread, which runs no method of a worker that runs several at a time.
         _leave_sigterm_to_the_controller()
 
-    def start(self, directory: str, worker: type, *args: Any, **kwargs: Any) -> Whereabouts:
+    def start(self, directory: str, worker: type, *args: Any, **kwargs: Any) -> Location:
         # Ray asks a worker whose node has ended to end itself, which one deep in a computation hears late.
         die_with_parent()
         # Paths in a recipe are relative to where the user is, on every machine.
@@ -55,7 +55,7 @@ class Host:
         self._worker = self._guarded(worker, *args, **kwargs)
         context = ray.get_runtime_context()
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return Whereabouts(os.getpid(), context.get_node_id(), host, _errors_file())
+        return Location(os.getpid(), context.get_node_id(), host, _errors_file())
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._guarded(getattr(self._worker, method), *args, **kwargs)

@@ -26,8 +26,8 @@ def put(value: Value) -> Handle[Value]:
 def fetch(handles: Sequence[Handle[Value]]) -> list[Value | None]:
     """The values, from whichever machine has them; None where the process that owned one is gone."""
     try:
-        found: list[Value | None] = ray.get([handle.reference for handle in handles])
-        return found
+        values: list[Value | None] = ray.get([handle.reference for handle in handles])
+        return values
     except ray.exceptions.ObjectLostError:
         return [_fetch(handle) for handle in handles]
 

@@ -29,7 +29,7 @@ QUIET = 5.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """A worker's place: a bundle of a placement group, and the devices that are its own there."""
 
     group: PlacementGroup
@@ -42,19 +42,19 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    ranks: tuple[Seat, ...]
+    ranks: tuple[Slot, ...]
     """By rank: those of one node follow each other."""
-    engines: tuple[Seat, ...]
+    engines: tuple[Slot, ...]
 
     @property
     def store_host(self) -> str | None:
         """Where rank 0 opens the ranks' store; None when all are on one node and can meet in a file."""
-        return self.ranks[0].host if len({seat.node for seat in self.ranks}) > 1 else None
+        return self.ranks[0].host if len({slot.node for slot in self.ranks}) > 1 else None
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a recipe asks for, in the words of its fields."""
+    """Devices that a recipe asks for, by the names of its fields."""
 
     ranks: int
     engines: int = 0
@@ -74,8 +74,8 @@ def device_of(cluster: Cluster, name: str) -> Device:
     """The device that a recipe means there: for `auto`, the best that a machine of the cluster has."""
     if cluster.private or name != "auto":
         return find_device(name)
-    found = [device for device in DEVICES.values() if resource_counts(device.ray_resource)[0]]
-    return found[0] if found else DEVICES["cpu"]
+    present = [device for device in DEVICES.values() if resource_counts(device.ray_resource)[0]]
+    return present[0] if present else DEVICES["cpu"]
 
 
 @contextmanager
@@ -101,69 +101,69 @@ def place(
             tell(f"waiting for {sum(sizes)} {resource} ({free:g} free), at most {start_timeout:g} s")
             if not group.wait(max(0.0, start_timeout - QUIET)):
                 raise ClusterError(f"{_shortage(demand, resource)} (waited {start_timeout:g} s)")
-        seats = _seats(group, sizes, device, start_timeout)
+        slots = _slots(group, sizes, device, start_timeout)
         check_machines(cluster)  # some may have come since it was joined
         if (idle := resource_counts(resource)[1]) >= 1 and resource != "CPU":
             tell(f"{idle:g} {resource} of the cluster stay idle; device.ranks counts devices of all machines")
-        yield assign(seats, demand)
+        yield assign(slots, demand)
     finally:
         if ray.is_initialized():
             remove_placement_group(group)
 
 
-def assign(seats: Sequence[Seat], demand: Demand) -> Placement:
-    """Bundles to engines and single devices to ranks; `seats` are the bundles of `demand`, in their order."""
-    engines = seats[: demand.engines] if demand.colocated else seats[demand.ranks :]
-    of_ranks = seats if demand.colocated else seats[: demand.ranks]
+def assign(slots: Sequence[Slot], demand: Demand) -> Placement:
+    """Bundles to engines and single devices to ranks; `slots` are the bundles of `demand`, in their order."""
+    engines = slots[: demand.engines] if demand.colocated else slots[demand.ranks :]
+    of_ranks = slots if demand.colocated else slots[: demand.ranks]
     single = [
-        Seat(seat.group, seat.bundle, seat.node, seat.host, seat.devices[number : number + 1])
-        for seat, size in zip(of_ranks, demand.bundles, strict=False)
+        Slot(slot.group, slot.bundle, slot.node, slot.host, slot.devices[number : number + 1])
+        for slot, size in zip(of_ranks, demand.bundles, strict=False)
         for number in range(size)
     ]
     # Neighbours exchange most: ranks of a node are consecutive, and in the order of its devices.
-    single.sort(key=lambda seat: (_numeric(seat.host.split(".")), seat.node, _numeric(seat.devices)))
+    single.sort(key=lambda slot: (_numeric(slot.host.split(".")), slot.node, _numeric(slot.devices)))
     return Placement(tuple(single), tuple(engines))
 
 
 def rank_environments(
-    seats: Sequence[Seat], device: Device, determinism: str = "off", beside: Sequence[Seat] = ()
+    slots: Sequence[Slot], device: Device, determinism: str = "off", beside: Sequence[Slot] = ()
 ) -> list[dict[str, str]]:
     """Each training rank's variables: who it is, and its node's devices; its own is number LOCAL_RANK.
 
-    `beside` are the seats of others that work at the same time and want their share of a host's cores.
+    `beside` are the slots of others that work at the same time and want their share of a host's cores.
     """
-    local_sizes = Counter(seat.node for seat in seats)
-    at_work = local_sizes + Counter(seat.node for seat in beside)
+    local_sizes = Counter(slot.node for slot in slots)
+    at_work = local_sizes + Counter(slot.node for slot in beside)
     repeatable = profile(device, determinism, os.environ, starts=True).variables
     seen: Counter[str] = Counter()
     environments = []
-    for rank, seat in enumerate(seats):
-        local_size = local_sizes[seat.node]
-        neighbours = [number for other in seats if other.node == seat.node for number in other.devices]
+    for rank, slot in enumerate(slots):
+        local_size = local_sizes[slot.node]
+        neighbours = [number for other in slots if other.node == slot.node for number in other.devices]
         environments.append(
             {
-                **device.rank_environment(at_work[seat.node]),
+                **device.rank_environment(at_work[slot.node]),
                 **repeatable,
                 **_visible(device, neighbours),
                 "RANK": str(rank),
-                "WORLD_SIZE": str(len(seats)),
-                "LOCAL_RANK": str(seen[seat.node]),
+                "WORLD_SIZE": str(len(slots)),
+                "LOCAL_RANK": str(seen[slot.node]),
                 "LOCAL_WORLD_SIZE": str(local_size),
             }
         )
-        seen[seat.node] += 1
+        seen[slot.node] += 1
     return environments
 
 
 def engine_environments(
-    seats: Sequence[Seat], device: Device, determinism: str = "off", beside: Sequence[Seat] = ()
+    slots: Sequence[Slot], device: Device, determinism: str = "off", beside: Sequence[Slot] = ()
 ) -> list[dict[str, str]]:
     """Each rollout engine's variables: it sees its own devices only. `beside` is as for ranks."""
-    at_work = Counter(seat.node for seat in [*seats, *beside])
+    at_work = Counter(slot.node for slot in [*slots, *beside])
     repeatable = profile(device, determinism, os.environ, starts=True).variables
     return [
-        {**device.rank_environment(at_work[seat.node]), **repeatable, **_visible(device, seat.devices)}
-        for seat in seats
+        {**device.rank_environment(at_work[slot.node]), **repeatable, **_visible(device, slot.devices)}
+        for slot in slots
     ]
 
 
@@ -180,14 +180,14 @@ def _visible(device: Device, numbers: Sequence[str]) -> dict[str, str]:
     return {**device.ray_environment, variable: ",".join(_ascending(numbers))}
 
 
-def _seats(group: PlacementGroup, sizes: Sequence[int], device: Device, timeout: float) -> list[Seat]:
+def _slots(group: PlacementGroup, sizes: Sequence[int], device: Device, timeout: float) -> list[Slot]:
     hosts = {node.id: node.host for node in living_nodes()}
     nodes = placement_group_table(group)["bundles_to_node_id"]
     devices: list[tuple[str, ...]] = [()] * len(sizes)
     if device.visible_devices_variable is not None:
         asked = [_ask_devices(group, bundle, device.ray_resource, size) for bundle, size in enumerate(sizes)]
         try:
-            devices = [_ascending(found) for found in ray.get(asked, timeout=timeout)]
+            devices = [_ascending(ids) for ids in ray.get(asked, timeout=timeout)]
         except ray.exceptions.RayError as error:
             raise ClusterError(
                 f"Ray reserved {device.ray_resource} but did not say which within {timeout:g} s: {error}"
@@ -197,7 +197,7 @@ def _seats(group: PlacementGroup, sizes: Sequence[int], device: Device, timeout:
             f"{len(gone)} machine(s) left the cluster while devices were reserved; start again"
         )
     return [
-        Seat(group, bundle, nodes[bundle], hosts[nodes[bundle]], devices[bundle])
+        Slot(group, bundle, nodes[bundle], hosts[nodes[bundle]], devices[bundle])
         for bundle in range(len(sizes))
     ]
 
@@ -206,8 +206,8 @@ def _ask_devices(group: PlacementGroup, bundle: int, resource: str, size: int) -
     """A reference to the numbers of the devices that Ray reserved with a bundle."""
 
     def numbers() -> list[str]:
-        found: list[str] = ray.get_runtime_context().get_accelerator_ids()[resource]
-        return found
+        ids: list[str] = ray.get_runtime_context().get_accelerator_ids()[resource]
+        return ids
 
     amount = {"num_gpus": size} if resource == "GPU" else {"resources": {resource: size}}
     strategy = PlacementGroupSchedulingStrategy(group, bundle)

@@ -19,7 +19,7 @@ from ray._private import ray_constants, services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from isotrain.abandoned import make_held, remove_abandoned
-from isotrain.errors import MAY_PASS, ClusterError, WorkerLost
+from isotrain.errors import RETRYABLE, ClusterError, WorkerLost
 
 GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
@@ -93,7 +93,7 @@ def _ending_with_ray(home: Path, keep_logs: Path | None, is_ending: Callable[[],
                 if keep_logs is not None:
                     copy_worker_output(home, keep_logs)
                 shutil.rmtree(home, ignore_errors=True)
-                os._exit(MAY_PASS)
+                os._exit(RETRYABLE)
 
     threading.Thread(target=watch, name="ray-head", daemon=True).start()
     try:
@@ -151,11 +151,11 @@ def copy_worker_output(home: Path, target: Path) -> None:
 def _object_store(home: Path) -> dict[str, Any]:
     """Its size and place: a part of memory, in /dev/shm unless that is too small, as in many containers."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted = min(8 * GIB, int(0.3 * memory))
+    size = min(8 * GIB, int(0.3 * memory))
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if free >= GIB // 2:
-        return {"object_store_memory": min(wanted, int(0.8 * free))}
-    return {"object_store_memory": min(wanted, GIB), "_plasma_directory": str(home)}
+        return {"object_store_memory": min(size, int(0.8 * free))}
+    return {"object_store_memory": min(size, GIB), "_plasma_directory": str(home)}
 
 
 @contextmanager

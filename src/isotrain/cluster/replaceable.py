@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.workers import Call, Method, P, Peer, Result, Stream, WorkerGroup
+from isotrain.cluster.workers import Method, P, Result, Stream, WorkerCall, WorkerGroup, WorkerPeer
 from isotrain.errors import WorkerLost
 
 # In one place: a worker that dies again and again has a cause that a new one does not cure.
@@ -22,15 +22,15 @@ class Died:
 DIED = Died()
 
 
-Work = TypeVar("Work", bound="Call[Any] | Stream[Any]", covariant=True)
+Work = TypeVar("Work", bound="WorkerCall[Any] | Stream[Any]", covariant=True)
 
 
 @dataclass(frozen=True)
-class Task(Generic[Work]):
-    """What one worker is doing, and how many have died in its place before."""
+class WorkerTask(Generic[Work]):
+    """Work of one worker, and how many workers had died in its place when it began."""
 
     index: int
-    life: int
+    deaths: int
     work: Work
 
 
@@ -47,7 +47,7 @@ class Replaceable(Generic[W]):
         self.group = group
         self.start_timeout = start_timeout
         self.tell = tell
-        self.lives = [0] * len(group)
+        self.deaths = [0] * len(group)
         # Batches are made in a thread of their own while the loop validates: both may meet the same death,
         # and neither may give work to a worker that is still being started.
         self._places = [threading.RLock() for _ in range(len(group))]
@@ -57,22 +57,22 @@ class Replaceable(Generic[W]):
 
     def submit(
         self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Task[Call[Result]]:
+    ) -> WorkerTask[WorkerCall[Result]]:
         with self._places[index]:
-            return Task(index, self.lives[index], self.group.submit_to(index, method, *args, **kwargs))
+            return WorkerTask(index, self.deaths[index], self.group.submit_to(index, method, *args, **kwargs))
 
     def stream(
         self, index: int, method: Method[W, P, Iterator[Result]], *args: P.args, **kwargs: P.kwargs
-    ) -> Task[Stream[Result]]:
+    ) -> WorkerTask[Stream[Result]]:
         with self._places[index]:
-            return Task(index, self.lives[index], self.group.stream(index, method, *args, **kwargs))
+            return WorkerTask(index, self.deaths[index], self.group.stream(index, method, *args, **kwargs))
 
-    def peer(self, index: int) -> Peer[W]:
+    def peer(self, index: int) -> WorkerPeer[W]:
         """One worker, for others to call; not one that is being replaced."""
         with self._places[index]:
             return self.group.peer(index)
 
-    def result(self, task: Task[Call[Result]], timeout: float | None = None) -> Result | Died:
+    def result(self, task: WorkerTask[WorkerCall[Result]], timeout: float | None = None) -> Result | Died:
         """The result of a worker's call, or DIED."""
         try:
             return self.group.results([task.work], timeout)[0]
@@ -91,19 +91,19 @@ class Replaceable(Generic[W]):
         for index in range(len(self)):
             self.submit(index, method, *args, **kwargs)
 
-    def replace(self, task: Task[Any], death: WorkerDied) -> None:
+    def replace(self, task: WorkerTask[Any], death: WorkerDied) -> None:
         """A new worker in the place of one that died, unless another thread has seen to it already."""
         index = task.index
         with self._places[index]:
-            if self.lives[index] != task.life:
+            if self.deaths[index] != task.deaths:
                 return
             if self.group.closed:  # the run is over: it was ended, and did not die
                 raise death
             while True:
-                self.lives[index] += 1
-                if self.lives[index] > MOST_DEATHS:
+                self.deaths[index] += 1
+                if self.deaths[index] > MOST_DEATHS:
                     raise WorkerLost(
-                        f"{death}\n{self.lives[index]} workers died in this place: giving up"
+                        f"{death}\n{self.deaths[index]} workers died in this place: giving up"
                     ) from death
                 self.tell(f"warning: {death}\na new worker replaces it")
                 try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -65,7 +67,7 @@ class Watch:
 
 @dataclass
 class Gathered(Generic[K]):
-    """Of calls: values by what was called, failures, and those that did not reply in time."""
+    """Results of calls: values by what was called, failures, and those that did not reply in time."""
 
     values: dict[K, Any] = field(default_factory=dict)
     failures: list[IsotrainError] = field(default_factory=list)
@@ -85,20 +87,20 @@ def gather(
 
     After a failure that may be an effect of another one, that one is waited for through `grace` seconds.
     """
-    pending, found = dict(calls), Gathered[K]()
+    pending, gathered = dict(calls), Gathered[K]()
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending and (ready := watch.wait(list(pending), deadline, but=but)):
         ended = [pending.pop(ref) for ref in ready]
         try:
-            found.values.update(zip(ended, ray.get(ready), strict=True))
+            gathered.values.update(zip(ended, ray.get(ready), strict=True))
         except Exception:
-            found.failures += _failures(dict(zip(ready, ended, strict=True)), explain)
-            if not all(map(may_be_an_effect, found.failures)):
-                return found
+            gathered.failures += _failures(dict(zip(ready, ended, strict=True)), explain)
+            if not all(map(may_be_an_effect, gathered.failures)):
+                return gathered
             end = time.monotonic() + grace
             deadline = end if deadline is None else min(deadline, end)
-    found.late = list(pending.values())
-    return found
+    gathered.late = list(pending.values())
+    return gathered
 
 
 def _failures(
@@ -125,3 +127,20 @@ def cause_of(failures: Sequence[IsotrainError]) -> IsotrainError:
         return 0 if not may_be_an_effect(failure) else 1 if isinstance(failure, WorkerDied) else 2
 
     return min(failures, key=order)
+
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Begin it. Not in an executor: one that waits for a worker must not keep the program from ending."""
+    future: Future[T] = Future()
+
+    def fulfil() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=fulfil, daemon=True).start()
+    return future

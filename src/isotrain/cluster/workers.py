@@ -16,11 +16,11 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from isotrain.cluster.agent import LEEWAY, Agent, Led, agent_name, machines_of, teams
 from isotrain.cluster.connect import ended_actors, living_nodes
 from isotrain.cluster.failures import DEATHS, Overdue, WorkerDied, explain, overdue
-from isotrain.cluster.host import Host, Whereabouts
-from isotrain.cluster.placement import Seat
+from isotrain.cluster.host import Location, WorkerHost
+from isotrain.cluster.node_proxy import LEEWAY, LedProxy, NodeProxy, machines_of, proxy_name, teams
+from isotrain.cluster.placement import Slot
 from isotrain.cluster.waiting import GRACE, Watch, cause_of, gather
 from isotrain.errors import ClusterError, IsotrainError, WorkerLost
 
@@ -32,7 +32,7 @@ Method = Callable[Concatenate[W, P], Result]
 
 
 @dataclass(frozen=True)
-class Call(Generic[Result]):
+class WorkerCall(Generic[Result]):
     """A method that one worker is running; `ref` is what Ray's own functions take."""
 
     index: int
@@ -42,11 +42,11 @@ class Call(Generic[Result]):
 
 @dataclass(frozen=True)
 class Member:
-    """What it takes to start one worker, and to start it again."""
+    """Arguments, environment and place of one worker, to start it once or again."""
 
     args: tuple[Any, ...] = ()
     environment: Mapping[str, str] | None = None
-    seat: Seat | None = None
+    slot: Slot | None = None
     """Its place in the cluster; anywhere without."""
 
 
@@ -78,22 +78,22 @@ class WorkerGroup(Generic[W]):
         self._spmd, self._concurrency, self._start_timeout = spmd, concurrency, start_timeout
         self._closing = closing
         # Its name is what `ps` and `ray list actors` show.
-        self._actor: Any = ray.remote(type(worker.__name__, (Host,), {}))
+        self._actor: Any = ray.remote(type(worker.__name__, (WorkerHost,), {}))
         self._hosts: list[Any] = [None] * len(members)
-        self._where: list[Whereabouts | None] = [None] * len(members)
+        self._where: list[Location | None] = [None] * len(members)
         self._closed = ""
         self.before_end: Callable[[IsotrainError], None] | None = None
         """Called before the members of an SPMD group are ended because one has failed."""
         self._starting: set[int] = set()
-        self.agents: WorkerGroup[Agent] | None = None
-        """Of the machines of an SPMD group that has several."""
+        self.proxies: WorkerGroup[NodeProxy] | None = None
+        """One per machine, where an SPMD group has several machines."""
         self.watch = watch or Watch()
         self.watch.add(self._look_at_ranks)
         self.watch.add(self._look_at_machines)
         try:
             self._start(range(len(members)))
             if spmd:
-                self._start_agents()
+                self._start_proxies()
         except BaseException:
             self.close()
             raise
@@ -116,26 +116,28 @@ class WorkerGroup(Generic[W]):
         return bool(self._closed)
 
     @property
-    def whereabouts(self) -> list[Whereabouts]:
+    def locations(self) -> list[Location]:
         return [where for where in self._where if where is not None]
 
-    def submit(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Call[Result]]:
+    def submit(
+        self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
+    ) -> list[WorkerCall[Result]]:
         """Start a method on every worker with the same arguments."""
         return [self.submit_to(index, method, *args, **kwargs) for index in range(len(self))]
 
     def submit_each(
         self, method: Callable[[W, Argument], Result], args: Sequence[Argument]
-    ) -> list[Call[Result]]:
+    ) -> list[WorkerCall[Result]]:
         """Start a method of one argument on every worker, each with its own."""
         assert len(args) == len(self), "an argument for each worker"
-        return [self.submit_to(index, method, own) for index, own in enumerate(args)]
+        return [self.submit_to(index, method, argument) for index, argument in enumerate(args)]
 
     def submit_to(
         self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Call[Result]:
+    ) -> WorkerCall[Result]:
         """Start a method on one worker."""
         name = method.__name__
-        return Call(index, name, self._host(index).run.remote(name, *args, **kwargs))
+        return WorkerCall(index, name, self._host(index).run.remote(name, *args, **kwargs))
 
     def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """Run a method on every worker and wait; results by worker."""
@@ -153,9 +155,9 @@ class WorkerGroup(Generic[W]):
         """For calls that must end in time: `group.within(60).call(Worker.method)`."""
         return TimedCalls(self, timeout)
 
-    def peer(self, index: int) -> Peer[W]:
+    def peer(self, index: int) -> WorkerPeer[W]:
         """One worker, for others to call; a restart makes another one of it."""
-        return Peer(self._host(index))
+        return WorkerPeer(self._host(index))
 
     def stream(
         self, index: int, method: Method[W, P, Iterator[Result]], *args: P.args, **kwargs: P.kwargs
@@ -164,26 +166,26 @@ class WorkerGroup(Generic[W]):
         name, remote = method.__name__, self._host(index).stream.options(num_returns="streaming")
         return Stream(index, name, remote.remote(name, *args, **kwargs))
 
-    def results(self, calls: Sequence[Call[Result]], timeout: float | None = None) -> list[Result]:
+    def results(self, calls: Sequence[WorkerCall[Result]], timeout: float | None = None) -> list[Result]:
         """Wait for calls and give their results in order; the first failure ends the waiting.
 
         An error of isotrain arrives as it was raised, any other as a ClusterError with the worker's
         traceback, the end of a worker's process as WorkerDied.
         """
-        found = self._gather(self, calls, timeout, grace=GRACE if self._spmd else 0.0)
-        return [found[call] for call in calls]
+        replies = self._gather(self, calls, timeout, grace=GRACE if self._spmd else 0.0)
+        return [replies[call] for call in calls]
 
-    def through_agents(
+    def through_proxies(
         self, method: str, args: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any], timeout: float | None
     ) -> list[Any]:
         """Run a method on every worker, each with its arguments, by one call to each machine."""
-        assert self.agents is not None and len(args) == len(self), "arguments for each worker"
+        assert self.proxies is not None and len(args) == len(self), "arguments for each worker"
         self._host(0)  # says why where the group has ended
         machines = self._machines()
         calls = [
-            self.agents.submit_to(
+            self.proxies.submit_to(
                 team[0],
-                Agent.run,
+                NodeProxy.run,
                 method,
                 {index: args[index] for number in team for index in machines[number]},
                 kwargs,
@@ -193,16 +195,20 @@ class WorkerGroup(Generic[W]):
         ]
         # They tell who is late, and wait for the cause of a failure, before they reply.
         limit = None if timeout is None else timeout + 2 * LEEWAY
-        found = self._gather(self.agents, calls, limit, grace=2 * LEEWAY)
-        values = {index: value for call in calls for index, value in found[call].items()}
+        replies = self._gather(self.proxies, calls, limit, grace=2 * LEEWAY)
+        values = {index: value for call in calls for index, value in replies[call].items()}
         return [values[index] for index in range(len(self))]
 
     def _gather(
-        self, called: WorkerGroup[Any], calls: Sequence[Call[Result]], timeout: float | None, grace: float
-    ) -> dict[Call[Result], Result]:
-        """Results of calls to this group or its agents; an SPMD group ends with the first failure."""
+        self,
+        called: WorkerGroup[Any],
+        calls: Sequence[WorkerCall[Result]],
+        timeout: float | None,
+        grace: float,
+    ) -> dict[WorkerCall[Result], Result]:
+        """Results of calls to this group or its proxies; an SPMD group ends with the first failure."""
         # A call reports the end of its own worker, and what that worker was doing.
-        found = gather(
+        gathered = gather(
             {call.ref: call for call in calls},
             called._explain,
             self.watch,
@@ -210,12 +216,12 @@ class WorkerGroup(Generic[W]):
             grace=grace,
             but=self._look_at_ranks,
         )
-        if not found.failures and not found.late:
-            return found.values
-        cause = cause_of(found.failures) if found.failures else called._overdue(found.late, timeout)
+        if not gathered.failures and not gathered.late:
+            return gathered.values
+        cause = cause_of(gathered.failures) if gathered.failures else called._overdue(gathered.late, timeout)
         if self._spmd:
             self._closed = f"the group ended after an error: {str(cause).splitlines()[0]}"
-            if found.failures and self.before_end is not None:
+            if gathered.failures and self.before_end is not None:
                 self.before_end(cause)
             self.close()
         raise cause from None
@@ -246,8 +252,8 @@ class WorkerGroup(Generic[W]):
     def close(self) -> None:
         """End all workers at once."""
         self._closed = self._closed or "it is closed"
-        if self.agents is not None:
-            self.agents.close()
+        if self.proxies is not None:
+            self.proxies.close()
         for index in range(len(self)):
             self._kill(index)
 
@@ -256,7 +262,7 @@ class WorkerGroup(Generic[W]):
         if self._closed or not hasattr(self._worker, "close") or not ray.is_initialized():
             return
         here = [index for index, host in enumerate(self._hosts) if host is not None]
-        calls = [Call[None](index, "close", self._hosts[index].run.remote("close")) for index in here]
+        calls = [WorkerCall[None](index, "close", self._hosts[index].run.remote("close")) for index in here]
         self._closed = "it is closed"
         if self._spmd:  # if one fails, the others would wait forever
             with suppress(IsotrainError):
@@ -278,8 +284,8 @@ class WorkerGroup(Generic[W]):
     def _start_watched(self, indices: Sequence[int]) -> None:
         for index in indices:
             self._hosts[index] = self._create(self._members[index])
-        starts: list[Call[Whereabouts]] = [
-            Call(
+        starts: list[WorkerCall[Location]] = [
+            WorkerCall(
                 index,
                 "start",
                 self._hosts[index].start.remote(os.getcwd(), self._worker, *self._members[index].args),
@@ -288,54 +294,54 @@ class WorkerGroup(Generic[W]):
         ]
         for call, where in zip(starts, self.results(starts, self._start_timeout), strict=True):
             self._where[call.index] = where
-            seat = self._members[call.index].seat
+            slot = self._members[call.index].slot
             # Ray moves what it reserved on a machine that is lost to another one, with other devices.
-            if seat is not None and where.node != seat.node:
-                raise self._lost_machine(call.index, seat)
+            if slot is not None and where.node != slot.node:
+                raise self._lost_machine(call.index, slot)
 
     def _machines(self) -> list[list[int]]:
         """Which workers run on each machine."""
-        return machines_of([where.node for where in self.whereabouts])
+        return machines_of([where.node for where in self.locations])
 
-    def _start_agents(self) -> None:
+    def _start_proxies(self) -> None:
         machines = self._machines()
         if len(machines) < 2:  # its own ranks the controller calls itself
             return
         members = [
             Member(
-                (self._name, {i: self._hosts[i] for i in own}, {i: self._where[i] for i in own}),
-                seat=self._members[own[0]].seat,
+                (self._name, {i: self._hosts[i] for i in ranks}, {i: self._where[i] for i in ranks}),
+                slot=self._members[ranks[0]].slot,
             )
-            for own in machines
+            for ranks in machines
         ]
-        agents = self.agents = WorkerGroup(
-            agent_name(self._name), Agent, members, start_timeout=self._start_timeout, watch=self.watch
+        proxies = self.proxies = WorkerGroup(
+            proxy_name(self._name), NodeProxy, members, start_timeout=self._start_timeout, watch=self.watch
         )
         for first, *others in teams(len(machines)):
             if others:
                 led = [
-                    Led(number, agents._hosts[number], agents._where[number], tuple(machines[number]))
+                    LedProxy(number, proxies._hosts[number], proxies._where[number], tuple(machines[number]))
                     for number in others
                 ]
-                agents.call_on(first, Agent.lead, led)
+                proxies.call_on(first, NodeProxy.lead, led)
 
     def _look_at_machines(self) -> None:
         """Raise where a worker is being started that has no machine to run on any more."""
-        seats = [(index, self._members[index].seat) for index in self._starting]
-        alive = {node.id for node in living_nodes()} if seats else set()
-        for index, seat in seats:
-            if seat is not None and seat.node not in alive:
-                raise self._lost_machine(index, seat)
+        slots = [(index, self._members[index].slot) for index in self._starting]
+        alive = {node.id for node in living_nodes()} if slots else set()
+        for index, slot in slots:
+            if slot is not None and slot.node not in alive:
+                raise self._lost_machine(index, slot)
 
-    def _lost_machine(self, index: int, seat: Seat) -> ClusterError:
+    def _lost_machine(self, index: int, slot: Slot) -> ClusterError:
         return WorkerLost(
-            f"{self._name} {index} cannot be started: its machine {seat.host} has left the cluster; "
+            f"{self._name} {index} cannot be started: its machine {slot.host} has left the cluster; "
             "run the same command again, with or without that machine, to resume from the newest checkpoint"
         )
 
     def _create(self, member: Member) -> Any:
-        seat = member.seat
-        strategy = PlacementGroupSchedulingStrategy(seat.group, seat.bundle) if seat else "SPREAD"
+        slot = member.slot
+        strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle) if slot else "SPREAD"
         # Devices are reserved by the placement group and told to workers by environment, because Ray knows no
         # worker that uses the devices of several bundles, nor two that take turns on one.
         return self._actor.options(
@@ -358,28 +364,28 @@ class WorkerGroup(Generic[W]):
             with suppress(ray.exceptions.RayError, ValueError):  # it has ended by itself
                 ray.kill(host)
 
-    def _explain(self, call: Call[Any], error: Exception) -> IsotrainError:
+    def _explain(self, call: WorkerCall[Any], error: Exception) -> IsotrainError:
         return explain(error, self._name, call.index, call.method, self._where[call.index])
 
-    def _overdue(self, late: Sequence[Call[Any]], timeout: float | None) -> Overdue:
+    def _overdue(self, late: Sequence[WorkerCall[Any]], timeout: float | None) -> Overdue:
         places = {call.index: self._where[call.index] for call in late}
         return overdue(self._name, late[0].method, timeout, places)
 
 
 @dataclass(frozen=True)
-class Peer(Generic[W]):
+class WorkerPeer(Generic[W]):
     """A worker of a group as other workers see it."""
 
     host: Any
 
-    def submit(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Reply[Result]:
+    def submit(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> PeerReply[Result]:
         """Start a method."""
-        return Reply(self.host.run.remote(method.__name__, *args, **kwargs))
+        return PeerReply(self.host.run.remote(method.__name__, *args, **kwargs))
 
 
 @dataclass(frozen=True)
-class Reply(Generic[Result]):
-    """Of a peer."""
+class PeerReply(Generic[Result]):
+    """Reply of a peer, perhaps still to come."""
 
     ref: ObjectRef[Result]
 
@@ -403,13 +409,15 @@ class TimedCalls(Generic[W]):
     timeout: float | None
 
     def call(self, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
-        if self.group.agents is not None:
-            return self.group.through_agents(method.__name__, [args] * len(self.group), kwargs, self.timeout)
+        if self.group.proxies is not None:
+            return self.group.through_proxies(method.__name__, [args] * len(self.group), kwargs, self.timeout)
         return self.group.results(self.group.submit(method, *args, **kwargs), self.timeout)
 
     def call_each(self, method: Callable[[W, Argument], Result], args: Sequence[Argument]) -> list[Result]:
-        if self.group.agents is not None:
-            return self.group.through_agents(method.__name__, [(own,) for own in args], {}, self.timeout)
+        if self.group.proxies is not None:
+            return self.group.through_proxies(
+                method.__name__, [(argument,) for argument in args], {}, self.timeout
+            )
         return self.group.results(self.group.submit_each(method, args), self.timeout)
 
     def call_on(self, index: int, method: Method[W, P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -427,14 +435,14 @@ class Stream(Generic[Result]):
 
 def next_item(group: WorkerGroup[Any], stream: Stream[Result]) -> Result:
     """The next item, waiting for it; StopIteration after the last. Errors are those of `group.results`."""
-    item: Call[Result] = Call(stream.index, stream.method, next(stream.items))
+    item: WorkerCall[Result] = WorkerCall(stream.index, stream.method, next(stream.items))
     return group.results([item])[0]
 
 
 def wait_any(
-    watch: Watch, works: Sequence[Call[Any] | Stream[Any]], deadline: float | None = None
+    watch: Watch, works: Sequence[WorkerCall[Any] | Stream[Any]], deadline: float | None = None
 ) -> list[int]:
     """Indices of streams that have an item, have ended or have failed: at least one unless time runs out."""
     refs = [work.items if isinstance(work, Stream) else work.ref for work in works]
-    found = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}
-    return [number for number, ref in enumerate(refs) if id(ref) in found]
+    ready = {id(ref) for ref in watch.wait(refs, deadline, fetch_local=False)}
+    return [number for number, ref in enumerate(refs) if id(ref) in ready]

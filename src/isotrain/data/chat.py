@@ -17,8 +17,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from isotrain.data.formats import Conversation, Text
-from isotrain.data.sample import Sample
+from isotrain.data.formats import ChatRow, Text
+from isotrain.data.items import Sample
 from isotrain.errors import DataError
 
 _OPENING = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
@@ -73,7 +73,7 @@ def end_tokens(model_ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def closing_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What comes after the assistant's last words: the end of the turn, and what the template adds to it."""
+    """Tokens after the assistant's last words: the end of the turn, and all that the template adds."""
     if not tokenizer.chat_template:
         return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     words = "isotrain"
@@ -121,8 +121,8 @@ class _Rendering:
 
     def first_special(self, start: int) -> int | None:
         """The first special token that begins at or after a character."""
-        found = np.flatnonzero(self.special_T & (self.starts_T >= start))
-        return int(found[0]) if len(found) else None
+        specials = np.flatnonzero(self.special_T & (self.starts_T >= start))
+        return int(specials[0]) if len(specials) else None
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class ChatTemplate:
         self._backend = _without_post_processor(tokenizer)
         self._compared = 0
 
-    def encode(self, conversation: Conversation) -> Sample:
+    def encode(self, conversation: ChatRow) -> Sample:
         """Ids as `apply_chat_template` gives them, and the mask of the assistant's messages."""
         chat = _Chat(self.tokenizer, [m.as_dict() for m in conversation.messages], conversation.tools)
         try:
@@ -204,7 +204,7 @@ class ChatTemplate:
             mask_T[tokens.start : tokens.stop] = True
         return Sample(rendering.tokens_T, mask_T)
 
-    def encode_prompt(self, conversation: Conversation) -> npt.NDArray[np.int32]:
+    def encode_prompt(self, conversation: ChatRow) -> npt.NDArray[np.int32]:
         """Ids of a conversation up to where the assistant's response begins."""
         chat = _Chat(self.tokenizer, [m.as_dict() for m in conversation.messages], conversation.tools)
         try:

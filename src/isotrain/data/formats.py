@@ -51,7 +51,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     role: str
     content: str | list[Any] | None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Conversation:
-    messages: tuple[Message, ...]
+class ChatRow:
+    messages: tuple[ChatMessage, ...]
     tools: list[Any] | None = None
     loss_from: int = 0
     """Assistant messages before this one are part of the prompt: no loss is taken on them."""
@@ -76,7 +76,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnNames:
     """Where the two halves of a prompt-completion row are, and whether a chat template is there for them."""
 
     prompt_key: str = "prompt"
@@ -88,31 +88,31 @@ class Columns:
         return (self.prompt_key, self.completion_key) != ("prompt", "completion")
 
 
-def detect(row: Row, columns: Columns) -> Format:
+def detect(row: Row, columns: ColumnNames) -> Format:
     """The format of a data set, from the columns of its first row."""
-    found = row.values
+    values = row.values
     if columns.chosen:
         return "prompt-completion"
-    if "messages" in found:
+    if "messages" in values:
         return "messages"
-    if "conversations" in found:
+    if "conversations" in values:
         return "sharegpt"
-    if "prompt" in found and "completion" in found:
+    if "prompt" in values and "completion" in values:
         return "prompt-completion"
-    if "instruction" in found and "output" in found:
+    if "instruction" in values and "output" in values:
         return "alpaca"
-    if "text" in found:
+    if "text" in values:
         return "text"
     hint = ""
-    if isinstance(info := found.get("extra_info"), dict) and {"question", "answer"} <= set(info):
+    if isinstance(info := values.get("extra_info"), dict) and {"question", "answer"} <= set(info):
         hint = "\nfor this one: data.prompt_key=extra_info.question data.completion_key=extra_info.answer"
-    raise DataError(f"{row.origin}: no known format has the columns {_named(found)}; {_SHAPES}{hint}")
+    raise DataError(f"{row.origin}: no known format has the columns {_named(values)}; {_SHAPES}{hint}")
 
 
-def normalise(row: Row, format: Format, columns: Columns) -> Conversation | Text:
+def normalise(row: Row, format: Format, columns: ColumnNames) -> ChatRow | Text:
     """The meaning of one row of a known format; a row that does not fit is an error that names it."""
     conversation = _READERS[format](row, columns)
-    if isinstance(conversation, Conversation):
+    if isinstance(conversation, ChatRow):
         if not columns.has_template:
             raise DataError(
                 f"{row.origin}: the row is a conversation, but the tokenizer has no chat template; "
@@ -123,7 +123,7 @@ def normalise(row: Row, format: Format, columns: Columns) -> Conversation | Text
     return conversation
 
 
-def prompt_of(row: Row, key: str, has_template: bool) -> Conversation | str:
+def prompt_of(row: Row, key: str, has_template: bool) -> ChatRow | str:
     """A prompt without a response: a list of messages, or a string, which is one question to chat models."""
     prompt = _at(row, key)
     if isinstance(prompt, str) and not has_template:
@@ -138,32 +138,32 @@ def prompt_of(row: Row, key: str, has_template: bool) -> Conversation | str:
         raise DataError(
             f"{row.origin}: '{key}' ends with an assistant message; remove the response from the prompt"
         )
-    return Conversation(messages, _tools(row))
+    return ChatRow(messages, _tools(row))
 
 
-def _from_messages(row: Row, columns: Columns) -> Conversation:
-    return Conversation(_messages(row, "messages"), _tools(row))
+def _from_messages(row: Row, columns: ColumnNames) -> ChatRow:
+    return ChatRow(_messages(row, "messages"), _tools(row))
 
 
-def _from_text(row: Row, columns: Columns) -> Text:
+def _from_text(row: Row, columns: ColumnNames) -> Text:
     return Text("", _string(row, "text"))
 
 
-def _from_prompt_completion(row: Row, columns: Columns) -> Conversation | Text:
+def _from_prompt_completion(row: Row, columns: ColumnNames) -> ChatRow | Text:
     prompt, completion = _at(row, columns.prompt_key), _at(row, columns.completion_key)
     strings = isinstance(prompt, str) and isinstance(completion, str)
     if strings and not (columns.chosen and columns.has_template):
         return Text(prompt, completion)
     before = _side(row, prompt, columns.prompt_key, "user")
     after = _side(row, completion, columns.completion_key, "assistant")
-    return Conversation(before + after, _tools(row), loss_from=len(before))
+    return ChatRow(before + after, _tools(row), loss_from=len(before))
 
 
-def _side(row: Row, value: Any, key: str, role: str) -> tuple[Message, ...]:
-    return (Message(role, value),) if isinstance(value, str) else _messages(row, key)
+def _side(row: Row, value: Any, key: str, role: str) -> tuple[ChatMessage, ...]:
+    return (ChatMessage(role, value),) if isinstance(value, str) else _messages(row, key)
 
 
-def _from_sharegpt(row: Row, columns: Columns) -> Conversation:
+def _from_sharegpt(row: Row, columns: ColumnNames) -> ChatRow:
     messages = []
     for number, turn in enumerate(_list(row, "conversations")):
         where = f"{row.origin}: conversations[{number}]"
@@ -174,11 +174,11 @@ def _from_sharegpt(row: Row, columns: Columns) -> Conversation:
             raise DataError(f'{where} must be {{"from": "human", "value": "..."}}, not {_shown(turn)}')
         if (role := _SHAREGPT_ROLES.get(str(turn.get("from")))) is None:
             raise DataError(f"{where} is from '{turn.get('from')}'; use {', '.join(_SHAREGPT_ROLES)}")
-        messages.append(Message(role, turn["value"]))
-    return Conversation(_system(row) + tuple(messages), _tools(row))
+        messages.append(ChatMessage(role, turn["value"]))
+    return ChatRow(_system(row) + tuple(messages), _tools(row))
 
 
-def _from_alpaca(row: Row, columns: Columns) -> Conversation | Text:
+def _from_alpaca(row: Row, columns: ColumnNames) -> ChatRow | Text:
     instruction, output = _string(row, "instruction"), _string(row, "output")
     extra = _string(row, "input") if row.values.get("input") is not None else ""
     if not columns.has_template:
@@ -190,12 +190,12 @@ def _from_alpaca(row: Row, columns: Columns) -> Conversation | Text:
     for number, pair in enumerate(row.values.get("history") or ()):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(side, str) for side in pair):
             raise DataError(f"{row.origin}: history[{number}] must be [question, answer], not {_shown(pair)}")
-        before += [Message("user", pair[0]), Message("assistant", pair[1])]
-    asked = Message("user", f"{instruction}\n\n{extra}" if extra else instruction)
-    return Conversation((*before, asked, Message("assistant", output)))
+        before += [ChatMessage("user", pair[0]), ChatMessage("assistant", pair[1])]
+    asked = ChatMessage("user", f"{instruction}\n\n{extra}" if extra else instruction)
+    return ChatRow((*before, asked, ChatMessage("assistant", output)))
 
 
-_READERS: dict[str, Callable[[Row, Columns], Conversation | Text]] = {
+_READERS: dict[str, Callable[[Row, ColumnNames], ChatRow | Text]] = {
     "messages": _from_messages,
     "prompt-completion": _from_prompt_completion,
     "text": _from_text,
@@ -224,9 +224,9 @@ def _at(row: Row, key: str) -> Any:
         if not isinstance(inside, Mapping) or part not in inside:
             break
         inside = inside[part]
-    found = f"has {_named(inside)}" if isinstance(inside, Mapping) else f"is {_shown(inside)}"
+    state = f"has {_named(inside)}" if isinstance(inside, Mapping) else f"is {_shown(inside)}"
     where = "the row" if inside is row.values else f"what stands before '{part}'"
-    raise DataError(f"{row.origin}: no '{key}': {where} {found}")
+    raise DataError(f"{row.origin}: no '{key}': {where} {state}")
 
 
 def _string(row: Row, key: str) -> str:
@@ -243,11 +243,11 @@ def _list(row: Row, key: str) -> list[Any]:
     return value
 
 
-def _messages(row: Row, key: str) -> tuple[Message, ...]:
+def _messages(row: Row, key: str) -> tuple[ChatMessage, ...]:
     return tuple(_message(m, f"{row.origin}: {key}[{number}]") for number, m in enumerate(_list(row, key)))
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str) -> ChatMessage:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f'{where} must be {{"role": "user", "content": "..."}}, not {_shown(value)}')
     extra = {key: item for key, item in value.items() if key not in ("role", "content") and item is not None}
@@ -256,11 +256,11 @@ def _message(value: Any, where: str) -> Message:
         raise DataError(f"{where} has no content")
     if content is not None and not isinstance(content, (str, list)):
         raise DataError(f"{where}.content must be a string, not {_shown(content)}")
-    return Message(value["role"], content, extra)
+    return ChatMessage(value["role"], content, extra)
 
 
-def _system(row: Row) -> tuple[Message, ...]:
-    return (Message("system", _string(row, "system")),) if row.values.get("system") else ()
+def _system(row: Row) -> tuple[ChatMessage, ...]:
+    return (ChatMessage("system", _string(row, "system")),) if row.values.get("system") else ()
 
 
 def _tools(row: Row) -> list[Any] | None:

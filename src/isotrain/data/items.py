@@ -1,4 +1,4 @@
-"""Samples that are learned from together, with their labels.
+"""Samples, and items: samples that are learned from together, with their labels.
 
 T: tokens of one sample, V: labels of an item.
 """
@@ -12,8 +12,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.sample import Sample
 from isotrain.data.store import Codec, Columns, Ragged, SampleStore
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids and, for each of them, whether the loss is taken on it."""
+
+    tokens_T: npt.NDArray[np.int32]
+    mask_T: npt.NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        assert self.tokens_T.shape == self.mask_T.shape and self.tokens_T.ndim == 1
+
+    def __len__(self) -> int:
+        return len(self.tokens_T)
+
 
 TOKENS, MASK, LENGTHS, PROMPTS, PROMPT_IDS, VALUES = (
     f"{name}.bin" for name in ("tokens", "mask", "lengths", "prompts", "prompt-ids", "values")
@@ -41,7 +55,7 @@ class Item:
 
 
 class Size(NamedTuple):
-    """Of a sample: its tokens, how many of them are the prompt, and a hash of these."""
+    """Tokens of a sample, how many of them are the prompt, and a hash of these."""
 
     tokens: int
     prompt: int = 0
@@ -49,7 +63,7 @@ class Size(NamedTuple):
 
 
 def sizes(store: SampleStore[Item], number: int) -> list[Size]:
-    """Of each sample of an item; no token is read."""
+    """Size of each sample of an item; no token is read."""
     if LENGTHS not in store.columns:
         return [Size(int(store.lengths[number]))]
     columns = (store.entry(name, number).tolist() for name in (LENGTHS, PROMPTS, PROMPT_IDS))
@@ -57,7 +71,7 @@ def sizes(store: SampleStore[Item], number: int) -> list[Size]:
 
 
 def labels(store: SampleStore[Item], number: int) -> int:
-    """Number of samples of an item; no token is read."""
+    """Number of labels of an item; no token is read."""
     return int(np.diff(store.offsets[VALUES][number : number + 2])[0]) if VALUES in store.offsets else 0
 
 
@@ -93,7 +107,7 @@ def _read(columns: Columns) -> Item:
 # Raise a codec's version when the same rows and settings give other items than before, or another layout.
 _TOKEN_FILES = Ragged("tokens", {TOKENS: "<i4", MASK: "|u1"}, "offsets.bin")
 SAMPLES = Codec(1, (_TOKEN_FILES,), _write_sample, _read, {"loss_tokens": MASK})
-"""Of items that are one sample without labels."""
+"""For items that are one sample without labels."""
 ITEMS = Codec(
     4,
     (

@@ -12,12 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isotrain.data.items import PROMPT_IDS, Item, Size, labels, sizes
-from isotrain.data.packing import PackedBatch, pack, plan_micro_batches
+from isotrain.data.items import PROMPT_IDS, Item, Sample, Size, labels, sizes
+from isotrain.data.packing import PackedBatch, pack, pack_shared, plan_micro_batches
 from isotrain.data.reference_logprobs import MISMATCHED, PAIR, RESPONSE, ReferenceLogProbs
-from isotrain.data.sample import Sample
 from isotrain.data.sampler import Sampler
-from isotrain.data.shared_prompts import pack_shared
 from isotrain.data.store import SampleStore
 from isotrain.errors import DataError
 
@@ -30,7 +28,7 @@ class MicroBatch:
     values_V: torch.Tensor
     """The labels of all items, one after the other."""
     numbers: tuple[int, ...]
-    """Of the items, in their store."""
+    """Numbers of the items in their store."""
     ref_logp_S: torch.Tensor | None = None
     """Log-probs under the reference, where the loader has them."""
 
@@ -88,10 +86,11 @@ class BatchLoader:
         """These items as one step."""
         of_items = [sizes(self.store, number) for number in numbers]
         lengths = [size.tokens for item in of_items for size in item]
-        own = self._own(numbers, [self._stored(item) for item in of_items])
+        micro_batches = self._own(numbers, [self._stored(item) for item in of_items])
         return StepData(
             batches=[
-                self._packed([self.store[n] for n in chosen], chosen, self.own_columns) for chosen in own
+                self._packed([self.store[n] for n in chosen], chosen, self.own_columns)
+                for chosen in micro_batches
             ],
             mismatched=self._mismatched(numbers) if self.longest else [],
             items=len(numbers),
@@ -136,13 +135,13 @@ class BatchLoader:
         assert self.longest is not None and self._donors is not None
         tokens = []
         for number in numbers:
-            ((own,), (other,)) = (sizes(self.store, n) for n in (number, int(self._donors[number])))
-            tokens.append(min(self.longest, own.prompt + other.tokens - other.prompt))
+            ((size,), (other,)) = (sizes(self.store, n) for n in (number, int(self._donors[number])))
+            tokens.append(min(self.longest, size.prompt + other.tokens - other.prompt))
         return [
             self._packed(
-                [self._swapped(number, int(self._donors[number])) for number in own], own, MISMATCHED
+                [self._swapped(number, int(self._donors[number])) for number in chosen], chosen, MISMATCHED
             )
-            for own in self._own(numbers, tokens)
+            for chosen in self._own(numbers, tokens)
         ]
 
     def _swapped(self, number: int, donor: int) -> Item:
@@ -174,6 +173,6 @@ def donors(prompt_ids: Numbers) -> Numbers:
     sizes = np.bincount(group)[group[order]]
     starts = np.searchsorted(first[group][order], first[group][order])
     rank = np.arange(count) - starts
-    found = np.empty(count, np.int64)
-    found[order] = order[(starts + sizes + rank % (count - sizes)) % count]
-    return found
+    donor_of = np.empty(count, np.int64)
+    donor_of[order] = order[(starts + sizes + rank % (count - sizes)) % count]
+    return donor_of

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 MOST_BYTES = 512 << 20
-"""Of the decoded columns of a row group, of which one is in memory at a time; Arrow takes up to twice it."""
+"""Most bytes of decoded columns of a row group, one of which is in memory; Arrow takes up to twice it."""
 MOST_ROWS = 1 << 21
-"""Of a file. One of a rank and step has some thousands."""
+"""Most rows of a file. One of a rank and step has some thousands."""
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 16}
 # Two levels of 16 bits for each value; as a Python object, where it becomes one, the rest.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.data.parquet_bounds import check_group, check_rows
-from isotrain.data.trajectory import Episode, Trajectory, Turn
+from isotrain.data.trajectory import EpisodePart, Trajectory, Turn
 from isotrain.errors import DataError
 from isotrain.files import open_regular, parse_json
 
@@ -60,7 +60,7 @@ class Marks(NamedTuple):
     """For a failure, one line about it; a recording of an earlier version has none."""
 
 
-class Record(NamedTuple):
+class TrajectoryRecord(NamedTuple):
     trajectory: Trajectory
     marks: Marks
     advantage: float | None
@@ -72,9 +72,9 @@ def step_file(directory: Path, step: int, rank: int) -> Path:
 
 
 def step_and_rank(name: str) -> tuple[int, int] | None:
-    """What the name of a step's file says; None for any other file, such as one that is being written."""
-    found = re.fullmatch(r"step-([0-9]{6,12})-rank-([0-9]{5,9})\.parquet", name)
-    return (int(found[1]), int(found[2])) if found else None
+    """Step and rank in the name of a step's file; None for any other file, such as one being written."""
+    match = re.fullmatch(r"step-([0-9]{6,12})-rank-([0-9]{5,9})\.parquet", name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def recording_ranks(metadata: Mapping[bytes, bytes] | None) -> int | None:
@@ -84,7 +84,7 @@ def recording_ranks(metadata: Mapping[bytes, bytes] | None) -> int | None:
 
 
 def write_trajectories(
-    path: Path, records: Iterable[Record], ranks: int = 1, others: Mapping[str, int] | None = None
+    path: Path, records: Iterable[TrajectoryRecord], ranks: int = 1, others: Mapping[str, int] | None = None
 ) -> None:
     """Write one row per trajectory; `path` is replaced only when all are written.
 
@@ -117,8 +117,8 @@ def write_trajectories(
             temporary.unlink(missing_ok=True)
 
 
-def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
-    group: list[Record] = []
+def _groups(records: Iterable[TrajectoryRecord]) -> Iterator[list[TrajectoryRecord]]:
+    group: list[TrajectoryRecord] = []
     tokens = 0
     for record in records:
         length = len(record.trajectory.tokens_T)
@@ -131,12 +131,12 @@ def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield group
 
 
-def read_trajectories(path: Path) -> list[Record]:
+def read_trajectories(path: Path) -> list[TrajectoryRecord]:
     """All trajectories of a file, in the order in which they were written."""
     return _read(path)[0]
 
 
-def read_step(directory: Path, step: int) -> list[Record]:
+def read_step(directory: Path, step: int) -> list[TrajectoryRecord]:
     """The trajectories of a step, of however many ranks, in the order of draws and their responses."""
     records, ranks = _read(step_file(directory, step, 0))
     for rank in range(1, ranks):
@@ -154,17 +154,17 @@ def read_others(directory: Path, step: int) -> dict[str, int]:
     path = step_file(directory, step, 0)
     with _opened(path) as (file, _):
         try:
-            told = parse_json((file.schema_arrow.metadata or {}).get(_OTHERS, b"{}"))
+            counts = parse_json((file.schema_arrow.metadata or {}).get(_OTHERS, b"{}"))
         except ValueError:
-            told = None
-    if not isinstance(told, dict) or not all(type(n) is int and n >= 0 for n in told.values()):
+            counts = None
+    if not isinstance(counts, dict) or not all(type(n) is int and n >= 0 for n in counts.values()):
         raise DataError(f"{path} has no counts of unrecorded responses; record it again")
-    return told
+    return counts
 
 
-def _read(path: Path) -> tuple[list[Record], int]:
+def _read(path: Path) -> tuple[list[TrajectoryRecord], int]:
     with _opened(path) as (file, stream):
-        records: list[Record] = []
+        records: list[TrajectoryRecord] = []
         for group in range(file.metadata.num_row_groups):
             check_group(file, stream, group, file.schema_arrow.names, lists=_LISTS)
             for batch in file.iter_batches(_GROUP, row_groups=[group]):
@@ -238,7 +238,7 @@ def _required(kinds: Mapping[str, str]) -> list[pyarrow.Field]:
     return [pyarrow.field(name, pyarrow.type_for_alias(kind), False) for name, kind in kinds.items()]
 
 
-def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
+def _table(records: Sequence[TrajectoryRecord], schema: pyarrow.Schema) -> pyarrow.Table:
     import pyarrow
 
     trajectories, marks, advantages = zip(*records, strict=True)
@@ -272,13 +272,13 @@ def _table(records: Sequence[Record], schema: pyarrow.Schema) -> pyarrow.Table:
     return pyarrow.table(columns, schema=schema)
 
 
-def _episode_values(episode: Episode | None) -> dict[str, Any] | None:
+def _episode_values(episode: EpisodePart | None) -> dict[str, Any] | None:
     if episode is None:
         return None
     return {**episode._asdict(), "turns": [turn._asdict() for turn in episode.turns]}
 
 
-def _episode(values: dict[str, Any] | None, tokens: int) -> Episode | None:
+def _episode(values: dict[str, Any] | None, tokens: int) -> EpisodePart | None:
     """Raises ValueError where the turns are not those of a response of so many tokens."""
     if values is None:
         return None
@@ -286,12 +286,12 @@ def _episode(values: dict[str, Any] | None, tokens: int) -> Episode | None:
     bounds = [0, *(bound for turn in turns for bound in (turn.start, turn.end)), tokens]
     if bounds != sorted(bounds):
         raise ValueError("has turns outside of its response")
-    return Episode(**{**values, "turns": turns})
+    return EpisodePart(**{**values, "turns": turns})
 
 
-def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
-    told = [name for name in Marks._fields if name in batch.schema.names]
-    numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *told, "advantage")}
+def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[TrajectoryRecord]:
+    known = [name for name in Marks._fields if name in batch.schema.names]
+    numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *known, "advantage")}
     lists = {name: _split(batch.column(name), dtype) for name, dtype in _LISTS.items()}
     has_episodes = "episode" in batch.schema.names
     episodes = batch.column("episode").to_pylist() if has_episodes else [None] * batch.num_rows
@@ -312,8 +312,10 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Record]:
             version_N=lists["version"][i],
             episode=episode,
         )
-        marks = {name: numbers[name][i] for name in told}
-        yield Record(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])
+        marks = {name: numbers[name][i] for name in known}
+        yield TrajectoryRecord(
+            trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i]
+        )
 
 
 def _split(column: Any, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

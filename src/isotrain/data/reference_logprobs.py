@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 
 COLUMNS = 2
 PAIR, RESPONSE, MISMATCHED = slice(0, 2), slice(0, 1), slice(1, 2)
-"""Of a pair: chosen, rejected. Of a response: itself, and its prompt with another's response."""
+"""Columns of a pair: chosen, rejected. Of a response: itself, and its prompt with another's response."""
 _TYPE = np.dtype("<f4")
 _BLOCK = 1 << 18
 

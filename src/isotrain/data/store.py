@@ -23,7 +23,7 @@ OFFSETS = "<i8"
 
 T = TypeVar("T")
 Columns = Mapping[str, npt.NDArray[Any]]
-"""What one value puts into each file."""
+"""Entries of one value, by file."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Ragged:
     """Files that hold the entries of all values one after the other, and the file of the entries' bounds."""
 
     count: str
-    """What the description calls the number of elements."""
+    """Name of the number of elements in the description."""
     types: dict[str, str]
     """Type of each file; all have equally many elements, with the same bounds."""
     offsets: str
@@ -101,7 +101,7 @@ class SampleStore(Generic[T]):
         return len(self.lengths)
 
     def entry(self, name: str, number: int) -> npt.NDArray[Any]:
-        """What one value put into a file, as a view of the map."""
+        """Entry of one value in a file, as a view of the map."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         return self.columns[name][self.offsets[name][number] : self.offsets[name][number + 1]]

@@ -10,23 +10,104 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from isotrain.data.chunks import CHUNK_ROWS, RowEncoder, chunk_path, chunked, encode_chunk, read_chunk
+from isotrain.data.encode import Encoder, PromptEncoder
+from isotrain.data.preference import PreferenceEncoder
 from isotrain.data.rows import Row, count_rows, read_rows, source_digest
 from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
-from isotrain.data.tokenise_workers import Workers
 from isotrain.errors import DataError
+from isotrain.lifetime import die_with_parent
+from isotrain.own_python import module_command
+
+CHUNK_ROWS = 1024
+_SUM = 32  # bytes of a SHA-256
+
+T = TypeVar("T")
+
+
+class RowEncoder(Protocol[T]):
+    """Rows to values of one kind; its first row may decide how it reads the others."""
+
+    name: ClassVar[str]
+    """Name of its kind, by which another process makes the same one."""
+    tokenizer: PreTrainedTokenizerBase
+    codec: Codec[T]
+    arguments: dict[str, Any]
+    """Arguments that it was made with besides the tokenizer, as JSON can hold them."""
+
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+    def values(self, row: Row) -> Sequence[T]: ...
+
+
+def chunked(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    """Rows in chunks. Those before a row that cannot be read come first: they may have an earlier error."""
+    chunk: list[Row] = []
+    try:
+        for row in rows:
+            chunk.append(row)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+    except DataError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
+        yield chunk
+
+
+def chunk_path(directory: Path, first: int, rows: Sequence[Row]) -> Path:
+    """File of the chunk that begins at row `first`."""
+    return directory / f"{first}-{len(rows)}"
+
+
+def encode_chunk(encoder: RowEncoder[Any], rows: Sequence[Row], path: Path) -> None:
+    """Write what rows are encoded to, with its SHA-256 before it."""
+    codec = encoder.codec
+    encoded = [encoder.values(row) for row in rows]
+    entries = [codec.write(value) for values in encoded for value in values]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "rows": np.array([len(rows), sum(not values for values in encoded)], np.int64)
+    }
+    for part in codec.layout:
+        for name, kind in part.types.items():
+            whole = [np.zeros(0, kind), *(entry[name] for entry in entries)]
+            arrays[name] = np.concatenate([values.astype(kind) for values in whole])
+            lengths = np.array([len(entry[name]) for entry in entries], OFFSETS)
+            assert np.array_equal(arrays.setdefault(part.offsets, lengths), lengths), "equally many elements"
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    data = file.getvalue()
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    partial.write_bytes(hashlib.sha256(data).digest() + data)
+    partial.rename(path)
+
+
+def read_chunk(path: Path) -> bytes | None:
+    """Content of a chunk; None where there is none, or another than was written."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        if hashlib.sha256(content[_SUM:]).digest() == content[:_SUM]:
+            return content[_SUM:]
+    return None
+
 
 # Starting a process takes about as long.
 SECONDS_ALONE = 10.0
@@ -35,7 +116,6 @@ MOST_PROCESSES = 16
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_LOOKS = 0.05
 
-T = TypeVar("T")
 Tell = Callable[[str], None]
 
 
@@ -67,7 +147,7 @@ def build_store(
     at once do the same work; the first to finish wins and the other takes its result. Where `source` says
     where the rows are from, more processes read it too and encode a share of the chunks each.
     """
-    own = copy.copy(encoder)  # what the first row decides holds for this source alone
+    source_encoder = copy.copy(encoder)  # what the first row decides holds for this source alone
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if source else 1
     partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
     chunks = directory.with_name(f".{directory.name}.chunks")
@@ -76,7 +156,7 @@ def build_store(
             partial.mkdir(parents=True)
             chunks.mkdir(exist_ok=True)
             with Workers(source, encoder, chunks, processes - 1, CHUNK_ROWS) as workers:
-                _write(_encoded(rows, own, chunks, workers), partial, encoder.codec, key, progress)
+                _write(_encoded(rows, source_encoder, chunks, workers), partial, encoder.codec, key, progress)
             partial.rename(directory)
         except DataError:
             shutil.rmtree(chunks, ignore_errors=True)  # other rows or settings have another key
@@ -164,8 +244,8 @@ def _encoded(
             encode_chunk(encoder, chunk, path)
             data = read_chunk(path)
             assert data is not None
-        with np.load(io.BytesIO(data), allow_pickle=False) as found:
-            yield dict(found)
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            yield dict(arrays)
 
 
 def _write(
@@ -219,3 +299,86 @@ def _write(
         text.write(json.dumps(meta, indent=2) + "\n")
         text.flush()
         os.fsync(text.fileno())
+
+
+ENCODERS: dict[str, Any] = {kind.name: kind for kind in (Encoder, PreferenceEncoder, PromptEncoder)}
+
+
+class Workers:
+    """Each reads the whole source and writes every n-th chunk; the builder encodes what they leave out.
+
+    They get plain text and write files that the builder checks, so that nothing is pickled. One that ends
+    early, also on a row that cannot be encoded, leaves its chunks to the builder, which reports the error.
+    """
+
+    def __init__(
+        self,
+        source: str | Sequence[str] | None,
+        encoder: RowEncoder[Any],
+        chunks: Path,
+        count: int,
+        chunk_rows: int,
+    ) -> None:
+        self._encoder, self._chunks, self._count = encoder, chunks, count
+        self._task = {"source": source, "chunks": str(chunks), "chunk_rows": chunk_rows, "shares": count + 1}
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def start(self) -> None:
+        """Once; without an effect where there is nothing to share."""
+        if self._processes or not self._count:
+            return
+        tokenizer = self._chunks / "tokenizer"
+        self._encoder.tokenizer.save_pretrained(tokenizer)
+        command = module_command("isotrain.data.tokenise")
+        for share in range(1, self._count + 1):
+            task = {
+                **self._task,
+                "share": share,
+                "parent": os.getpid(),
+                "encoder": self._encoder.name,
+                "arguments": self._encoder.arguments,
+                "tokenizer": str(tokenizer),
+            }
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            self._processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(task))
+            process.stdin.close()
+
+    def busy_with(self, number: int) -> bool:
+        """Whether a worker that still runs has this chunk in its share."""
+        share = number % (self._count + 1)
+        return bool(self._processes and share and self._processes[share - 1].poll() is None)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def encode_share(task: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
+    encoder = ENCODERS[task["encoder"]](tokenizer, **task["arguments"])
+    directory, first = Path(task["chunks"]), 0
+    for number, rows in enumerate(chunked(read_rows(task["source"]), task["chunk_rows"])):
+        if first == 0:
+            encoder.values(rows[0])
+        path = chunk_path(directory, first, rows)
+        first += len(rows)
+        if number % task["shares"] == task["share"] and not path.exists():
+            encode_chunk(encoder, rows, path)
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    die_with_parent(given["parent"])
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes themselves are the parallelism
+    try:
+        encode_share(given)
+    except (DataError, OSError):
+        sys.exit(1)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 
 class Turn(NamedTuple):
-    """What the policy wrote at one time, and what the environment made of it."""
+    """One piece of the policy's writing, with the environment's reply to it."""
 
     start: int
     end: int
@@ -25,13 +25,13 @@ class Turn(NamedTuple):
     calls: int
     """Tool calls that it asked for."""
     failures: int
-    """Of these, those that were malformed or failed."""
+    """Tool calls that were malformed or failed."""
     seconds: float
     """Time that the environment took to answer."""
 
 
-class Episode(NamedTuple):
-    """What a sequence is part of, where the policy did not write in one piece.
+class EpisodePart(NamedTuple):
+    """The episode of a sequence, where the policy did not write in one piece.
 
     An episode is one sequence as long as each turn continues the tokens of those before. Where the chat
     template rewrites them, such as to drop earlier thinking, the turn begins a sequence of its own.
@@ -42,11 +42,11 @@ class Episode(NamedTuple):
     parts: int
     """How many it has."""
     turns: tuple[Turn, ...]
-    """Of this sequence."""
+    """Turns of this sequence."""
     earlier: float = 0.0
     """Rewards of the turns in earlier sequences, together."""
     reward: float | None = None
-    """What the environment gave, all turns together; None where rewards are computed elsewhere."""
+    """Reward of the environment for all turns; None where rewards are computed elsewhere."""
     failure: str | None = None
     """Why the episode ended before its time."""
     detail: str = ""
@@ -64,7 +64,7 @@ class Trajectory:
     sample: int
     """Which response of the group, or which episode; several sequences can be of one."""
     seed: int
-    """What it was sampled with."""
+    """Seed that it was sampled with."""
     prompt_length: int
     tokens_T: npt.NDArray[np.int32]
     """The prompt, then the response."""
@@ -76,7 +76,7 @@ class Trajectory:
     """Version of the weights that wrote each token."""
     finished: bool
     """Whether the policy ended the response itself; otherwise it was cut at the longest allowed."""
-    episode: Episode | None = None
+    episode: EpisodePart | None = None
     """None where the policy answered once."""
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Trajectory:
 
 
 def sample_seed(run_seed: int, prompt_index: int, sample: int) -> int:
-    """What a response is sampled with: 31 bits, from the run, the draw and the response alone."""
+    """Seed of a response: 31 bits, from the run, the prompt sample and the response alone."""
     digest = hashlib.sha256(f"{run_seed} {prompt_index} {sample}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 

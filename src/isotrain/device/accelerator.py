@@ -11,8 +11,7 @@ from types import ModuleType
 
 import torch
 
-from isotrain.device.base import Memory
-from isotrain.device.fused import FusedOperators
+from isotrain.device.base import FusedOperators, Memory
 
 
 @dataclass(frozen=True)

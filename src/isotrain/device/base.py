@@ -1,14 +1,45 @@
-"""The interface behind which devices differ."""
+"""The interface behind which devices differ, and that of their fused operators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from isotrain.device.fused import FusedOperators
+
+class FusedAttention(Protocol):
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        query_ends: Sequence[int] = (),
+        key_ends: Sequence[int] = (),
+    ) -> torch.Tensor:
+        """Causal attention in the layout of the query.
+
+        With ends, which count from the first token of all: `query_THD` over `key_KGD` and `value_KGD`, where
+        the last query of a segment sees all of its keys. Without: `query_SLHD` over `key_SLGD`, `value_SLGD`.
+        """
+
+
+@dataclass(frozen=True)
+class FusedOperators:
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    """Input, weight and epsilon; the result has the wider type of the two tensors."""
+    swiglu: Callable[[torch.Tensor], torch.Tensor]
+    """From gate and up projection side by side, `(..., 2 * I)`: SiLU of the first times the second."""
+    rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """`x_SLHD` turned by `cos_SL1D` and `sin_SL1D`, none of them above 1, as two halves."""
+    attention: FusedAttention
+    grouped_matmul: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    """`rows_RM` times `weights_EMN`: the first `counts_E[0]` rows with the first matrix, the next ones with
+    the second. The counts are whole numbers on the device, and their sum is R."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +78,7 @@ class Device(Protocol):
 
     @property
     def ray_environment(self) -> dict[str, str]:
-        """What keeps Ray from choosing the devices that its workers see: we choose them ourselves."""
+        """Variables that keep Ray from choosing the devices of its workers: we choose them ourselves."""
 
     @property
     def numerics_variables(self) -> tuple[str, ...]:
@@ -110,7 +141,7 @@ class Device(Protocol):
         """Wait for the device's queue."""
 
     def memory(self) -> Memory:
-        """What this process holds on its device, and what is free there."""
+        """Memory that this process holds on its device, and that is free there."""
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         """Dense peak in FLOP/s, None where it is not known."""

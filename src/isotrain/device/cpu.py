@@ -43,8 +43,8 @@ class Cpu:
         return len(os.sched_getaffinity(0))
 
     def name(self) -> str:
-        found = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
-        return found.group(1) if found else "cpu"
+        match = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+        return match.group(1) if match else "cpu"
 
     def rank_environment(self, local_ranks: int) -> dict[str, str]:
         # Ranks that each use every core fight for them; a fixed share also fixes the order of sums.
@@ -90,5 +90,5 @@ def _read(path: str) -> str:
 
 
 def _kib(status: str, field: str) -> int:
-    found = re.search(rf"{field}:\s*(\d+) kB", status)
-    return int(found.group(1)) * 1024 if found else 0
+    match = re.search(rf"{field}:\s*(\d+) kB", status)
+    return int(match.group(1)) * 1024 if match else 0

@@ -18,33 +18,33 @@ _HASHES = "PYTHONHASHSEED"
 class Profile:
     level: str
     variables: dict[str, str]
-    """What a process must have in its environment before its first operator."""
+    """Variables that a process must have in its environment before its first operator."""
     complaints: tuple[str, ...]
-    """What could not be set, and what to do about it."""
+    """Settings that could not be made, each with a remedy."""
 
     def as_json(self) -> dict[str, Any]:
         return {"level": self.level, "variables": self.variables, "not_set": list(self.complaints)}
 
 
 def profile(device: Device, level: str, environment: Mapping[str, str], *, starts: bool = False) -> Profile:
-    """What `level` asks of a process with this environment; `starts` says that the process is yet to start.
+    """Settings of `level` for a process with this environment; `starts` says that it is yet to start.
 
     A variable that the user has set otherwise stays as it is.
     """
     if level == "off":
         return Profile(level, {}, ())
-    wanted = {_HASHES: "0", **device.deterministic_variables(environment)}
+    repeatable = {_HASHES: "0", **device.deterministic_variables(environment)}
     complaints = [
         f"{name} stays {environment[name]!r} as you set it; {value!r} would make results repeatable"
-        for name, value in wanted.items()
+        for name, value in repeatable.items()
         if environment.get(name, value) != value and name != _HASHES
     ]
     # Python has read it when it started; any fixed number will do.
     fixed = environment.get(_HASHES, "").isdecimal()
     if not fixed and (_HASHES in environment or (not starts and sys.flags.hash_randomization)):
-        del wanted[_HASHES]
+        del repeatable[_HASHES]
         complaints.append(f"{_HASHES} is not a fixed number; export {_HASHES}=0 before the start")
-    variables = {name: environment.get(name, value) for name, value in wanted.items()}
+    variables = {name: environment.get(name, value) for name, value in repeatable.items()}
     return Profile(level, variables, tuple(complaints))
 
 

@@ -14,6 +14,9 @@ from torch.multiprocessing import reductions
 
 c10d: Any = torch.distributed  # its types leave out what is used here
 
+# From so many processes on, gloo connects pairs when they first talk.
+CONNECT_ON_DEMAND = 128
+
 
 def private_group(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A backend's group of processes that meet on a store; no other group knows of it."""
@@ -25,11 +28,11 @@ def private_group(backend: str, store: Any, rank: int, size: int, timeout: timed
     plugin = c10d.Backend._plugins[backend.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
-    wanted = c10d.distributed_c10d._DistributedBackendOptions()
-    wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
-    wanted.timeout, wanted.group_id = timeout, "isotrain-weights"
-    wanted.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(wanted, None)
+    plugin_options = c10d.distributed_c10d._DistributedBackendOptions()
+    plugin_options.store, plugin_options.group_rank, plugin_options.group_size = store, rank, size
+    plugin_options.timeout, plugin_options.group_id = timeout, "isotrain-weights"
+    plugin_options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(plugin_options, None)
 
 
 # Of the arguments from which torch rebuilds a tensor in another process: those that a flat tensor of bytes

@@ -25,7 +25,7 @@ _SECRET = re.compile(r"(?:^|_)(?:AUTH|CREDENTIALS?|KEY|PASSWD|PASSWORD|SECRET|TO
 
 
 def child_environment(environment: Mapping[str, str], passed: Collection[str] = ()) -> dict[str, str]:
-    """What a child needs to find programs, libraries and devices; `passed` are further names."""
+    """Variables by which a child finds programs, libraries and devices; `passed` are further names."""
     return {
         name: value for name, value in environment.items() if name in passed or _harmless(name.upper(), value)
     }

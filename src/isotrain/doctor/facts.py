@@ -7,9 +7,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from isotrain.doctor.npu_smi import Npu, is_number, parse_devices, parse_driver, parse_processes
 from isotrain.doctor.system import System
 from isotrain.observe.environment import SECRET, URL_CREDENTIALS
+
+
+@dataclass(frozen=True)
+class Npu:
+    """One device that a process can use: a module of an A2, or one die of an A3."""
+
+    module: int
+    chip: int
+    number: int
+    """Number that masks use: the physical number on an A3, else the module."""
+    name: str
+    health: str
+
+
+def parse_devices(text: str) -> list[Npu]:
+    """The devices of the table. Columns widen from release to release, so it is read cell by cell.
+
+    Each device has two lines: module and name, health, power; then chip (and physical number), bus, memory.
+    """
+    devices: list[Npu] = []
+    above: tuple[int, str, str] | None = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) != 3:
+            above = None
+            continue
+        first = cells[0].split()
+        if len(first) == 2 and is_number(first[0]) and not re.search(r"[0-9a-fA-F]{4}:", cells[1]):
+            above = (int(first[0]), first[1], cells[1])
+        elif above is not None and first and all(is_number(part) for part in first):
+            module, name, health = above
+            number = int(first[1]) if len(first) > 1 else module
+            devices.append(Npu(module, int(first[0]), number, name, health))
+            above = None
+    return devices
+
+
+def is_number(text: str) -> bool:
+    """Plain digits of a bounded length: `isdigit` also takes exponents, and `int` refuses very long ones."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def parse_driver(text: str) -> str | None:
+    """The driver's version in the table's head."""
+    match = re.search(r"\bVersion:\s*([\w.\-]+)", text)
+    return match[1] if match else None
+
+
+def parse_processes(text: str) -> list[tuple[int, int]]:
+    """Module and process id of everything that holds a device."""
+    _, _, table = text.partition("Process id")
+    rows = re.findall(r"^\|\s*([0-9]{1,9})\s+[0-9]+\s*\|\s*([0-9]{1,9})\s*\|", table, re.MULTILINE)
+    return [(int(module), int(process)) for module, process in rows]
+
 
 # Everything that a rule or a stack asks about.
 PACKAGES = (
@@ -61,7 +114,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     machine: str
     python: str
     packages: dict[str, str]
@@ -103,7 +156,7 @@ class Facts:
         return {**asdict(self), "ports": sorted(self.ports)}
 
 
-def collect(system: System, commands: bool = True, places: Sequence[str] = (SHARED_MEMORY,)) -> Facts:
+def collect(system: System, commands: bool = True, places: Sequence[str] = (SHARED_MEMORY,)) -> MachineFacts:
     """Everything, or without `commands` what can be had in milliseconds. Free space is asked at `places`."""
     variables = relevant(system.variables)
     home, cann = find_toolkit(system, variables)
@@ -111,7 +164,7 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
     nvidia = system.run(NVIDIA_SMI, timeout=10) if commands else None
     packages = system.packages(PACKAGES)
     imported = system.run(IMPORT_TORCH, timeout=60) if commands and "torch" in packages else None
-    return Facts(
+    return MachineFacts(
         machine=system.machine,
         python=system.python,
         packages=packages,
@@ -166,11 +219,11 @@ def find_toolkit(system: System, variables: dict[str, str]) -> tuple[str | None,
             version = _field(system.read(path), "version")
             if version:
                 return home, version
-        found = re.search(
+        match = re.search(
             r"toolkit_running_version=\[[^:\]]*:([^\]]+)\]", system.read(f"{home}/version.cfg") or ""
         )
-        if found:
-            return home, found[1]
+        if match:
+            return home, match[1]
     # Trimmed images leave those files out: the libraries are what counts.
     folders = [*homes, *_TOOLKITS, *variables.get("LD_LIBRARY_PATH", "").split(":")]
     for folder in filter(None, folders):
@@ -183,9 +236,9 @@ def find_toolkit(system: System, variables: dict[str, str]) -> tuple[str | None,
 def _field(text: str | None, *names: str) -> str | None:
     """The first of these `name=value` lines that the text has."""
     for name in names:
-        found = re.search(rf"^\s*{name}\s*=\s*(\S+)", text or "", re.MULTILINE)
-        if found:
-            return found[1]
+        match = re.search(rf"^\s*{name}\s*=\s*(\S+)", text or "", re.MULTILINE)
+        if match:
+            return match[1]
     return None
 
 
@@ -196,14 +249,14 @@ def _gpus(text: str) -> list[Gpu]:
 
 def _open_files(limits: str | None) -> int | None:
     """The hard limit: a process may raise its own up to that."""
-    found = re.search(r"^Max open files\s+\S+\s+(\d+)", limits or "", re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(r"^Max open files\s+\S+\s+(\d+)", limits or "", re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def _ports(table: str | None) -> frozenset[int]:
     """Listening ports in one of the kernel's tables of sockets."""
-    found = re.findall(rf"^\s*\d+: [0-9A-F]+:([0-9A-F]{{4}}) \S+ {_LISTENING} ", table or "", re.MULTILINE)
-    return frozenset(int(port, 16) for port in found)
+    ports = re.findall(rf"^\s*\d+: [0-9A-F]+:([0-9A-F]{{4}}) \S+ {_LISTENING} ", table or "", re.MULTILINE)
+    return frozenset(int(port, 16) for port in ports)
 
 
 def _import_error(text: str) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isotrain.doctor.checks.versions import within_bounds
-from isotrain.doctor.matrix import Stack, fits, is_exact, matrix
+from isotrain.doctor.matrix import Stack, fits, is_exact, matrix, order
 from isotrain.doctor.scene import Scene
-from isotrain.doctor.versions import order
 from isotrain.language import tr
 
 # What a change costs: a driver needs the owner of the machine, a toolkit a new image, a package a minute.
@@ -45,7 +44,7 @@ def nearest(scene: Scene) -> Nearest | None:
 
 
 def too_old_for_isotrain(scene: Scene) -> list[Stack]:
-    """What was published for this machine's toolkit, but with a torch that isotrain cannot train on."""
+    """Stacks for this machine's toolkit whose torch isotrain cannot train on."""
     cann = scene.facts.cann
     return [
         stack
@@ -93,13 +92,13 @@ def _engines(packages: dict[str, str]) -> frozenset[str]:
 def _packages_to_change(stack: Stack, scene: Scene) -> dict[str, str]:
     have, needs = scene.facts.packages, scene.needs or frozenset()
     return {
-        name: wanted
-        for name, wanted in stack.packages_on(scene.facts.machine).items()
-        if not (name in have and fits(have[name], wanted))
+        name: pin
+        for name, pin in stack.packages_on(scene.facts.machine).items()
+        if not (name in have and fits(have[name], pin))
         # One that is there must go with the new torch as well.
         and (name not in _FOR_ENGINES or name in have or "online" in needs)
         # isotrain's own bounds see to it, unless an engine is there that wants one version.
-        and (name != "transformers" or (is_exact(wanted) and ("vllm" in have or "online" in needs)))
+        and (name != "transformers" or (is_exact(pin) and ("vllm" in have or "online" in needs)))
     }
 
 
@@ -112,9 +111,9 @@ def _changes(stack: Stack, scene: Scene) -> list[str]:
         changes.append(tr("CANN {old} -> {new}", old=facts.cann or none, new=stack.cann))
     if stack.python and not fits(facts.python, stack.python):
         changes.append(f"Python {facts.python} -> {stack.python.removeprefix('==')}")
-    for name, wanted in _packages_to_change(stack, scene).items():
+    for name, version in _packages_to_change(stack, scene).items():
         old = facts.packages.get(name, none)
-        changes.append(tr("{name} {old} -> {new}", name=name, old=old, new=wanted))
+        changes.append(tr("{name} {old} -> {new}", name=name, old=old, new=version))
     return changes
 
 
@@ -159,13 +158,13 @@ def _commands(stack: Stack, scene: Scene) -> list[str]:
     return lines
 
 
-def _differs(wanted: str, have: str | None) -> bool:
-    return have is None or order(have) != order(wanted)
+def _differs(published: str, have: str | None) -> bool:
+    return have is None or order(have) != order(published)
 
 
 def _pins(packages: dict[str, str]) -> str:
-    return " ".join(_pin(name, wanted) for name, wanted in packages.items())
+    return " ".join(_pin(name, version) for name, version in packages.items())
 
 
-def _pin(name: str, wanted: str) -> str:
-    return f"{name}=={wanted}" if is_exact(wanted) else f"'{name}{wanted}'"
+def _pin(name: str, version: str) -> str:
+    return f"{name}=={version}" if is_exact(version) else f"'{name}{version}'"

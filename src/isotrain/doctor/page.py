@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from isotrain.doctor.matrix import Stack, matrix
 from isotrain.doctor.nearest import carries_isotrain
 from isotrain.doctor.rules import rules
-from isotrain.recipe.generated import page_command, table_row
+from isotrain.recipe.reference import page_command, table_row
 
 _HEAD = """# Stacks
 

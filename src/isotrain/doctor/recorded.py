@@ -21,7 +21,7 @@ from isotrain.errors import DataError
 
 
 class _Described(BaseModel):
-    """What `machine.json` holds."""
+    """Content of `machine.json`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,11 +57,12 @@ class RecordedMachine:
         return self._text(f"files/{path.lstrip('/')}")
 
     def find(self, pattern: str) -> list[str]:
-        wanted = pattern.split("/")
+        pattern_parts = pattern.split("/")
         return sorted(
             path
             for path in self._described.found
-            if len(parts := path.split("/")) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+            if len(parts := path.split("/")) == len(pattern_parts)
+            and all(map(fnmatch.fnmatchcase, parts, pattern_parts))
         )
 
     def run(self, command: Sequence[str], timeout: float) -> Output | None:
@@ -100,10 +101,10 @@ class Recording:
         self._described = _Described(machine=self.machine, python=self.python, variables=variables)
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
-        found = self._system.packages(names)
-        self._described.packages |= found
+        versions = self._system.packages(names)
+        self._described.packages |= versions
         self._save()
-        return found
+        return versions
 
     def read(self, path: str) -> str | None:
         text = self._system.read(path)
@@ -112,10 +113,10 @@ class Recording:
         return text
 
     def find(self, pattern: str) -> list[str]:
-        found = self._system.find(pattern)
-        self._described.found += [path for path in found if path not in self._described.found]
+        paths = self._system.find(pattern)
+        self._described.found += [path for path in paths if path not in self._described.found]
         self._save()
-        return found
+        return paths
 
     def run(self, command: Sequence[str], timeout: float) -> Output | None:
         output = self._system.run(command, timeout)
@@ -141,7 +142,7 @@ class Recording:
 
 
 def _listening(table: str) -> str:
-    """Of the kernel's table of sockets, what is looked at: ports of listeners, without their addresses."""
+    """Rows of the kernel's table of sockets that are looked at: listeners, without their addresses."""
     head, *rows = table.splitlines(keepends=True)
     listening = (row for row in rows if " 0A " in row)
     return "".join([head, *(re.sub(r"(?<=: )[0-9A-F]+(?=:)", _zeros, row, count=1) for row in listening)])

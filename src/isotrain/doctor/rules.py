@@ -10,14 +10,12 @@ from typing import Literal
 from pydantic import Field, TypeAdapter, field_validator
 
 from isotrain.doctor.facts import PACKAGES
-from isotrain.doctor.findings import Finding, Level, milder
-from isotrain.doctor.matrix import Row, Target, fits, packaged, specifier
-from isotrain.doctor.scene import NEEDS, Scene
-from isotrain.doctor.versions import satisfies
+from isotrain.doctor.matrix import StrictModel, Target, fits, packaged, satisfies, specifier
+from isotrain.doctor.scene import NEEDS, Level, MachineFinding, Scene, milder
 from isotrain.language import tr
 
 
-class When(Row):
+class When(StrictModel):
     """Everything that is given must hold."""
 
     device: Target | None = None
@@ -32,11 +30,11 @@ class When(Row):
     @field_validator("packages")
     @classmethod
     def _are_looked_at(cls, packages: dict[str, str]) -> dict[str, str]:
-        for name, wanted in packages.items():
+        for name, condition in packages.items():
             if name not in PACKAGES:
                 raise ValueError(f"facts.PACKAGES lacks {name}")
-            if wanted not in ("present", "absent"):
-                specifier(wanted)
+            if condition not in ("present", "absent"):
+                specifier(condition)
         return packages
 
     @field_validator("variables")
@@ -62,14 +60,18 @@ class When(Row):
             and (not self.hardware or scene.generation in self.hardware)
             and _version_holds(facts.cann, self.cann, present=facts.cann_home is not None)
             and _version_holds(facts.driver, self.hdk, present=facts.driver is not None)
-            and all(_package_holds(facts.packages.get(k), wanted) for k, wanted in self.packages.items())
-            and all(_variable_holds(facts.variables.get(k), wanted) for k, wanted in self.variables.items())
+            and all(
+                _package_holds(facts.packages.get(k), condition) for k, condition in self.packages.items()
+            )
+            and all(
+                _variable_holds(facts.variables.get(k), condition) for k, condition in self.variables.items()
+            )
             # Without a recipe, it is not known that the trouble will not come.
             and (scene.needs is None or scene.needs.issuperset(self.recipe))
         )
 
 
-class Rule(Row):
+class KnownProblem(StrictModel):
     id: str
     level: Level
     complaint: int | None = None
@@ -80,33 +82,33 @@ class Rule(Row):
 
 
 @lru_cache(maxsize=1)
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[KnownProblem, ...]:
     """The rules that come with this version."""
-    return TypeAdapter(tuple[Rule, ...]).validate_python(packaged("rules.yaml"))
+    return TypeAdapter(tuple[KnownProblem, ...]).validate_python(packaged("rules.yaml"))
 
 
-def apply(scene: Scene) -> Iterator[Finding]:
-    """What the rules say about a machine."""
+def apply(scene: Scene) -> Iterator[MachineFinding]:
+    """Findings of the rules that apply to a machine."""
     for rule in rules():
         if rule.when.holds(scene):
             unsure = bool(rule.when.recipe) and scene.needs is None
             level = milder(rule.level) if unsure else rule.level
-            yield Finding(rule.id, level, tr(rule.symptom), tr(rule.fix))
+            yield MachineFinding(rule.id, level, tr(rule.symptom), tr(rule.fix))
 
 
-def _version_holds(version: str | None, wanted: str | None, present: bool) -> bool:
-    if wanted in (None, "present", "absent"):
-        return wanted is None or present == (wanted == "present")
-    return version is not None and satisfies(version, wanted)
+def _version_holds(version: str | None, condition: str | None, present: bool) -> bool:
+    if condition in (None, "present", "absent"):
+        return condition is None or present == (condition == "present")
+    return version is not None and satisfies(version, condition)
 
 
-def _package_holds(version: str | None, wanted: str) -> bool:
-    if wanted == "absent" or version is None:
-        return wanted == "absent" and version is None
-    return wanted == "present" or fits(version, wanted)
+def _package_holds(version: str | None, condition: str) -> bool:
+    if condition == "absent" or version is None:
+        return condition == "absent" and version is None
+    return condition == "present" or fits(version, condition)
 
 
-def _variable_holds(value: str | None, wanted: str) -> bool:
-    if wanted in ("set", "unset"):
-        return bool(value) == (wanted == "set")
-    return re.fullmatch(wanted, value or "") is not None
+def _variable_holds(value: str | None, condition: str) -> bool:
+    if condition in ("set", "unset"):
+        return bool(value) == (condition == "set")
+    return re.fullmatch(condition, value or "") is not None

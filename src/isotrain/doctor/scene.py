@@ -1,15 +1,33 @@
-"""The input of rules and checks: a machine, a device and a recipe."""
+"""Input and output of rules and checks: a machine with a device and a recipe, and findings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
-from isotrain.doctor.facts import Facts
+from isotrain.doctor.facts import MachineFacts
 from isotrain.doctor.matrix import Target, matrix
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
+
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class MachineFinding:
+    id: str
+    level: Level
+    """`error`: training fails or is wrong; `warning`: it may; `note`: good to know."""
+    problem: str
+    remedy: str
+
+
+def milder(level: Level) -> Level:
+    """The next level below."""
+    return LEVELS[min(LEVELS.index(level) + 1, len(LEVELS) - 1)]
 
 
 def _engine(recipe: Recipe) -> str | None:
@@ -41,23 +59,23 @@ NEEDS: dict[str, Callable[[Recipe], bool]] = {
 
 @dataclass(frozen=True)
 class Scene:
-    facts: Facts
+    facts: MachineFacts
     target: Target
     recipe: Recipe | None = None
 
     @cached_property
     def needs(self) -> frozenset[str] | None:
-        """What the recipe needs; None without a recipe."""
+        """Needs of the recipe; None without a recipe."""
         recipe = self.recipe
         return None if recipe is None else frozenset(name for name, has in NEEDS.items() if has(recipe))
 
     @property
     def generation(self) -> str | None:
-        """Of the first device; machines with two kinds are not built."""
+        """Generation of the first device; machines with two kinds are not built."""
         return matrix().chips.get(self.facts.npus[0].name) if self.facts.npus else None
 
 
-def likely_target(facts: Facts) -> Target:
+def likely_target(facts: MachineFacts) -> Target:
     """The device that the installed packages suggest."""
     if "torch-npu" in facts.packages or facts.cann or facts.npu_devices or facts.npus:
         return "npu"

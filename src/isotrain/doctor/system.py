@@ -33,7 +33,7 @@ class System(Protocol):
     """A machine, this one or a recorded one."""
 
     machine: str
-    """What `uname -m` says."""
+    """Output of `uname -m`."""
     python: str
     """The version of Python that training would run on."""
     variables: Mapping[str, str]
@@ -49,7 +49,7 @@ class System(Protocol):
         """Paths that match a shell pattern, sorted."""
 
     def run(self, command: Sequence[str], timeout: float) -> Output | None:
-        """What a command says; None where it is not installed. `python` is the one of `python`."""
+        """Output of a command; None where it is not installed. `python` is the one of `python`."""
 
     def free(self, path: str) -> int | None:
         """Free bytes on the file system that a path is or would be on."""
@@ -63,12 +63,12 @@ class ThisMachine:
     variables: Mapping[str, str] = os.environ
 
     def packages(self, names: Sequence[str]) -> dict[str, str]:
-        found = {}
+        versions = {}
         for name in names:
             # Versions of builds by hand may be anything, and broken installations have none.
             with contextlib.suppress(importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
-                found[name] = str(Version(importlib.metadata.version(name)))
-        return found
+                versions[name] = str(Version(importlib.metadata.version(name)))
+        return versions
 
     def read(self, path: str) -> str | None:
         try:
@@ -108,5 +108,5 @@ class ThisMachine:
 
 
 def command_name(command: Sequence[str]) -> str:
-    """What a command's output is called when it is kept in a file."""
+    """Name of the file that keeps a command's output."""
     return re.sub(r"[^\w.-]+", "_", " ".join(command)) + ".txt"

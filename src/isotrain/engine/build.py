@@ -20,23 +20,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from isotrain.device.base import Device
+from isotrain.device.base import Device, FusedOperators
 from isotrain.device.cpu import Cpu
-from isotrain.device.fused import FusedOperators
 from isotrain.engine.engine import TrainingEngine, make_optimizer
 from isotrain.engine.expert_parallel import split_experts, split_modules
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import guard_flash, provide
-from isotrain.models.backbone import Backbone
-from isotrain.models.checkpointing import checkpoint_layers
-from isotrain.models.compiled import compile_layers
 from isotrain.models.config import attention_shapes, has_window, text_config
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
-from isotrain.models.experts import provide_experts, use_grouped, uses_grouped
+from isotrain.models.experts import RouterBalance, provide_experts, use_grouped, uses_grouped
 from isotrain.models.fused import LAYERS, NONE_FUSED, Fused, fuse_layers
+from isotrain.models.layers import checkpoint_layers, compile_layers
 from isotrain.models.load import (
     build_causal_lm,
     build_scalar,
@@ -48,9 +45,7 @@ from isotrain.models.load import (
     read_config,
 )
 from isotrain.models.lora import add_adapters, base_name, initialise_adapters, is_adapter, lora_config
-from isotrain.models.packed import PackedModel
-from isotrain.models.routing import RouterBalance
-from isotrain.models.scalar import SCORE, SCORE_BIAS, ScalarModel
+from isotrain.models.packed import SCORE, SCORE_BIAS, Backbone, PackedModel, ScalarModel
 from isotrain.models.weights import WeightFiles, load_weights, perturb, shard_of
 from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 

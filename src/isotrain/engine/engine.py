@@ -20,9 +20,8 @@ from isotrain.data.packing import PackedBatch
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.stored_moments import StoredMoments
 from isotrain.engine.world import World
-from isotrain.models.backbone import Backbone
 from isotrain.models.config import active_experts
-from isotrain.models.packed import TokenHead
+from isotrain.models.packed import Backbone, TokenHead
 from isotrain.models.weights import shard_of
 
 Loss = Callable[[TokenHead, int], torch.Tensor]

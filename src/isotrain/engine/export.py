@@ -25,12 +25,12 @@ from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.tensor_file import write_tensors
 from isotrain.engine.model_files import METADATA, Read, write_model_files
 from isotrain.errors import CheckpointError, RecipeError
-from isotrain.models.backbone import Backbone
-from isotrain.models.base_weights import BaseWeights
 from isotrain.models.config import model_end_tokens, number_of_experts, text_config
 from isotrain.models.conversion import Publisher, stored_buffers
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.models.lora import ADAPTER, ALL, adapted_layers
+from isotrain.models.packed import Backbone
+from isotrain.models.weights import BaseWeights
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved
 from isotrain.recipe.preference import PrmSection, RmSection

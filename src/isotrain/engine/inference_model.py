@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.world import World
-from isotrain.models.backbone import Backbone
+from isotrain.models.packed import Backbone
 
 Result = TypeVar("Result")
 

@@ -14,8 +14,7 @@ import torch
 from isotrain.algorithms.preference_losses import two_classes
 from isotrain.data.packing import PackedBatch
 from isotrain.engine.inference_model import InferenceModel
-from isotrain.models.packed import TokenHead
-from isotrain.models.scalar import ScalarHead
+from isotrain.models.packed import ScalarHead, TokenHead
 
 
 def score_samples(model: InferenceModel, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[att
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isotrain.device.base import Device
+from isotrain.device.exchange import CONNECT_ON_DEMAND
 from isotrain.engine.interfaces import (
     HOST_VARIABLE,
     address_towards,
@@ -27,8 +28,7 @@ from isotrain.engine.interfaces import (
     use_interface,
 )
 from isotrain.errors import LaunchError
-from isotrain.models.context import ContextGroup
-from isotrain.models.context_layout import ContextRank
+from isotrain.models.context import ContextGroup, ContextRank
 from isotrain.process.child import raise_file_limit
 from isotrain.recipe.schema import MeshSection
 
@@ -37,9 +37,6 @@ STORE_VARIABLE = "ISOTRAIN_STORE"
 
 # Long enough for the slowest rank to read its shard of a large model, short enough to end a hang.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
-# Ranks from which on gloo connects pairs when they first talk.
-CONNECT_ON_DEMAND = 128
 
 # Seconds between polls of other ranks where no collective may wait for them.
 WAIT_SECONDS = 0.2
@@ -103,7 +100,7 @@ class World:
         return self._context_groups[heads]
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank speaks for all: writes metrics, commits checkpoints."""
         return self.rank == 0
 
@@ -152,7 +149,9 @@ class World:
     def agree(self, find: Callable[[], str], complaint: str) -> str:
         """The SHA-256 that one rank of each machine finds; `complaint` is for machines that differ."""
         own = find() if self.local_rank == 0 else None
-        leaders = self.sum([float(byte) for byte in bytes.fromhex(own)] if self.leads and own else [0.0] * 32)
+        leaders = self.sum(
+            [float(byte) for byte in bytes.fromhex(own)] if self.is_main and own else [0.0] * 32
+        )
         found = bytes(int(byte) for byte in leaders).hex()
         if self.sum([float(own not in (None, found))]) != [0.0]:
             raise LaunchError(complaint)

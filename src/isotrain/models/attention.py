@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 
 from isotrain.device import varlen
-from isotrain.device.fused import FusedAttention
+from isotrain.device.base import FusedAttention
 from isotrain.errors import ModelError
 
 SEGMENTS = "isotrain_segments"
@@ -315,6 +315,7 @@ def _after_trunks(
 def _with_trunks(parts: tuple[torch.Tensor, ...], continues: tuple[int, ...]) -> torch.Tensor:
     """Each segment's own, after those of the one that it continues."""
     together = (
-        [parts[trunk], own] if trunk >= 0 else [own] for own, trunk in zip(parts, continues, strict=True)
+        [parts[trunk], segment] if trunk >= 0 else [segment]
+        for segment, trunk in zip(parts, continues, strict=True)
     )
     return torch.cat([part for pair in together for part in pair])

@@ -1,13 +1,14 @@
-"""What a configuration says of a language model, wherever in it that stands.
+"""Facts about a language model from its configuration, wherever in it they stand.
 
-Composite models, which read images or sound too, keep it in a part of their own. A field that is looked for
+Composite models, which read images or sound too, keep them in a part of their own. A field that is looked for
 at the top is then missing, which looks like a model without a window, a soft cap or experts. All other
 modules ask here, or read a `text_config`; a test of the source keeps them from reading the top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +69,7 @@ class AttentionShape(NamedTuple):
 
 
 def attention_shapes(config: PretrainedConfig) -> list[AttentionShape]:
-    """Of each layer."""
+    """Shape of each layer's attention."""
     shapes = []
     for layer in layer_configs(config):
         heads = layer.num_attention_heads
@@ -82,7 +83,7 @@ def vocabulary_size(source: PretrainedConfig | PreTrainedModel) -> int:
 
 
 def number_of_experts(config: PretrainedConfig) -> int:
-    """Of one layer; 0 for dense models."""
+    """Experts of one layer; 0 for dense models."""
     return next(_set(text_config(config), _EXPERTS), 0)
 
 
@@ -109,7 +110,7 @@ def _set(text: PretrainedConfig, names: tuple[str, ...]) -> Iterator[int]:
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:
-    """What kinds of layers mix tokens, where the configuration lists them."""
+    """Kinds of layers that mix tokens, where the configuration lists them."""
     return set(getattr(text_config(config), "layer_types", None) or ())
 
 
@@ -121,3 +122,46 @@ def has_window(config: PretrainedConfig) -> bool:
         getattr(layer, "sliding_window", None) and getattr(layer, "use_sliding_window", True)
         for layer in layer_configs(config)
     )
+
+
+def training_flops(parameters: int, trained: int, config: PretrainedConfig, lengths: Sequence[int]) -> float:
+    """Useful operations of forward and backward over samples of the given lengths.
+
+    2 per weight and token forward, 2 for the gradient of the activations, 2 for that of trained weights;
+    causal attention does 2 x 2 x length^2 / 2 x width per layer forward and twice that backward. What is
+    computed again for gradient checkpointing is not useful work and does not count.
+    """
+    tokens = sum(lengths)
+    width = sum(shape.query_heads * shape.head_size for shape in attention_shapes(config))
+    attention: float = 3 * 2 * width * sum(length * length for length in lengths)
+    return 4.0 * parameters * tokens + 2.0 * trained * tokens + attention
+
+
+@dataclass(frozen=True)
+class Positions:
+    limit: int | None
+    """Tokens of the longest sequence; None where the config does not say."""
+    config_changes: dict[str, int] = field(default_factory=dict)
+    """Entries of the model's config that an engine needs to allow that many."""
+
+
+def positions(config: PretrainedConfig) -> Positions:
+    """YaRN and linear scaling stretch positions by a factor, which configs leave out of their own limit.
+
+    llama3 and longrope configs have the stretched limit already. So do those with one scaling per kind of
+    layer. With `dynamic`, frequencies beyond the limit depend on the longest sample of a pack: not allowed.
+    """
+    text = text_config(config)
+    declared: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    if declared is None or not isinstance(rope, dict):
+        return Positions(declared)
+    factor = rope.get("factor") or 1.0
+    if rope.get("rope_type") == "linear":
+        return Positions(int(declared * factor))
+    if rope.get("rope_type") == "yarn":
+        stretched = int(rope["original_max_position_embeddings"] * factor)
+        if stretched > declared:
+            # Engines differ in whether they stretch a limit; one that is stretched, all take as it is.
+            return Positions(stretched, {"max_position_embeddings": stretched})
+    return Positions(declared)

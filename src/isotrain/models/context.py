@@ -4,8 +4,13 @@ Each rank runs the layers over its own tokens. Attention, which sees the others'
 heads (Ulysses), passes keys and values around (`ring.py`), or both. Heads give numbers for a rank's own
 tokens, which are then gathered: objectives see those of all tokens, on every rank of the group.
 
+The ranks form `ring` parts of the tokens, and each part is split again over `heads` ranks, which exchange
+tokens for heads within attention. With one part, tokens stay in their order. With several, each segment is
+cut into twice as many pieces as there are parts, and a part gets the n-th piece from the front and the n-th
+from the back: causal attention is then equally much work for all of them.
+
 H: query heads, G: key/value heads, T: packed tokens, L: this rank's, D: head size, U: ranks that exchange
-heads, N: tokens whose states are wanted, M: this rank's.
+heads, N: tokens whose states are used, M: this rank's.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +30,123 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isotrain.errors import ModelError
 from isotrain.models.attention import hands_nothing_on, refuse_unsupported
-from isotrain.models.context_layout import ContextRank, Layout, Wanted, lay_out, owners
-from isotrain.models.ring import ring_attention
-from isotrain.models.ring_blocks import RingTokens
+from isotrain.models.ring import RingTokens, ring_attention
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ContextRank:
+    """One of `heads * ring` ranks; those of a part are neighbours."""
+
+    heads: int
+    ring: int
+    index: int
+
+    @property
+    def size(self) -> int:
+        return self.heads * self.ring
+
+
+class TokenRun(NamedTuple):
+    """Neighbouring tokens of a segment: from `start` up to `stop`, counted within it."""
+
+    segment: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    lengths: tuple[int, ...]
+    """Tokens of each segment. Those that only fill up a part are segments of their own, at the end."""
+    continues: tuple[int, ...]
+    """For each segment the one that it continues, or -1; empty where none does."""
+    parts: tuple[tuple[TokenRun, ...], ...]
+    """Runs of tokens in each part of the ring, in its order."""
+    places_L: torch.Tensor
+    """Which packed token each of this rank's tokens is; T for those that fill up."""
+    order_T: npt.NDArray[np.int64]
+    """Where each packed token is among all ranks' tokens, one rank's after the other's."""
+    sizes: tuple[int, ...]
+    """Tokens of each rank."""
+
+
+def lay_out(lengths: Sequence[int], continues: Sequence[int], rank: ContextRank) -> ContextLayout:
+    """A function of the batch alone: every rank of the group computes it for itself."""
+    segments, trunks = list(lengths), list(continues)
+    first = (0, *accumulate(lengths))
+    parts, places = _parts(lengths, rank.ring), []
+    for runs in parts:
+        part = np.concatenate(
+            [np.zeros(0, np.int64), *(first[s] + np.arange(start, stop) for s, start, stop in runs)]
+        )
+        missing = -len(part) % rank.heads if len(part) else rank.heads
+        if missing:
+            runs.append(TokenRun(len(segments), 0, missing))
+            segments.append(missing)
+            trunks += [-1] if trunks else []
+        places += np.split(np.concatenate([part, np.full(missing, first[-1])]), rank.heads)
+    order_T = np.empty(first[-1] + 1, np.int64)
+    order_T[np.concatenate(places)] = np.arange(sum(map(len, places)))
+    return ContextLayout(
+        tuple(segments),
+        tuple(trunks),
+        tuple(map(tuple, parts)),
+        torch.from_numpy(places[rank.index]),
+        order_T[:-1],
+        tuple(map(len, places)),
+    )
+
+
+def _parts(lengths: Sequence[int], ring: int) -> list[list[TokenRun]]:
+    """The pieces of all segments for each part of the ring.
+
+    Pieces that get one token more are chosen in turn: many short segments fill all parts alike.
+    """
+    if ring == 1:
+        return [[TokenRun(number, 0, length) for number, length in enumerate(lengths)]]
+    pieces, turn = 2 * ring, 0
+    parts: list[list[TokenRun]] = [[] for _ in range(ring)]
+    for number, length in enumerate(lengths):
+        size, more = divmod(length, pieces)
+        bounds = (0, *accumulate(size + ((piece - turn) % pieces < more) for piece in range(pieces)))
+        turn = (turn + more) % pieces
+        for piece in range(pieces):
+            if bounds[piece] < bounds[piece + 1]:
+                run = TokenRun(number, bounds[piece], bounds[piece + 1])
+                parts[min(piece, pieces - 1 - piece)].append(run)
+    return parts
+
+
+@dataclass(frozen=True)
+class SelectedTokens:
+    """Which of the selected tokens are whose."""
+
+    counts: tuple[int, ...]
+    """How many each rank has."""
+    own_M: torch.Tensor
+    """Which of them are this rank's."""
+    at_M: torch.Tensor
+    """Where those are among this rank's tokens."""
+    order_N: npt.NDArray[np.int64]
+    """Where each is among all ranks' selected ones, one rank's after the other's."""
+
+
+def owners(layout: ContextLayout, predict_N: npt.NDArray[np.int64], rank: ContextRank) -> SelectedTokens:
+    selected_N = layout.order_T[predict_N]
+    starts = np.array((0, *accumulate(layout.sizes)))
+    owner_N = np.searchsorted(starts[1:], selected_N, side="right")
+    own_M = np.flatnonzero(owner_N == rank.index)
+    order_N = np.empty(len(owner_N), np.int64)
+    order_N[np.argsort(owner_N, kind="stable")] = np.arange(len(owner_N))
+    return SelectedTokens(
+        tuple(np.bincount(owner_N, minlength=rank.size).tolist()),
+        torch.from_numpy(own_M),
+        torch.from_numpy(selected_N[own_M] - starts[rank.index]),
+        order_N,
+    )
+
 
 CONTEXT = "isotrain_context"
 WHOLE = "set device.mesh.context to 1, and model.attention=padded"
@@ -40,7 +160,7 @@ class ContextGroup:
     """This rank's place in its group, and the connections to the others."""
 
     place: ContextRank
-    everyone: dist.ProcessGroup
+    all_ranks: dist.ProcessGroup
     heads: dist.ProcessGroup
     """Ranks of this one's part of the ring."""
     ring: dist.ProcessGroup
@@ -75,8 +195,8 @@ class Split:
     """One micro-batch, as a group computes it."""
 
     group: ContextGroup
-    layout: Layout
-    wanted: Wanted
+    layout: ContextLayout
+    selected: SelectedTokens
     inner: str
     """transformers' name for the attention that one rank computes over all tokens of its heads."""
 
@@ -97,19 +217,19 @@ class Split:
         filled = torch.cat([values_T, values_T.new_zeros(1)])
         return filled[self.layout.places_L.to(values_T.device)]
 
-    def of_wanted(self, values_M: torch.Tensor) -> torch.Tensor:
-        """Numbers of this rank's wanted tokens -> those of all ranks."""
-        return _gathered(self.group, values_M, self._wanted_rooms)
+    def of_selected(self, values_M: torch.Tensor) -> torch.Tensor:
+        """Numbers of this rank's selected tokens -> those of all ranks."""
+        return _gathered(self.group, values_M, self._selected_buffers)
 
-    def summed(self, own: torch.Tensor) -> torch.Tensor:
+    def summed(self, number: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' single numbers, added in the same order on all of them."""
         place = self.group.place
-        rooms = _Rooms.of((1,) * place.size, np.arange(place.size))
-        return _gathered(self.group, own[None], rooms).sum()
+        buffers = _Buffers.of((1,) * place.size, np.arange(place.size))
+        return _gathered(self.group, number[None], buffers).sum()
 
     def of_tokens(self, values_L: torch.Tensor) -> torch.Tensor:
         """Numbers of this rank's tokens -> those of all packed tokens."""
-        return _gathered(self.group, values_L, self._token_rooms)
+        return _gathered(self.group, values_L, self._token_buffers)
 
     # Derived once for all layers, and for all numbers that are gathered.
 
@@ -118,12 +238,12 @@ class Split:
         return RingTokens(self.layout.parts, self.layout.lengths, self.layout.continues)
 
     @cached_property
-    def _wanted_rooms(self) -> _Rooms:
-        return _Rooms.of(self.wanted.counts, self.wanted.order_N)
+    def _selected_buffers(self) -> _Buffers:
+        return _Buffers.of(self.selected.counts, self.selected.order_N)
 
     @cached_property
-    def _token_rooms(self) -> _Rooms:
-        return _Rooms.of(self.layout.sizes, self.layout.order_T)
+    def _token_buffers(self) -> _Buffers:
+        return _Buffers.of(self.layout.sizes, self.layout.order_T)
 
 
 def context_attention(
@@ -229,7 +349,7 @@ def _exchanged(given_U: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Rooms:
+class _Buffers:
     """Where numbers are once they are gathered.
 
     Of equal size for all ranks, with room at the end: the fastest and most widely supported collective.
@@ -237,11 +357,11 @@ class _Rooms:
 
     longest: int
     """The most that a rank has."""
-    room: torch.Tensor
-    """Of each number, in the order that is wanted."""
+    place_of: torch.Tensor
+    """Place of each number, in the order in which they are used."""
 
     @classmethod
-    def of(cls, counts: Sequence[int], order: npt.NDArray[np.int64]) -> _Rooms:
+    def of(cls, counts: Sequence[int], order: npt.NDArray[np.int64]) -> _Buffers:
         longest = max(counts)
         owner = np.repeat(np.arange(len(counts)), counts)
         starts = np.cumsum([0, *counts[:-1]])
@@ -250,11 +370,11 @@ class _Rooms:
         )
 
 
-def _gathered(group: ContextGroup, own: torch.Tensor, rooms: _Rooms) -> torch.Tensor:
-    if not rooms.longest:
-        return own
+def _gathered(group: ContextGroup, values: torch.Tensor, buffers: _Buffers) -> torch.Tensor:
+    if not buffers.longest:
+        return values
     gathered: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-        own, group.everyone, group.place, rooms.longest, rooms.room.to(own.device)
+        values, group.all_ranks, group.place, buffers.longest, buffers.place_of.to(values.device)
     )
     return gathered
 
@@ -265,21 +385,21 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        own: torch.Tensor,
+        values: torch.Tensor,
         group: dist.ProcessGroup,
         place: ContextRank,
         longest: int,
-        room: torch.Tensor,
+        place_of: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(room)
-        ctx.first, ctx.count, ctx.rows = place.index * longest, len(own), place.size * longest
-        padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        everyones = own.new_empty(ctx.rows, *own.shape[1:])
-        _all_gather(everyones, padded, group=group)
-        return everyones[room]
+        ctx.save_for_backward(place_of)
+        ctx.first, ctx.count, ctx.rows = place.index * longest, len(values), place.size * longest
+        padded = torch.cat([values, values.new_zeros(longest - len(values), *values.shape[1:])])
+        all_values = values.new_empty(ctx.rows, *values.shape[1:])
+        _all_gather(all_values, padded, group=group)
+        return all_values[place_of]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (room,) = ctx.saved_tensors
-        everyones = grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, room, grad)
-        return everyones[ctx.first : ctx.first + ctx.count], None, None, None, None
+        (place_of,) = ctx.saved_tensors
+        all_values = grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, place_of, grad)
+        return all_values[ctx.first : ctx.first + ctx.count], None, None, None, None

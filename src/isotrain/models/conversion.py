@@ -64,24 +64,24 @@ class Conversion:
     def parts(
         self, part: tuple[slice, ...], shape: Callable[[str], tuple[int, ...]]
     ) -> dict[str, tuple[slice, ...]]:
-        """Of each stacked tensor that a part of the parameter is made of, the part to read.
+        """The part to read of each stacked tensor that a part of the parameter is made of.
 
         `shape` is that of a published tensor; one that gives nothing to the part has an empty one.
         """
         assert self.converter is not None and self.stacks
         stacked, *rest = part
         joined = [cast(Concatenate, operation).dim - 1 for operation in self.converter.operations[1:]]
-        found, start = dict[str, tuple[slice, ...]](), 0
+        read_parts, start = dict[str, tuple[slice, ...]](), 0
         # transformers joins patterns in this order, whatever the order in which they were found.
         for pattern in filter(self.sources.__contains__, self.converter.source_patterns):
-            names, own = self.sources[pattern], list(rest)
+            names, piece = self.sources[pattern], list(rest)
             for dim in joined:
                 size = shape(names[0])[dim]
                 begin, end = (min(max(at - start, 0), size) for at in (rest[dim].start, rest[dim].stop))
-                own[dim] = slice(begin, end)
+                piece[dim] = slice(begin, end)
                 start += size
-            found |= dict.fromkeys(names[stacked], tuple(own))
-        return found
+            read_parts |= dict.fromkeys(names[stacked], tuple(piece))
+        return read_parts
 
     def convert(
         self, model: PreTrainedModel, read: Read, stacked: slice = slice(None)
@@ -105,14 +105,16 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def conversions(model: PreTrainedModel, own: Iterable[str], published: Iterable[str]) -> list[Conversion]:
-    """How the model's `own` tensors come from the published ones; those that nothing needs are left out."""
+def conversions(
+    model: PreTrainedModel, parameters: Iterable[str], published: Iterable[str]
+) -> list[Conversion]:
+    """How these tensors of the model come from published ones; those that nothing needs are left out."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    known, prefix = dict.fromkeys(own, True), model.base_model_prefix
-    found: dict[str, Conversion] = {}
+    known, prefix = dict.fromkeys(parameters, True), model.base_model_prefix
+    by_target: dict[str, Conversion] = {}
     # transformers' own order: experts by number, not by the digits of it.
     for name in sorted(published, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
@@ -122,9 +124,9 @@ def conversions(model: PreTrainedModel, own: Iterable[str], published: Iterable[
         if target not in known:
             continue
         converter = by_pattern[pattern] if pattern is not None else None
-        conversion = found.setdefault(target, Conversion(target, converter))
+        conversion = by_target.setdefault(target, Conversion(target, converter))
         conversion.sources.setdefault(pattern or target, []).append(name)
-    return [found[name] for name in known if name in found]
+    return [by_target[name] for name in known if name in by_target]
 
 
 class Publisher:
@@ -153,13 +155,13 @@ class Publisher:
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
         """Parameters that are published in one tensor side by side, all others alone."""
-        found: dict[str, list[str]] = {}
+        merged: dict[str, list[str]] = {}
         for name in names:
-            found.setdefault(self._merged_into(name) or name, []).append(name)
-        return list(found.values())
+            merged.setdefault(self._merged_into(name) or name, []).append(name)
+        return list(merged.values())
 
     def together(self, group: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What one of the groups is in files."""
+        """Tensors of one of the groups, as files have them."""
         if not self._transforms:
             return dict(group)
         # transformers looks for them there; looking them up again for every parameter takes long.
@@ -184,12 +186,12 @@ class Publisher:
 def published_shapes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """What an update of these tensors consists of; nothing is computed with them."""
+    """Names and shapes of an update of these tensors; nothing is computed with them."""
     publish = Publisher(model)
     return {
         published: tuple(tensor.shape)
-        for name, own in tensors.items()
-        for published, tensor in publish(name, own.detach().to("meta"))
+        for name, parameter in tensors.items()
+        for published, tensor in publish(name, parameter.detach().to("meta"))
     }
 
 

@@ -1,10 +1,11 @@
-"""A mixture's experts over a device's grouped matrix product.
+"""A mixture's experts over a device's grouped matrix product, and the loss that balances its routers.
 
 T: tokens, K: experts that each of them chose, R = T * K: rows, D: hidden size, E: experts.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from isotrain.models.config import text_config
+from isotrain.errors import ModelError
+from isotrain.models.config import chosen_experts, number_of_experts, text_config
 
 GROUPED = "isotrain_grouped"
 
@@ -73,3 +75,40 @@ def grouped_experts(
     out_RD = linear(inner_R, "down_proj")
     out_TKD: torch.Tensor = out_RD[torch.argsort(order_R)].unflatten(0, chosen_TK.shape)
     return (out_TKD * weights_TK[..., None]).sum(1).to(hidden_TD.dtype)
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class RouterBalance:
+    def __init__(self, model: PreTrainedModel, coefficient: float) -> None:
+        kind = model.config.model_type
+        # Each family has its own in the file of its model; those that balance in another way have none.
+        function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+        if function is None:
+            raise ModelError(
+                f"model.router_aux_loss: transformers has no such loss for model type '{kind}'; remove it"
+            )
+        self._function: Callable[..., torch.Tensor] = function
+        self.coefficient = coefficient
+        self._experts = number_of_experts(model.config)
+        self._top_k = chosen_experts(model.config)
+        self._are_probabilities: bool | None = None
+
+    def __call__(
+        self, recorded: tuple[torch.Tensor, ...], real_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Without the coefficient, over all layers; `real_T` is false at padding."""
+        return self._function(self._logits(recorded), self._experts, self._top_k, real_T)
+
+    def _logits(self, recorded: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Some versions of transformers record probabilities under the name of logits, and soften them twice.
+
+        Their logarithms are logits of the same probabilities.
+        """
+        if self._are_probabilities is None:  # asked once: the answer waits for the device
+            sums_T = recorded[0].detach().float().sum(-1)
+            self._are_probabilities = bool(((sums_T - 1).abs() < 1e-2).all())
+        if not self._are_probabilities:
+            return recorded
+        return tuple(layer_TE.float().clamp_min(TINY).log() for layer_TE in recorded)

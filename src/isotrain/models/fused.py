@@ -3,23 +3,59 @@
 A layer is known when it has the parts of its kind *and* its own forward, run on a few random numbers, gives
 what the kind is defined to give: RMSNorms that add 1 to their weight, other activations or rotations do not.
 
+Queries and keys are turned by a function of the model's module; `replace_rotation` gives one layer another
+one. transformers' hooks for such functions (`use_kernelized_func`) do nothing without the `kernels` package,
+and with it take code from the Hub or a directory, not a function. The forward is that of the class, word for
+word, with the one global name bound anew; class and module are left alone, and with them all other models.
+
 S: samples, L: tokens, H: heads, D: head size, I: intermediate size.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
-from isotrain.compat.rotary import replace_rotation, rotation_of
-from isotrain.device.fused import FusedOperators
+from isotrain.device.base import FusedOperators
+
+NAME = "apply_rotary_pos_emb"
+# The bounds of pyproject.toml: a new version is looked at before it is let in.
+FIRST, BELOW = (5, 5), (5, 20)
+VERSION = tuple(int(number) for number in __version__.split(".")[:2])
+
+Rotate = Callable[..., Any]
+
+
+def rotation_of(layer: nn.Module) -> Rotate | None:
+    """The function by which an attention layer turns queries and keys; None where it cannot be replaced."""
+    forward = type(layer).forward
+    if not FIRST <= VERSION < BELOW or not isinstance(forward, FunctionType):
+        return None
+    loads = (step for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL")
+    function = forward.__globals__.get(NAME) if any(step.argval == NAME for step in loads) else None
+    return function if callable(function) else None
+
+
+def replace_rotation(layer: nn.Module, rotate: Rotate) -> None:
+    """`rotate` takes what `rotation_of` takes."""
+    forward = type(layer).forward
+    assert isinstance(forward, FunctionType)
+    names = {**forward.__globals__, NAME: rotate}
+    rotated_forward = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    rotated_forward.__kwdefaults__ = forward.__kwdefaults__
+    layer.forward = MethodType(rotated_forward, layer)
+
 
 LAYERS = ("rms_norm", "swiglu", "rotary")
 ROTATION = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -181,7 +217,7 @@ def _random(*shape: int) -> torch.Tensor:
 @torch.no_grad()
 def _gives(compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
     try:
-        found = compute()
+        result = compute()
     except Exception:  # whatever it is that the layer needs: its kind is not known
         return False
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    return result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Load weights: each rank reads its own part of the safetensors files of a model directory."""
+"""Read the safetensors files of a model directory: each rank its own part, or one tensor at a time."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def _fill(
         shape = (conversion.stacked, *described.shape[1:])
         if shape == shard.shape:
             parts = conversion.parts(shard.part(), files.shape)
-            own = conversion.convert(model, lambda name: files.read(name, parts[name]), stacked)
-            shard.local.copy_(own[conversion.target])
+            converted = conversion.convert(model, lambda name: files.read(name, parts[name]), stacked)
+            shard.local.copy_(converted[conversion.target])
         return {conversion.target: shape}
     shapes = {}
     for name, made in conversion.convert(model, files.whole).items():
@@ -176,3 +176,30 @@ def perturb(parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
         up = torch.randint(0, 2, shard.shape, generator=generator, dtype=torch.int8)[shard.part()]
         factor = 1.0 + EPS * (2.0 * up.double() - 1.0)
         shard.local.copy_((shard.local.cpu().double() * factor).to(shard.local.dtype))
+
+
+class BaseWeights:
+    """The tensors `names` of a model, as far as the files of its directory have them."""
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str], directory: Path) -> None:
+        self._model = model
+        self._files = WeightFiles(directory)
+        self._made_by: dict[str, Conversion] = {}
+        for conversion in conversions(model, names, self._files.file_of):
+            for name in self._targets(conversion):
+                self._made_by[name] = conversion
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._made_by
+
+    def read(self, name: str) -> torch.Tensor:
+        """In the type of the files; it may be the file's own memory, so it must not be changed."""
+        if name not in self._made_by:
+            raise ModelError(f"{self._files.directory} has no weights for '{name}'")
+        return self._made_by[name].convert(self._model, self._files.whole)[name]
+
+    def _targets(self, conversion: Conversion) -> list[str]:
+        if conversion.converter is None or len(conversion.converter.target_patterns) == 1:
+            return [conversion.target]
+        # Which parameters come of it is found out without reading anything.
+        return list(conversion.convert(self._model, self._files.described))

@@ -51,7 +51,7 @@ class Console:
         """Called after each step with its metrics under their full names."""
 
     def waiting(self, text: str) -> None:
-        """What the current step waits for, about every second; empty when it waits no longer."""
+        """Called about every second with what the current step waits for; empty when it waits no longer."""
 
     def message(self, text: str) -> None:
         """A message for a person, between two steps."""

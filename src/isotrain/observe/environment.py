@@ -1,4 +1,4 @@
-"""What a run's numbers depend on besides its recipe: machine, packages, variables, command."""
+"""Everything that a run's numbers depend on besides its recipe: machine, packages, variables, command."""
 
 from __future__ import annotations
 
@@ -91,28 +91,28 @@ def _variables(asked: Iterable[str]) -> dict[str, str]:
 def numerics(environment: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
     """The variables of an environment that change numbers; `asked` are names that matter to the device."""
     names = set(asked)
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in sorted(environment.items()):
         if SECRET.search(name):
             continue
         # A path in a variable that only matched a pattern is somebody's cache, not a numerical setting.
         general = "/" not in value and VARIABLES.fullmatch(name)
         if name in names or general:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def differences(environments: Sequence[Mapping[str, Any]], but: Collection[str]) -> list[str]:
     """How ranks differ from the first in what changes numbers; `but` are variables that may differ."""
-    told: dict[str, str] = {}
+    lines: dict[str, str] = {}
     first = _flat(environments[0], but)
     for rank, environment in enumerate(environments[1:], start=1):
         other = _flat(environment, but)
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 words = f"{name}: rank 0 has {first.get(name)}, rank {rank} has {other.get(name)}"
-                told.setdefault(name, words)
-    return list(told.values())
+                lines.setdefault(name, words)
+    return list(lines.values())
 
 
 def _flat(environment: Mapping[str, Any], but: Collection[str]) -> dict[str, object]:
@@ -161,7 +161,7 @@ def cpu_features(cpuinfo: Path = CPUINFO) -> list[str]:
 
 
 def _cpu_fields(cpuinfo: Path) -> dict[str, str]:
-    """Of the first processor."""
+    """Fields of the first processor."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -133,7 +133,7 @@ def _encode(value: float) -> float | str:
 
 
 def decode_row(line: bytes) -> dict[str, float]:
-    """What one line says, `step` included; a `ValueError` if it is not a row of a log."""
+    """Values of one line, `step` included; a `ValueError` if it is not a row of a log."""
     row = parse_json(line, constants=_refuse)
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")

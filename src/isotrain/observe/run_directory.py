@@ -86,7 +86,7 @@ class RunDirectory:
         return run
 
     def add_to_start(self, facts: Mapping[str, Any]) -> None:
-        """What is known of the newest start only once its model is built."""
+        """Add facts about the newest start that are known only once its model is built."""
         *before, newest = self.starts()
         write_atomically(self.environment, _to_json({"starts": [*before, {**newest, **facts}]}))
 

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from isotrain.device import packages
+from isotrain.device.vendors import hide_packages
 from isotrain.recipe.schema import Recipe
 
 
@@ -53,7 +53,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    packages.hide()
+    hide_packages()
     logging.disable(logging.WARNING)
     json.dump(answer(json.load(sys.stdin)), sys.stdout)
 

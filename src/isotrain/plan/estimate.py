@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from isotrain.device.published import Published
-from isotrain.models.flops import training_flops
+from isotrain.device.vendors import DataSheet
+from isotrain.models.config import training_flops
 from isotrain.plan.memory import TrainingMemory
 from isotrain.plan.shape import Shape
 from isotrain.plan.workload import step_samples
@@ -80,7 +80,7 @@ def step_time(
     recipe: Recipe,
     shape: Shape,
     memory: TrainingMemory,
-    device: Published,
+    device: DataSheet,
     ranks: int,
     engines: EnginePlan | None,
 ) -> StepTime:
@@ -113,7 +113,7 @@ def _lengths(recipe: Recipe) -> list[int]:
 
 
 def _gathering(
-    recipe: Recipe, memory: TrainingMemory, device: Published, ranks: int, lengths: list[int]
+    recipe: Recipe, memory: TrainingMemory, device: DataSheet, ranks: int, lengths: list[int]
 ) -> float:
     """Weights in two passes and gradients in one, for each micro-batch."""
     mesh = recipe.device.mesh
@@ -129,7 +129,7 @@ def _gathering(
     return travelled / (link * 1e9 * BANDWIDTH_EFFICIENCY)
 
 
-def _generation(recipe: Recipe, shape: Shape, device: Published, engines: EnginePlan) -> float:
+def _generation(recipe: Recipe, shape: Shape, device: DataSheet, engines: EnginePlan) -> float:
     """Each token of all running responses reads the weights once and their cache."""
     assert recipe.rollout is not None
     responses = math.ceil(recipe.data.batch_size * recipe.rollout.n / engines.engines)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from isotrain.device.base import Memory
-from isotrain.device.fused import FusedOperators
+from isotrain.device.base import FusedOperators, Memory
 from isotrain.engine.world import World, form_mesh
 from isotrain.errors import PlanError
 from isotrain.plan.ledger import can_count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isotrain.device.published import DEVICES, Published
+from isotrain.device.vendors import DEVICES, DataSheet
 from isotrain.errors import PlanError, RecipeError
 from isotrain.plan.estimate import GB, EnginePlan, StepTime, plan_engines, step_time
 from isotrain.plan.memory import TrainingMemory, training_memory
@@ -28,7 +28,7 @@ class Plan:
     recipe: Recipe
     changes: tuple[str, ...]
     """To the recipe that was given."""
-    device: Published
+    device: DataSheet
     device_gb: float
     devices: int
     ranks: int
@@ -82,14 +82,14 @@ class Plan:
         }
 
 
-def device_named(name: str) -> Published:
+def device_named(name: str) -> DataSheet:
     if name not in DEVICES:
         raise PlanError(f"--device: '{name}' is not known; known are {', '.join(DEVICES)}")
     return DEVICES[name]
 
 
 def make_plan(
-    recipe: Recipe, devices: int, device: Published, device_gb: float, changes: tuple[str, ...] = ()
+    recipe: Recipe, devices: int, device: DataSheet, device_gb: float, changes: tuple[str, ...] = ()
 ) -> Plan:
     recipe = _changed(recipe, [*changes, *_placed(recipe, devices)])
     _refuse(recipe)
@@ -174,7 +174,7 @@ def alternatives(recipe: Recipe, ranks: int) -> Iterator[tuple[str, ...]]:
     yield (*shorter, "model.offload.weights=true", "model.offload.activations=true")
 
 
-def search(recipe: Recipe, devices: int, device: Published, device_gb: float) -> Iterator[Plan]:
+def search(recipe: Recipe, devices: int, device: DataSheet, device_gb: float) -> Iterator[Plan]:
     """Plans in the order of `alternatives`, up to the first that fits."""
     ranks = _changed(recipe, _placed(recipe, devices)).device.ranks
     for changes in alternatives(recipe, ranks):

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from isotrain.data.policy_batch import pack_trajectories
+from isotrain.data.packing import pack_trajectories
 from isotrain.device.base import Device
 from isotrain.engine.build import Load, from_disk, place
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.state import start_optimizer_state
 from isotrain.engine.world import World
-from isotrain.models.backbone import Backbone, shares_prompts
+from isotrain.models.packed import Backbone, shares_prompts
 from isotrain.models.weights import shard_of
 from isotrain.plan.fake import TYPE, FakeDevice, fake_attention, fake_world
 from isotrain.plan.ledger import BACKWARD, FORWARD, GRADIENTS, INFERENCE, OPTIMIZER, UPDATE, Ledger, Peak

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from isotrain.data.items import Sample
 from isotrain.data.loader import MicroBatch, StepData
 from isotrain.data.packing import pack
-from isotrain.data.sample import Sample
 from isotrain.data.trajectory import Trajectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe

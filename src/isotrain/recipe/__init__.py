@@ -1,1 +1,1 @@
-"""What the user writes: the typed recipe, loaded from YAML with overrides. Imports no torch."""
+"""The typed recipe that users write, loaded from YAML with overrides. Imports no torch."""

@@ -17,13 +17,13 @@ _ABSENT = object()
 
 def names_where(holds: Callable[[Affects], bool], model: SectionType = Recipe) -> frozenset[str]:
     """Fields for which this holds in all variants, and sections for which it holds throughout."""
-    found: dict[str, bool] = {}
+    throughout: dict[str, bool] = {}
     for leaf in leaves(model):
         parts = leaf.path.split(".")
         for depth in range(1, len(parts) + 1):
             name = ".".join(parts[:depth])
-            found[name] = found.get(name, True) and holds(leaf.affects)
-    return frozenset(name for name, whole in found.items() if whole)
+            throughout[name] = throughout.get(name, True) and holds(leaf.affects)
+    return frozenset(name for name, whole in throughout.items() if whole)
 
 
 MAY_CHANGE_ON_RESUME = names_where(lambda affects: affects.may_change_on_resume)
@@ -42,7 +42,7 @@ def not_free(lines: Sequence[str], free: Collection[str]) -> list[str]:
 
 
 def difference(a: Recipe, b: Recipe) -> list[str]:
-    """What changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
+    """Changes from `a` to `b`, one dotted field each: `optimizer.lr: 1e-05 -> 0.0001`."""
     return changes(resolved(a), resolved(b))
 
 

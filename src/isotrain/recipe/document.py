@@ -50,7 +50,7 @@ for _name, _pattern, _first in _RULES:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """Where a value was written: `file:line`, or an override."""
 
     order: tuple[int, int, int]
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    place: Place
+    place: SourcePlace
     text: str
     path: Path = ()
 
@@ -77,17 +77,17 @@ class Document:
 
     source: str
     values: Any = None
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[Path, SourcePlace] = field(default_factory=dict)
     spelling: dict[Path, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     rejected: set[Path] = field(default_factory=set)
 
-    def place(self, path: Path) -> Place:
+    def place(self, path: Path) -> SourcePlace:
         """The place of a path or, if it was not written, of the nearest thing around it that was."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
-        return Place((0, 1 << 30, 0), self.source)
+        return SourcePlace((0, 1 << 30, 0), self.source)
 
     def complain(self, path: Path, text: str) -> None:
         """Note one problem per path: later ones follow from the first."""
@@ -124,7 +124,7 @@ def error_at(where: str, text: str) -> RecipeError:
 
 
 def without_place(error: RecipeError) -> str:
-    """What an `error_at` says."""
+    """Text of an `error_at` without its place."""
     (message,) = error.args
     assert isinstance(message, Message)
     return message.parts[-1]
@@ -164,7 +164,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def as_written(value: Any) -> Any:
-    """What a recipe that contains the text `value` without quotes means by it."""
+    """Value that a recipe gets from the text `value` without quotes."""
     if not isinstance(value, str):
         return value
     try:
@@ -187,11 +187,11 @@ class _Reader:
             return self.document.source
         return f"{self.document.source}:{mark.line + 1}:{mark.column + 1}"
 
-    def place(self, node: yaml.Node) -> Place:
+    def place(self, node: yaml.Node) -> SourcePlace:
         line, column = node.start_mark.line + 1, node.start_mark.column + 1
         if self.override is not None:
-            return Place((1, self.override, column), self.document.source)
-        return Place((0, line, column), f"{self.document.source}:{line}")
+            return SourcePlace((1, self.override, column), self.document.source)
+        return SourcePlace((0, line, column), f"{self.document.source}:{line}")
 
     def check_events(self, text: str) -> None:
         """Refuse what only attacks need (aliases, tags, deep nesting) before anything recursive runs."""

@@ -13,7 +13,7 @@ _IN_FILE = r"^[^:\x00]+\.py:[A-Za-z_]\w*$"
 
 
 class EpisodeSection(Section):
-    """What all episodes have, whoever plays them."""
+    """Fields of all episodes, whoever plays them."""
 
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Longest turn in tokens; by default what `rollout.max_tokens` leaves of the episode."""

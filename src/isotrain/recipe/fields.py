@@ -36,8 +36,8 @@ class Leaf:
     @property
     def affects(self) -> Affects:
         """From the field's annotation, or else from its section."""
-        own = (item for item in self.info.metadata if isinstance(item, Affects))
-        return next(own, self.section.affects)
+        annotated = (item for item in self.info.metadata if isinstance(item, Affects))
+        return next(annotated, self.section.affects)
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def may_be_null(annotation: Any) -> bool:
 
 def variants(info: FieldInfo, values: Any) -> list[SectionType]:
     """The sections a field may hold, narrowed to the one that the discriminator in `values` names."""
-    found = sections(info.annotation)
+    candidates = sections(info.annotation)
     key = info.discriminator
     if isinstance(key, str) and isinstance(values, dict):
-        return [section for section in found if values.get(key) == tag(section, key)] or found
-    return found
+        return [section for section in candidates if values.get(key) == tag(section, key)] or candidates
+    return candidates
 
 
 def tag(section: SectionType, key: str) -> str:
@@ -141,7 +141,7 @@ def field_at(model: SectionType, path: Sequence[str | int], values: Any) -> Fiel
 
 
 def expected(info: FieldInfo) -> str:
-    """What a field takes, in plain words: `a whole number, at least 1, or null`."""
+    """Type of a field in plain words: `a whole number, at least 1, or null`."""
     text = listed(
         [in_words(option) for option in options(info.annotation) if option is not type(None)], " or "
     )

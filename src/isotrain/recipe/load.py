@@ -13,7 +13,7 @@ from isotrain.files import open_regular, parse_json
 from isotrain.language import listed, tr
 from isotrain.recipe import document as documents
 from isotrain.recipe.check import check
-from isotrain.recipe.document import Document, Place, Problem, error_at, without_place
+from isotrain.recipe.document import Document, Problem, SourcePlace, error_at, without_place
 from isotrain.recipe.fields import section_paths
 from isotrain.recipe.schema import Recipe
 
@@ -134,7 +134,7 @@ def _apply(document: Document, override: str, number: int) -> None:
     # A URL that is refused because of the password in it must not be printed.
     shown = f"{key}=***" if "checkpoint_storage" in override else override
     label = tr("override {override!r}", override=shown)
-    place = Place((1, number, 0), label)
+    place = SourcePlace((1, number, 0), label)
     parts = key.strip().split(".")
     if not equals or not all(parts) or key.startswith(("+", "-", "~")):
         text = tr("expected key=value, for example optimizer.lr=1e-4")
@@ -154,7 +154,7 @@ def _apply(document: Document, override: str, number: int) -> None:
     _put(document, parts, value, place)
 
 
-def _put(document: Document, parts: list[str], value: Document, place: Place) -> None:
+def _put(document: Document, parts: list[str], value: Document, place: SourcePlace) -> None:
     path = tuple(parts)
     inside = document.values
     for depth, part in enumerate(parts[:-1], start=1):

@@ -151,28 +151,28 @@ _NEAR_ANYWHERE = 0.75
 _NEAR_SECTION = 0.8
 
 
-def nearest(wanted: str, model: SectionType, usable: Sequence[str] | None = None) -> str | None:
-    """The full dotted name of the field or section that `wanted` was probably meant to be, if any is near.
+def nearest(written: str, model: SectionType, usable: Sequence[str] | None = None) -> str | None:
+    """The full dotted name of the field or section that `written` was probably meant to be, if any is near.
 
     `usable` are the names that the chosen variants have; the others count where none of these is near.
     """
-    if len(wanted) > _LONGEST:
+    if len(written) > _LONGEST:
         return None
     known = all_names(model)
-    if wanted in known:
-        return wanted
-    for tail in _tails(wanted):
+    if written in known:
+        return written
+    for tail in _tails(written):
         if OTHER_NAMES.get(tail) in known:
             return OTHER_NAMES[tail]
         if "." in tail and tail in known:
             return tail
     usable = usable or known
-    return _related(wanted, usable) or _related(wanted, known) or _alike(wanted, usable)
+    return _related(written, usable) or _related(written, known) or _alike(written, usable)
 
 
-def note(wanted: str) -> str:
+def note(written: str) -> str:
     """A note for another trainer's key that does not map to one field with the same meaning."""
-    return next((NOTES[tail] for tail in _tails(wanted) if tail in NOTES), "")
+    return next((NOTES[tail] for tail in _tails(written) if tail in NOTES), "")
 
 
 @lru_cache(maxsize=8)
@@ -187,23 +187,23 @@ def _tails(name: str) -> list[str]:
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
-def _related(wanted: str, known: Sequence[str]) -> str | None:
+def _related(written: str, known: Sequence[str]) -> str | None:
     """The name that ends alike, or one of the same section that is spelled alike."""
-    inside, _, last = wanted.rpartition(".")
+    inside, _, last = written.rpartition(".")
     same_name = [name for name in known if name.rsplit(".")[-1] == last]
     if same_name:
-        return max(same_name, key=lambda name: _likeness(name, wanted))
+        return max(same_name, key=lambda name: _likeness(name, written))
     siblings = {name.rsplit(".")[-1]: name for name in known if name.rpartition(".")[0] == inside}
     near = get_close_matches(last, siblings, n=1, cutoff=_NEAR_SIBLING)
     return siblings[near[0]] if near else None
 
 
-def _alike(wanted: str, known: Sequence[str]) -> str | None:
+def _alike(written: str, known: Sequence[str]) -> str | None:
     """The field anywhere else that is spelled most alike."""
-    inside, _, last = wanted.rpartition(".")
+    inside, _, last = written.rpartition(".")
     sections = {name.rpartition(".")[0] for name in known}
     scores = {
-        name: max(_likeness(name, wanted), _likeness(name.rsplit(".")[-1], last))
+        name: max(_likeness(name, written), _likeness(name.rsplit(".")[-1], last))
         for name in known
         if name not in sections and name.rpartition(".")[0] != inside
     }
@@ -211,16 +211,16 @@ def _alike(wanted: str, known: Sequence[str]) -> str | None:
     return best if best is not None and scores[best] >= _NEAR_ANYWHERE else None
 
 
-def near_section(wanted: str, model: SectionType) -> str | None:
+def near_section(written: str, model: SectionType) -> str | None:
     """The section that a misspelled section's name was meant to be; only siblings count."""
-    if len(wanted) > _LONGEST:
+    if len(written) > _LONGEST:
         return None
-    inside, _, last = wanted.rpartition(".")
+    inside, _, last = written.rpartition(".")
     parted = [(name, *name.rpartition(".")) for name in section_paths(model)]
-    siblings = {own: name for name, above, _, own in parted if above == inside}
+    siblings = {tail: name for name, above, _, tail in parted if above == inside}
     near = get_close_matches(last, siblings, n=1, cutoff=_NEAR_SECTION)
     return siblings[near[0]] if near else None
 
 
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other).ratio()
+def _likeness(name: str, other: str) -> float:
+    return SequenceMatcher(None, name, other).ratio()

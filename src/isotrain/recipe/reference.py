@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from isotrain.recipe.fields import Leaf, SectionType, expected, may_be_null, sections, tag
-from isotrain.recipe.generated import page_command, table_row
 from isotrain.recipe.schema import Recipe
 from isotrain.recipe.section import Affects, DefaultFor, Section
+
+
+def table_row(*cells: str) -> str:
+    """One row of a Markdown table, whatever the cells hold."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def page_command(module: str, render: Callable[[], str], arguments: Sequence[str] | None = None) -> int:
+    """Write or check a generated page, as `python -m module` does; returns its exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("path", type=Path, help="the page to write")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    options = parser.parse_args(arguments)
+    page = render()
+    if not options.check:
+        options.path.write_text(page, encoding="utf-8")
+        return 0
+    if options.path.is_file() and options.path.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{options.path} is out of date: run `{parser.prog} {options.path}`", file=sys.stderr)
+    return 1
+
 
 Fields = Mapping[str, FieldInfo]
 

@@ -124,15 +124,15 @@ def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> It
             )
         )
     engines = rollout.engine_count(ranks, cluster.placement)
-    wanted = engines * rollout.tensor_parallel
-    if rollout.generates and cluster.placement == "colocated" and wanted > ranks:
+    needed = engines * rollout.tensor_parallel
+    if rollout.generates and cluster.placement == "colocated" and needed > ranks:
         yield (
             tr(
                 "device.ranks ({ranks}) is below {wanted}, the number of devices that rollout.engines "
                 "({engines}) with rollout.tensor_parallel ({tensor_parallel}) share with training: "
                 "raise it, lower one of the others, or set cluster.placement: separate",
                 ranks=ranks,
-                wanted=wanted,
+                wanted=needed,
                 engines=engines,
                 tensor_parallel=rollout.tensor_parallel,
             )

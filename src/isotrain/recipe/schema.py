@@ -1,8 +1,10 @@
-"""What the user writes: the typed, frozen recipe and the only place where defaults live."""
+"""The typed, frozen recipe that users write; the only place where defaults live."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,7 +13,32 @@ from isotrain.recipe.online import ClusterSection, Online, OnlineSection, Reward
 from isotrain.recipe.preference import DpoSection, Preference, RmSection
 from isotrain.recipe.rules import broken_rules
 from isotrain.recipe.section import Affects, DefaultFor, OfflineSection, Section
-from isotrain.recipe.storage_url import storage_url_problem
+
+SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "oss", "hdfs", "file", "memory")
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]*")
+
+
+def storage_url_problem(url: str) -> str | None:
+    """Problem with a storage URL. The URL is not repeated: it may hold a password."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in SCHEMES:
+        return tr(
+            "is not a URL of a known store; use one of: {schemes}",
+            schemes=", ".join(f"{s}://" for s in SCHEMES),
+        )
+    if "@" in rest or "?" in rest or "#" in rest or urlsplit(url).password:
+        return tr(
+            "has credentials or parameters in it; give them by the store's environment variables or files"
+        )
+    segments = rest.strip("/").split("/")
+    if scheme == "hdfs":
+        segments[0] = re.sub(r":[0-9]{1,5}$", "", segments[0])
+    if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+        return tr(
+            "has a part that is empty, begins with a dot or has unusual characters; use letters and digits"
+        )
+    return None
+
 
 ONLINE = "online algorithms"
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -290,7 +317,7 @@ class ObserveSection(Section):
         return "isotrain.tools.probes:make_probes" if self.layer_trace or self.operators else None
 
     def last_step(self, steps: int) -> int:
-        """Of a run of `steps` steps: a probe ends with the steps that it records."""
+        """Last of `steps` steps: a probe ends with the steps that it records."""
         return min(steps, self.layer_trace_after + self.layer_trace) if self.layer_trace_after else steps
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ class DefaultFor:
 
 
 class Affects(Enum):
-    """What a field changes in a run, which decides where another value makes another training."""
+    """Effect of a field on a run, which decides where another value makes another training."""
 
     EXECUTION = (
         "where, how fast and with which kernels it is computed; the numbers change by rounding at most"
@@ -56,7 +56,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     affects: ClassVar[Affects] = Affects.OUTCOME
-    """What its fields affect; a field that affects something else has it in its annotation."""
+    """Effect of its fields; a field that affects something else has it in its annotation."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Top-level sections that must be there with this one: what for, and what to write."""
     refuses: ClassVar[Mapping[str, str]] = {}

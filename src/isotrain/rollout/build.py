@@ -9,8 +9,8 @@ from typing import Any
 
 from isotrain.device.base import Device
 from isotrain.errors import RolloutError
+from isotrain.models.config import Positions, positions
 from isotrain.models.load import model_directory, read_config
-from isotrain.models.positions import Positions, positions
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import RolloutEngine
 

@@ -24,7 +24,7 @@ from isotrain.doctor.matrix import Target
 from isotrain.errors import DataError
 from isotrain.observe.environment import SECRET, SECRET_ARGUMENT, URL_CREDENTIALS
 from isotrain.self_test.run import log_of, part_of
-from isotrain.self_test.verdicts import Verdict
+from isotrain.self_test.verdicts import StageVerdict
 
 RESULTS, LOGS, MACHINE = "self-test.json", "logs", "machine"
 LOG_LINES = 200
@@ -51,7 +51,7 @@ _SHORTEST_HOST = 5
 
 
 class Results(BaseModel):
-    """What `self-test.json` holds."""
+    """Content of `self-test.json`."""
 
     model_config = ConfigDict(strict=True, frozen=True, ser_json_inf_nan="constants")
 
@@ -61,15 +61,15 @@ class Results(BaseModel):
     engine: str
     simulated: bool
     seconds: float
-    verdicts: list[Verdict]
+    verdicts: list[StageVerdict]
 
     def as_json(self) -> dict[str, Any]:
         """For JSON as everybody reads it, which has no name for what is no number."""
-        found: dict[str, Any] = self.model_dump(mode="json")
-        for verdict in found["verdicts"]:
+        content: dict[str, Any] = self.model_dump(mode="json")
+        for verdict in content["verdicts"]:
             metrics = verdict["metrics"].items()
             verdict["metrics"] = {n: v if math.isfinite(v) else str(v) for n, v in metrics}
-        return found
+        return content
 
     @property
     def passed(self) -> bool:
@@ -100,17 +100,17 @@ class Redactor:
         return _ADDRESS.sub("ADDRESS", text)
 
 
-def _hidden(found: re.Match[str]) -> str:
-    name = found["name"]
+def _hidden(match: re.Match[str]) -> str:
+    name = match["name"]
     # Variables are in capitals; `tokens_per_micro_batch` is a setting and no secret.
     secret = SECRET.search(name) if name.isupper() else SECRET_ARGUMENT.search(name.lstrip("-"))
-    return f"{name}{found['equals']}***" if secret else found[0]
+    return f"{name}{match['equals']}***" if secret else match[0]
 
 
 def write(
     folder: Path,
     work: Path,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[StageVerdict],
     *,
     device: str,
     engine: str,

@@ -15,8 +15,14 @@ from pathlib import Path
 
 from isotrain.own_python import module_command
 from isotrain.process.child import kill_group, marked_processes
-from isotrain.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, Part
-from isotrain.self_test.verdicts import PROGRESS, Setting, Verdict, argument, read_verdicts
+from isotrain.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, SelfTestPart
+from isotrain.self_test.verdicts import (
+    PROGRESS,
+    SelfTestSetting,
+    StageVerdict,
+    argument,
+    read_verdicts,
+)
 
 # In the environment of everything that the self-test starts, so that what it leaves can be found.
 MARK = "ISOTRAIN_SELF_TEST"
@@ -35,15 +41,15 @@ _OF_LAUNCHERS = re.compile(
 
 @dataclass
 class SelfTest:
-    setting: Setting
+    setting: SelfTestSetting
     begins: Callable[[str], None] = lambda stage: None
     """Called with the name of each stage that starts."""
-    parts: Sequence[Part] = PARTS
+    parts: Sequence[SelfTestPart] = PARTS
     total_seconds: float = TOTAL_SECONDS
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     killed: bool = False
 
-    def run(self) -> Iterator[Verdict]:
+    def run(self) -> Iterator[StageVerdict]:
         """Verdicts on all stages, each as soon as it is known."""
         deadline = time.monotonic() + self.total_seconds - LAST_SECONDS
         setting = self.setting.model_copy(update={"started": time.time()})
@@ -61,29 +67,29 @@ class SelfTest:
             self._kill()
 
     def _verdicts(
-        self, part: Part, setting: Setting, outcomes: dict[str, str], deadline: float
-    ) -> Iterator[Verdict]:
+        self, part: SelfTestPart, setting: SelfTestSetting, outcomes: dict[str, str], deadline: float
+    ) -> Iterator[StageVerdict]:
         reason = part.why_not(setting)
         if part.after and outcomes.get(part.after) != "passed":
             reason = f"{part.after} did not pass"
         if reason:
             for stage in part.stages:
-                yield Verdict(stage=stage, outcome="skipped", result=reason)
+                yield StageVerdict(stage=stage, outcome="skipped", result=reason)
         elif time.monotonic() > deadline:
             for stage in part.stages:
-                yield Verdict(stage=stage, outcome="failed", result=TOO_LATE)
+                yield StageVerdict(stage=stage, outcome="failed", result=TOO_LATE)
         else:
             yield from self._run(part, setting, deadline)
 
-    def _run(self, part: Part, setting: Setting, deadline: float) -> Iterator[Verdict]:
+    def _run(self, part: SelfTestPart, setting: SelfTestSetting, deadline: float) -> Iterator[StageVerdict]:
         log = log_of(setting.directory, next(iter(part.stages)))
         log.parent.mkdir(parents=True, exist_ok=True)
         # A file of its own: a process that cannot be killed may still write to that of another part.
         verdicts = log.with_suffix(".jsonl")
-        told = argument(setting, mode=part.mode, verdicts=str(verdicts), killed=self.killed)
+        passed = argument(setting, mode=part.mode, verdicts=str(verdicts), killed=self.killed)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                module_command(f"isotrain.self_test.parts.{part.module}", told),
+                module_command(f"isotrain.self_test.parts.{part.module}", passed),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -97,8 +103,8 @@ class SelfTest:
                 _end(process)
 
     def _watch(
-        self, part: Part, process: subprocess.Popen[bytes], reports: Path, log: Path, deadline: float
-    ) -> Iterator[Verdict]:
+        self, part: SelfTestPart, process: subprocess.Popen[bytes], reports: Path, log: Path, deadline: float
+    ) -> Iterator[StageVerdict]:
         """The verdicts that the process reports, and those that follow from its end."""
         stages = list(part.stages)
         for number, stage in enumerate(stages):
@@ -116,7 +122,7 @@ class SelfTest:
                     how = (
                         TOO_LATE if now > deadline else _how_it_ended(process.returncode, now - started, log)
                     )
-                    verdict = Verdict(stage=stage, outcome="failed", result=how, seconds=now - started)
+                    verdict = StageVerdict(stage=stage, outcome="failed", result=how, seconds=now - started)
                     self.killed = True
                     self._kill()
                 else:
@@ -124,7 +130,7 @@ class SelfTest:
             yield verdict
             if verdict.outcome == "failed" and not (part.independent and len(reported) > number):
                 for missed in stages[number + 1 :]:
-                    yield Verdict(stage=missed, outcome="skipped", result=f"{stage} did not pass")
+                    yield StageVerdict(stage=missed, outcome="skipped", result=f"{stage} did not pass")
                 return
 
     def _kill(self) -> None:
@@ -140,16 +146,16 @@ class SelfTest:
 
 
 def environment(mark: str, work: Path) -> dict[str, str]:
-    """Of a part: the user's, but for what belongs to other jobs; caches are new, and go with the rest."""
-    own = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
-    if "PYTHONPATH" in own:  # parts run in another directory
-        own["PYTHONPATH"] = os.pathsep.join(
-            os.path.abspath(path) for path in own["PYTHONPATH"].split(os.pathsep) if path
+    """Variables of a part: the user's, but for those of other jobs; caches are new, and go with the rest."""
+    variables = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+    if "PYTHONPATH" in variables:  # parts run in another directory
+        variables["PYTHONPATH"] = os.pathsep.join(
+            os.path.abspath(path) for path in variables["PYTHONPATH"].split(os.pathsep) if path
         )
     caches = ("ISOTRAIN_CACHE", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     # Programs that change their title would otherwise write it over the environment, and the mark.
     return {
-        **own,
+        **variables,
         **{name: str(work / "cache" / name.lower()) for name in caches},
         MARK: mark,
         "SPT_NOENV": "1",
@@ -160,11 +166,11 @@ def log_of(work: Path, stage: str) -> Path:
     return work / "logs" / f"{stage}.txt"
 
 
-def part_of(stage: str) -> Part:
+def part_of(stage: str) -> SelfTestPart:
     return next(part for part in PARTS if stage in part.stages)
 
 
-def _counted(setting: Setting, verdict: Verdict) -> Setting:
+def _counted(setting: SelfTestSetting, verdict: StageVerdict) -> SelfTestSetting:
     free = [value for name, value in sorted(verdict.metrics.items()) if name.startswith("free bytes")]
     return setting.model_copy(update={"devices": int(verdict.metrics["devices"]), "free": tuple(free)})
 
@@ -172,8 +178,8 @@ def _counted(setting: Setting, verdict: Verdict) -> Setting:
 def _how_it_ended(code: int | None, seconds: float, log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if code is None:
-        told = [line.removeprefix(PROGRESS) for line in lines if line.startswith(PROGRESS)]
-        return f"no verdict within {seconds:.0f} s" + (f", during: {told[-1][:300]}" if told else "")
+        progress = [line.removeprefix(PROGRESS) for line in lines if line.startswith(PROGRESS)]
+        return f"no verdict within {seconds:.0f} s" + (f", during: {progress[-1][:300]}" if progress else "")
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return how + (f"; the last output: {lines[-1][:300]}" if lines else "")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from isotrain.self_test.verdicts import Setting
+from isotrain.self_test.verdicts import SelfTestSetting
 
 TOTAL_SECONDS = 900.0
 # Of these, kept for the last part, which is to say what is left behind.
@@ -16,39 +16,39 @@ Reason = str
 """Why a part does not run; empty if it does."""
 
 
-def _always(_: Setting) -> Reason:
+def _always(_: SelfTestSetting) -> Reason:
     return ""
 
 
-def _two_devices(setting: Setting) -> Reason:
+def _two_devices(setting: SelfTestSetting) -> Reason:
     return "" if setting.devices > 1 else "there is one device; it needs two"
 
 
-def _vllm(setting: Setting) -> Reason:
+def _vllm(setting: SelfTestSetting) -> Reason:
     return "" if setting.engine == "vllm" else "it needs vLLM for this device, which is not installed"
 
 
-def _vllm_on_two(setting: Setting) -> Reason:
+def _vllm_on_two(setting: SelfTestSetting) -> Reason:
     return _vllm(setting) or _two_devices(setting)
 
 
-def _ray(_: Setting) -> Reason:
+def _ray(_: SelfTestSetting) -> Reason:
     return "" if find_spec("ray") else "it needs Ray: pip install 'isotrain[online]'"
 
 
-def _cluster(setting: Setting) -> Reason:
+def _cluster(setting: SelfTestSetting) -> Reason:
     return _ray(setting) if setting.cluster else "it needs --cluster HOST:PORT, a Ray cluster of two machines"
 
 
 @dataclass(frozen=True)
-class Part:
+class SelfTestPart:
     """A program that gives the verdicts on some stages, one after the other."""
 
     module: str
     stages: dict[str, str]
     """Names, and what each shows."""
     timeout: float
-    why_not: Callable[[Setting], Reason] = _always
+    why_not: Callable[[SelfTestSetting], Reason] = _always
     mode: str = ""
     after: str = "devices"
     """The stage without which this part would fail for a reason that is known."""
@@ -56,17 +56,17 @@ class Part:
     """Whether a stage can pass although one before it failed."""
 
 
-DEVICES = Part("devices", {"devices": "devices and their memory are visible"}, 120, after="")
+DEVICES = SelfTestPart("devices", {"devices": "devices and their memory are visible"}, 120, after="")
 
-PARTS: tuple[Part, ...] = (
+PARTS: tuple[SelfTestPart, ...] = (
     DEVICES,
-    Part(
+    SelfTestPart(
         "collectives",
         {"collectives": "each collective between the devices gives exact results"},
         240,
         _two_devices,
     ),
-    Part(
+    SelfTestPart(
         "attention",
         {
             "attention": "attention over packed samples agrees with float64 on the host",
@@ -74,8 +74,8 @@ PARTS: tuple[Part, ...] = (
         },
         180,
     ),
-    Part(
-        "supervised",
+    SelfTestPart(
+        "runs",
         {
             "sft": "20 steps of SFT in float32 have the host's losses",
             "sft-bfloat16": "20 steps of SFT in bfloat16 have the host's losses",
@@ -84,9 +84,10 @@ PARTS: tuple[Part, ...] = (
             "two-ranks": "two ranks have the losses of one",
         },
         240,
+        mode="sft",
         independent=True,
     ),
-    Part(
+    SelfTestPart(
         "rollout",
         {
             "engine-start": "the generation engine starts",
@@ -96,7 +97,7 @@ PARTS: tuple[Part, ...] = (
         },
         300,
     ),
-    Part(
+    SelfTestPart(
         "rollout",
         {"graphs": "an engine with captured graphs uses new weights"},
         300,
@@ -104,7 +105,7 @@ PARTS: tuple[Part, ...] = (
         mode="graphs",
         after="weight-update",
     ),
-    Part(
+    SelfTestPart(
         "rollout",
         {"tensor-parallel": "an engine on two devices accepts new weights"},
         300,
@@ -112,21 +113,23 @@ PARTS: tuple[Part, ...] = (
         mode="tensor-parallel",
         after="weight-update",
     ),
-    Part(
-        "colocated",
+    SelfTestPart(
+        "runs",
         {"colocated-save": "GRPO with rollout and training on one device saves, and resumes"},
         300,
         _ray,
+        mode="colocated",
         after="weight-update",
     ),
-    Part(
-        "two_machines",
+    SelfTestPart(
+        "runs",
         {"two-machines": "GRPO with rollout and training on two machines"},
         300,
         _cluster,
+        mode="two-machines",
         after="weight-update",
     ),
-    Part(
+    SelfTestPart(
         "leftovers", {"memory-returned": "no process, device memory or shared memory is left"}, LAST_SECONDS
     ),
 )

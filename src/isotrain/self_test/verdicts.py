@@ -20,7 +20,7 @@ Engine = Literal["vllm", "hf"]
 PROGRESS = "--- "
 
 
-class Verdict(BaseModel):
+class StageVerdict(BaseModel):
     # A metric that is no number is what a broken device gives: it must survive the file.
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -32,8 +32,8 @@ class Verdict(BaseModel):
     seconds: float = 0.0
 
 
-class Setting(BaseModel):
-    """What every part is told."""
+class SelfTestSetting(BaseModel):
+    """Settings that every part gets."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -62,7 +62,7 @@ class Setting(BaseModel):
 
     @property
     def dtype(self) -> str:
-        """Of an engine's weights: what devices have kernels for; on the host, what is exact."""
+        """Type of an engine's weights: one that devices have kernels for; on the host, an exact one."""
         return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
@@ -80,7 +80,7 @@ class StageSkipped(Exception):
 
 
 class Stage:
-    """What a stage has found so far."""
+    """Result and metrics of a stage so far."""
 
     def __init__(self) -> None:
         self.result = ""
@@ -92,10 +92,10 @@ class Stage:
         if not value <= allowed:
             raise StageFailed(f"{what} is {value:.3g}; at most {allowed:.3g} is allowed")
 
-    def at_least(self, what: str, value: float, wanted: float) -> None:
+    def at_least(self, what: str, value: float, least: float) -> None:
         self.metrics[what] = value
-        if not value >= wanted:
-            raise StageFailed(f"{what} is {value:.3g}; at least {wanted:.3g} was expected")
+        if not value >= least:
+            raise StageFailed(f"{what} is {value:.3g}; at least {least:.3g} was expected")
 
 
 class Reporter:
@@ -111,7 +111,7 @@ class Reporter:
 
         def write(outcome: Outcome, result: str) -> None:
             seconds = time.monotonic() - started
-            verdict = Verdict(
+            verdict = StageVerdict(
                 stage=name, outcome=outcome, result=result, metrics=stage.metrics, seconds=seconds
             )
             with self._path.open("a", encoding="utf-8") as file:
@@ -143,19 +143,19 @@ def explain(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:500] if lines else 'no message'}"
 
 
-def read_verdicts(path: Path) -> list[Verdict]:
+def read_verdicts(path: Path) -> list[StageVerdict]:
     """Those of whole lines: the last one may still be being written."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [Verdict.model_validate_json(line) for line in lines]
+    return [StageVerdict.model_validate_json(line) for line in lines]
 
 
-def own_setting() -> Setting:
-    """Of a part's process: its only argument. The process ends with the one that started it."""
+def own_setting() -> SelfTestSetting:
+    """Setting of a part's process, its only argument. The process ends with the one that started it."""
     die_with_parent()
-    return Setting.model_validate_json(sys.argv[1])
+    return SelfTestSetting.model_validate_json(sys.argv[1])
 
 
-def argument(setting: Setting, **changes: Any) -> str:
+def argument(setting: SelfTestSetting, **changes: Any) -> str:
     return setting.model_copy(update=changes).model_dump_json()

@@ -13,16 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from isotrain.algorithms.preference_losses import PREFERENCE_LOSSES
 from isotrain.algorithms.preference_metrics import pair_metrics, response_metrics, step_metrics
 from isotrain.algorithms.sft import SUPERVISED_LOSSES
-from isotrain.data.chunks import RowEncoder
-from isotrain.data.encode import Encoder
+from isotrain.data.encode import Encoder, Prompt, PromptEncoder
 from isotrain.data.items import Item
 from isotrain.data.loader import BatchLoader
-from isotrain.data.preference_items import PreferenceEncoder
-from isotrain.data.prompts import Prompt, PromptEncoder
+from isotrain.data.preference import PreferenceEncoder, single_token
 from isotrain.data.sampler import Sampler
-from isotrain.data.steps import single_token
 from isotrain.data.store import SampleStore
-from isotrain.data.tokenise import cached_store
+from isotrain.data.tokenise import RowEncoder, cached_store
 from isotrain.device.base import Device
 from isotrain.engine.build import (
     Load,
@@ -38,8 +35,8 @@ from isotrain.engine.schedule import make_schedule
 from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError
-from isotrain.models.backbone import shares_prompts
 from isotrain.models.load import load_tokenizer, model_directory
+from isotrain.models.packed import shares_prompts
 from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection

@@ -154,7 +154,7 @@ class Job:
 
     @property
     def leads(self) -> bool:
-        return self.world is None or self.world.leads
+        return self.world is None or self.world.is_main
 
     def train(self, trainer: Trainer, recipe: Recipe, done: int) -> None:
         """From the step after `done` to the last, with all outputs open."""

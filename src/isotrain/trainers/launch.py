@@ -92,7 +92,7 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
         # Ranks drop out different units; everything that must be alike is drawn from names and rows instead.
         device.seed(recipe.seed + world.rank)
         with open_run(recipe, world.size, world) as console:
-            if world.leads:
+            if world.is_main:
                 check_loggers(recipe.observe.loggers)
             loader, validation = open_loaders(recipe, device, world, console)
             data = {"train": loader.store.digest} | (
@@ -108,12 +108,12 @@ def train_supervised(recipe: Recipe, source: str, preemption: Preemption | None 
             for complaint in determinism.complaints:
                 console.message(f"warning: device.determinism: {complaint}")
             run = record_start(recipe, source, device, world, data, determinism)
-            console = Journal(console, run, devices=world.size) if world.leads else console
+            console = Journal(console, run, devices=world.size) if world.is_main else console
             recorder = Recorder(console)
             trainer = build_trainer(recipe, device, world, run, loader, validation, recorder, preemption)
             check_probe_in_run(recipe, trainer.job.steps)
             console.message(_introduction(recipe, device, trainer))
-            if world.leads:
+            if world.is_main:
                 run.add_to_start({"model": describe_model(trainer.engine.model)})
             if cached:
                 _precompute_reference(recipe, trainer, data["model"], console)

@@ -19,8 +19,8 @@ from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError, ModelError, RecipeError
 from isotrain.files import open_own
-from isotrain.models.backbone import Backbone
 from isotrain.models.load import hub_commit
+from isotrain.models.packed import Backbone
 from isotrain.observe.console import Console, open_console
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory, cannot_use
@@ -33,7 +33,7 @@ from isotrain.recipe.schema import Recipe
 @contextmanager
 def open_run(recipe: Recipe, devices: int, world: World | None = None) -> Iterator[Console]:
     """A console, once the run directory is locked and may be started or resumed in; `world` are its ranks."""
-    leads = world is None or world.leads
+    leads = world is None or world.is_main
     silent = "console" not in recipe.observe.loggers
     with (
         run_lock(Path(recipe.output), leads),
@@ -133,7 +133,7 @@ def record_start(
     """The run directory with this start in it; the leading rank writes it. `data` are digests."""
     check_same_data(recipe, data)
     world.barrier()  # all have checked the previous start before it is overwritten
-    if world.leads:
+    if world.is_main:
         described = {
             "type": device.type,
             "name": device.name(),

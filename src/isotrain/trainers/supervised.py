@@ -11,7 +11,7 @@ from isotrain.device.base import Device
 from isotrain.engine.engine import TrainingEngine, UpdateResult
 from isotrain.engine.schedule import Schedule
 from isotrain.errors import ZeroGradientError
-from isotrain.models.flops import training_flops
+from isotrain.models.config import training_flops
 from isotrain.trainers.job import Job, RankCheckpoints
 from isotrain.trainers.preemption import Preempted
 from isotrain.trainers.tasks.base import Task

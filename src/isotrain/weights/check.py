@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.data.prompts import Prompt
+from isotrain.data.encode import Prompt
 from isotrain.data.store import SampleStore
 
 Logps = npt.NDArray[np.float32]

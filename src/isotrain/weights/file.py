@@ -35,7 +35,7 @@ from isotrain.weights.digest import HOST, TYPE_NAMES, TYPES, Contents, Digest, W
 from isotrain.weights.update import FileSource, Routes, WeightUpdate
 
 if TYPE_CHECKING:
-    from isotrain.cluster.placement import Placement, Seat
+    from isotrain.cluster.placement import Placement, Slot
 
 # Two files take turns: overwriting pages that exist is almost twice as fast as asking for new ones, and the
 # newest version stays readable while the next one is written.
@@ -99,7 +99,7 @@ class Relay:
         remove_private_directory()
 
 
-def machines_without_ranks(placement: Placement) -> dict[str, Seat]:
+def machines_without_ranks(placement: Placement) -> dict[str, Slot]:
     """Each with the first of its engines."""
     home = _first_ranks(placement)
     return {seat.node: seat for seat in reversed(placement.engines) if seat.node not in home}

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
+from isotrain.data.items import Sample
 from isotrain.data.packing import pack
-from isotrain.data.sample import Sample
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.offload import has_weights, onload
 from isotrain.models.conversion import Publisher, stored_buffers

@@ -16,7 +16,7 @@ from safetensors.torch import save_file as save_tensors
 
 from isotrain.engine.engine import TrainingEngine
 from isotrain.errors import DataError
-from isotrain.parity.levels import Level
+from isotrain.parity.levels.level import Level
 from isotrain.trainers import build, job
 from isotrain.trainers.launch import train_supervised
 from support import run_cli, tiny_recipe, write_recipe

@@ -19,7 +19,7 @@ from run_samples import isotrain_run
 
 from isotrain import __version__
 from isotrain.errors import DataError
-from isotrain.observe.plotting import GREEN, ORANGE, PURPLE
+from isotrain.observe.plots import GREEN, ORANGE, PURPLE
 from isotrain.parity.compare.comparison import Comparison, compare
 from isotrain.parity.compare.outcome import Pairing, outcome_of
 from isotrain.parity.compare.power import Power, PowerRow

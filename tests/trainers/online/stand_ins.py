@@ -14,7 +14,7 @@ import numpy as np
 
 from isotrain.cluster.failures import Overdue
 from isotrain.cluster.objects import Handle
-from isotrain.cluster.workers import Call
+from isotrain.cluster.workers import WorkerCall
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score
 from isotrain.trainers.online.rollouts import Collector, Seconds
@@ -48,12 +48,12 @@ class StandInGroup:
             self.begun.append(method)
             future.set_result(getattr(self, method)(*args))
 
-    def submit_to(self, index: int, method: Callable[..., Any], *args: Any) -> Call[Any]:
+    def submit_to(self, index: int, method: Callable[..., Any], *args: Any) -> WorkerCall[Any]:
         future: Future[Any] = Future()
         self._tasks.put((future, method.__name__, args))
-        return Call(index, method.__name__, future)  # type: ignore[arg-type]
+        return WorkerCall(index, method.__name__, future)  # type: ignore[arg-type]
 
-    def results(self, calls: Sequence[Call[Any]], timeout: float | None = None) -> list[Any]:
+    def results(self, calls: Sequence[WorkerCall[Any]], timeout: float | None = None) -> list[Any]:
         self.limits.append(timeout)
         try:
             return [call.ref.result(timeout) for call in calls]  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from ray import cloudpickle
 from isotrain.cluster.connect import join_cluster
 from isotrain.cluster.objects import Handle, fetch
 from isotrain.cluster.replaceable import Replaceable, Startable
-from isotrain.cluster.workers import Call, Member, Stream, WorkerGroup
+from isotrain.cluster.workers import Member, Stream, WorkerCall, WorkerGroup
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
@@ -76,7 +76,7 @@ class Counting(WorkerGroup[Any]):
 
     sent = received = 0
 
-    def submit_to(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
+    def submit_to(self, index: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> WorkerCall[Any]:
         self.sent += size((args, kwargs))
         return super().submit_to(index, method, *args, **kwargs)
 
@@ -84,7 +84,7 @@ class Counting(WorkerGroup[Any]):
         self.sent += size((args, kwargs))
         return super().stream(index, method, *args, **kwargs)
 
-    def results(self, calls: Sequence[Call[Any]], timeout: float | None = None) -> list[Any]:
+    def results(self, calls: Sequence[WorkerCall[Any]], timeout: float | None = None) -> list[Any]:
         values = super().results(calls, timeout)
         self.received += sum(size(value) for value in values)
         return values

@@ -11,8 +11,8 @@ import torch
 
 from isotrain.algorithms.advantages import ADVANTAGES
 from isotrain.algorithms.policy_losses import POLICY_LOSSES
-from isotrain.data.policy_batch import pack_trajectories
-from isotrain.data.trajectory import Episode, Trajectory, Turn, with_common_prompt
+from isotrain.data.packing import pack_trajectories
+from isotrain.data.trajectory import EpisodePart, Trajectory, Turn, with_common_prompt
 from isotrain.trainers.online.messages import (
     Group,
     Score,
@@ -59,7 +59,7 @@ def sequence(
         logp_N=np.where(mask_N, -1.0, 0.0).astype(np.float32),
         version_N=np.full(len(pieces), 4, np.int32),
         finished=True,
-        episode=Episode(part, parts, turns, earlier, sum(rewards)),
+        episode=EpisodePart(part, parts, turns, earlier, sum(rewards)),
     )
 
 

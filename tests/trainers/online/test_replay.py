@@ -24,9 +24,9 @@ from hand_made_step import NOBODY, Here
 from online_runs import online_recipe, run_online
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from isotrain.data.record import Record, read_step, read_trajectories, step_file, write_trajectories
+from isotrain.data.record import TrajectoryRecord, read_step, read_trajectories, step_file, write_trajectories
 from isotrain.data.sampler import Sampler
-from isotrain.data.trajectory import Episode, Trajectory, Turn, with_common_prompt
+from isotrain.data.trajectory import EpisodePart, Trajectory, Turn, with_common_prompt
 from isotrain.engine.world import open_store
 from isotrain.errors import DataError
 from isotrain.observe.console import Console
@@ -154,7 +154,7 @@ class Inventor:
                 tokens_T=tokens_T,
                 mask_N=mask_N,
                 logp_N=np.where(mask_N, trajectory.logp_N, np.float32(0)),
-                episode=Episode(part, parts, turns[: 1 if length == 1 else 2], 0.5 * part, 1.0),
+                episode=EpisodePart(part, parts, turns[: 1 if length == 1 else 2], 0.5 * part, 1.0),
             )
 
     def _trajectory(self, prompt_index: int, row: int, sample: int) -> Trajectory:
@@ -388,19 +388,19 @@ def test_no_recording_at_all(recorded: tuple[Recipe, Rows], copied: Recipe, tmp_
             check(copied.output)
 
 
-def other_prompt(record: Record) -> Record:
+def other_prompt(record: TrajectoryRecord) -> TrajectoryRecord:
     tokens_T = record.trajectory.tokens_T.copy()
     tokens_T[0] += 1
     return record._replace(trajectory=replace(record.trajectory, tokens_T=tokens_T))
 
 
-def strange_token(record: Record) -> Record:
+def strange_token(record: TrajectoryRecord) -> TrajectoryRecord:
     tokens_T = record.trajectory.tokens_T.copy()
     tokens_T[-1] = 2**31 - 1
     return record._replace(trajectory=replace(record.trajectory, tokens_T=tokens_T))
 
 
-DAMAGES: dict[str, Callable[[list[Record]], list[Record]]] = {
+DAMAGES: dict[str, Callable[[list[TrajectoryRecord]], list[TrajectoryRecord]]] = {
     r"does not have 3 responses to draw 4": lambda records: records[1:],
     r"has 3 prompts instead of 4": lambda records: records[N:],
     r"has a prompt for draw 4 that differs": lambda records: [other_prompt(records[0]), *records[1:]],

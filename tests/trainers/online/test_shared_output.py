@@ -17,7 +17,7 @@ from isotrain.trainers.online.run import _check_shared
 class Ranks:
     """Two machines, of which the second sees `place` where the first sees the run directory."""
 
-    whereabouts = (SimpleNamespace(host="10.0.0.1"), SimpleNamespace(host="10.0.0.2"))
+    locations = (SimpleNamespace(host="10.0.0.1"), SimpleNamespace(host="10.0.0.2"))
 
     def __init__(self, place: Path) -> None:
         self.prompt_index = place

@@ -9,7 +9,7 @@ import torch
 from hand_made_step import FLAT, GREEDY, N_SAMPLES, SCORES
 
 from isotrain.algorithms.advantages import ADVANTAGES
-from isotrain.data.policy_batch import pack_trajectories
+from isotrain.data.packing import pack_trajectories
 from isotrain.trainers.online.step import AdvantageSettings, Micro, estimate
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -49,6 +49,6 @@ def test_weights_and_log_probs(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("when", "deaths"), [("idle", 1), ("generating", 2)])
 def test_an_engine_that_loses_a_worker_is_replaced(found: dict[str, Any], when: str, deaths: int) -> None:
     after = found[when]
-    assert after["lives"] == [deaths]
+    assert after["deaths"] == [deaths]
     assert max(after["weight_check"], after["responses"]) <= 1e-4
     assert "a worker process of vLLM has ended" in found["said"][deaths - 1]

@@ -11,7 +11,7 @@ import pytest
 
 from isotrain.algorithms.kl import FixedKl
 from isotrain.cluster.failures import Overdue
-from isotrain.cluster.replaceable import Died, Task
+from isotrain.cluster.replaceable import Died, WorkerTask
 from isotrain.errors import WeightUpdateError
 from isotrain.trainers.online.loop import OnlineTrainer, Progress
 from isotrain.trainers.online.rollouts import SyncBatches
@@ -113,11 +113,11 @@ class Rehearsing:
         replies = [Sent(WeightUpdate(REHEARSAL, source, 0, 0, "")) for source in sources]
         return [replies[0], Sent(error=self.fails) if self.fails == "listening" else replies[1]]
 
-    def submit(self, index: int, method: Callable[..., Any], *args: Any) -> Task[Any]:
+    def submit(self, index: int, method: Callable[..., Any], *args: Any) -> WorkerTask[Any]:
         self.told.append(args[0])
-        return Task(index, 0, None)  # type: ignore[arg-type]
+        return WorkerTask(index, 0, None)  # type: ignore[arg-type]
 
-    def result(self, task: Task[Any], timeout: float | None = None) -> str | Died:
+    def result(self, task: WorkerTask[Any], timeout: float | None = None) -> str | Died:
         return Died() if self.fails == "an engine died" else self._error("engine")
 
     def _error(self, part: str) -> str:

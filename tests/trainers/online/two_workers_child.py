@@ -89,7 +89,7 @@ class Checks:
 
     def kill(self, number: int) -> None:
         """One of the processes that vLLM has started."""
-        (engine,) = self.engines.group.whereabouts
+        (engine,) = self.engines.group.locations
         children = psutil.Process(engine.pid).children(recursive=True)
         workers = [child for child in children if "Worker" in " ".join(child.cmdline())]
         assert len(workers) == 2, [child.cmdline() for child in children]
@@ -101,7 +101,7 @@ class Checks:
         self.results["idle"] = {
             "weight_check": self.update(),
             "responses": self.responses(),
-            "lives": list(self.engines.lives),
+            "deaths": list(self.engines.deaths),
         }
 
     def killed_generating(self) -> None:
@@ -119,7 +119,7 @@ class Checks:
             "told": told,
             "weight_check": self.update(),
             "responses": self.responses(),
-            "lives": list(self.engines.lives),
+            "deaths": list(self.engines.deaths),
         }
 
 

@@ -50,7 +50,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Of a part; the length of the whole bounds its depth and its numbers."""
+    """Value of a part; the length of the whole bounds its depth and its numbers."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -40,7 +40,7 @@ def ultrafeedback(row: Row) -> Iterator[Record]:
     # The first of equals: the same file gives the same pairs.
     best, worst = max(scored, key=lambda pair: pair[0]), min(scored, key=lambda pair: pair[0])
     if best[0] > worst[0]:
-        prompt = [{"role": "user", "content": str(_wanted(row, "instruction"))}]
+        prompt = [{"role": "user", "content": str(_required(row, "instruction"))}]
         yield {
             "prompt": prompt,
             "chosen": [{"role": "assistant", "content": best[1]}],
@@ -54,7 +54,7 @@ def prm800k(row: Row) -> Iterator[Record]:
 
     Ratings are 1 (good), 0 (neutral) and -1 (bad); only the last is a wrong step.
     """
-    problem, steps = _wanted(row, "question")["problem"], _wanted(row, "label")["steps"]
+    problem, steps = _required(row, "question")["problem"], _required(row, "label")["steps"]
     texts: list[str] = []
     labels: list[bool] = []
     for step in steps:
@@ -81,11 +81,11 @@ def prm800k(row: Row) -> Iterator[Record]:
 
 def math_shepherd(row: Row) -> Iterator[Record]:
     """`input` has the steps, each closed by its own token; `label` has them again with `+` or `-` behind."""
-    marked, labelled = str(_wanted(row, "input")), str(_wanted(row, "label"))
-    prompt, found, solution = marked.partition("Step 1:")
-    if not found:
+    marked, labelled = str(_required(row, "input")), str(_required(row, "label"))
+    prompt, marker, solution = marked.partition("Step 1:")
+    if not marker:
         raise DataError(f"{row.origin}: no 'Step 1:' in 'input'; this is not Math-Shepherd")
-    steps = [part.strip() for part in f"{found}{solution}".split(_STEP_END)]
+    steps = [part.strip() for part in f"{marker}{solution}".split(_STEP_END)]
     texts: list[str] = []
     labels: list[bool] = []
     at = 0
@@ -127,7 +127,7 @@ def _records(name: str, row: Row) -> list[Record]:
         raise DataError(f"{row.origin}: not a row of {name} ({type(error).__name__}: {error})") from error
 
 
-def _wanted(row: Row, key: str) -> Any:
+def _required(row: Row, key: str) -> Any:
     if row.values.get(key) is None:
         raise DataError(f"{row.origin}: no '{key}' among the columns {', '.join(row.values)}")
     return row.values[key]

@@ -22,7 +22,7 @@ class Oracle:
         said = states["action_text"]
         if not self.asked and ASK in said:
             self.asked = True
-            told = f"\n<|im_start|>tool\n{self.kind}<|im_end|>\n<|im_start|>assistant\n"
-            return {"rewards": 0.5, "environment_feedback": told, "done": False}
+            feedback = f"\n<|im_start|>tool\n{self.kind}<|im_end|>\n<|im_start|>assistant\n"
+            return {"rewards": 0.5, "environment_feedback": feedback, "done": False}
         share = sum(character in KINDS[self.kind] for character in said) / max(1, len(said))
         return {"rewards": 0.5 * share if self.asked else 0.0, "environment_feedback": "", "done": True}

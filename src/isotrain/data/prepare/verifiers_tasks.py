@@ -80,7 +80,7 @@ def read_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def exported(asked: Mapping[str, Any], python: str | None) -> Iterator[dict[str, Any]]:
-    """What the environment's Python writes about it; raises `DataError` where that is not possible."""
+    """Messages of the environment's Python about it; raises `DataError` where there are none."""
     program = python or sys.executable
     if which(program) is None:
         raise DataError(f"there is no Python {program!r}")

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 from packaging.version import Version
 
-from isotrain.doctor.findings import Finding
-from isotrain.doctor.matrix import matrix
-from isotrain.doctor.npu_smi import is_number
-from isotrain.doctor.scene import Scene
-from isotrain.doctor.versions import order
+from isotrain.doctor.facts import is_number
+from isotrain.doctor.matrix import matrix, order
+from isotrain.doctor.scene import MachineFinding, Scene
 from isotrain.language import tr
 
 _MASK = "ASCEND_RT_VISIBLE_DEVICES"
@@ -22,7 +20,7 @@ _MOUNTS = tr(
 )
 
 
-def check(scene: Scene) -> Iterator[Finding]:
+def check(scene: Scene) -> Iterator[MachineFinding]:
     if scene.target == "npu" and not scene.facts.simulated:
         yield from _mask(scene)
         yield from _npus(scene)
@@ -47,7 +45,7 @@ def visible(scene: Scene) -> int | None:
     return present if mask is None else min(present, len([part for part in mask.split(",") if part.strip()]))
 
 
-def _mask(scene: Scene) -> Iterator[Finding]:
+def _mask(scene: Scene) -> Iterator[MachineFinding]:
     text = scene.facts.variables.get(_MASK)
     if text is None:
         return
@@ -57,7 +55,7 @@ def _mask(scene: Scene) -> Iterator[Finding]:
             "{mask}={text} is not a list of device numbers, so no device is visible", mask=_MASK, text=text
         )
         remedy = tr("export {mask}=0,1,... or unset it", mask=_MASK)
-        yield Finding("mask-is-not-numbers", "error", problem, remedy)
+        yield MachineFinding("mask-is-not-numbers", "error", problem, remedy)
         return
     numbers = [int(part) for part in parts]
     ascending = sorted(set(numbers))
@@ -66,7 +64,7 @@ def _mask(scene: Scene) -> Iterator[Finding]:
             "{mask}={text} is not strictly ascending, so the device count is 0", mask=_MASK, text=text
         )
         remedy = f"export {_MASK}={','.join(map(str, ascending))}"
-        yield Finding("mask-out-of-order", "error", problem, remedy)
+        yield MachineFinding("mask-out-of-order", "error", problem, remedy)
     facts = scene.facts
     present = {npu.number for npu in facts.npus}
     missing = sorted(set(numbers) - present) if present else []
@@ -80,7 +78,7 @@ def _mask(scene: Scene) -> Iterator[Finding]:
             missing=", ".join(map(str, missing)),
         )
         remedy = tr("choose among {devices}", devices=",".join(map(str, sorted(present))))
-        yield Finding("mask-names-missing-devices", "warning" if counted else "error", problem, remedy)
+        yield MachineFinding("mask-names-missing-devices", "warning" if counted else "error", problem, remedy)
     if scene.generation == "A3" and not missing and len(ascending) > 1:
         modules = {npu.number: npu.module for npu in scene.facts.npus}
         halves = sorted(
@@ -96,32 +94,32 @@ def _mask(scene: Scene) -> Iterator[Finding]:
                 dies=", ".join(map(str, halves)),
             )
             remedy = tr("name both dies of each module")
-            yield Finding("half-modules", "warning", problem, remedy)
+            yield MachineFinding("half-modules", "warning", problem, remedy)
 
 
-def _npus(scene: Scene) -> Iterator[Finding]:
+def _npus(scene: Scene) -> Iterator[MachineFinding]:
     facts = scene.facts
     if facts.npu_smi and "-8005" in facts.npu_smi:
         problem = tr("npu-smi has no permission to use the driver: {npu_smi}", npu_smi=facts.npu_smi)
         remedy = tr(
             "run as root or as a member of the group HwHiAiUser; in a container also mount the devices"
         )
-        yield Finding("no-permission-for-the-driver", "error", problem, remedy)
+        yield MachineFinding("no-permission-for-the-driver", "error", problem, remedy)
     elif facts.npu_smi:
         problem = tr("npu-smi fails: {npu_smi}", npu_smi=facts.npu_smi)
         remedy = tr("check `dmesg` and the driver's installation (npu-smi info -t board -i 0)")
-        yield Finding("npu-smi-fails", "error", problem, remedy)
+        yield MachineFinding("npu-smi-fails", "error", problem, remedy)
     elif not facts.npus and not facts.npu_devices:
         inside = facts.container
         problem = (
             tr("no NPU is visible in this container") if inside else tr("no NPU is visible on this machine")
         )
         remedy = _MOUNTS if inside else tr("install the driver and firmware, or use device.type=cpu")
-        yield Finding("no-npu-visible", "error", problem, remedy)
+        yield MachineFinding("no-npu-visible", "error", problem, remedy)
     elif facts.npu_smi is None and facts.driver is None:
         problem = tr("device files exist, but npu-smi and the driver's directory are missing")
         remedy = _MOUNTS if facts.container else tr("install the driver")
-        yield Finding("driver-not-mounted", "error", problem, remedy)
+        yield MachineFinding("driver-not-mounted", "error", problem, remedy)
     mask = facts.variables.get(_MASK)
     used = None if mask is None else {part.strip() for part in mask.split(",")}
     for npu in facts.npus:
@@ -137,14 +135,14 @@ def _npus(scene: Scene) -> Iterator[Finding]:
                 mask=_MASK,
                 module=npu.module,
             )
-            yield Finding("unhealthy-device", "error", problem, remedy)
+            yield MachineFinding("unhealthy-device", "error", problem, remedy)
     if facts.npu_holders:
         problem = tr(
             "other processes use devices: {devices}",
             devices=", ".join(map(str, sorted(set(facts.npu_holders)))),
         )
         remedy = tr("wait for them, or choose free devices with {mask}", mask=_MASK)
-        yield Finding("devices-in-use", "warning", problem, remedy)
+        yield MachineFinding("devices-in-use", "warning", problem, remedy)
     if facts.npus and scene.generation in (None, "A1", "inference only"):
         name = facts.npus[0].name
         if scene.generation:
@@ -156,10 +154,10 @@ def _npus(scene: Scene) -> Iterator[Finding]:
         else:
             problem = tr("{name} is not in the matrix: no published stack trains on it", name=name)
         remedy = tr("expect problems; docs/stacks.md has the matrix")
-        yield Finding("unknown-hardware", "warning", problem, remedy)
+        yield MachineFinding("unknown-hardware", "warning", problem, remedy)
 
 
-def _driver(scene: Scene) -> Iterator[Finding]:
+def _driver(scene: Scene) -> Iterator[MachineFinding]:
     facts = scene.facts
     if facts.driver and facts.firmware and order(facts.driver) != order(facts.firmware):
         newer = max(facts.driver, facts.firmware, key=order)
@@ -169,7 +167,7 @@ def _driver(scene: Scene) -> Iterator[Finding]:
             firmware=facts.firmware,
         )
         remedy = tr("install driver and firmware of the same release, such as {newer}", newer=newer)
-        yield Finding("driver-and-firmware", "warning", problem, remedy)
+        yield MachineFinding("driver-and-firmware", "warning", problem, remedy)
     if not facts.driver or not facts.cann:
         return
     published = [
@@ -178,19 +176,19 @@ def _driver(scene: Scene) -> Iterator[Finding]:
         if stack.hdk and stack.cann and order(stack.cann) <= order(facts.cann)
     ]
     # The driver of the newest stack that is not newer than this toolkit.
-    wanted = max(published, key=order, default=None)
-    if wanted and order(facts.driver) < order(wanted):
+    needed = max(published, key=order, default=None)
+    if needed and order(facts.driver) < order(needed):
         problem = tr(
             "stacks up to CANN {cann} need driver {wanted}; this machine has {driver}",
             cann=facts.cann,
-            wanted=wanted,
+            wanted=needed,
             driver=facts.driver,
         )
-        remedy = tr("install driver {wanted} or newer on the host, or an older CANN", wanted=wanted)
-        yield Finding("driver-older-than-cann", "warning", problem, remedy)
+        remedy = tr("install driver {wanted} or newer on the host, or an older CANN", wanted=needed)
+        yield MachineFinding("driver-older-than-cann", "warning", problem, remedy)
 
 
-def _gpus(scene: Scene) -> Iterator[Finding]:
+def _gpus(scene: Scene) -> Iterator[MachineFinding]:
     facts = scene.facts
     torch = facts.packages.get("torch", "")
     if not facts.gpus:
@@ -203,23 +201,23 @@ def _gpus(scene: Scene) -> Iterator[Finding]:
             if facts.container
             else tr("install the driver, or use device.type=cpu")
         )
-        yield Finding("no-gpu-visible", "error", problem, remedy)
+        yield MachineFinding("no-gpu-visible", "error", problem, remedy)
         return
     if torch.endswith("+cpu"):
         problem = tr("torch {torch} is a CPU build", torch=torch)
         remedy = tr("pip install torch=={version} (a CUDA build)", version=torch.removesuffix("+cpu"))
-        yield Finding("cpu-build-of-torch", "error", problem, remedy)
-    found = re.search(r"\+cu(\d{2})\d", torch)
-    wanted = matrix().cuda_driver.get(found[1]) if found else None
+        yield MachineFinding("cpu-build-of-torch", "error", problem, remedy)
+    build = re.search(r"\+cu(\d{2})\d", torch)
+    needed = matrix().cuda_driver.get(build[1]) if build else None
     driver = facts.gpus[0].driver
-    if found and wanted and Version(driver) < Version(wanted):
+    if build and needed and Version(driver) < Version(needed):
         problem = tr(
             "torch {torch} needs driver {wanted} or newer; this machine has {driver}",
             torch=torch,
-            wanted=wanted,
+            wanted=needed,
             driver=driver,
         )
         remedy = tr(
-            "update the driver, or install a torch built for an older CUDA than {cuda}", cuda=found[1]
+            "update the driver, or install a torch built for an older CUDA than {cuda}", cuda=build[1]
         )
-        yield Finding("old-nvidia-driver", "error", problem, remedy)
+        yield MachineFinding("old-nvidia-driver", "error", problem, remedy)

@@ -1,14 +1,12 @@
-"""What one recipe needs on a machine: devices, shared memory, disk, ports, open files, a sandbox."""
+"""Needs of one recipe on a machine: devices, shared memory, disk, ports, open files, a sandbox."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from isotrain.doctor.checks.devices import visible
-from isotrain.doctor.facts import SHARED_MEMORY
-from isotrain.doctor.findings import Finding, Level
-from isotrain.doctor.npu_smi import is_number
-from isotrain.doctor.scene import Scene
+from isotrain.doctor.facts import SHARED_MEMORY, is_number
+from isotrain.doctor.scene import Level, MachineFinding, Scene
 from isotrain.language import tr
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
@@ -23,7 +21,7 @@ _HCCL_PORTS = 16
 _OTHER_FILES = 512
 
 
-def check(scene: Scene) -> Iterator[Finding]:
+def check(scene: Scene) -> Iterator[MachineFinding]:
     if scene.recipe is None:
         return
     yield from _device_count(scene, scene.recipe)
@@ -43,7 +41,7 @@ def devices_needed(recipe: Recipe) -> int:
     return ranks + engines if placement == "separate" else max(ranks, engines)
 
 
-def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+def _device_count(scene: Scene, recipe: Recipe) -> Iterator[MachineFinding]:
     present, needed = visible(scene), devices_needed(recipe)
     if scene.target == "npu" and scene.generation == "A3" and needed > 1 and needed % 2:
         problem = tr(
@@ -51,7 +49,7 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
             needed=needed,
         )
         remedy = tr("write device.ranks={ranks}", ranks=recipe.device.ranks + 1)
-        yield Finding("half-a-module", "warning", problem, remedy)
+        yield MachineFinding("half-a-module", "warning", problem, remedy)
     if scene.target == "cpu" or present is None or present >= needed:
         return
     address = (recipe.cluster or ClusterSection()).address if recipe.rollout else "local"
@@ -78,10 +76,10 @@ def _device_count(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         problem = tr(
             "the recipe needs {needed} devices, but {present} are visible", needed=needed, present=present
         )
-    yield Finding("too-few-devices", levels.get(address, "note"), problem, remedy)
+    yield MachineFinding("too-few-devices", levels.get(address, "note"), problem, remedy)
 
 
-def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+def _space(scene: Scene, recipe: Recipe) -> Iterator[MachineFinding]:
     shared, disk = scene.facts.free.get(SHARED_MEMORY), scene.facts.free.get(recipe.output)
     if recipe.rollout and shared is not None and shared < _LEAST_SHARED_MEMORY:
         problem = tr(
@@ -94,7 +92,7 @@ def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
             if scene.facts.container
             else f"mount -o remount,size=16g {SHARED_MEMORY}"
         )
-        yield Finding("little-shared-memory", "warning", problem, remedy)
+        yield MachineFinding("little-shared-memory", "warning", problem, remedy)
     if disk is not None and disk < _LEAST_DISK:
         problem = tr(
             "only {disk:.1f} GiB are free for the run directory ({output})",
@@ -102,10 +100,10 @@ def _space(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
             output=recipe.output,
         )
         remedy = tr("set output= to a larger disk, or trainer.keep_checkpoints=1")
-        yield Finding("little-disk", "warning", problem, remedy)
+        yield MachineFinding("little-disk", "warning", problem, remedy)
 
 
-def _ports(scene: Scene) -> Iterator[Finding]:
+def _ports(scene: Scene) -> Iterator[MachineFinding]:
     if scene.target != "npu" or not scene.needs or "several ranks" not in scene.needs:
         return
     # Without it our processes choose free ports; a range of the user's overrules it.
@@ -122,10 +120,10 @@ def _ports(scene: Scene) -> Iterator[Finding]:
             taken=", ".join(map(str, taken)),
         )
         remedy = tr("unset HCCL_IF_BASE_PORT (free ports are then chosen), or set it to 16 free ports")
-        yield Finding("hccl-ports-taken", "warning", problem, remedy)
+        yield MachineFinding("hccl-ports-taken", "warning", problem, remedy)
 
 
-def _open_files(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+def _open_files(scene: Scene, recipe: Recipe) -> Iterator[MachineFinding]:
     limit, needed = scene.facts.open_files, recipe.device.ranks + _OTHER_FILES
     if recipe.device.ranks > 1 and limit is not None and limit < needed:
         problem = tr(
@@ -138,10 +136,10 @@ def _open_files(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         remedy = tr(
             "raise the hard limit: ulimit -Hn {needed}, or docker run --ulimit nofile={needed}", needed=needed
         )
-        yield Finding("few-open-files", "warning", problem, remedy)
+        yield MachineFinding("few-open-files", "warning", problem, remedy)
 
 
-def _sandbox(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
+def _sandbox(scene: Scene, recipe: Recipe) -> Iterator[MachineFinding]:
     code, error = recipe.reward and recipe.reward.code, scene.facts.bubblewrap
     if not code or code.sandbox != "bubblewrap" or not error:
         return
@@ -151,4 +149,4 @@ def _sandbox(scene: Scene, recipe: Recipe) -> Iterator[Finding]:
         "docs/sandbox.md"
     )
     problem = tr("reward.code needs bubblewrap: {error}", error=error)
-    yield Finding("no-sandbox", "error", problem, remedy)
+    yield MachineFinding("no-sandbox", "error", problem, remedy)

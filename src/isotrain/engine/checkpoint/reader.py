@@ -177,7 +177,7 @@ def newest_valid(root: Path, world: World) -> tuple[CheckpointReader | None, lis
             everyones = world.sum([file in flawed for file in reader.files])
             if not any(everyones):
                 return reader, complaints
-            if world.leads:
+            if world.is_main:
                 named = [file for file, flaws in zip(reader.files, everyones, strict=True) if flaws]
                 reasons = [reader.problem(file) or f"another rank cannot read {file}" for file in named]
         complaints += [f"checkpoint {directory.name} is not used: {reason}" for reason in reasons]
@@ -195,6 +195,6 @@ def _open(directory: Path) -> tuple[CheckpointReader | None, list[str]]:
 
 def _agreed_steps(root: Path, world: World) -> list[int]:
     # On another machine the file system may lag behind, and ranks with different lists would wait forever.
-    steps: list[float] = list(steps_in(root)) if world.leads else []
+    steps: list[float] = list(steps_in(root)) if world.is_main else []
     (count,) = world.sum([len(steps)])
     return [int(step) for step in world.sum(steps or [0] * int(count))] if count else []

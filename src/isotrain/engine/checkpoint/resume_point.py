@@ -57,7 +57,7 @@ def lost_checkpoint(
     `saved.json` tells of one.
     """
     saved, error = 0, None
-    if world.leads:
+    if world.is_main:
         try:
             stored = (step for step in storage.steps() if storage.is_complete(step)) if storage else ()
             saved = max(run.saved_step(), newest_complete(run.checkpoints) or 0, next(iter(stored), 0))
@@ -86,7 +86,7 @@ def _newer_steps(storage: Storage, world: World, than: int) -> list[int]:
     # The leading rank speaks for all: ranks with different lists would wait for each other forever.
     steps: list[float] = []
     error: StorageError | None = None
-    if world.leads:
+    if world.is_main:
         try:
             steps = [step for step in storage.steps() if step > than]
         except StorageError as met:
@@ -107,7 +107,7 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
     """Bring it to the local directory, the ranks sharing the files; returns what is wrong with it."""
     target = step_directory(root, step)
     temporary = root / f"{WRITING}{target.name}"
-    if world.leads:
+    if world.is_main:
         remove(temporary)
         temporary.mkdir(parents=True)
     world.sum([0.0])  # from here on the directory is there
@@ -127,10 +127,10 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
     (flaws,) = world.sum([flaw is not None])
     try:
         _raise_together(error, world)
-        if not flaws and world.leads:
+        if not flaws and world.is_main:
             commit_directory(temporary, target, manifest.decode())
     finally:
-        if world.leads:
+        if world.is_main:
             remove(temporary)
     world.sum([0.0])  # it is complete for all
     return (flaw or "another rank found a damaged file") if flaws else None

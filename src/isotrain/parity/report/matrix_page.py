@@ -19,7 +19,7 @@ from isotrain.parity.certify.signing import Signature, signature_of
 from isotrain.parity.certify.verify import verify
 from isotrain.parity.devices import uses_ring
 from isotrain.parity.levels.level import LEVELS
-from isotrain.recipe.generated import page_command, table_row
+from isotrain.recipe.reference import page_command, table_row
 
 CERTIFICATES = Path(__file__).parents[4] / "certificates"
 

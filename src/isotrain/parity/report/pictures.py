@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from isotrain.language import listed, tr
-from isotrain.observe.plotting import (
+from isotrain.observe.plots import (
     BLUE,
     GREEN,
     GREY,

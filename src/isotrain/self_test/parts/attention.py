@@ -18,7 +18,7 @@ from isotrain.engine.build import build_engine, choose_attention
 from isotrain.engine.world import World, join_world
 from isotrain.models.load import IMPLEMENTATIONS
 from isotrain.recipe.schema import ModelSection, OptimizerSection
-from isotrain.self_test.verdicts import Reporter, Setting, Stage, own_setting
+from isotrain.self_test.verdicts import Reporter, SelfTestSetting, Stage, own_setting
 from isotrain.tools.probes.operator_errors import deviation
 from isotrain.tools.probes.operator_oracles import attention as by_formula
 
@@ -29,7 +29,7 @@ ALLOWED: dict[Dtype, float] = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclass
-class Call:
+class AttentionCall:
     """One layer's attention: what went in and came out, with gradients after the backward pass."""
 
     query_HTD: torch.Tensor
@@ -44,7 +44,7 @@ class Spy:
     """Stands in for the attention function of one name, calls it, and keeps what passes."""
 
     function: Callable[..., tuple[torch.Tensor, None]]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
 
     def __call__(
         self,
@@ -58,7 +58,7 @@ class Spy:
         output, nothing = self.function(module, query, key, value, *args, **extras)
         for tensor in (query, key, value, output):
             tensor.retain_grad()
-        self.calls.append(Call(query, key, value, output, extras.get("scaling")))
+        self.calls.append(AttentionCall(query, key, value, output, extras.get("scaling")))
         return output, nothing
 
 
@@ -75,18 +75,20 @@ def main() -> None:
                     _compare(stage, f"{dtype} output", call.output_THD, by_float64(call)[0], dtype, layer)
             stage.result = _sentence(stage, kinds)
         with reporter.stage("attention-backward") as stage:
-            for dtype, found in calls.items():
-                for layer, call in enumerate(found):
-                    own = (call.query_HTD.grad, call.key_GTD.grad, call.value_GTD.grad)
-                    for name, gradient, wanted in zip(
-                        ("query", "key", "value"), own, by_float64(call)[1:], strict=True
+            for dtype, layers in calls.items():
+                for layer, call in enumerate(layers):
+                    gradients = (call.query_HTD.grad, call.key_GTD.grad, call.value_GTD.grad)
+                    for name, gradient, expected in zip(
+                        ("query", "key", "value"), gradients, by_float64(call)[1:], strict=True
                     ):
                         assert gradient is not None
-                        _compare(stage, f"{dtype} gradient of {name}", gradient, wanted, dtype, layer)
+                        _compare(stage, f"{dtype} gradient of {name}", gradient, expected, dtype, layer)
             stage.result = _sentence(stage, kinds)
 
 
-def _run(setting: Setting, dtype: Dtype, device: Device, world: World) -> tuple[str, list[Call]]:
+def _run(
+    setting: SelfTestSetting, dtype: Dtype, device: Device, world: World
+) -> tuple[str, list[AttentionCall]]:
     """A forward and backward pass of the small model as training does it."""
     # Without checkpointing: each layer's attention is then called once.
     path = str(setting.tiny / "model")
@@ -113,7 +115,7 @@ def _run(setting: Setting, dtype: Dtype, device: Device, world: World) -> tuple[
     return kind, spy.calls
 
 
-def by_float64(call: Call) -> tuple[torch.Tensor, ...]:
+def by_float64(call: AttentionCall) -> tuple[torch.Tensor, ...]:
     """Output and gradients of query, key and value by the formula, sample by sample."""
     inputs = [
         tensor.detach()[0].cpu().double().requires_grad_()
@@ -129,9 +131,9 @@ def by_float64(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def _compare(
-    stage: Stage, what: str, found: torch.Tensor, wanted: torch.Tensor, dtype: Dtype, layer: int
+    stage: Stage, what: str, computed: torch.Tensor, expected: torch.Tensor, dtype: Dtype, layer: int
 ) -> None:
-    seen = deviation(found.detach()[0].cpu().reshape(wanted.shape), wanted)
+    seen = deviation(computed.detach()[0].cpu().reshape(expected.shape), expected)
     assert seen is not None
     error = float("inf") if seen.non_finite else seen.error
     stage.at_most(f"{what}, layer {layer}: error", error, ALLOWED[dtype])

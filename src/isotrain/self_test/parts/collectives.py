@@ -21,7 +21,7 @@ from isotrain.engine.world import World, join_world
 from isotrain.own_python import module_arguments
 from isotrain.self_test.verdicts import (
     Reporter,
-    Setting,
+    SelfTestSetting,
     StageFailed,
     argument,
     explain,
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     name: str
     run: Callable[[torch.Tensor], torch.Tensor]
     """From this rank's numbers to what the collective gives it."""
-    wanted: Callable[[list[torch.Tensor]], torch.Tensor]
+    expected: Callable[[list[torch.Tensor]], torch.Tensor]
     """The same, from the numbers of all ranks."""
 
 
@@ -56,8 +56,8 @@ def main() -> None:
         Reporter(setting.verdicts).stage("collectives") as stage,
         tempfile.TemporaryDirectory(dir=setting.work) as job,
     ):
-        told = argument(setting, mode=f"rank {job}")
-        command = module_arguments("isotrain.self_test.parts.collectives", told)
+        passed = argument(setting, mode=f"rank {job}")
+        command = module_arguments("isotrain.self_test.parts.collectives", passed)
         run_ranks(command, ranks, Path(job), device.rank_environment(ranks))
         rate = float((Path(job) / RATE_FILE).read_text())
         stage.metrics["all_reduce GB/s"] = rate
@@ -66,12 +66,12 @@ def main() -> None:
         )
 
 
-def run_rank(setting: Setting, job: Path) -> int:
+def run_rank(setting: SelfTestSetting, job: Path) -> int:
     try:
         with join_world(choose_device(setting.device)) as world:
             _check_all(world)
             rate = _rate(world)
-        if world.leads:
+        if world.is_main:
             (job / RATE_FILE).write_text(repr(rate))
     except Exception as error:
         (job / ERROR_FILE.format(rank=os.environ["RANK"])).write_text(explain(error))
@@ -87,11 +87,11 @@ def _check_all(world: World) -> None:
             for case in cases(world.rank, world.size):
                 what = f"{case.name} of {count} x {str(dtype).removeprefix('torch.')}"
                 tell_progress(what)
-                found = case.run(inputs[world.rank].to(world.device, copy=True)).cpu()
-                wrong = int((found != case.wanted(inputs)).sum())
+                result = case.run(inputs[world.rank].to(world.device, copy=True)).cpu()
+                wrong = int((result != case.expected(inputs)).sum())
                 if wrong:
                     raise StageFailed(
-                        f"{what}: {wrong} of {found.numel()} results are wrong on rank {world.rank}"
+                        f"{what}: {wrong} of {result.numel()} results are wrong on rank {world.rank}"
                     )
 
 
@@ -110,9 +110,9 @@ def cases(rank: int, ranks: int) -> Iterator[Case]:
         return all_RN
 
     def reduce_scatter(x_N: torch.Tensor) -> torch.Tensor:
-        own = x_N.new_empty(len(x_N) // ranks)
-        dist.reduce_scatter_tensor(own, x_N)
-        return own
+        part = x_N.new_empty(len(x_N) // ranks)
+        dist.reduce_scatter_tensor(part, x_N)
+        return part
 
     def broadcast(x_N: torch.Tensor) -> torch.Tensor:
         dist.broadcast(x_N, ranks - 1)

@@ -1,4 +1,4 @@
-"""What devices there are, how much of their memory is free, and a small model for all other parts."""
+"""Count the devices and their free memory, and make a small model for all other parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other parts have left behind: processes, device memory, shared memory."""
+"""Find leftovers of the other parts: processes, device memory, shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isotrain.device.detect import choose_device
 from isotrain.self_test.run import MARK, marked
-from isotrain.self_test.verdicts import Reporter, Setting, StageFailed, own_setting
+from isotrain.self_test.verdicts import Reporter, SelfTestSetting, StageFailed, own_setting
 from isotrain.weights.file import PREFIX
 
 # Ended processes take a moment to be gone, and drivers to take their memory back.
@@ -30,7 +30,7 @@ def main() -> None:
         stage.result = f"no process or shared memory is left{devices}"
 
 
-def leftovers(setting: Setting) -> list[str]:
+def leftovers(setting: SelfTestSetting) -> list[str]:
     return [*_processes(), *_shared_memory(setting), *_device_memory(setting)]
 
 
@@ -46,12 +46,12 @@ def _name(process: int) -> str:
         return str(process)
 
 
-def _shared_memory(setting: Setting) -> list[str]:
-    found = [path for path in Path("/dev/shm").glob(f"{PREFIX}*") if _made_since(path, setting.started)]
+def _shared_memory(setting: SelfTestSetting) -> list[str]:
+    paths = [path for path in Path("/dev/shm").glob(f"{PREFIX}*") if _made_since(path, setting.started)]
     if setting.killed:  # what was killed could not remove them
-        for path in found:
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
-    left = [path.name for path in found if path.exists()]
+    left = [path.name for path in paths if path.exists()]
     return [f"weights are left in /dev/shm: {', '.join(left)}"] if left else []
 
 
@@ -62,7 +62,7 @@ def _made_since(path: Path, started: float) -> bool:
         return False
 
 
-def _device_memory(setting: Setting) -> list[str]:
+def _device_memory(setting: SelfTestSetting) -> list[str]:
     device, left = choose_device(setting.device), []
     for number, before in enumerate(setting.free):
         device.activate(number)

@@ -21,7 +21,14 @@ from isotrain.errors import WeightUpdateError
 from isotrain.recipe.online import RolloutSection
 from isotrain.rollout.base import Request, RolloutEngine, Sampling
 from isotrain.rollout.build import build_rollout
-from isotrain.self_test.verdicts import Reporter, Setting, Stage, StageFailed, StageSkipped, own_setting
+from isotrain.self_test.verdicts import (
+    Reporter,
+    SelfTestSetting,
+    Stage,
+    StageFailed,
+    StageSkipped,
+    own_setting,
+)
 from isotrain.weights.file import write_update
 
 PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 9, 17, 30)]
@@ -31,10 +38,10 @@ ALLOWED = {"float32": 1e-3, "bfloat16": 5e-2}
 CHANGE = 0.03
 
 
-class Host:
+class HostModel:
     """The model on the host, in float32 with weights that the engine's type holds exactly."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SelfTestSetting) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(setting.tiny / "model", dtype=torch.float32)
         self.model, self.dtype = model, getattr(torch, setting.dtype)
         self.version = 0
@@ -60,21 +67,21 @@ class Host:
 
     @torch.no_grad()
     def logps(self, tokens_T: npt.NDArray[np.int32], temperature: float = 1.0) -> npt.NDArray[np.float32]:
-        """Of the tokens from the second on."""
+        """Log-probs of the tokens from the second on."""
         ids_1T = torch.from_numpy(tokens_T).long()[None]
         logits_TV = self.model(ids_1T).logits[0, :-1] / temperature
-        found: npt.NDArray[np.float32] = (
+        logps: npt.NDArray[np.float32] = (
             logits_TV.log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0].numpy()
         )
-        return found
+        return logps
 
 
-class Check:
-    def __init__(self, setting: Setting) -> None:
+class EngineCheck:
+    def __init__(self, setting: SelfTestSetting) -> None:
         self.setting, self.reporter = setting, Reporter(setting.verdicts)
         self.allowed = ALLOWED[setting.dtype]
         self.device = choose_device(setting.device)
-        self.host = Host(setting)
+        self.host = HostModel(setting)
 
     def start(self, eager: bool, tensor_parallel: int = 1) -> RolloutEngine:
         section = RolloutSection(
@@ -99,22 +106,22 @@ class Check:
         )
 
     def agrees(self, stage: Stage, engine: RolloutEngine, when: str) -> None:
-        """What it samples, and what it says of whole sequences, are the host's model at this version."""
+        """Compare its samples and its log-probs of whole sequences with the host's model of this version."""
         requests = [
             Request(row=row, prompt_index=row, sample=sample, seed=100 * row + sample, prompt_P=prompt_P)
             for row, prompt_P in enumerate(PROMPTS)
             for sample in range(2)
         ]
-        found = list(engine.generate(requests, SAMPLING))
-        if len(found) != len(requests):
-            raise StageFailed(f"{len(found)} responses for {len(requests)} requests {when}")
+        responses = list(engine.generate(requests, SAMPLING))
+        if len(responses) != len(requests):
+            raise StageFailed(f"{len(responses)} responses for {len(requests)} requests {when}")
         sampled = [
             np.abs(self.host.logps(t.tokens_T, SAMPLING.temperature)[t.prompt_length - 1 :] - t.logp_N).mean()
-            for t in found
+            for t in responses
         ]
         stage.at_most(f"difference of sampled log-probs {when}", float(np.mean(sampled)), self.allowed)
         stage.at_most(f"difference of log-probs {when}", self.difference(engine), self.allowed)
-        versions = {int(version) for t in found for version in t.version_N}
+        versions = {int(version) for t in responses for version in t.version_N}
         if versions != {self.host.version}:
             raise StageFailed(f"responses of weight version {versions} {when}, not {self.host.version}")
 
@@ -165,11 +172,11 @@ def closed(engine: RolloutEngine) -> Iterator[RolloutEngine]:
 
 
 def main() -> None:
-    check = Check(own_setting())
+    check = EngineCheck(own_setting())
     {"": all_stages, "graphs": graphs, "tensor-parallel": tensor_parallel}[check.setting.mode](check)
 
 
-def all_stages(check: Check) -> None:
+def all_stages(check: EngineCheck) -> None:
     stage_of = check.reporter.stage
     with stage_of("engine-start") as stage:
         engine = check.start(eager=True)
@@ -187,7 +194,7 @@ def all_stages(check: Check) -> None:
             check.sleep(stage, engine)
 
 
-def graphs(check: Check) -> None:
+def graphs(check: EngineCheck) -> None:
     with check.reporter.stage("graphs") as stage, closed(check.start(eager=False)) as engine:
         check.agrees(stage, engine, "before any update")
         for _ in range(2):
@@ -195,7 +202,7 @@ def graphs(check: Check) -> None:
         stage.result = f"2 updates, {_worst(stage)}"
 
 
-def tensor_parallel(check: Check) -> None:
+def tensor_parallel(check: EngineCheck) -> None:
     with (
         check.reporter.stage("tensor-parallel") as stage,
         closed(check.start(eager=True, tensor_parallel=2)) as engine,

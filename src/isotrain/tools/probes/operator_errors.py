@@ -213,7 +213,7 @@ class FirstUpdateOperators:
     @contextmanager
     def around_update(self, engine: TrainingEngine) -> Iterator[None]:
         world = engine.world
-        if self._done or not world.leads:
+        if self._done or not world.is_main:
             yield
             return
         self._done = True

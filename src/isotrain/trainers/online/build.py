@@ -9,7 +9,7 @@ import torch
 
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.cluster.replaceable import Replaceable
-from isotrain.data.prompts import Prompt
+from isotrain.data.encode import Prompt
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.engine.schedule import Schedule, make_schedule

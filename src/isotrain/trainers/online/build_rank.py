@@ -14,7 +14,7 @@ from isotrain.algorithms.advantages import ADVANTAGES, Estimator
 from isotrain.algorithms.aggregation import Loss
 from isotrain.algorithms.policy_losses import POLICY_LOSSES
 from isotrain.data.chat import closing_tokens, end_tokens
-from isotrain.data.steps import separator_tokens, single_token
+from isotrain.data.preference import separator_tokens, single_token
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic
@@ -33,7 +33,7 @@ from isotrain.engine.scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
 from isotrain.models.config import model_end_tokens
 from isotrain.models.load import load_tokenizer, model_directory
-from isotrain.models.scalar import ScalarModel
+from isotrain.models.packed import ScalarModel
 from isotrain.plugins import Plugin, find_plugin
 from isotrain.recipe.online import (
     CriticSection,

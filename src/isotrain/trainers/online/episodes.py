@@ -19,7 +19,7 @@ from isotrain.agents.processes import EnvironmentProcesses, EpisodeFailed
 from isotrain.agents.session import ParserOf
 from isotrain.agents.template import TurnTemplate
 from isotrain.agents.tool_calls import HERMES, Parsed, Parser, as_call, hermes, parser_name
-from isotrain.data.formats import Conversation, prompt_of, value_at
+from isotrain.data.formats import ChatRow, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
 from isotrain.errors import DataError, RolloutError
@@ -137,7 +137,7 @@ class Episodes:
 
     def _messages(self, values: dict[str, Any]) -> list[dict[str, Any]]:
         prompt = prompt_of(Row(values, "the row"), self._prompt_key, has_template=True)
-        assert isinstance(prompt, Conversation)
+        assert isinstance(prompt, ChatRow)
         return [message.as_dict() for message in prompt.messages]
 
     def close(self) -> None:

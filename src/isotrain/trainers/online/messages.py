@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.cluster.objects import Handle
+from isotrain.data.packing import plan_mini_batches
 from isotrain.data.record import Marks
-from isotrain.data.split import plan_mini_batches
 from isotrain.data.trajectory import Trajectory
 
 TrajectoriesHandle = Handle[tuple[Trajectory, ...]]

@@ -15,14 +15,14 @@ import torch
 from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
-from isotrain.data.policy_batch import pack_trajectories
-from isotrain.data.record import Record, step_file, write_trajectories
+from isotrain.data.packing import pack_trajectories
+from isotrain.data.record import TrajectoryRecord, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.world import open_store
-from isotrain.models.backbone import shares_prompts
 from isotrain.models.lora import adapters_off
+from isotrain.models.packed import shares_prompts
 from isotrain.observe.environment import describe_environment
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import OnlineSection
@@ -314,7 +314,10 @@ class PolicyRank:
         numbers = [i for micro in self.micros for i in micro.batch.index]
         write_trajectories(
             step_file(Path(given.directory), given.step, self.world.data_rank),
-            [Record(self.trajectories[i], marks[i], advantages[i] if advantages else None) for i in numbers],
+            [
+                TrajectoryRecord(self.trajectories[i], marks[i], advantages[i] if advantages else None)
+                for i in numbers
+            ],
             self.world.data_ranks,
             given.others,
         )

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isotrain.cluster.workers import Peer, Reply
+from isotrain.cluster.workers import PeerReply, WorkerPeer
 from isotrain.trainers.online.messages import PromptRequest
 
 
@@ -35,7 +35,7 @@ class PromptQueue:
 class Draws:
     """What an engine is given in place of prompts."""
 
-    queue: Peer[PromptQueue]
+    queue: WorkerPeer[PromptQueue]
     number: int
     at_once: int
     """Prompts that one engine may have at a time: an equal share, so that the first does not draw all."""
@@ -58,7 +58,7 @@ class Supply:
         self._fewest = 1 + min(room, self._most) // 8
         """That the queue is asked for, while the engine has some."""
         self._asked = 0
-        self._reply: Reply[list[PromptRequest]] | None = None
+        self._reply: PeerReply[list[PromptRequest]] | None = None
 
     @property
     def exhausted(self) -> bool:

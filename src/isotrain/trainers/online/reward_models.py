@@ -13,15 +13,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isotrain.data.packing import PackedBatch, pack
-from isotrain.data.sample import Sample
-from isotrain.data.shared_prompts import pack_shared
-from isotrain.data.split import plan_samples
-from isotrain.data.steps import join_steps, split_steps
+from isotrain.data.items import Sample
+from isotrain.data.packing import PackedBatch, pack, pack_shared, plan_samples
+from isotrain.data.preference import join_steps, split_steps
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.scores import StepScores, score_samples, score_steps
-from isotrain.models.backbone import shares_prompts
+from isotrain.models.packed import shares_prompts
 
 
 class RewardModel(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 from isotrain.cluster.objects import fetch
 from isotrain.data.formats import value_at
-from isotrain.data.trajectory import Episode, Trajectory
+from isotrain.data.trajectory import EpisodePart, Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
 from isotrain.reward.base import FAILURES, RewardInput, Scored, Scorer
@@ -83,7 +83,7 @@ def _with_row(scored: Scored, store: str, row: int) -> str:
     return f"{scored.detail} (row {row} of the {store} prompts)" if of_row else scored.detail
 
 
-def _told(episode: Episode) -> Scored | None:
+def _told(episode: EpisodePart) -> Scored | None:
     """What the environment gave for an episode, or how it failed."""
     if episode.failure is not None:
         failure = next((known for known in FAILURES if known == episode.failure), FAILURES[-1])

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from isotrain.algorithms.rewards import informative
-from isotrain.cluster.background import in_background
 from isotrain.cluster.failures import WorkerDied
-from isotrain.cluster.replaceable import DIED, Died, Replaceable, Task
-from isotrain.cluster.workers import Call, Stream, next_item, wait_any
+from isotrain.cluster.replaceable import DIED, Died, Replaceable, WorkerTask
+from isotrain.cluster.waiting import in_background
+from isotrain.cluster.workers import Stream, WorkerCall, next_item, wait_any
 from isotrain.data.sampler import Sampler
 from isotrain.errors import WorkerLost
 from isotrain.rollout.base import Sampling
@@ -98,7 +98,7 @@ class Collector:
 
     def _deaths(self) -> int:
         groups: list[Replaceable[Any]] = [self.engines, self.rewards]
-        return sum(sum(group.lives) for group in groups + ([self.queue] if self.queue else []))
+        return sum(sum(group.deaths) for group in groups + ([self.queue] if self.queue else []))
 
     def again(
         self,
@@ -134,9 +134,9 @@ class _Round:
         self.rollout_progress, self.request = collector.rollout_progress, request
         self.store, self.n, self.sampling = store, n, sampling
         self.engine_is_free = engine_is_free
-        self.streams: list[Task[Stream[Written]]] = []
+        self.streams: list[WorkerTask[Stream[Written]]] = []
         self.backlog: list[Written] = []
-        self.scoring: dict[Task[Call[list[ScoredGroup | None]]], list[Written]] = {}
+        self.scoring: dict[WorkerTask[WorkerCall[list[ScoredGroup | None]]], list[Written]] = {}
         self.calls = [0] * len(self.rewards)
         """How many each reward worker is busy with."""
         self.done: dict[int, Group] = {}
@@ -155,7 +155,7 @@ class _Round:
             self._send_backlog()
             streams, scoring = list(self.streams), list(self.scoring)
             self.rollout_progress.look(self.request, [task.index for task in streams])
-            works: list[Call[Any] | Stream[Any]] = [task.work for task in streams]
+            works: list[WorkerCall[Any] | Stream[Any]] = [task.work for task in streams]
             works += [task.work for task in scoring]
             deadline = time.monotonic() + LOOK_SECONDS
             for number in wait_any(self.engines.group.watch, works, deadline):
@@ -166,7 +166,7 @@ class _Round:
                     self._take_scores(scoring[number - len(streams)])
         return self.done, Seconds(generated - started, time.perf_counter() - generated)
 
-    def _take_responses(self, task: Task[Stream[Written]]) -> None:
+    def _take_responses(self, task: WorkerTask[Stream[Written]]) -> None:
         """One group that an engine has finished, or the end of its work."""
         try:
             self.backlog.append(next_item(self.engines.group, task.work))
@@ -189,7 +189,7 @@ class _Round:
             self.calls[index] += 1
             self.scoring[self.rewards.submit(index, RewardWorker.score, self.store, items)] = work
 
-    def _take_scores(self, task: Task[Call[list[ScoredGroup | None]]]) -> None:
+    def _take_scores(self, task: WorkerTask[WorkerCall[list[ScoredGroup | None]]]) -> None:
         work = self.scoring.pop(task)
         self.calls[task.index] -= 1
         scored = self.rewards.result(task)

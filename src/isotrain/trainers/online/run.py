@@ -117,7 +117,7 @@ def _check_shared(ranks: WorkerGroup[PolicyRank], output: Path) -> None:
         is_there = ranks.call(PolicyRank.finds, file)
     finally:
         os.unlink(file)
-    if lacking := [where.host for where, there in zip(ranks.whereabouts, is_there, strict=True) if not there]:
+    if lacking := [where.host for where, there in zip(ranks.locations, is_there, strict=True) if not there]:
         raise ClusterError(
             f"output: {output} is not shared with {', '.join(sorted(set(lacking)))}; put it on a "
             "file system that all machines of the cluster share"

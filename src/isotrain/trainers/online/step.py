@@ -20,10 +20,9 @@ from isotrain.algorithms.policy_losses import entropy_bonus
 from isotrain.algorithms.rewards import token_rewards
 from isotrain.algorithms.segments import spread, sums
 from isotrain.algorithms.value import value_loss
-from isotrain.data.policy_batch import PolicyBatch
+from isotrain.data.packing import PolicyBatch
 from isotrain.engine.engine import UpdateResult
-from isotrain.models.packed import TokenHead
-from isotrain.models.scalar import ScalarHead
+from isotrain.models.packed import ScalarHead, TokenHead
 from isotrain.trainers.online.messages import Totals
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from isotrain.cluster.background import in_background
 from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.placement import Placement
-from isotrain.cluster.replaceable import Died, Replaceable, Task
-from isotrain.cluster.workers import Call, WorkerGroup, wait_any
+from isotrain.cluster.replaceable import Died, Replaceable, WorkerTask
+from isotrain.cluster.waiting import in_background
+from isotrain.cluster.workers import WorkerCall, WorkerGroup, wait_any
 from isotrain.errors import WeightUpdateError, WorkerLost
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollout_worker import RolloutWorker
@@ -47,9 +47,9 @@ class Weights(NamedTuple):
 class Delivery:
     """Weights on their way to one engine."""
 
-    free: Task[Call[None]] | None
+    free: WorkerTask[WorkerCall[None]] | None
     """Done when the engine has finished its earlier calls; in flight, they are not waited for."""
-    update: Task[Call[tuple[int, npt.NDArray[np.float32]]]]
+    update: WorkerTask[WorkerCall[tuple[int, npt.NDArray[np.float32]]]]
     weights: Weights
 
 
@@ -346,7 +346,7 @@ class WeightSync:
         if announced.update is None:
             raise WeightUpdateError(f"weight update {version}: {announced.error}")
         relays = self.relays.group
-        pending: list[tuple[WorkerGroup[Any], Call[Any]]] = [
+        pending: list[tuple[WorkerGroup[Any], WorkerCall[Any]]] = [
             (relays, call) for call in relays.submit(Relay.take, announced.update, timeout)
         ]
         pending.append((self.ranks, self.ranks.submit_to(0, PolicyRank.send_weights, order)))
@@ -369,9 +369,9 @@ class WeightSync:
                     copies[call.index] = value
         return [copies[index] for index in range(len(self.relays))]
 
-    def _late(self, pending: Sequence[tuple[WorkerGroup[Any], Call[Any]]]) -> str:
+    def _late(self, pending: Sequence[tuple[WorkerGroup[Any], WorkerCall[Any]]]) -> str:
         relays = self.relays.group
-        places = dict(enumerate(relays.whereabouts))
+        places = dict(enumerate(relays.locations))
         late = [f"weight relay {c.index} on {places[c.index].host}" for g, c in pending if g is relays]
         return f"; waiting for {', '.join(late)}" if late else ""
 

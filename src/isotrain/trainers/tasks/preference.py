@@ -20,8 +20,7 @@ from isotrain.algorithms.segments import assert_aligned, sums
 from isotrain.data.loader import MicroBatch, StepData
 from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult, Work
 from isotrain.engine.scores import StepScores, at_ends, at_last_tokens
-from isotrain.models.packed import TokenHead
-from isotrain.models.scalar import ScalarHead
+from isotrain.models.packed import ScalarHead, TokenHead
 from isotrain.trainers.tasks.reference import Reference, response_logps
 
 

@@ -1,1 +1,0 @@
-"""Patches of dependencies without a hook, one file each, with the known versions and a test of the need."""
