@@ -16,7 +16,7 @@ import pytest
 from chaos_checks import compare, responses
 from chaos_faults import Faults, Processes, SmallDisk
 
-from isotrain.data.record import Marks, TrajectoryRecord, step_file, write_trajectories
+from isotrain.data.record import Marks, Recorded, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
 
 BATCH, N = 2, 2
@@ -26,7 +26,7 @@ def write_run(output: Path, steps: dict[int, list[tuple[int, int]]], **metrics: 
     """With these responses, as prompt index and number, learnt from in each step."""
     for step, learnt in steps.items():
         records = [
-            TrajectoryRecord(
+            Recorded(
                 Trajectory(
                     row=0,
                     prompt_index=prompt,

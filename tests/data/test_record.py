@@ -15,7 +15,7 @@ import pytest
 from isotrain.data import record as module
 from isotrain.data.record import (
     Marks,
-    TrajectoryRecord,
+    Recorded,
     read_others,
     read_step,
     read_trajectories,
@@ -84,9 +84,7 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
 def test_they_come_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_GROUP", 7)
     written = [
-        TrajectoryRecord(
-            trajectory(i, response=i % 9), marks(i, reward=i / 3), None if i % 3 == 0 else -i / 7
-        )
+        Recorded(trajectory(i, response=i % 9), marks(i, reward=i / 3), None if i % 3 == 0 else -i / 7)
         for i in range(40)
     ]
     write_trajectories(tmp_path / "steps" / "1.parquet", iter(written))
@@ -101,14 +99,12 @@ def test_they_come_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
-        write_trajectories(
-            tmp_path / name, [TrajectoryRecord(trajectory(i), marks(i), 1.0) for i in range(9)]
-        )
+        write_trajectories(tmp_path / name, [Recorded(trajectory(i), marks(i), 1.0) for i in range(9)])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-@pytest.mark.parametrize("records", [[], [TrajectoryRecord(trajectory(0, response=0), marks(), None)]])
-def test_none_and_empty_ones(tmp_path: Path, records: list[TrajectoryRecord]) -> None:
+@pytest.mark.parametrize("records", [[], [Recorded(trajectory(0, response=0), marks(), None)]])
+def test_none_and_empty_ones(tmp_path: Path, records: list[Recorded]) -> None:
     write_trajectories(tmp_path / "a.parquet", records)
     read = read_trajectories(tmp_path / "a.parquet")
     assert len(read) == len(records)
@@ -117,9 +113,7 @@ def test_none_and_empty_ones(tmp_path: Path, records: list[TrajectoryRecord]) ->
 
 
 def test_columns_are_plain(tmp_path: Path) -> None:
-    write_trajectories(
-        tmp_path / "a.parquet", [TrajectoryRecord(trajectory(1, prompt=2, response=2), marks(), None)]
-    )
+    write_trajectories(tmp_path / "a.parquet", [Recorded(trajectory(1, prompt=2, response=2), marks(), None)])
     table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
     kinds = {name: str(table.schema.field(name).type) for name in table.column_names}
     assert kinds == {
@@ -144,7 +138,7 @@ def test_columns_are_plain(tmp_path: Path) -> None:
 
 def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
-    write_trajectories(path, [TrajectoryRecord(trajectory(i), marks(i), None) for i in range(3)])
+    write_trajectories(path, [Recorded(trajectory(i), marks(i), None) for i in range(3)])
     table = pyarrow.parquet.read_table(path)
     for gone in (["episode"], ["episode", "detail"]):
         earlier = table.drop_columns(gone).replace_schema_metadata({"ranks": "1"})
@@ -159,7 +153,7 @@ def test_recordings_of_earlier_versions_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turn", [(0, 5), (-1, 2), (3, 2)])
 def test_turns_outside_of_their_response_are_refused(tmp_path: Path, turn: tuple[int, int]) -> None:
     wrong = EpisodePart(0, 1, (Turn(*turn, 0.0, 0, 0, 0.0),))
-    record = TrajectoryRecord(replace(trajectory(2), episode=wrong), marks(), None)
+    record = Recorded(replace(trajectory(2), episode=wrong), marks(), None)
     write_trajectories(tmp_path / "a.parquet", [record])
     with pytest.raises(DataError, match="row 2 has turns outside of its response"):
         read_trajectories(tmp_path / "a.parquet")
@@ -169,7 +163,7 @@ def test_sequences_of_an_episode_come_in_order(tmp_path: Path) -> None:
     parts = [replace(trajectory(0), sample=1, episode=EpisodePart(part, 2, ())) for part in (1, 0)]
     first = replace(trajectory(0), sample=0)
     path = step_file(tmp_path, 1, 0)
-    write_trajectories(path, [TrajectoryRecord(t, marks(), None) for t in (*parts, first)])
+    write_trajectories(path, [Recorded(t, marks(), None) for t in (*parts, first)])
     read = [record.trajectory for record in read_step(tmp_path, 1)]
     assert [(t.sample, t.episode and t.episode.part) for t in read] == [(0, None), (1, 0), (1, 1)]
 
@@ -177,7 +171,7 @@ def test_sequences_of_an_episode_come_in_order(tmp_path: Path) -> None:
 def test_counts_of_other_responses(tmp_path: Path) -> None:
     path = step_file(tmp_path, 1, 0)
     for others in ({}, {"responses": 12, "timeout": 3}):
-        write_trajectories(path, [TrajectoryRecord(trajectory(1), marks(), None)], others=others)
+        write_trajectories(path, [Recorded(trajectory(1), marks(), None)], others=others)
         assert read_others(tmp_path, 1) == others
     table = pyarrow.parquet.read_table(path)
     for damage in ("{", "[]", '{"responses": "3"}', '{"responses": -1}', '{"responses": true}'):
@@ -188,12 +182,12 @@ def test_counts_of_other_responses(tmp_path: Path) -> None:
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    def failing() -> Iterator[TrajectoryRecord]:
-        yield TrajectoryRecord(trajectory(2), marks(), None)
+    def failing() -> Iterator[Recorded]:
+        yield Recorded(trajectory(2), marks(), None)
         raise RuntimeError("a rank is gone")
 
     path = tmp_path / "a.parquet"
-    write_trajectories(path, [TrajectoryRecord(trajectory(1), marks(), None)])
+    write_trajectories(path, [Recorded(trajectory(1), marks(), None)])
     before = path.read_bytes()
     with pytest.raises(RuntimeError, match="a rank is gone"):
         write_trajectories(path, failing())
@@ -206,7 +200,7 @@ def test_a_step_of_several_ranks(tmp_path: Path) -> None:
     """In the order of draws and samples; what a rank wrote that is no more does not count."""
     order = [7, 2, 5, 0, 3, 1, 6, 4]
     for rank in range(2):
-        own = [TrajectoryRecord(trajectory(number), marks(number), None) for number in order[rank::2]]
+        own = [Recorded(trajectory(number), marks(number), None) for number in order[rank::2]]
         write_trajectories(step_file(tmp_path, 3, rank), own, ranks=2)
     shutil.copy(step_file(tmp_path, 3, 0), step_file(tmp_path, 3, 2))
     assert [record.trajectory.row for record in read_step(tmp_path, 3)] == list(range(8))
@@ -218,7 +212,7 @@ def test_a_step_of_several_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["", "0", "-1", "many", "9" * 40])
 def test_a_number_of_ranks_that_is_none(tmp_path: Path, ranks: str) -> None:
     file = step_file(tmp_path, 1, 0)
-    write_trajectories(file, [TrajectoryRecord(trajectory(0), marks(), None)])
+    write_trajectories(file, [Recorded(trajectory(0), marks(), None)])
     table = pyarrow.parquet.read_table(file)
     pyarrow.parquet.write_table(table.replace_schema_metadata({"ranks": ranks}), file)
     with pytest.raises(DataError, match="does not say how many ranks"):
@@ -227,7 +221,7 @@ def test_a_number_of_ranks_that_is_none(tmp_path: Path, ranks: str) -> None:
 
 def test_a_turned_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    write_trajectories(path, [TrajectoryRecord(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
+    write_trajectories(path, [Recorded(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
     data = path.read_bytes()
     end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     bodies = [i for i in range(4, end) if i % 97 == 0]
@@ -243,7 +237,7 @@ def test_a_turned_bit_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "text", "cut", "flipped", "columns", "lengths", "nulls"])
 def test_files_that_are_not_recordings(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.parquet"
-    write_trajectories(path, [TrajectoryRecord(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
+    write_trajectories(path, [Recorded(trajectory(i, response=50), marks(), 0.1) for i in range(20)])
     data, table = path.read_bytes(), pyarrow.parquet.read_table(path)
     if damage == "missing":
         path.unlink()

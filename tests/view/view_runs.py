@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from isotrain.data.record import Marks, TrajectoryRecord, step_file, write_trajectories
+from isotrain.data.record import Marks, Recorded, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
 from isotrain.observe.metrics import MetricsLog
 
@@ -36,7 +36,7 @@ def response(
     detail: str = "",
     source: str = "data",
     parts: Mapping[str, float] | None = None,
-) -> TrajectoryRecord:
+) -> Recorded:
     number = len(tokens)
     trajectory = Trajectory(
         row=prompt_index + 100,
@@ -52,7 +52,7 @@ def response(
     )
     told = {"function": reward} if parts is None else dict(parts)
     marks = Marks(reward, told, failure, source, None, reward, detail)
-    return TrajectoryRecord(trajectory, marks, advantage)
+    return Recorded(trajectory, marks, advantage)
 
 
 def write_metrics(run: Path, first: int, last: int) -> None:
@@ -68,7 +68,7 @@ def write_metrics(run: Path, first: int, last: int) -> None:
             log.append(step, row | validated)
 
 
-def make_run(run: Path, model: Path | str, steps: int = 3, **records: Sequence[TrajectoryRecord]) -> Path:
+def make_run(run: Path, model: Path | str, steps: int = 3, **records: Sequence[Recorded]) -> Path:
     """Metrics of some steps; `step_2=[...]` are responses of step 2, `step_2_rank_1` of its rank 1."""
     run.mkdir(parents=True, exist_ok=True)
     recipe = {

@@ -120,10 +120,6 @@ class Prompt:
         return values
 
 
-def _write(prompt: Prompt) -> Columns:
-    return {_TOKENS: prompt.tokens_P, _ROWS: np.frombuffer(prompt.line, np.uint8)}
-
-
 def _read(columns: Columns) -> Prompt:
     prompt = Prompt(columns[_TOKENS], columns[_ROWS].tobytes())
     _ = prompt.row  # a damaged one is told where the store is known
@@ -136,7 +132,7 @@ PROMPTS = Codec(
         Ragged("tokens", {_TOKENS: "<i4"}, "offsets.bin"),
         Ragged("row_bytes", {_ROWS: "|u1"}, "row_offsets.bin"),
     ),
-    _write,
+    lambda prompt: {_TOKENS: prompt.tokens_P, _ROWS: np.frombuffer(prompt.line, np.uint8)},
     _read,
 )
 

@@ -141,14 +141,6 @@ def prompt_of(row: Row, key: str, has_template: bool) -> ChatRow | str:
     return ChatRow(messages, _tools(row))
 
 
-def _from_messages(row: Row, columns: ColumnNames) -> ChatRow:
-    return ChatRow(_messages(row, "messages"), _tools(row))
-
-
-def _from_text(row: Row, columns: ColumnNames) -> Text:
-    return Text("", _string(row, "text"))
-
-
 def _from_prompt_completion(row: Row, columns: ColumnNames) -> ChatRow | Text:
     prompt, completion = _at(row, columns.prompt_key), _at(row, columns.completion_key)
     strings = isinstance(prompt, str) and isinstance(completion, str)
@@ -196,9 +188,9 @@ def _from_alpaca(row: Row, columns: ColumnNames) -> ChatRow | Text:
 
 
 _READERS: dict[str, Callable[[Row, ColumnNames], ChatRow | Text]] = {
-    "messages": _from_messages,
+    "messages": lambda row, columns: ChatRow(_messages(row, "messages"), _tools(row)),
     "prompt-completion": _from_prompt_completion,
-    "text": _from_text,
+    "text": lambda row, columns: Text("", _string(row, "text")),
     "sharegpt": _from_sharegpt,
     "alpaca": _from_alpaca,
 }

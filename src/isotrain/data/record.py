@@ -60,7 +60,7 @@ class Marks(NamedTuple):
     """For a failure, one line about it; a recording of an earlier version has none."""
 
 
-class TrajectoryRecord(NamedTuple):
+class Recorded(NamedTuple):
     trajectory: Trajectory
     marks: Marks
     advantage: float | None
@@ -84,7 +84,7 @@ def recording_ranks(metadata: Mapping[bytes, bytes] | None) -> int | None:
 
 
 def write_trajectories(
-    path: Path, records: Iterable[TrajectoryRecord], ranks: int = 1, others: Mapping[str, int] | None = None
+    path: Path, records: Iterable[Recorded], ranks: int = 1, others: Mapping[str, int] | None = None
 ) -> None:
     """Write one row per trajectory; `path` is replaced only when all are written.
 
@@ -117,8 +117,8 @@ def write_trajectories(
             temporary.unlink(missing_ok=True)
 
 
-def _groups(records: Iterable[TrajectoryRecord]) -> Iterator[list[TrajectoryRecord]]:
-    group: list[TrajectoryRecord] = []
+def _groups(records: Iterable[Recorded]) -> Iterator[list[Recorded]]:
+    group: list[Recorded] = []
     tokens = 0
     for record in records:
         length = len(record.trajectory.tokens_T)
@@ -131,12 +131,12 @@ def _groups(records: Iterable[TrajectoryRecord]) -> Iterator[list[TrajectoryReco
         yield group
 
 
-def read_trajectories(path: Path) -> list[TrajectoryRecord]:
+def read_trajectories(path: Path) -> list[Recorded]:
     """All trajectories of a file, in the order in which they were written."""
     return _read(path)[0]
 
 
-def read_step(directory: Path, step: int) -> list[TrajectoryRecord]:
+def read_step(directory: Path, step: int) -> list[Recorded]:
     """The trajectories of a step, of however many ranks, in the order of draws and their responses."""
     records, ranks = _read(step_file(directory, step, 0))
     for rank in range(1, ranks):
@@ -162,9 +162,9 @@ def read_others(directory: Path, step: int) -> dict[str, int]:
     return counts
 
 
-def _read(path: Path) -> tuple[list[TrajectoryRecord], int]:
+def _read(path: Path) -> tuple[list[Recorded], int]:
     with _opened(path) as (file, stream):
-        records: list[TrajectoryRecord] = []
+        records: list[Recorded] = []
         for group in range(file.metadata.num_row_groups):
             check_group(file, stream, group, file.schema_arrow.names, lists=_LISTS)
             for batch in file.iter_batches(_GROUP, row_groups=[group]):
@@ -238,7 +238,7 @@ def _required(kinds: Mapping[str, str]) -> list[pyarrow.Field]:
     return [pyarrow.field(name, pyarrow.type_for_alias(kind), False) for name, kind in kinds.items()]
 
 
-def _table(records: Sequence[TrajectoryRecord], schema: pyarrow.Schema) -> pyarrow.Table:
+def _table(records: Sequence[Recorded], schema: pyarrow.Schema) -> pyarrow.Table:
     import pyarrow
 
     trajectories, marks, advantages = zip(*records, strict=True)
@@ -289,7 +289,7 @@ def _episode(values: dict[str, Any] | None, tokens: int) -> EpisodePart | None:
     return EpisodePart(**{**values, "turns": turns})
 
 
-def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[TrajectoryRecord]:
+def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[Recorded]:
     known = [name for name in Marks._fields if name in batch.schema.names]
     numbers = {name: batch.column(name).to_pylist() for name in (*_NUMBERS, *known, "advantage")}
     lists = {name: _split(batch.column(name), dtype) for name, dtype in _LISTS.items()}
@@ -313,9 +313,7 @@ def _records(batch: pyarrow.RecordBatch, path: Path) -> Iterator[TrajectoryRecor
             episode=episode,
         )
         marks = {name: numbers[name][i] for name in known}
-        yield TrajectoryRecord(
-            trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i]
-        )
+        yield Recorded(trajectory, Marks(**{**marks, "parts": dict(marks["parts"])}), numbers["advantage"][i])
 
 
 def _split(column: Any, dtype: type[np.generic]) -> list[npt.NDArray[Any]]:

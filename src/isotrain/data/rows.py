@@ -127,7 +127,7 @@ class _FileReader:
 
 def _json_rows(file: Path) -> Iterator[Row]:
     with _opened(file) as stream:
-        if file.suffix == ".json" and _is_array(stream.read(64)):
+        if file.suffix == ".json" and stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             stream.seek(0)
             yield from _array_rows(file, stream.read())
             return
@@ -137,10 +137,6 @@ def _json_rows(file: Path) -> Iterator[Row]:
             if text.strip():
                 value = _parse(text, f"{file}:{number}")
                 yield Row(_as_row(value, f"{file}:{number}"), f"{file}:{number}")
-
-
-def _is_array(head: bytes) -> bool:
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _array_rows(file: Path, data: bytes) -> Iterator[Row]:

@@ -47,7 +47,8 @@ def share(buffer: torch.Tensor) -> list[Any]:
     _, arguments = reductions.reduce_tensor(buffer)
     if len(arguments) != _COUNT:
         raise RuntimeError(f"torch shares device memory with {len(arguments)} arguments; known are {_COUNT}")
-    return [_plain(arguments[place]) for place in _TOLD]
+    values = (arguments[place] for place in _TOLD)
+    return [{"bytes": base64.b64encode(v).decode()} if isinstance(v, bytes) else v for v in values]
 
 
 def open_shared(described: list[Any], size: int, device: torch.device, rebuild: str) -> torch.Tensor:
@@ -63,10 +64,6 @@ def open_shared(described: list[Any], size: int, device: torch.device, rebuild: 
     for place, value in zip(_TOLD, described, strict=True):
         arguments[place] = _from_plain(value)
     return function(*arguments)
-
-
-def _plain(value: Any) -> Any:
-    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
 def _from_plain(value: Any) -> Any:

@@ -32,7 +32,7 @@ def nearest(scene: Scene) -> Nearest | None:
         stack
         for stack in matrix().stacks
         if stack.device == scene.target
-        and _on_this_hardware(stack, scene)
+        and (scene.generation is None or not stack.hardware or scene.generation in stack.hardware)
         and carries_isotrain(stack)
         and _has_the_engine(stack, scene)
     ]
@@ -65,10 +65,6 @@ def _has_the_engine(stack: Stack, scene: Scene) -> bool:
         return True
     pin = stack.packages.get(engine) or stack.packages.get(f"{engine}-cpu")
     return pin is not None and within_bounds(engine, pin)
-
-
-def _on_this_hardware(stack: Stack, scene: Scene) -> bool:
-    return scene.generation is None or not stack.hardware or scene.generation in stack.hardware
 
 
 def _cost(stack: Stack, scene: Scene) -> float:

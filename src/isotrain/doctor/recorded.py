@@ -145,8 +145,5 @@ def _listening(table: str) -> str:
     """Rows of the kernel's table of sockets that are looked at: listeners, without their addresses."""
     head, *rows = table.splitlines(keepends=True)
     listening = (row for row in rows if " 0A " in row)
-    return "".join([head, *(re.sub(r"(?<=: )[0-9A-F]+(?=:)", _zeros, row, count=1) for row in listening)])
-
-
-def _zeros(address: re.Match[str]) -> str:
-    return "0" * len(address[0])
+    address = re.compile(r"(?<=: )[0-9A-F]+(?=:)")
+    return "".join([head, *(address.sub(lambda match: "0" * len(match[0]), row, 1) for row in listening)])

@@ -51,7 +51,8 @@ class MetricsLog:
         """Writes the line of one step; it is out of this process when the call returns."""
         assert "step" not in values, "the step is an argument of its own"
         assert step > self._last_step, f"step {step} after step {self._last_step}"
-        row = {"step": int(step), **{name: _encode(float(value)) for name, value in values.items()}}
+        numbers = {name: float(value) for name, value in values.items()}
+        row = {"step": int(step), **{k: v if math.isfinite(v) else str(v) for k, v in numbers.items()}}
         line = memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
         # One call in all but name: only a full disk writes less, and then the next call raises.
         with named_errors(self.path):
@@ -126,10 +127,6 @@ def _lines(path: Path, data: bytes) -> Iterator[tuple[bytes, dict[str, float]]]:
                 f"{path}, line {number}: not a metrics row ({error}); remove the line to read the rest"
             ) from error
         yield line, row
-
-
-def _encode(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def decode_row(line: bytes) -> dict[str, float]:

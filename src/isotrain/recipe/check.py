@@ -229,8 +229,10 @@ def check(document: Document, model: type[Model]) -> Model | None:
     values = walk.section(document.values, (model,), ())
     walk.report_missing()
     try:
-        # Strict JSON: `"3"` is not 3 and 1 is not true, while a list may fill a tuple.
-        valid = model.model_validate_json(_json(values), strict=True)
+        # Strict JSON: `"3"` is not 3 and 1 is not true, while a list may fill a tuple. Lone surrogates are
+        # noted while parsing; here they must only not stop the other checks.
+        text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
+        valid = model.model_validate_json(text, strict=True)
     except ValidationError as error:
         _note(document, model, error.errors(include_url=False, include_input=False), walk.suggested)
         assert document.problems, "the schema refuses what the messages do not name"
@@ -266,7 +268,9 @@ class _Walk:
             below = tuple(variants(info, kept.get(name)))
             if below:
                 self.subsection(kept, name, info, below, (*path, name))
-            elif name not in kept and all(_requires(model, name) for model in models):
+            elif name not in kept and all(
+                name in model.model_fields and model.model_fields[name].is_required() for model in models
+            ):
                 here = (*path, name)
                 self.missing.append((here, missing(dotted(here), info)))
         return kept
@@ -343,15 +347,6 @@ class _Walk:
             if not any(name == near or name.startswith(f"{near}.") for near in self.suggested):
                 self.document.complain(path, text)
             self.document.rejected.add(path)
-
-
-def _requires(model: SectionType, name: str) -> bool:
-    return name in model.model_fields and model.model_fields[name].is_required()
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    # Lone surrogates are noted while parsing; here they must only not stop the other checks.
-    return json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _note(document: Document, model: SectionType, errors: list[ErrorDetails], suggested: Set[str]) -> None:

@@ -25,12 +25,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(read_source(path), str(path), overrides)
 
 
-def _open_any(path: Path) -> BinaryIO:
-    return path.open("rb")
-
-
 def read_source(
-    path: Path, longest: int = documents.MAX_CHARACTERS, opened: Callable[[Path], BinaryIO] = _open_any
+    path: Path,
+    longest: int = documents.MAX_CHARACTERS,
+    opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
 ) -> str:
     """The text of a recipe file of at most `longest` bytes; it may be a pipe of the shell."""
     try:

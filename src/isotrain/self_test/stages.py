@@ -16,20 +16,12 @@ Reason = str
 """Why a part does not run; empty if it does."""
 
 
-def _always(_: SelfTestSetting) -> Reason:
-    return ""
-
-
 def _two_devices(setting: SelfTestSetting) -> Reason:
     return "" if setting.devices > 1 else "there is one device; it needs two"
 
 
 def _vllm(setting: SelfTestSetting) -> Reason:
     return "" if setting.engine == "vllm" else "it needs vLLM for this device, which is not installed"
-
-
-def _vllm_on_two(setting: SelfTestSetting) -> Reason:
-    return _vllm(setting) or _two_devices(setting)
 
 
 def _ray(_: SelfTestSetting) -> Reason:
@@ -48,7 +40,7 @@ class SelfTestPart:
     stages: dict[str, str]
     """Names, and what each shows."""
     timeout: float
-    why_not: Callable[[SelfTestSetting], Reason] = _always
+    why_not: Callable[[SelfTestSetting], Reason] = lambda setting: ""
     mode: str = ""
     after: str = "devices"
     """The stage without which this part would fail for a reason that is known."""
@@ -109,7 +101,7 @@ PARTS: tuple[SelfTestPart, ...] = (
         "rollout",
         {"tensor-parallel": "an engine on two devices accepts new weights"},
         300,
-        _vllm_on_two,
+        lambda setting: _vllm(setting) or _two_devices(setting),
         mode="tensor-parallel",
         after="weight-update",
     ),

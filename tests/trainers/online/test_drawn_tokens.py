@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
-from isotrain.data.record import Marks, TrajectoryRecord, step_file, write_trajectories
+from isotrain.data.record import Marks, Recorded, step_file, write_trajectories
 from isotrain.errors import DataError
 from isotrain.recipe.load import write_resolved
 from isotrain.rollout.base import Request, Sampling
@@ -53,7 +53,7 @@ def recorded(tiny: Path, model: Path, run: Path, **rollout: Any) -> Path:
         for sample in range(RESPONSES)
     ]
     written = sorted(engine.generate(requests, sampling), key=lambda trajectory: trajectory.sample)
-    records = [TrajectoryRecord(trajectory, MARKS, None) for trajectory in written]
+    records = [Recorded(trajectory, MARKS, None) for trajectory in written]
     write_trajectories(step_file(trajectories(run), 1, 0), records)
     return run
 

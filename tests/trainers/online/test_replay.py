@@ -24,7 +24,7 @@ from hand_made_step import NOBODY, Here
 from online_runs import online_recipe, run_online
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from isotrain.data.record import TrajectoryRecord, read_step, read_trajectories, step_file, write_trajectories
+from isotrain.data.record import Recorded, read_step, read_trajectories, step_file, write_trajectories
 from isotrain.data.sampler import Sampler
 from isotrain.data.trajectory import EpisodePart, Trajectory, Turn, with_common_prompt
 from isotrain.engine.world import open_store
@@ -388,19 +388,19 @@ def test_no_recording_at_all(recorded: tuple[Recipe, Rows], copied: Recipe, tmp_
             check(copied.output)
 
 
-def other_prompt(record: TrajectoryRecord) -> TrajectoryRecord:
+def other_prompt(record: Recorded) -> Recorded:
     tokens_T = record.trajectory.tokens_T.copy()
     tokens_T[0] += 1
     return record._replace(trajectory=replace(record.trajectory, tokens_T=tokens_T))
 
 
-def strange_token(record: TrajectoryRecord) -> TrajectoryRecord:
+def strange_token(record: Recorded) -> Recorded:
     tokens_T = record.trajectory.tokens_T.copy()
     tokens_T[-1] = 2**31 - 1
     return record._replace(trajectory=replace(record.trajectory, tokens_T=tokens_T))
 
 
-DAMAGES: dict[str, Callable[[list[TrajectoryRecord]], list[TrajectoryRecord]]] = {
+DAMAGES: dict[str, Callable[[list[Recorded]], list[Recorded]]] = {
     r"does not have 3 responses to draw 4": lambda records: records[1:],
     r"has 3 prompts instead of 4": lambda records: records[N:],
     r"has a prompt for draw 4 that differs": lambda records: [other_prompt(records[0]), *records[1:]],

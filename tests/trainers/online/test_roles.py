@@ -13,7 +13,7 @@ from online_runs import drawn, online_recipe, resumed, run_online
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from isotrain.data.prepare import tiny_reward
-from isotrain.data.record import TrajectoryRecord, read_trajectories
+from isotrain.data.record import Recorded, read_trajectories
 from isotrain.data.trajectory import Trajectory
 from isotrain.observe.metrics import read_metrics
 from isotrain.recipe.schema import Recipe
@@ -33,7 +33,7 @@ def reward_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def preference(reward_model: Path, records: list[TrajectoryRecord]) -> list[float]:
+def preference(reward_model: Path, records: list[Recorded]) -> list[float]:
     model: Any = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     # Without padding none is to be looked for: a response may end with that very token.
     model.config.pad_token_id = None
@@ -47,7 +47,7 @@ def conversation(trajectory: Trajectory) -> list[int]:
     return [*(tokens if tokens[-1] == 2 else [*tokens, 2]), 201]
 
 
-def counted(tiny: Path, records: list[TrajectoryRecord]) -> list[float]:
+def counted(tiny: Path, records: list[Recorded]) -> list[float]:
     """What the tiny task's own function says."""
     rows = [json.loads(line) for line in (tiny / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(tiny / "model")

@@ -114,7 +114,7 @@ def _torch_and_plugin(scene: Scene) -> Iterator[MachineFinding]:
     torch, plugin = facts.packages.get("torch"), facts.packages.get("torch-npu")
     if not torch or not plugin:
         return
-    release = _release(plugin)
+    release = ".".join(map(str, Version(plugin).release))
     if not _release_is(torch, plugin):
         problem = tr(
             "torch {torch} and torch_npu {plugin} are incompatible: undefined symbols at import",
@@ -210,10 +210,6 @@ def _plugin_and_toolkit(scene: Scene) -> Iterator[MachineFinding]:
 
 def _release_is(version: str, other: str) -> bool:
     return Version(version).release == Version(other).release
-
-
-def _release(version: str) -> str:
-    return ".".join(map(str, Version(version).release))
 
 
 def _newest_for(cann: str) -> str | None:

@@ -16,7 +16,7 @@ from isotrain.algorithms import mismatch as mismatches
 from isotrain.algorithms.mismatch import Mismatch
 from isotrain.cluster.objects import fetch
 from isotrain.data.packing import pack_trajectories
-from isotrain.data.record import TrajectoryRecord, step_file, write_trajectories
+from isotrain.data.record import Recorded, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
 from isotrain.engine.inference_model import InferenceModel
 from isotrain.engine.offload import offload, onload
@@ -315,7 +315,7 @@ class PolicyRank:
         write_trajectories(
             step_file(Path(given.directory), given.step, self.world.data_rank),
             [
-                TrajectoryRecord(self.trajectories[i], marks[i], advantages[i] if advantages else None)
+                Recorded(self.trajectories[i], marks[i], advantages[i] if advantages else None)
                 for i in numbers
             ],
             self.world.data_ranks,

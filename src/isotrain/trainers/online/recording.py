@@ -17,7 +17,7 @@ import numpy as np
 
 from isotrain.cluster.objects import put
 from isotrain.data.encode import Prompt
-from isotrain.data.record import TrajectoryRecord, read_others, read_step, step_file
+from isotrain.data.record import Recorded, read_others, read_step, step_file
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.trajectory import Trajectory
@@ -215,7 +215,7 @@ class Replayed:
                 greedy[prompt_index] = score
         return groups, greedy
 
-    def _check(self, prompt_index: int, records: Sequence[TrajectoryRecord]) -> None:
+    def _check(self, prompt_index: int, records: Sequence[Recorded]) -> None:
         group = [record.trajectory for record in records]
         if [t.sample for t in group if _begins_episode(t)] != list(range(self.n)) or not _are_whole(group):
             raise self._wrong(f"does not have {self.n} responses to draw {prompt_index}")
@@ -245,7 +245,7 @@ class Replayed:
         return DataError(f"{file}: step {self.step} {what}; record it again")
 
 
-def _by_draw(records: Sequence[TrajectoryRecord]) -> Iterator[tuple[int, list[TrajectoryRecord]]]:
+def _by_draw(records: Sequence[Recorded]) -> Iterator[tuple[int, list[Recorded]]]:
     for prompt_index, group in groupby(records, key=lambda record: record.trajectory.prompt_index):
         yield prompt_index, list(group)
 
