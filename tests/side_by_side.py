@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from isotrain.imports.convert import Imported
-from isotrain.imports.rules import NONE, Table, default_of
+from isotrain.imports.rules import NONE, KeyTable, default_of
 from isotrain.imports.source import flatten
 from isotrain.recipe.load import parse_recipe, resolved
 
@@ -38,7 +38,7 @@ def value(text: str) -> Any:
         return text
 
 
-def check_defaults(key: str, theirs: str, field: str, ours: str, table: Table) -> None:
+def check_defaults(key: str, theirs: str, field: str, ours: str, table: KeyTable) -> None:
     """One row of a table with the defaults of both sides; the newest version's on theirs."""
     rule = table.exact[key]
     assert rule.kind == "mapped" and rule.field == field

@@ -53,7 +53,7 @@ VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|an
 NAMES_VENDORS = (
     *("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py"),
     *("parity/report/acceptance.py", "parity/devices.py"),
-    *("imports/verl_data_keys.py", "imports/verl_keys.py"),
+    "imports/verl_keys.py",
 )
 
 # Names of objects, as `pkgutil.resolve_name` imports them.

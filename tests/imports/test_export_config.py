@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isotrain.imports.convert import convert
-from isotrain.imports.export import Difference, spelled_out, to_verl
+from isotrain.imports.export import FieldDifference, spelled_out, to_verl
 from isotrain.recipe import library
 from isotrain.recipe.load import check_values, load_recipe, parse_recipe
 from isotrain.recipe.schema import Recipe
@@ -89,7 +89,7 @@ def drawn(chance: random.Random) -> dict[str, Any]:
 def test_drawn_recipes_come_back(seed: int) -> None:
     recipe = check_values(drawn(random.Random(seed)), "drawn")
     # verl cuts long prompts at their beginning, and a run with `error` has none.
-    cut = Difference("data.too_long", "error", "truncate-left", changes=False)
+    cut = FieldDifference("data.too_long", "error", "truncate-left", changes=False)
     differences = [cut] if recipe.data.too_long == "error" else []
     assert to_verl(recipe).differences == differences
     expected = spelled_out(recipe) | {item.field: item.there for item in differences}

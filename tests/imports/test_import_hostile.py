@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from isotrain.cli.main import app
 from isotrain.errors import IsotrainError
-from isotrain.imports import log
+from isotrain.imports import read
 from isotrain.imports.convert import convert
 from isotrain.recipe.load import parse_recipe
 
@@ -155,8 +155,8 @@ def test_time_grows_with_the_length_only(piece: str) -> None:
 
 def test_a_broken_configuration_of_a_log_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(log, "_literal", lambda text: calls.append(text))
-    assert log.printed_config(["{'a': {'b': 1,", *[" 'c': {'d': 1}"] * 500, "}}", "{'a': {'b': 1}}"]) is None
+    monkeypatch.setattr(read, "_parsed", lambda text: calls.append(text))
+    assert read.printed_config(["{'a': {'b': 1,", *[" 'c': {'d': 1}"] * 500, "}}", "{'a': {'b': 1}}"]) is None
     assert len(calls) == 2
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isotrain.imports import openrlhf_keys, verl_keys, verl_sft
-from isotrain.imports.rules import Rule, expanded
+from isotrain.imports.rules import KeyRule, expanded
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
 
@@ -25,7 +25,7 @@ def rows(shared: Path, name: str) -> list[list[str]]:
     return [line.split("\t") for line in lines[1:]]
 
 
-def counts(rules: list[Rule]) -> str:
+def counts(rules: list[KeyRule]) -> str:
     found = Counter(rule.kind for rule in rules)
     return f"| {found['mapped']} | {found['no effect']} | {found['refused']} |"
 

@@ -15,7 +15,7 @@ from isotrain.api import load_recipe
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.errors import RecipeError
 from isotrain.imports.convert import Imported, convert
-from isotrain.imports.draft import Finding
+from isotrain.imports.draft import KeyFinding
 from isotrain.imports.export import to_verl
 from isotrain.imports.read import read_bytes
 
@@ -158,7 +158,7 @@ def report(result: Imported, out: Path | None) -> str:
     ):
         lines += _section(title, findings)
     if result.conditions:
-        lines += ["conditions:", *(f"  {line}" for item in result.conditions for line in item.told())]
+        lines += ["conditions:", *(f"  {line}" for item in result.conditions for line in item.report())]
     lines += [f"note: {note}" for note in result.notes]
     name = str(out) if out else "RECIPE"
     if result.same_training:
@@ -175,7 +175,7 @@ def report(result: Imported, out: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _section(title: str, findings: list[Finding]) -> list[str]:
+def _section(title: str, findings: list[KeyFinding]) -> list[str]:
     lines = [f"{title}:"] if findings else []
     for item in findings[:_SHOWN]:
         where = f" (line {item.line})" if item.line else ""

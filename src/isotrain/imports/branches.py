@@ -10,9 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isotrain.imports import syntax
-from isotrain.imports.arithmetic import calculate
 from isotrain.imports.expand import MARKS, Value, loose, uncertain
-from isotrain.imports.source import Condition, Unknown
+from isotrain.imports.source import ScriptCondition, Unknown
 
 if TYPE_CHECKING:
     from isotrain.imports.shell import Shell
@@ -26,11 +25,11 @@ _SUCCEED = {
 }  # fmt: skip
 
 
-class Ended(Exception):
+class ScriptEnded(Exception):
     """`exit`: what follows does not run."""
 
 
-class Returned(Exception):
+class FunctionReturned(Exception):
     """`return`: what follows in the function does not run."""
 
 
@@ -50,7 +49,7 @@ def condition(shell: Shell, node: Any, what: str = "") -> int:
                 names.append(name)
     line = syntax.line(node)
     decided_by = tuple(dict.fromkeys(names)) or (f"if:{line}",)
-    shell.conditions.append(Condition(line, what or syntax.short(node), decided_by))
+    shell.conditions.append(ScriptCondition(line, what or syntax.short(node), decided_by))
     return len(shell.conditions) - 1
 
 
@@ -60,7 +59,7 @@ def fork(shell: Shell, branches: list[Branch]) -> None:
     shell.steps += len(before) * len(branches) // 20  # each branch copies and merges all of them
     alive: list[tuple[int, dict[str, Value]]] = []
     kept: list[dict[str, Any]] = []
-    ended: BaseException = Ended()
+    ended: BaseException = ScriptEnded()
     others_set = others
     for label, title, body in branches:
         shell.variables, shell.functions, shell.others_set = dict(before), dict(functions), others
@@ -71,9 +70,9 @@ def fork(shell: Shell, branches: list[Branch]) -> None:
             alive.append((label, shell.variables))
             kept.append(shell.functions)
             changed = list(_changes(shell, before, shell.variables))
-        except (Ended, Returned) as error:
+        except (ScriptEnded, FunctionReturned) as error:
             ended = error
-            if isinstance(error, Returned) and shell.returned:
+            if isinstance(error, FunctionReturned) and shell.returned:
                 shell.returned[-1].append((label, shell.variables))
         finally:
             shell.under.pop()
@@ -115,52 +114,46 @@ def walk_case(shell: Shell, node: Any) -> None:
                 return
             else:
                 continue
-        shown = "|".join(patterns)
-        line, text = shell.conditions[number].line, shell.conditions[number].text
-        told = f"if {text.removeprefix('case ')} is {shown} (line {line})" if shown != "*" else \
-            f"for other values of {text.removeprefix('case ')} (line {line})"  # fmt: skip
-        branches.append((shell.label(told, number), shown, partial(shell._all, body)))
+        shown, text = "|".join(patterns), shell.conditions[number].text.removeprefix("case ")
+        when = f"if {text} is {shown}" if shown != "*" else f"for other values of {text}"
+        branches.append((_label(shell, when, number), shown, partial(shell._all, body)))
         complete = complete or "*" in patterns
     if number >= 0:
         if not complete:
-            line = shell.conditions[number].line
-            branches.append((shell.label(f"otherwise (line {line})", number), "otherwise", lambda: None))
+            branches.append((_label(shell, "otherwise", number), "otherwise", lambda: None))
         fork(shell, branches)
+
+
+def _label(shell: Shell, when: str, *numbers: int) -> int:
+    """The label of a branch, with the line of the condition that decides it last."""
+    return shell.label(f"{when} (line {shell.conditions[numbers[-1]].line})", *numbers)
 
 
 def walk_if(shell: Shell, node: Any) -> None:
     conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
     clauses = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
-    body = [c for c in node.named_children if c not in conditions and c not in clauses]
+    first = [child for child in node.named_children if child not in conditions and child not in clauses]
     shell._all(conditions[:-1])
-    _chain(shell, [(conditions[-1] if conditions else None, body), *map(_clause, clauses)], [])
-
-
-def _chain(shell: Shell, parts: list[tuple[Any, list[Any]]], branches: list[Branch]) -> None:
-    """The branches of an `if`; `branches` are those before it that may be taken."""
-    numbers: list[int] = [number for label, _, _ in branches for number in shell.labels[label].conditions]
-    for test, body in parts:
+    branches: list[Branch] = []
+    numbers: list[int] = []
+    for test, body in [(conditions[-1] if conditions else None, first), *map(_clause, clauses)]:
         holds = _decided(shell, test) if test is not None else True
         if holds is False:
             continue
-        if holds is True:
-            when = "otherwise"
-        else:
-            numbers.append(condition(shell, test))
-            when = f"if {shell.conditions[numbers[-1]].text}"
         if holds is True and not branches:
             shell._all(body)
             return
-        line = shell.conditions[numbers[-1]].line
-        told = shell.label(f"{when} (line {line})", *numbers)
-        branches.append((told, when, partial(shell._all, body)))
+        when = "otherwise"
+        if holds is None:
+            numbers.append(condition(shell, test))
+            when = f"if {shell.conditions[numbers[-1]].text}"
+        branches.append((_label(shell, when, *numbers), when, partial(shell._all, body)))
         if holds is True:
             break
     else:
         if not branches:
             return
-        line = shell.conditions[numbers[-1]].line
-        branches.append((shell.label(f"otherwise (line {line})", *numbers), "otherwise", lambda: None))
+        branches.append((_label(shell, "otherwise", *numbers), "otherwise", lambda: None))
     fork(shell, branches)
 
 
@@ -191,7 +184,7 @@ def truth(shell: Shell, node: Any) -> bool | None:
         shell.walk(node)
         if len(children) != 1:
             return None
-        result = calculate(children[0], lambda name: shell.number(name, node))
+        result = syntax.calculate(children[0], lambda name: shell.number(name, node))
         return None if isinstance(result, Unknown) else result != 0
     if node.type == "compound_statement" and children:
         shell._all(children[:-1])
@@ -215,21 +208,16 @@ def _both(shell: Shell, node: Any) -> bool | None:
     if left is not None:
         return truth(shell, second) if left == is_and else left
     number = condition(shell, first)
-    text, line = shell.conditions[number].text, shell.conditions[number].line
+    text = shell.conditions[number].text
     right: list[bool | None] = []
     runs, skips = (f"if {text}", f"unless {text}") if is_and else (f"unless {text}", f"if {text}")
-    fork(
-        shell,
-        [
-            (shell.label(f"{runs} (line {line})", number), runs, lambda: right.append(truth(shell, second))),
-            (shell.label(f"{skips} (line {line})", number), skips, lambda: None),
-        ],
-    )
+    second_runs = (_label(shell, runs, number), runs, lambda: right.append(truth(shell, second)))
+    fork(shell, [second_runs, (_label(shell, skips, number), skips, lambda: None)])
     return not is_and if right == [not is_and] else None
 
 
 def _changes(shell: Shell, before: dict[str, Value], after: dict[str, Value]) -> Iterator[str]:
-    """What a branch sets, for the report."""
+    """Assignments of a branch, for the report."""
     for name, value in after.items():
         old = before.get(name)
         if old == value or name.isdigit() or name == "@":
@@ -260,19 +248,16 @@ def merged(shell: Shell, branches: list[tuple[int, dict[str, Value]]]) -> dict[s
 
 def _either(shell: Shell, name: str, values: list[tuple[int, Value | None]]) -> str:
     """A variable with another value in each branch."""
-    told = [
-        f"{shell.plain(value if isinstance(value, str) else ' '.join(value or [])) or 'empty'} "
-        f"{shell.labels[label].text}"
-        for label, value in values
-    ]
-    names = [decider for label, _ in values for decider in _deciders(shell, label)]
+    cases: list[str] = []
+    names: list[str] = []
+    for label, value in values:
+        text = shell.plain(value if isinstance(value, str) else " ".join(value or []))
+        cases.append(f"{text or 'empty'} {shell.labels[label].text}")
+        for number in shell.labels[label].conditions:
+            names += shell.conditions[number].names
     texts = tuple((label, value or "") for label, value in values if not isinstance(value, list))
     options = texts if len(texts) == len(values) else ()
-    return shell.gap(f"{name} is {', '.join(told)}", *dict.fromkeys(names), options=options)
-
-
-def _deciders(shell: Shell, label: int) -> list[str]:
-    return [name for number in shell.labels[label].conditions for name in shell.conditions[number].names]
+    return shell.gap(f"{name} is {', '.join(cases)}", *dict.fromkeys(names), options=options)
 
 
 def _merged_lists(shell: Shell, lists: list[tuple[int, list[str]]]) -> list[str]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from isotrain.errors import IsotrainError
 from isotrain.imports import openrlhf, openrlhf_keys, openrlhf_offline, verl, verl_keys, verl_sft
-from isotrain.imports.draft import Draft, Finding
+from isotrain.imports.draft import Draft, KeyFinding
 from isotrain.imports.hydra import shown
 from isotrain.imports.read import read_source
-from isotrain.imports.source import Condition, ImportSourceError, Outcome, Setting, Source, Unknown
+from isotrain.imports.source import (
+    ImportSource,
+    ImportSourceError,
+    KeySetting,
+    ScriptCondition,
+    Unknown,
+    WordOutcome,
+)
 from isotrain.imports.write import to_text
 
-_WORST: tuple[Outcome, ...] = ("unknown", "refused", "mapped", "no effect")
+_WORST: tuple[WordOutcome, ...] = ("unknown", "refused", "mapped", "no effect")
 
 
 class ImportAccountError(IsotrainError, RuntimeError):
@@ -30,13 +36,13 @@ class Imported:
     version: str
     kind: str
     mapped: list[str]
-    no_effect: list[Finding]
-    refused: list[Finding]
-    unknown: list[Finding]
-    questions: list[Finding]
+    no_effect: list[KeyFinding]
+    refused: list[KeyFinding]
+    unknown: list[KeyFinding]
+    questions: list[KeyFinding]
     notes: list[str]
-    conditions: list[Condition]
-    account: dict[Outcome, int]
+    conditions: list[ScriptCondition]
+    account: dict[WordOutcome, int]
 
     @property
     def same_training(self) -> bool:
@@ -59,7 +65,7 @@ def convert(
 
 
 def from_source(
-    source: Source, framework: str, version: str | None = None, rows: int | None = None
+    source: ImportSource, framework: str, version: str | None = None, rows: int | None = None
 ) -> Imported:
     """The same for what was read already."""
     draft = _verl(source, version, rows) if framework == "verl" else _openrlhf(source, version, rows)
@@ -67,10 +73,8 @@ def from_source(
     if "model.path" not in draft.lines:
         draft.put("model.path", "MODEL", note="not known")
         draft.ask("model.path", "set it to the directory or Hub name of the model")
-    text = to_text(draft)
-    counts = account(draft)
     return Imported(
-        text,
+        to_text(draft),
         framework,
         draft.version,
         source.kind,
@@ -81,27 +85,25 @@ def from_source(
         draft.questions,
         draft.notes,
         source.conditions,
-        counts,
+        account(draft),
     )
 
 
-def account(draft: Draft) -> dict[Outcome, int]:
+def account(draft: Draft) -> dict[WordOutcome, int]:
     """How many words of the source became what; an error if one of them is lost.
 
     Words were counted where they were read. Every one of them has its own outcome or those of its keys.
     """
     source = draft.source
-    counts: dict[Outcome, int] = {"mapped": 0, "no effect": 0, "refused": 0, "unknown": 0}
+    counts: dict[WordOutcome, int] = {"mapped": 0, "no effect": 0, "refused": 0, "unknown": 0}
     lost: list[str] = []
     for number, entry in enumerate(source.entries):
         keys = [draft.renamed.get(key, key) for key in entry.keys]
-        outcomes = {
+        outcomes: set[WordOutcome | None] = set()
+        for key in keys:
             # A key that is given again takes the value that it is given last.
-            draft.outcomes.get(key)
-            if key not in source.settings or _gave(source, key, number)
-            else "no effect"
-            for key in keys
-        }
+            givers = source.settings[key].entries if key in source.settings else ()
+            outcomes.add("no effect" if givers and number not in givers else draft.outcomes.get(key))
         outcome = entry.outcome or next((worst for worst in _WORST if worst in outcomes), None)
         if outcome is None or None in outcomes:
             lost.append(shown(entry.text))
@@ -116,39 +118,33 @@ def account(draft: Draft) -> dict[Outcome, int]:
     return counts
 
 
-def _gave(source: Source, key: str, number: int) -> bool:
-    """Whether the value of a key depends on this entry."""
-    entries = source.settings[key].entries
-    return number in entries or not entries
-
-
 def _chosen(version: str | None, versions: tuple[str, ...], revealed: str | None) -> str:
     if version is not None and version not in versions:
         raise ImportSourceError(f"--version {version}: the defaults of {', '.join(versions)} are known")
     return revealed or version or versions[-1]
 
 
-def _verl(source: Source, version: str | None, rows: int | None) -> Draft:
+def _verl(source: ImportSource, version: str | None, rows: int | None) -> Draft:
     chosen = _chosen(version, verl_keys.VERSIONS, _revealed(source))
     if verl_sft.is_sft(source):
         chosen = verl_sft.trainer_of(source, version)
         draft = Draft(source, verl_sft.TABLE, "verl", verl_sft.VERSIONS, chosen, rows=rows)
         verl_sft.fill(draft)
-        draft.sort_keys(verl_sft.ignored(draft))
+        draft.sort_keys(verl_sft.unused(draft))
         return draft
     names = [source.settings.get(key) for key in ("model_engine", "--config-name")]
     engine = next((item for item in names if item is not None and "megatron" in str(item.value)), None)
     if engine is not None and not isinstance(engine.value, Unknown):
-        source.settings.setdefault("actor_rollout_ref.actor.strategy", Setting("megatron", engine.line))
+        source.settings.setdefault("actor_rollout_ref.actor.strategy", KeySetting("megatron", engine.line))
     draft = Draft(source, verl_keys.TABLE, "verl", verl_keys.VERSIONS, chosen, rows=rows)
     draft.nullable = verl.NULLABLE
     draft.value("model_engine")
     verl.fill(draft)
-    draft.sort_keys(verl.ignored(draft))
+    draft.sort_keys(verl.unused(draft))
     return draft
 
 
-def _openrlhf(source: Source, version: str | None, rows: int | None) -> Draft:
+def _openrlhf(source: ImportSource, version: str | None, rows: int | None) -> Draft:
     trainer = source.program.rpartition("train_")[2] or _trainer(source)
     online = trainer in ("ppo_ray", "ppo")
     if not online and trainer not in openrlhf_offline.DEFAULTS:
@@ -172,37 +168,11 @@ def _openrlhf(source: Source, version: str | None, rows: int | None) -> Draft:
     draft.renamed = names
     openrlhf.fill(draft) if online else openrlhf_offline.fill(draft, trainer)
     verl.multimodal(draft)
-    draft.sort_keys(_unused(draft) if online else lambda key: None)
+    draft.sort_keys(openrlhf.unused(draft) if online else ())
     return draft
 
 
-def _unused(draft: Draft) -> Callable[[str], str | None]:
-    """Why a flag has no effect beside the others."""
-    critic = draft.value("algo.advantage.estimator") == "gae"
-    remote = bool(draft.value("reward.remote_url"))
-
-    grouped = draft.value("algo.advantage.estimator") in openrlhf.GROUPED
-    dynamic = draft.flag("train.dynamic_batch_enable")
-    off = {
-        "reward.normalize_enable": (remote, "it is for reward models"),
-        "algo.advantage.gamma": (grouped, "OpenRLHF takes 1 for estimators that compare responses"),
-        "algo.advantage.lambd": (not critic, "only gae has it"),
-        "train.micro_batch_size": (dynamic, "dynamic_batch_enable is on"),
-        "train.max_tokens_per_gpu": (not dynamic, "dynamic_batch_enable is off"),
-        "algo.kl.use_loss": (not draft.number("algo.kl.init_coef"), "init_coef is 0"),
-        "algo.kl.estimator": (not draft.number("algo.kl.init_coef"), "init_coef is 0"),
-    }
-
-    def reason(key: str) -> str | None:
-        if key.startswith("critic.") and not critic:
-            return "only gae has a critic"
-        holds, why = off.get(key, (False, ""))
-        return why if holds else None
-
-    return reason
-
-
-def _trainer(source: Source) -> str:
+def _trainer(source: ImportSource) -> str:
     """The trainer of flags without a command, from the flags that only it has."""
     keys = source.settings.keys()
     if keys & {"actor.model_name_or_path", "rollout.batch_size", "prompt_data", "rollout_batch_size"}:
@@ -212,7 +182,7 @@ def _trainer(source: Source) -> str:
     return "rm" if keys & {"model.loss_type", "chosen_key", "data.chosen_key"} else "sft"
 
 
-def _revealed(source: Source) -> str | None:
+def _revealed(source: ImportSource) -> str | None:
     """The version of a whole configuration, from the keys that it has."""
     if source.kind not in ("log", "config") or len(source.settings) < 100:
         return None

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from isotrain.imports.hydra import resolve, shown
-from isotrain.imports.rules import NONE, Rule, Table, default_of
-from isotrain.imports.source import SECRET, Outcome, Setting, Source, Unknown, secret_name, without_secrets
+from isotrain.imports.rules import NONE, KeyRule, KeyTable, default_of, expanded
+from isotrain.imports.source import (
+    SECRET,
+    ImportSource,
+    KeySetting,
+    Unknown,
+    WordOutcome,
+    secret_name,
+    without_secrets,
+)
 from isotrain.recipe.fields import leaves
 from isotrain.recipe.schema import Recipe
 from isotrain.recipe.section import Affects
 
 
 @dataclass(frozen=True)
-class Line:
+class RecipeLine:
     """A field of the recipe: its value, and the comment behind it."""
 
     value: Any
@@ -25,7 +33,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Finding:
+class KeyFinding:
     """A key that is not in the recipe, or only in part."""
 
     key: str
@@ -34,62 +42,64 @@ class Finding:
     changes: bool = False
 
 
+Off = tuple[bool, str, str]
+"""Whether keys have no effect, the beginnings of their names, and the reason."""
+
+
 @dataclass
 class Draft:
     """Reads keys by name, given or default, and collects what becomes of them."""
 
-    source: Source
-    table: Table
+    source: ImportSource
+    table: KeyTable
     framework: str
     versions: tuple[str, ...]
     version: str
     rows: int | None = None
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, RecipeLine] = field(default_factory=dict)
     mapped: list[str] = field(default_factory=list)
-    no_effect: list[Finding] = field(default_factory=list)
-    refused: list[Finding] = field(default_factory=list)
-    unknown: list[Finding] = field(default_factory=list)
-    questions: list[Finding] = field(default_factory=list)
+    no_effect: list[KeyFinding] = field(default_factory=list)
+    refused: list[KeyFinding] = field(default_factory=list)
+    unknown: list[KeyFinding] = field(default_factory=list)
+    questions: list[KeyFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, WordOutcome] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     nullable: frozenset[str] = frozenset()
     renamed: dict[str, str] = field(default_factory=dict)
 
     def given(self, key: str) -> bool:
         """Whether the source has a value for the key that is known."""
-        setting = self.source.settings.get(key)
-        return setting is not None and not isinstance(self.raw(key), Unknown)
+        return key in self.source.settings and not isinstance(self.raw(key), Unknown)
 
     def raw(self, key: str) -> Any:
         setting = self.source.settings.get(key)
         return setting.value if setting is not None else None
 
     def value(self, key: str, otherwise: Any = None) -> Any:
-        """What the training uses: the value given, or else the default of its version."""
+        """The value that the training uses: the one given, or else the default of its version."""
         rule = self.table.find(key)
         setting = self.source.settings.get(key)
-        default = default_of(rule, self.versions.index(self.version)) if rule else NONE
+        default = self._default(rule)
         default = otherwise if default is NONE else default
         self.used.add(key)
+        value = resolve(setting.value if setting is not None else default, self._lookup)
         if setting is None:
-            return resolve(default, self._lookup)
-        value = resolve(setting.value, self._lookup)
+            return value
         if isinstance(value, Unknown):
-            self.ask(key, f"{value.why}; {self._instead(default)}", _matters(rule))
+            instead = "set it" if default in (None, "") else f"{shown(str(default), 40)} is written"
+            self.ask(key, f"{value.why}; {instead}", _matters(rule))
             return resolve(default, self._lookup)
         return without_secrets(value)
 
-    @staticmethod
-    def _instead(default: Any) -> str:
-        return "set it" if default in (None, "") else f"{shown(str(default), 40)} is written"
+    def _default(self, rule: KeyRule | None) -> Any:
+        return default_of(rule, self.versions.index(self.version)) if rule else NONE
 
     def _lookup(self, key: str) -> Any:
-        rule = self.table.exact.get(key)
         if key in self.source.settings:
             return self.source.settings[key].value
-        default = default_of(rule, self.versions.index(self.version)) if rule else NONE
+        default = self._default(self.table.exact.get(key))
         return None if default is NONE else default
 
     def whole(self, key: str, otherwise: int | None = None, least: int | None = None) -> int | None:
@@ -136,7 +146,7 @@ class Draft:
             return None
         if isinstance(setting.value, Unknown):
             question = f"{setting.value.why}: set device.ranks to the number of devices"
-            self.questions.append(Finding(f"--{name}", question, setting.line))
+            self.questions.append(KeyFinding(f"--{name}", question, setting.line))
         return as_whole(setting.value)
 
     def put(self, path: str, value: Any, *keys: str, note: str = "") -> None:
@@ -150,11 +160,11 @@ class Draft:
             note = ", ".join(text for text in (note, f"NOT KNOWN: {open_words[-1].text} may set it") if text)
         comment = ": ".join(text for text in (names, note) if text)
         self.used.update(keys)
-        self.lines[path] = Line(value, comment, keys)
+        self.lines[path] = RecipeLine(value, comment, keys)
 
     def refuse(self, key: str, why: str, changes: bool = True) -> None:
         setting = self.source.settings.get(key)
-        finding = Finding(self.aliases.get(key, key), why, setting.line if setting else 0, changes)
+        finding = KeyFinding(self.aliases.get(key, key), why, setting.line if setting else 0, changes)
         if finding not in self.refused:
             self.refused.append(finding)
 
@@ -162,26 +172,28 @@ class Draft:
         setting = self.source.settings.get(key)
         name = self.aliases.get(key, key)
         if all(item.key != name for item in self.questions):
-            self.questions.append(Finding(name, question, setting.line if setting else 0, changes))
+            self.questions.append(KeyFinding(name, question, setting.line if setting else 0, changes))
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
-    def sort_keys(self, ignore: Callable[[str], str | None]) -> None:
+    def sort_keys(self, off: Iterable[Off] = ()) -> None:
         """Put every key that was given under mapped, no effect, refused or unknown.
 
-        `ignore` gives the reason why a key has no effect in this training, if it has none.
+        `off` has the keys that have no effect in this training.
         """
+        unused = [(tuple(expanded(names)), why) for holds, names, why in off if holds]
         for key, setting in self.source.settings.items():
-            name, rule, reason = self.aliases.get(key, key), self.table.find(key), ignore(key)
+            name, rule = self.aliases.get(key, key), self.table.find(key)
+            reason = next((why for names, why in unused if key.startswith(names)), None)
             if rule is None and reason is None:
                 why = f"value {_safe(name, setting.value)}"
-                self.unknown.append(Finding(shown(name), why, setting.line, True))
+                self.unknown.append(KeyFinding(shown(name), why, setting.line, True))
                 self.outcomes[key] = "unknown"
             elif reason is not None or (rule is not None and rule.kind == "no effect"):
                 why = reason or (rule.why if rule else "")
-                self.no_effect.append(Finding(name, why, setting.line))
+                self.no_effect.append(KeyFinding(name, why, setting.line))
                 self.outcomes[key] = "no effect"
             else:
                 assert rule is not None
@@ -189,16 +201,16 @@ class Draft:
                 if self.outcomes[key] == "mapped":
                     self.mapped.append(name)
         for stray in self.source.strays:
-            self.unknown.append(Finding(stray.text, stray.why, stray.line, True))
+            self.unknown.append(KeyFinding(stray.text, stray.why, stray.line, True))
 
-    def _sorted(self, rule: Rule, key: str, name: str, setting: Setting) -> Outcome:
-        """What becomes of a key with a rule that maps or refuses it."""
+    def _sorted(self, rule: KeyRule, key: str, name: str, setting: KeySetting) -> WordOutcome:
+        """The outcome of a key with a rule that maps or refuses it."""
         if rule.kind == "refused":
             value = self.value(key)
             if any(item.key == name for item in self.questions):
                 return "unknown"
             if any(_same(value, neutral) for neutral in (*rule.neutral, {}, [], "")):
-                self.no_effect.append(Finding(name, "the value is what isotrain does", setting.line))
+                self.no_effect.append(KeyFinding(name, "the value is what isotrain does", setting.line))
                 return "no effect"
             if not any(item.key == name for item in self.refused):
                 self.refuse(key, rule.why, rule.changes)
@@ -208,54 +220,49 @@ class Draft:
             return "unknown"
         if any(item.key == name for item in self.refused):
             return "refused"
-        default = default_of(rule, self.versions.index(self.version))
+        default = self._default(rule)
         if setting.value is None and default not in (NONE, None) and key not in self.nullable:
             self.refuse(key, f"null: {self.framework} has another default, and isotrain no such value")
             return "refused"
-        if key not in self.used and (setting.value is None or _same(setting.value, default)):
-            self.no_effect.append(Finding(name, "its default, which nothing here uses", setting.line))
+        if key in self.used:
+            return "mapped"
+        if setting.value is None or _same(setting.value, default):
+            self.no_effect.append(KeyFinding(name, "its default, which nothing here uses", setting.line))
             return "no effect"
-        if key not in self.used:
-            self.unknown.append(
-                Finding(name, f"nothing here uses it: check what {rule.field} is", setting.line, True)
-            )
-            return "unknown"
-        return "mapped"
+        why = f"nothing here uses it: check what {rule.field} is"
+        self.unknown.append(KeyFinding(name, why, setting.line, True))
+        return "unknown"
 
-    def simple(self, skip: Callable[[str], bool]) -> None:
+    def simple(self) -> None:
         """Write all fields that are one key each."""
         for rule in self.table.exact.values():
-            if rule.kind != "mapped" or rule.together or skip(rule.key):
+            if rule.kind != "mapped" or rule.together or (value := self.value(rule.key)) is None:
                 continue
-            value = self.value(rule.key)
-            if value is None:
+            try:
+                value = rule.convert(value) if rule.convert is not None else value
+            except (ValueError, TypeError, OverflowError) as error:
+                self.refuse(rule.key, f"{shown(str(error))}: set {rule.field} yourself")
                 continue
-            if rule.convert is not None:
-                try:
-                    value = rule.convert(value)
-                except (ValueError, TypeError, OverflowError) as error:
-                    self.refuse(rule.key, f"{shown(str(error))}: set {rule.field} yourself")
-                    continue
             if value is not None and rule.field not in self.lines:
                 self.put(rule.field, value, rule.key)
 
 
 def changes(path: str) -> bool:
     """Whether a field changes what the model learns, rather than where and how fast."""
-    found = [leaf for leaf in leaves(Recipe) if leaf.path == path]
-    return not found or any(leaf.affects not in (Affects.EXECUTION, Affects.PACKING) for leaf in found)
+    fields = [leaf for leaf in leaves(Recipe) if leaf.path == path]
+    return not fields or any(leaf.affects not in (Affects.EXECUTION, Affects.PACKING) for leaf in fields)
 
 
-def _matters(rule: Rule | None) -> bool:
+def _matters(rule: KeyRule | None) -> bool:
     """Whether a value of this key changes the training."""
     if rule is None or rule.kind == "mapped":
         return rule is None or changes(rule.field)
     return rule.kind == "refused" and rule.changes
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(value: Any, other: Any) -> bool:
     """1 is 1.0, but not True."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _safe(key: str, value: Any) -> str:

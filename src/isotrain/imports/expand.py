@@ -1,4 +1,4 @@
-"""Words of a shell script with their variables expanded as bash would, as far as the text tells.
+"""WordExpander of a shell script with their variables expanded as bash would, as far as the text tells.
 
 A part of a word that only running the script would tell is a *gap*: its number stands in the text between two
 marks, so that it survives joining, splitting and appending. A word of a list that is there under a condition
@@ -15,8 +15,7 @@ from fnmatch import translate
 from typing import Any
 
 from isotrain.imports import syntax
-from isotrain.imports.arithmetic import calculate
-from isotrain.imports.source import Condition, ImportSourceError, Unknown
+from isotrain.imports.source import ImportSourceError, ScriptCondition, Unknown
 
 MOST_STEPS = 200_000
 MOST_DEPTH = 60
@@ -52,7 +51,7 @@ class Label:
 
 
 @dataclass
-class Words:
+class WordExpander:
     """The variables of a script, and the words that its nodes become."""
 
     variables: dict[str, Value] = field(default_factory=dict)
@@ -61,7 +60,7 @@ class Words:
     notes: list[str] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
-    conditions: list[Condition] = field(default_factory=list)
+    conditions: list[ScriptCondition] = field(default_factory=list)
     # Why variables that the script does not set may have a value all the same.
     others_set: str = ""
     testing: bool = False
@@ -77,6 +76,14 @@ class Words:
         conditions = self.depends_on(*inner).union(*(self.labels[label].conditions for label in depends))
         self.reasons.append(Reason(why, list(names), options, conditions))
         return f"{GAP}{len(self.reasons) - 1}{GAP}"
+
+    def gap_at(self, node: Any, what: str, *names: str) -> str:
+        return self.gap(f"line {syntax.line(node)} {what}", *names)
+
+    def note(self, node: Any, text: str) -> None:
+        note = f"line {syntax.line(node)} {text}"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def depends_on(self, *texts: str) -> frozenset[int]:
         """The conditions that texts depend on."""
@@ -107,8 +114,8 @@ class Words:
     def known(self, word: str) -> tuple[str | Unknown, str]:
         """A word for its reader, and the condition under which it is there ("" if it always is)."""
         when = ""
-        if found := _MAYBES.match(word):
-            when, word = self.labels[int(found[1])].text, word[found.end() :]
+        if label := _MAYBES.match(word):
+            when, word = self.labels[int(label[1])].text, word[label.end() :]
         gap = _GAPS.search(word)
         if not gap:
             return word, when
@@ -146,7 +153,7 @@ class Words:
         stays = stays and not any(piece == [] for piece, _, _ in pieces)
         kept = [word for word in result if word or (stays and len(result) == 1)]
         if _BRACES.search(literal):
-            return [self.gap(f"line {syntax.line(node)} has braces that bash expands: {syntax.short(node)}")]
+            return [self.gap_at(node, f"has braces that bash expands: {syntax.short(node)}")]
         return self.few([self.bounded(word) for word in kept])
 
     @staticmethod
@@ -183,17 +190,16 @@ class Words:
 
     def joined(self, node: Any) -> str:
         """The text of one node, as one word."""
-        texts = []
-        for piece, _, _ in self.pieces(node):
-            texts.append(self.one(piece, node) if isinstance(piece, list) else piece)
-        return self.bounded("".join(texts))
+        pieces = [piece for piece, _, _ in self.pieces(node)]
+        return self.bounded(
+            "".join(self.one_word(piece, node) if isinstance(piece, list) else piece for piece in pieces)
+        )
 
-    def one(self, words: list[str], node: Any) -> str:
+    def one_word(self, words: list[str], node: Any) -> str:
         """A list as one word."""
         if any(MAYBE in word for word in words):
             names = [name for number in self.depends_on(*words) for name in self.conditions[number].names]
-            why = f"line {syntax.line(node)} joins words that depend on a condition: {syntax.short(node)}"
-            return self.gap(why, *names)
+            return self.gap_at(node, f"joins words that depend on a condition: {syntax.short(node)}", *names)
         separator = self.variables.get("IFS", " ")
         return (separator[:1] if isinstance(separator, str) else " ").join(words)
 
@@ -214,9 +220,9 @@ class Words:
                 yield from self._between(string, quoted=True)
             elif node.type in _EXPANSIONS:
                 value = _EXPANSIONS[node.type](self, node)
-                star = syntax.text(node) in ("$*",) or "[*]" in syntax.text(node)
+                star = syntax.text(node) == "$*" or "[*]" in syntax.text(node)
                 if quoted and star and isinstance(value, list):
-                    value = self.one(value, node)
+                    value = self.one_word(value, node)
                 yield value, quoted, not quoted
             elif node.named_child_count and node.type not in ("word", "extglob_pattern", "regex"):
                 yield from self._between(node, quoted)
@@ -259,13 +265,13 @@ class Words:
             return "."
         if re.fullmatch(r"\$\(\([^$`]*\)\)", text) and (again := syntax.arithmetic(text)) is not None:
             return self.joined(again)  # in some places the grammar takes arithmetic for a command
-        return self.gap(f"line {syntax.line(node)} runs a command for it: {syntax.short(node)}")
+        return self.gap_at(node, f"runs a command for it: {syntax.short(node)}")
 
     def _arithmetic(self, node: Any) -> str:
         inner = node.named_children
         if len(inner) != 1:
-            return self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}")
-        result = calculate(inner[0], lambda name: self.number(name, node))
+            return self.gap_at(node, f"computes it: {syntax.short(node)}")
+        result = syntax.calculate(inner[0], lambda name: self.number(name, node))
         if not isinstance(result, Unknown):
             return str(result)
         return result.text if _GAPS.fullmatch(result.text) else self.gap(result.why)
@@ -279,7 +285,7 @@ class Words:
         return Unknown(self.reasons[int(gap[1])].why, gap[0]) if gap else value
 
     def lookup(self, name: str, node: Any) -> Value:
-        """What a variable holds."""
+        """The value of a variable."""
         if name in self.pinned:
             self.pins_used.add(name)
             return self.pinned[name]
@@ -291,13 +297,12 @@ class Words:
         if name in ("HOME", "PWD"):
             return HOME if name == "HOME" else "."
         if name.isdigit() and self.testing:
-            note = f"line {syntax.line(node)} asks for the script's own argument ${name}: taken as none"
-            self.notes += [note] if note not in self.notes else []
+            self.note(node, f"asks for the script's own argument ${name}: taken as none")
             return ""
         if self.others_set and not name.isdigit():
             return self.gap(self.others_set, name)
         place = "command line" if name.isdigit() else "environment"
-        return self.gap(f"line {syntax.line(node)} takes it from the {place} (${name})", name)
+        return self.gap_at(node, f"takes it from the {place} (${name})", name)
 
     def _arguments(self, name: str, node: Any) -> Value:
         """`$@`, `$*` and `$#`: of the function, or of the script, which is taken as run without any."""
@@ -306,14 +311,13 @@ class Words:
             numbers = [str(place) for place in range(1, 1 + sum(key.isdigit() for key in self.pinned))]
             given = [self.pinned[place] for place in numbers if place in self.pinned]
             self.pins_used.update(numbers)
-            note = f"line {syntax.line(node)} passes on the script's own arguments (${name}): taken as none"
-            if not given and name != "#" and note not in self.notes:
-                self.notes.append(note)
+            if not given and name != "#":
+                self.note(node, f"passes on the script's own arguments (${name}): taken as none")
         if name != "#" or isinstance(given, str):
             return given
         if "@" not in self.variables and not given:
-            return self.gap(f"line {syntax.line(node)} counts the script's own arguments ($#)", "1")
-        return self.gap(f"line {syntax.line(node)} counts words") if uncertain(given) else str(len(given))
+            return self.gap_at(node, "counts the script's own arguments ($#)", "1")
+        return self.gap_at(node, "counts words") if uncertain(given) else str(len(given))
 
     def expand(self, node: Any) -> Value:
         """`$x` and the forms of `${x...}`; what is not understood is unknown."""
@@ -351,7 +355,7 @@ class Words:
         words = value if isinstance(value, list) else [value]
         if not re.fullmatch(r"-?\d{1,6}", index) or uncertain(words) or int(index) < -len(words):
             names = [name] if uncertain(words) else []
-            return self.gap(f"line {syntax.line(node)} takes it from a list: {syntax.short(node)}", *names)
+            return self.gap_at(node, f"takes it from a list: {syntax.short(node)}", *names)
         return words[int(index)] if int(index) < len(words) else ""
 
     def _count(self, value: Value, computes: str, name: str) -> str:
@@ -367,9 +371,7 @@ class Words:
             if not missing and isinstance(value, str) and _GAPS.fullmatch(value):
                 return value
             return "" if missing else "".join(self.joined(child) for child in rest[1:])
-        if operator in (":?", "?"):
-            return value
-        if not missing:
+        if operator in (":?", "?") or not missing:
             return value
         default = "".join(self.joined(child) for child in rest[1:])
         if operator in (":=", "="):
@@ -421,7 +423,7 @@ def _literal(source: bytes, quoted: bool) -> str:
 
 def _ansi(text: str) -> str:
     escapes = {"n": "\n", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
-    return re.sub(r"\\(.)", lambda found: escapes.get(found[1], found[0]), text)
+    return re.sub(r"\\(.)", lambda escape: escapes.get(escape[1], escape[0]), text)
 
 
 def _removed(operator: str, arguments: list[str]) -> Callable[[str], str] | None:
@@ -448,10 +450,10 @@ _CASES: dict[str, Callable[[str], str]] = {
     "^": lambda text: text[:1].upper() + text[1:],
     ",": lambda text: text[:1].lower() + text[1:],
 }
-_EXPANSIONS: dict[str, Callable[[Words, Any], Value]] = {
-    "simple_expansion": Words.expand,
-    "expansion": Words.expand,
-    "command_substitution": Words._substitution,
-    "process_substitution": Words._substitution,
-    "arithmetic_expansion": Words._arithmetic,
+_EXPANSIONS: dict[str, Callable[[WordExpander, Any], Value]] = {
+    "simple_expansion": WordExpander.expand,
+    "expansion": WordExpander.expand,
+    "command_substitution": WordExpander._substitution,
+    "process_substitution": WordExpander._substitution,
+    "arithmetic_expansion": WordExpander._arithmetic,
 }

@@ -10,10 +10,10 @@ from typing import Any
 
 from isotrain.imports.convert import from_source
 from isotrain.imports.draft import changes
-from isotrain.imports.source import ImportSourceError, Source, flatten
+from isotrain.imports.source import ImportSource, ImportSourceError, flatten
 from isotrain.imports.verl import CUTS
 from isotrain.imports.verl_algorithm import ESTIMATORS, LOSSES
-from isotrain.imports.verl_reasons import OPTIM, A, M, R
+from isotrain.imports.verl_keys import OPTIM, A, M, R
 from isotrain.recipe.load import parse_recipe, resolved
 from isotrain.recipe.online import ClusterSection, Online, OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe, SftSection
@@ -24,7 +24,7 @@ NO_LONG_PROMPTS = ("data.too_long", "error")
 
 
 @dataclass(frozen=True)
-class Difference:
+class FieldDifference:
     """A field that the command does not carry: its value here, and the one that it would come back with."""
 
     field: str
@@ -37,7 +37,7 @@ class Difference:
 class Exported:
     program: str
     overrides: dict[str, Any]
-    differences: list[Difference]
+    differences: list[FieldDifference]
 
     @property
     def script(self) -> str:
@@ -60,22 +60,19 @@ def to_verl(recipe: Recipe) -> Exported:
         raise ImportSourceError(
             f"verl has no trainer for {recipe.algorithm.name}; it has PPO's relatives and SFT"
         )
-    source = Source("overrides", program=program)
+    source = ImportSource("overrides", program=program)
     for key, value in overrides.items():
         source.set(key.lstrip("+"), value)
     there = spelled_out(parse_recipe(from_source(source, "verl").recipe, "recipe"))
     here = spelled_out(recipe)
-    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    found = [
-        # A run with `error` has no long prompts, so that it does not matter how verl cuts them.
-        Difference(
-            name, here.get(name), there.get(name), changes(name) and (name, here[name]) != NO_LONG_PROMPTS
-        )
-        if name in here
-        else Difference(name, None, there.get(name), changes(name))
-        for name in names
-    ]
-    return Exported(program, overrides, found)
+    differences = []
+    for name in {**here, **there}:
+        value, other = here.get(name), there.get(name)
+        if value != other:
+            # A run with `error` has no long prompts, so that it does not matter how verl cuts them.
+            matters = changes(name) and (name, value) != NO_LONG_PROMPTS
+            differences.append(FieldDifference(name, value, other, matters))
+    return Exported(program, overrides, differences)
 
 
 def spelled_out(recipe: Recipe) -> dict[str, Any]:
@@ -268,11 +265,9 @@ def _sft(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     }
     if messages:
         values |= {"data.messages_key": "messages", "data.use_dynamic_bsz": True}
-        values |= {"data.max_token_len_per_gpu": data.tokens_per_micro_batch // recipe.device.mesh.context}
-        values |= {
-            "optim.lr_scheduler_type": optimizer.schedule,
-            "optim.min_lr_ratio": optimizer.min_lr_ratio,
-        }
+        values["data.max_token_len_per_gpu"] = data.tokens_per_micro_batch // recipe.device.mesh.context
+        values["optim.lr_scheduler_type"] = optimizer.schedule
+        values["optim.min_lr_ratio"] = optimizer.min_lr_ratio
         values["engine.ulysses_sequence_parallel_size"] = recipe.device.mesh.context
         return "verl.trainer.sft_trainer", values
     for side, key in (("prompt", data.prompt_key), ("response", data.completion_key)):

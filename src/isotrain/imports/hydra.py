@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from isotrain.errors import RecipeError
-from isotrain.imports.source import ImportSourceError, Source, Unknown, flatten
+from isotrain.imports.source import ImportSource, ImportSourceError, Unknown, as_text, flatten
 from isotrain.recipe import document
 
 _KEY = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
@@ -25,15 +25,14 @@ OWN_CONFIGS = {
 }  # fmt: skip
 
 
-def read_overrides(source: Source, words: Iterable[tuple[str | Unknown, int, str]]) -> None:
+def read_overrides(source: ImportSource, words: Iterable[tuple[str | Unknown, int, str]]) -> None:
     """Words of a command line into `source`: `a.b=c`, `+a.b=c`, `~a.b`, `--config-name`.
 
     Each word has its line and the condition under which it is there.
     """
     waiting = ""
     for word, line, when in words:
-        text = word.text if isinstance(word, Unknown) else word
-        known = word.head if isinstance(word, Unknown) else word
+        text, known = as_text(word), word.head if isinstance(word, Unknown) else word
         source.enter(text, line)
         if waiting:
             _option(source, waiting, word, line, when)
@@ -65,14 +64,14 @@ def read_overrides(source: Source, words: Iterable[tuple[str | Unknown, int, str
         source.stray(waiting, "nothing follows it", 0)
 
 
-def _delete(source: Source, key: str, line: int) -> None:
+def _delete(source: ImportSource, key: str, line: int) -> None:
     """`~a.b` takes a key and all below it out of the configuration."""
     for name in [name for name in source.settings if name.startswith(f"{key}.")]:
         source.set(name, Unknown(f"line {line} takes it out of the configuration"), line)
     source.set(key, Unknown(f"line {line} takes it out of the configuration"), line)
 
 
-def _option(source: Source, name: str, word: str | Unknown, line: int, when: str) -> None:
+def _option(source: ImportSource, name: str, word: str | Unknown, line: int, when: str) -> None:
     """`--config-name` and the options that say where that file is."""
     text = word.text if isinstance(word, Unknown) else word.strip("'\"").removesuffix(".yaml")
     key = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}.get(name, name)
@@ -97,7 +96,7 @@ def scalar(text: str) -> Any:
     return plain if parsed.problems else parsed.values
 
 
-def read_config(source: Source, text: str) -> None:
+def read_config(source: ImportSource, text: str) -> None:
     """A configuration file into `source`; no tags, no anchors, bounded size and depth."""
     try:
         parsed = document.parse(text, "the configuration")
@@ -127,10 +126,10 @@ def resolve(value: Any, lookup: Callable[[str], Any], depth: int = 0) -> Any:
     """OmegaConf's `${a.b}` and `${oc.select:a.b,default}`, replaced by what they name."""
     if not isinstance(value, str) or "${" not in value or depth > _MOST_REFERENCES:
         return value
-    found = _REFERENCE.search(value)
-    if not found:
+    reference = _REFERENCE.search(value)
+    if not reference:
         return value
-    inside = found[1].strip()
+    inside = reference[1].strip()
     if inside.startswith("oc.select:"):
         key, _, default = inside.removeprefix("oc.select:").partition(",")
         result = lookup(key.strip())
@@ -139,9 +138,9 @@ def resolve(value: Any, lookup: Callable[[str], Any], depth: int = 0) -> Any:
         result = Unknown(f"it comes from the environment ({inside.removeprefix('oc.env:')})")
     else:
         result = lookup(inside)
-    if isinstance(result, Unknown) or found[0] == value.strip():
+    if isinstance(result, Unknown) or reference[0] == value.strip():
         return resolve(result, lookup, depth + 1)
-    return resolve(value.replace(found[0], str(result), 1), lookup, depth + 1)
+    return resolve(value.replace(reference[0], str(result), 1), lookup, depth + 1)
 
 
 def shown(text: str, longest: int = 80) -> str:

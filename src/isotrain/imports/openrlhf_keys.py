@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isotrain.imports.draft import every, flag, number, text, whole
-from isotrain.imports.rules import ByVersion, Table, drops, maps, part, refuses
+from isotrain.imports.rules import ByVersion, KeyTable, maps, no_effect, part, refused
 
 VERSIONS = ("0.5.9", "0.8.0", "0.10.1", "0.11.0")
 """Whose defaults are in the tables; 0.10.1 was the last with flat names."""
@@ -21,76 +21,98 @@ ENGINE = "an engine option that changes its speed only"
 LOGGED = "it changes logs only"
 SAVED = "checkpoints hold all state; `isotrain export` writes a Hugging Face model"
 IMAGES = "isotrain trains on text: remove images from the rows"
-ROWS = "write these rows into a file of their own"
+TRANSFER = "rollout.weight_transfer chooses how weights reach the engines"
 SHORT = "write it as `data.train: [a, b]` with the rows that you want of each"
+
+COMMON_NO_EFFECT = {
+    LAYOUT: """
+        ds.ring_attn_head_stride ds.tensor_parallel_size ds.zero_stage ds.zpg ds.overlap_comm
+        ds.{grad_accum_dtype,deepcompile,use_universal_ckpt,experts_implementation}
+        {local_rank,perf,actor_init_on_gpu,save_value_network,critic.save_value_network}
+    """,
+    "model.dtype is bfloat16": "bf16",
+    KERNELS: """
+        ds.attn_implementation flash_attn ds.use_liger_kernel {actor,model}.gradient_checkpointing_reentrant
+    """,
+    PACKED: "ds.packing_samples",
+    "the head of a reward model is found by its shape": "ds.value_head_prefix",
+    "it changes the speed only": "data.{disable_fast_tokenizer,dataloader_num_workers}",
+    "checkpoints are in the run directory (output)": "ckpt.path",
+    SAVED: "ckpt.save_hf ckpt.{disable_ds,max_mem,best_metric_key}",
+    "the wandb package reads WANDB_ENTITY and WANDB_RUN_GROUP": "logger.wandb.{org,group}",
+    LOGGED: "logger.logging_steps",
+    "download the model and give its directory": "use_ms",
+}
+
+COMMON_REFUSED = {
+    "isotrain trains no quantized weights: use model.lora without it": "ds.load_in_4bit=False",
+    "write the template into the model's tokenizer files": "data.tokenizer_chat_template",
+}
 
 COMMON = [
     maps("train.seed", "seed", 42, whole),
     part("train.full_determinism_enable", "device.determinism", False),
     part("ds.ring_attn_size", "device.mesh.context", 1),
-    drops("ds.ring_attn_head_stride", LAYOUT),
-    drops("ds.tensor_parallel_size", LAYOUT),
-    drops("ds.zero_stage", LAYOUT),
-    drops("ds.zpg", LAYOUT),
-    drops("ds.overlap_comm", LAYOUT),
-    drops("ds.{grad_accum_dtype,deepcompile,use_universal_ckpt,experts_implementation}", LAYOUT),
-    drops("{local_rank,perf,actor_init_on_gpu,save_value_network,critic.save_value_network}", LAYOUT),
     part("ds.param_dtype", "model.dtype", "bf16"),
-    drops("bf16", "model.dtype is bfloat16"),
-    drops("ds.attn_implementation", KERNELS),
-    drops("flash_attn", KERNELS),
-    drops("ds.use_liger_kernel", KERNELS),
-    drops("ds.packing_samples", PACKED),
     maps("ds.adam_offload", "model.offload.optimizer", False, flag),
     part("ds.lora.rank", "model.lora.rank", 0),
     part("ds.lora.alpha", "model.lora.alpha", 16),
     part("ds.lora.target_modules", "model.lora.targets", "all-linear"),
     part("ds.lora.dropout", "model.lora.dropout", 0),
-    refuses("ds.load_in_4bit", False, why="isotrain trains no quantized weights: use model.lora without it"),
-    drops("ds.value_head_prefix", "the head of a reward model is found by its shape"),
-    drops("data.{disable_fast_tokenizer,dataloader_num_workers}", "it changes the speed only"),
-    drops("{actor,model}.gradient_checkpointing_reentrant", KERNELS),
     part("data.max_samples", "data.train"),
     part("data.apply_chat_template", "data.prompt_key", False),
     part("data.input_template", "data.prompt_key"),
-    refuses("data.tokenizer_chat_template", why="write the template into the model's tokenizer files"),
     part("train.batch_size", "algorithm.mini_batch_size", 128),
     part("train.dynamic_batch_enable", "data.tokens_per_micro_batch", False),
     part("train.max_tokens_per_gpu", "data.tokens_per_micro_batch", 16192),
     part("ckpt.output_dir", "output"),
-    drops("ckpt.path", "checkpoints are in the run directory (output)"),
     maps("ckpt.save_steps", "trainer.save_every", -1, every),
     maps("ckpt.max_num", "trainer.keep_checkpoints", 3, whole),
     part("ckpt.load_enable", "trainer.resume", False),
-    drops("ckpt.save_hf", SAVED),
-    drops("ckpt.{disable_ds,max_mem,best_metric_key}", SAVED),
     maps("eval.steps", "trainer.validate_every", -1, every),
-    part("eval.dataset", "data.validation"),
-    part("eval.split", "data.validation"),
-    part("logger.wandb.key", "observe.loggers"),
-    part("logger.tensorboard_dir", "observe.loggers"),
+    part("eval.dataset eval.split", "data.validation"),
+    part("logger.wandb.key logger.tensorboard_dir", "observe.loggers"),
     part("logger.wandb.project", "observe.project"),
     part("logger.wandb.run_name", "name"),
-    drops("logger.wandb.{org,group}", "the wandb package reads WANDB_ENTITY and WANDB_RUN_GROUP"),
-    drops("logger.logging_steps", LOGGED),
-    drops("use_ms", "download the model and give its directory"),
 ]
 
+PPO_NO_EFFECT = {
+    PLACED: """
+        {ref,critic,reward}.num_nodes {ref,critic,reward}.num_gpus_per_node train.colocate_actor_ref
+        train.colocate_critic_reward
+    """,
+    "cluster.offload moves idle models to host memory": "{ref,reward}.offload",
+    "data.tokens_per_micro_batch is the budget of every pass": """
+        rollout.micro_batch_size rollout.max_tokens_per_gpu
+    """,
+    "its switch enable_ema is off": "{train.ema_beta,ema_beta}",
+    "see pretrain_data": "pretrain_split",
+    ENGINE: "vllm.enable_prefix_caching",
+    "colocated engines always sleep while the ranks train": "vllm.enable_sleep",
+    TRANSFER: "vllm.{sync_backend,sync_with_ray}",
+    "constants of Muon, which optim: adam switches off": "{actor,critic}.muon.*",
+}
+
+PPO_REFUSED = {
+    IMAGES: "actor.freeze_visual_encoder=False data.image_key data.max_images_per_prompt=0",
+    SHORT: "data.prompt_probs",
+    "isotrain whitens with the standard deviation": "algo.advantage.no_std_norm=False",
+    "set algorithm.overlong, or do it in a reward function": "reward.stop_properly_penalty_coef",
+    "isotrain keeps no average of the weights": "{train.enable_ema,enable_ema}=False",
+    "isotrain mixes no pre-training loss in": "{pretrain_data,pretrain_data_probs,ptx_coef}=0.05",
+    "export the reward model with its scores normalized": "reward.normalize_enable=False",
+    "isotrain has AdamW": "{actor,critic}.optim=adam",
+}
+
 PPO = [
+    *refused({"isotrain asks for one step at a time": "rollout.vllm_generate_batch_size"}, changes=False),
     part("actor.num_nodes", "device.ranks", 1),
     part("actor.num_gpus_per_node", "device.ranks", 8),
-    drops("{ref,critic,reward}.num_nodes", PLACED),
-    drops("{ref,critic,reward}.num_gpus_per_node", PLACED),
-    drops("train.colocate_actor_ref", PLACED),
-    drops("train.colocate_critic_reward", PLACED),
-    drops("{ref,reward}.offload", "cluster.offload moves idle models to host memory"),
     maps("actor.model_name_or_path", "model.path", convert=text),
     maps("actor.gradient_checkpointing_enable", "model.gradient_checkpointing", False, flag),
     part("actor.aux_loss_coef", "model.router_aux_loss", 0),
-    refuses("actor.freeze_visual_encoder", False, why=IMAGES),
     part("data.prompt_dataset", "data.train"),
     part("data.prompt_split", "data.train", "train"),
-    refuses("data.prompt_probs", why=SHORT),
     maps("data.input_key", "data.prompt_key", "input", text),
     part("data.max_len", "data.max_length", _by(None, None, 2048, 2048)),
     part("prompt_max_len", "data.max_length", 1024),
@@ -98,14 +120,9 @@ PPO = [
     part("rollout.max_new_tokens", "rollout.max_tokens"),
     maps("rollout.batch_size", "data.batch_size", 1024, whole),
     part("train.micro_batch_size", "data.tokens_per_micro_batch", _by(4, 4, 1, 1)),
-    drops("rollout.micro_batch_size", "data.tokens_per_micro_batch is the budget of every pass"),
-    drops("rollout.max_tokens_per_gpu", "data.tokens_per_micro_batch is the budget of every pass"),
-    refuses("data.image_key", why=IMAGES),
-    refuses("data.max_images_per_prompt", 0, why=IMAGES),
     part("algo.advantage.estimator", "algorithm.name", "gae"),
     part("algo.advantage.gamma", "algorithm.gamma", 1),
     part("algo.advantage.lambd", "algorithm.lam", 1),
-    refuses("algo.advantage.no_std_norm", False, why="isotrain whitens with the standard deviation"),
     maps("train.max_epochs", "algorithm.ppo_epochs", 1, whole),
     part("actor.policy_loss_type", "algorithm.loss.name", "ppo"),
     part("actor.eps_clip", "algorithm.loss.clip_ratio_low", 0.2),
@@ -125,31 +142,19 @@ PPO = [
     part("algo.dynamic_filtering_range", "algorithm.dynamic_sampling.max_attempts", [0, 1]),
     part("reward.overlong_buffer_len", "algorithm.overlong.buffer"),
     part("reward.overlong_penalty_factor", "algorithm.overlong.factor", 1),
-    refuses("reward.stop_properly_penalty_coef", why="set algorithm.overlong, or do it in a reward function"),
     part("critic.model_name_or_path", "algorithm.critic.path"),
     part("critic.adam.lr", "algorithm.critic.lr", 9e-6),
     part("critic.value_clip", "algorithm.critic.clip", _by(0.2, 0.2, 0.5, 0.5)),
     part("critic.freezing_steps", "algorithm.critic.warmup_steps", -1),
     part("critic.adam.{betas,weight_decay,eps}", "optimizer.betas"),
     part("critic.{lr_scheduler,lr_warmup_ratio,min_lr_ratio,max_norm}", "optimizer.schedule"),
-    refuses("{train.enable_ema,enable_ema}", False, why="isotrain keeps no average of the weights"),
-    drops("{train.ema_beta,ema_beta}", "its switch enable_ema is off"),
-    refuses(
-        "{pretrain_data,pretrain_data_probs,ptx_coef}", 0.05, why="isotrain mixes no pre-training loss in"
-    ),
-    drops("pretrain_split", "see pretrain_data"),
     maps("rollout.n_samples_per_prompt", "rollout.n", 1, whole),
     maps("rollout.temperature", "rollout.temperature", 1.0, number),
     maps("rollout.top_p", "rollout.top_p", 1.0, number),
-    refuses("rollout.vllm_generate_batch_size", why="isotrain asks for one step at a time", changes=False),
     part("vllm.num_engines", "rollout.engines"),
     maps("vllm.tensor_parallel_size", "rollout.tensor_parallel", 1, whole),
     part("vllm.gpu_memory_utilization", "rollout.memory_utilization", _by(0.9, 0.95, 0.95, 0.95)),
     maps("vllm.enforce_eager", "rollout.eager", False, flag),
-    drops("vllm.enable_prefix_caching", ENGINE),
-    drops("vllm.enable_sleep", "colocated engines always sleep while the ranks train"),
-    drops("vllm.sync_backend", "rollout.weight_transfer chooses how weights reach the engines"),
-    drops("vllm.sync_with_ray", "rollout.weight_transfer chooses how weights reach the engines"),
     part("eval.temperature", "rollout.validation.temperature", 0.6),
     part("eval.n_samples_per_prompt", "rollout.validation.n", 4),
     part("train.async_enable", "rollout.staleness", False),
@@ -159,7 +164,6 @@ PPO = [
     part("reward.model_name_or_path", "reward.model.path"),
     part("reward.remote_url", "reward.function.path"),
     part("data.label_key", "reward.answer_key"),
-    refuses("reward.normalize_enable", False, why="export the reward model with its scores normalized"),
     part("reward.clip_range", "reward", [-10, 10]),
     part("train.colocate_all", "cluster.placement", False),
     part("ds.enable_sleep", "cluster.offload", False),
@@ -171,10 +175,21 @@ PPO = [
     maps("actor.lr_warmup_ratio", "optimizer.warmup_ratio", 0.03, number),
     part("actor.min_lr_ratio", "optimizer.min_lr_ratio", 0.1),
     maps("actor.max_norm", "optimizer.max_grad_norm", 1.0, number),
-    refuses("{actor,critic}.optim", "adam", why="isotrain has AdamW"),
-    drops("{actor,critic}.muon.*", "constants of Muon, which optim: adam switches off"),
     maps("train.num_episodes", "trainer.epochs", 1, whole),
 ]
+
+OFFLINE_NO_EFFECT = {
+    "losses are always float32": "model.compute_fp32_loss_enable",
+    "reference log-probs are computed once, before training": "ref.offload",
+    "constants of Muon, which optim: adam switches off": "muon.*",
+}
+
+OFFLINE_REFUSED = {
+    "isotrain's DPO has no term for the chosen responses' likelihood": "model.nll_loss_coef=0",
+    "write rows with one column text (data.format: text)": "model.pretrain_mode_enable=False",
+    SHORT: "data.dataset_probs",
+    "isotrain has AdamW": "optim=adam",
+}
 
 OFFLINE = [
     maps("model.model_name_or_path", "model.path", convert=text),
@@ -183,19 +198,13 @@ OFFLINE = [
     part("model.beta", "algorithm.beta"),
     part("model.ipo_enable", "algorithm.loss", False),
     part("model.label_smoothing", "algorithm.label_smoothing", 0.0),
-    refuses("model.nll_loss_coef", 0, why="isotrain's DPO has no term for the chosen responses' likelihood"),
     part("model.loss_type", "algorithm.loss", "sigmoid"),
     part("model.margin_loss_enable", "algorithm.margins", False),
-    drops("model.compute_fp32_loss_enable", "losses are always float32"),
-    refuses("model.pretrain_mode_enable", False, why="write rows with one column text (data.format: text)"),
     part("desirable_loss_weight", "algorithm.desirable_weight", 1.0),
     part("undesirable_loss_weight", "algorithm.undesirable_weight", 1.0),
     part("ref.model_name_or_path", "algorithm.reference"),
-    drops("ref.offload", "reference log-probs are computed once, before training"),
-    part("data.dataset", "data.train"),
+    part("data.dataset train_split", "data.train"),
     part("data.dataset_split", "data.train", "train"),
-    part("train_split", "data.train"),
-    refuses("data.dataset_probs", why=SHORT),
     part("data.input_key", "data.prompt_key", "input"),
     part("data.output_key", "data.completion_key"),
     part("data.label_key", "data.completion_key", "label"),
@@ -214,12 +223,11 @@ OFFLINE = [
     maps("lr_warmup_ratio", "optimizer.warmup_ratio", 0.03, number),
     part("min_lr_ratio", "optimizer.min_lr_ratio", 0.1),
     maps("max_norm", "optimizer.max_grad_norm", 1.0, number),
-    refuses("optim", "adam", why="isotrain has AdamW"),
-    drops("muon.*", "constants of Muon, which optim: adam switches off"),
 ]
 
-PPO_TABLE, OFFLINE_TABLE = Table(COMMON, PPO), Table(COMMON, OFFLINE)
-
+COMMON_RULES = [*COMMON, *no_effect(COMMON_NO_EFFECT), *refused(COMMON_REFUSED)]
+PPO_TABLE = KeyTable(COMMON_RULES, PPO, no_effect(PPO_NO_EFFECT), refused(PPO_REFUSED))
+OFFLINE_TABLE = KeyTable(COMMON_RULES, OFFLINE, no_effect(OFFLINE_NO_EFFECT), refused(OFFLINE_REFUSED))
 
 FLAT = {
     "param_dtype": "ds.param_dtype", "data_type": "ds.param_dtype", "zero_stage": "ds.zero_stage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isotrain.imports.draft import Draft
 from isotrain.imports.hydra import shown
-from isotrain.imports.openrlhf_shared import PLAIN_PROMPTS, checkpoints, lora, mesh, names, schedule, sources
+from isotrain.imports.openrlhf import PLAIN_PROMPTS, checkpoints, lora, mesh, names, schedule, sources
 
 # Defaults that differ between the trainers: learning rate, epochs, longest sample, micro-batch.
 DEFAULTS = {
@@ -21,7 +21,7 @@ def fill(d: Draft, trainer: str) -> None:
     lr, epochs, longest, micro = DEFAULTS[trainer]
     names(d)
     _devices(d)
-    d.simple(skip=lambda key: False)
+    d.simple()
     d.put("algorithm.name", trainer, note=f"train_{trainer}")
     lora(d, "model.aux_loss_coef")
     sources(d, "data.dataset", "train_split" if d.given("train_split") else "data.dataset_split")
@@ -40,16 +40,10 @@ def fill(d: Draft, trainer: str) -> None:
 
 def _devices(d: Draft) -> None:
     """deepspeed has the numbers of machines and devices, or takes all that there are."""
-    each, nodes = (
-        d.launched("num_gpus") or d.launched("nproc_per_node"),
-        d.launched("num_nodes") or d.launched("nnodes"),
-    )
-    ranks = (each or 1) * (nodes or 1)
-    d.put(
-        "device.ranks",
-        ranks,
-        note="" if each else "the launcher takes all devices of a machine: set their number",
-    )
+    each = d.launched("num_gpus") or d.launched("nproc_per_node")
+    ranks = (each or 1) * (d.launched("num_nodes") or d.launched("nnodes") or 1)
+    note = "" if each else "the launcher takes all devices of a machine: set their number"
+    d.put("device.ranks", ranks, note=note)
     mesh(d, ranks)
 
 
@@ -92,10 +86,9 @@ def _dpo(d: Draft) -> None:
         d.put("algorithm.label_smoothing", smoothing, "model.label_smoothing")
     reference = d.value("ref.model_name_or_path")
     if reference and reference != d.value("model.model_name_or_path"):
-        d.refuse(
-            "ref.model_name_or_path", f"the reference is the initial model, not {shown(str(reference), 60)}"
-        )
-    _pairs(d)
+        why = f"the reference is the initial model, not {shown(str(reference), 60)}"
+        d.refuse("ref.model_name_or_path", why)
+    _columns(d, prompt="prompt", chosen="chosen", rejected="rejected")
 
 
 def _rm(d: Draft) -> None:
@@ -103,39 +96,23 @@ def _rm(d: Draft) -> None:
     margins = d.flag("model.margin_loss_enable")
     d.put("algorithm.loss", "sigmoid" if loss == "sigmoid" or margins else "logexp", "model.loss_type")
     d.put("algorithm.margins", margins, "model.margin_loss_enable")
-    _pairs(d)
+    _columns(d, prompt="prompt", chosen="chosen", rejected="rejected")
 
 
 def _kto(d: Draft) -> None:
     d.put("algorithm.beta", d.number("model.beta", 0.01), "model.beta")
     for name in ("desirable", "undesirable"):
         d.put(f"algorithm.{name}_weight", d.number(f"{name}_loss_weight", 1.0), f"{name}_loss_weight")
-    for key, column in (
-        ("data.input_key", "prompt"),
-        ("data.output_key", "completion"),
-        ("data.label_key", "label"),
-    ):
-        _column(d, key, column)
-    _template(d)
+    _columns(d, input="prompt", output="completion", label="label")
 
 
-def _pairs(d: Draft) -> None:
-    for key, column in (
-        ("data.prompt_key", "prompt"),
-        ("data.chosen_key", "chosen"),
-        ("data.rejected_key", "rejected"),
-    ):
-        _column(d, key, column)
-    _template(d)
-
-
-def _column(d: Draft, key: str, column: str) -> None:
-    name = d.value(key)
-    if name is not None and name != column:
-        d.refuse(key, f"the column is called {column}: rename {shown(str(name), 40)} in the rows")
-
-
-def _template(d: Draft) -> None:
+def _columns(d: Draft, **columns: str) -> None:
+    """The names that columns must have, and the chat template."""
+    for side, column in columns.items():
+        name = d.value(f"data.{side}_key")
+        if name is not None and name != column:
+            why = f"the column is called {column}: rename {shown(str(name), 40)} in the rows"
+            d.refuse(f"data.{side}_key", why)
     if not d.flag("data.apply_chat_template"):
         d.ask("data.apply_chat_template", PLAIN_PROMPTS)
     if d.value("data.input_template") and not d.flag("data.apply_chat_template"):

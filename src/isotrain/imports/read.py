@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable
@@ -9,9 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isotrain.imports import hydra, log
-from isotrain.imports.shell import Command, read_script
-from isotrain.imports.source import LARGEST, ImportSourceError, Setting, Source, Stray, Unknown, flatten
+from isotrain.imports import hydra
+from isotrain.imports.shell import ShellCommand, read_script
+from isotrain.imports.source import (
+    LARGEST,
+    ImportSource,
+    ImportSourceError,
+    KeySetting,
+    Stray,
+    Unknown,
+    as_text,
+    flatten,
+)
 
 _MODULES = {
     "verl": re.compile(
@@ -29,6 +39,15 @@ _SWITCH = re.compile(
     r"|^gradient_checkpointing$|(^|\.)(use_(?!wandb|tensorboard|swanlab)|enable_|disable_|no_|save_|freeze_)\w+$"
     r"|enforce_eager$|sync_with_ray$|load_in_4bit$|overlap_comm$|normalize_reward$|load_checkpoint$|deepcompile$"
 )
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_WORKER = re.compile(r"^\((?:\w+ )?pid=\d+(?:, ip=[\d.]+)?\) ?|^\(\w+ pid=\d+(?:, ip=[\d.]+)?\) ?")
+_TRACE = re.compile(r"^\++ ((?:\S+ )?(?:python\S*|torchrun|deepspeed|ray) .*)$")
+_STEPS = re.compile(r"Total training steps: (\d{1,9})\b")
+_START = re.compile(r"^\{'\w+': ?\{")
+_STRING = re.compile(r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"")
+_BRACKETS = re.compile(r"[{}\[\]()]")
+LONGEST_CONFIG = 512 * 1024
+_MOST_DEPTH = 30
 _LONGEST_NAME = 300
 _COUNTS = ("nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes")
 
@@ -48,8 +67,8 @@ def read_bytes(name: str) -> bytes:
     return data
 
 
-def read_source(data: bytes, framework: str, given: dict[str, str] | None = None) -> Source:
-    """What the text of a source says about a training; `given` are the variables of `--set`."""
+def read_source(data: bytes, framework: str, given: dict[str, str] | None = None) -> ImportSource:
+    """The keys that the text of a source gives; `given` are the variables of `--set`."""
     text = data.decode("utf-8-sig", "replace")
     if "\x00" in text:
         raise ImportSourceError("this is not text; give a script, a command, a configuration or a log")
@@ -61,19 +80,19 @@ def read_source(data: bytes, framework: str, given: dict[str, str] | None = None
     return source
 
 
-def _without_variables(text: str) -> Source | None:
+def _without_variables(text: str) -> ImportSource | None:
     """A log, a configuration or overrides of verl."""
     if source := _from_log(text):
         return source
     if _is_config(text):
-        source = Source("config")
+        source = ImportSource("config")
         hydra.read_config(source, text)
         return source
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
     lines = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not _is_overrides([line for _, line in lines]):
         return None
-    source = Source("overrides", expected=len(lines))
+    source = ImportSource("overrides", expected=len(lines))
     hydra.read_overrides(source, [(_unquoted(line.removeprefix("- ")), number, "") for number, line in lines])
     return source
 
@@ -84,13 +103,13 @@ def _unquoted(line: str) -> str:
     return line[1:-1].replace("''", "'") if quoted and line[0] == "'" else line[1:-1] if quoted else line
 
 
-def _from_log(text: str) -> Source | None:
+def _from_log(text: str) -> ImportSource | None:
     """A log has a printed configuration; without one, the command that `set -x` printed."""
     if "{'" not in text and "+ " not in text:
         return None
-    lines = log.plain_lines(text)
-    printed = log.printed_config(lines)
-    traced = log.traced_command(lines)
+    lines = plain_lines(text)
+    printed = printed_config(lines)
+    traced = traced_command(lines)
     if printed is None and traced is None:
         return None
     if printed is None:
@@ -98,12 +117,70 @@ def _from_log(text: str) -> Source | None:
         source = _from_script(traced[0], "verl", {})
         source.settings = {key: replace(item, line=traced[1]) for key, item in source.settings.items()}
     else:
-        source = Source("log", expected=hydra.count_leaves(printed[0]))
+        source = ImportSource("log", expected=hydra.count_leaves(printed[0]))
         for key, value in flatten(printed[0]).items():
             source.enter(key, printed[1])
             source.set(key, value, printed[1])
-    source.kind, source.total_steps = "log", log.total_steps(lines)
+    source.kind, source.total_steps = "log", _total_steps(lines)
     return source
+
+
+def plain_lines(text: str) -> list[str]:
+    """Lines without colours and without the name of the Ray worker that printed them."""
+    return [_WORKER.sub("", _COLOUR.sub("", line)) for line in text.splitlines()]
+
+
+def printed_config(lines: list[str]) -> tuple[dict[str, Any], int] | None:
+    """The first printed configuration and its line, counted from 1.
+
+    Each line is read once: brackets are counted line by line, and only a text whose brackets are closed is
+    parsed. `pprint` indents all lines but the first: a second beginning means that the first was broken off.
+    """
+    taken: list[str] = []
+    start = length = depth = 0
+    for number, line in enumerate(lines, start=1):
+        if _START.match(line):
+            taken, start, length, depth = [], number, 0, 0
+        elif not taken:
+            continue
+        taken.append(line)
+        length += len(line) + 1
+        if length > LONGEST_CONFIG:
+            raise ImportSourceError(f"line {start}: the printed configuration has no end")
+        for character in _BRACKETS.findall(_STRING.sub("", line)):
+            depth += 1 if character in "{[(" else -1
+            if depth > _MOST_DEPTH or depth < 0:
+                break
+        if depth > _MOST_DEPTH or depth <= 0:
+            values = _parsed("\n".join(taken)) if depth == 0 else None
+            if values is not None:
+                return values, start
+            taken = []
+    return None
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        values = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and all(isinstance(key, str) for key in values) else None
+
+
+def traced_command(lines: list[str]) -> tuple[str, int] | None:
+    """The command that `set -x` printed, and its line."""
+    for number, line in enumerate(lines, start=1):
+        command = _TRACE.match(line)
+        if command and ("verl." in line or "openrlhf." in line):
+            return command[1], number
+    return None
+
+
+def _total_steps(lines: list[str]) -> int | None:
+    for line in lines:
+        if steps := _STEPS.search(line):
+            return int(steps[1])
+    return None
 
 
 def _is_config(text: str) -> bool:
@@ -119,12 +196,12 @@ def _is_overrides(lines: list[str]) -> bool:
     return len(lines) > 1 and assigns and all(matches) and any(match and match[1] for match in matches)
 
 
-def _from_script(text: str, framework: str, given: dict[str, str]) -> Source:
+def _from_script(text: str, framework: str, given: dict[str, str]) -> ImportSource:
     shell = read_script(text, given)
     if unused := sorted(given.keys() - shell.pins_used):
         raise ImportSourceError(f"--set {unused[0]}: the script does not use ${unused[0]} before its end")
     trainings = [(command, place) for command in shell.commands if (place := _module(command, framework))]
-    source = Source("script", remarks=list(shell.notes))
+    source = ImportSource("script", remarks=list(shell.notes))
     if not trainings:
         bare = _bare(shell.commands, framework)
         if bare is None:
@@ -155,7 +232,7 @@ def _from_script(text: str, framework: str, given: dict[str, str]) -> Source:
     return source
 
 
-def _no_command(commands: Iterable[Command], framework: str) -> str:
+def _no_command(commands: Iterable[ShellCommand], framework: str) -> str:
     other = "openrlhf" if framework == "verl" else "verl"
     hint = f"; it is one of {other}" if any(_module(command, other) for command in commands) else ""
     example = "verl.trainer.main_ppo" if framework == "verl" else "openrlhf.cli.train_sft"
@@ -165,7 +242,7 @@ def _no_command(commands: Iterable[Command], framework: str) -> str:
     )
 
 
-def _module(command: Command, framework: str) -> int:
+def _module(command: ShellCommand, framework: str) -> int:
     """Place of the word that names the trainer; 0 if the command is none."""
     # A longer word is no program, and would take the expressions quadratic time.
     words = [word if isinstance(word, str) and len(word) <= _LONGEST_NAME else "" for word in command.words]
@@ -176,30 +253,25 @@ def _module(command: Command, framework: str) -> int:
     return 0
 
 
-def _bare(commands: Iterable[Command], framework: str) -> Command | None:
+def _bare(commands: Iterable[ShellCommand], framework: str) -> ShellCommand | None:
     """Commands that are arguments only, such as overrides pasted from a script, as one."""
     pattern = re.compile(r"\+{0,2}[a-z_]+\.[\w.]+=" if framework == "verl" else "--")
-    found = [
-        command
-        for command in commands
-        if pattern.match(first.text if isinstance(first := command.words[0], Unknown) else first)
-    ]
-    if not found:
+    parts = [command for command in commands if pattern.match(as_text(command.words[0]))]
+    if not parts:
         return None
-    return Command(
-        tuple(word for command in found for word in command.words),
-        tuple(line for command in found for line in command.lines),
-        tuple(when for command in found for when in command.when),
-        found[0].under,
-        frozenset[int]().union(*(command.conditions for command in found)),
+    return ShellCommand(
+        tuple(word for part in parts for word in part.words),
+        tuple(line for part in parts for line in part.lines),
+        tuple(when for part in parts for when in part.when),
+        parts[0].under,
+        frozenset[int]().union(*(part.conditions for part in parts)),
     )
 
 
-def _launcher(source: Source, words: list[tuple[str | Unknown, int, str]]) -> None:
+def _launcher(source: ImportSource, words: list[tuple[str | Unknown, int, str]]) -> None:
     """The words up to the name of the program; torchrun and deepspeed get numbers of machines and devices."""
     for place, (word, line, _) in enumerate(words):
-        text = word.text if isinstance(word, Unknown) else word
-        known = word.head if isinstance(word, Unknown) else word
+        text, known = as_text(word), word.head if isinstance(word, Unknown) else word
         name, equals, value = known.lstrip("-").partition("=")
         is_option = known.startswith("-") and (equals or not isinstance(word, Unknown))
         before = words[place - 1][0] if place else ""
@@ -210,7 +282,7 @@ def _launcher(source: Source, words: list[tuple[str | Unknown, int, str]]) -> No
             following = words[place + 1][0] if place + 1 < len(words) else ""
             number = replace(word, text=text.partition("=")[2]) if isinstance(word, Unknown) else value
             number = number if equals else following
-            source.launcher[name.replace("-", "_")] = Setting(
+            source.launcher[name.replace("-", "_")] = KeySetting(
                 number if isinstance(number, Unknown) else hydra.scalar(number), line
             )
             source.entries[-1].outcome = "unknown" if isinstance(number, Unknown) else "mapped"
@@ -218,10 +290,10 @@ def _launcher(source: Source, words: list[tuple[str | Unknown, int, str]]) -> No
             source.stray(hydra.shown(text), f"{word.why}; it begins the command", line)
     first = words[0][0] if words else ""
     if isinstance(first, str) and first:
-        source.launcher["name"] = Setting(first.rpartition("/")[2], words[0][1])
+        source.launcher["name"] = KeySetting(first.rpartition("/")[2], words[0][1])
 
 
-def read_flags(source: Source, words: Iterable[tuple[str | Unknown, int, str]]) -> None:
+def read_flags(source: ImportSource, words: Iterable[tuple[str | Unknown, int, str]]) -> None:
     """`--flag`, `--name value`, `--name=value` and `--name value value` into `source`."""
     name, start, condition = "", 0, ""
     values: list[Any] = []
@@ -234,8 +306,7 @@ def read_flags(source: Source, words: Iterable[tuple[str | Unknown, int, str]]) 
             source.set(name, unknown, start, condition, numbers)
 
     for word, line, when in words:
-        text = word.text if isinstance(word, Unknown) else word
-        known = word.head if isinstance(word, Unknown) else word
+        text, known = as_text(word), word.head if isinstance(word, Unknown) else word
         is_flag = known.startswith("--")
         if is_flag:
             end()

@@ -1,11 +1,12 @@
-"""What becomes of one key of another framework: a line of a table."""
+"""Tables of what becomes of each key of another framework."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any, Literal
 
 Kind = Literal["mapped", "no effect", "refused"]
@@ -22,10 +23,11 @@ NONE = object()
 """There is no default: the key must be given, or its absence means something of its own."""
 
 Convert = Callable[[Any], Any]
+_NAMES = re.compile(r"(?:\{[^{}]*\}|[^\s{}])+")
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """`neutral` are the values of a refused key that do what isotrain does anyway.
 
     `together` marks a mapped key that is converted with others, by a function beside the table. `changes`
@@ -43,56 +45,73 @@ class Rule:
     changes: bool = True
 
 
-def maps(key: str, field: str, default: Any = NONE, convert: Convert | None = None) -> Rule:
+def maps(key: str, field: str, default: Any = NONE, convert: Convert | None = None) -> KeyRule:
     """A key that is one field."""
-    return Rule(key, "mapped", field, default, convert)
+    return KeyRule(key, "mapped", field, default, convert)
 
 
-def part(key: str, field: str, default: Any = NONE) -> Rule:
+def part(key: str, field: str, default: Any = NONE) -> KeyRule:
     """A key that makes a field together with others."""
-    return Rule(key, "mapped", field, default, together=True)
+    return KeyRule(key, "mapped", field, default, together=True)
 
 
-def drops(key: str, why: str, default: Any = NONE) -> Rule:
-    """A key without effect here."""
-    return Rule(key, "no effect", default=default, why=why)
+def no_effect(keys: Mapping[str, str]) -> Iterator[KeyRule]:
+    """Rules of keys without effect here, from the reasons and the keys of each."""
+    for why, names in keys.items():
+        yield KeyRule(names, "no effect", why=why)
 
 
-def refuses(key: str, *neutral: Any, why: str, changes: bool = True) -> Rule:
-    """A key that isotrain cannot follow, except with a neutral value."""
-    return Rule(key, "refused", neutral=(None, *neutral), why=why, changes=changes)
+def refused(keys: Mapping[str, str], changes: bool = True) -> Iterator[KeyRule]:
+    """Rules of keys that isotrain cannot follow, except with a neutral value: `key=1` or `key=1|2`."""
+    for why, names in keys.items():
+        for name in _NAMES.findall(names):
+            key, _, values = name.partition("=")
+            neutral = (None, *map(_value, values.split("|"))) if values else (None,)
+            yield KeyRule(key, "refused", neutral=neutral, why=why, changes=changes)
 
 
-class Table:
-    """The rules of a framework by key; `a.{b,c}.d` in a rule names two keys, `*` any text."""
+def _value(text: str) -> bool | float | str:
+    if text in ("True", "False"):
+        return text == "True"
+    return float(text) if re.fullmatch(r"-?[\d.]+", text) else text
 
-    def __init__(self, *groups: Iterable[Rule]) -> None:
-        self.exact: dict[str, Rule] = {}
-        self.patterns: list[Rule] = []
+
+class KeyTable:
+    """The rules of a framework by key: an exact name goes before patterns, these go in their order.
+
+    `short` has names that stand for the beginning of keys.
+    """
+
+    def __init__(self, *groups: Iterable[KeyRule], short: Mapping[str, str] | None = None) -> None:
+        self.exact: dict[str, KeyRule] = {}
+        self.patterns: list[KeyRule] = []
         for rule in (rule for group in groups for rule in group):
-            for key in expanded(rule.key):
+            for name in expanded(rule.key):
+                first, dot, rest = name.partition(".")
+                key = (short or {}).get(first, first) + dot + rest
                 if "*" in key:
                     self.patterns.append(replace(rule, key=key))
                     continue
                 assert key not in self.exact, f"{key} has two rules"
                 self.exact[key] = replace(rule, key=key)
 
-    def find(self, key: str) -> Rule | None:
+    def find(self, key: str) -> KeyRule | None:
         if key in self.exact:
             return self.exact[key]
         return next((rule for rule in self.patterns if fnmatchcase(key, rule.key)), None)
 
 
-def expanded(key: str) -> list[str]:
-    """The keys that a name with braces stands for."""
-    found = re.search(r"\{([^{}]*)\}", key)
-    if not found:
-        return [key]
-    heads = [key[: found.start()] + choice + key[found.end() :] for choice in found[1].split(",")]
-    return [name for head in heads for name in expanded(head)]
+def expanded(names: str) -> list[str]:
+    """The keys that names stand for: blanks are between them, and `a.{b,c}.d` is two; `*` is any text."""
+    keys: list[str] = []
+    for name in _NAMES.findall(names):
+        parts = re.findall(r"\{[^{}]*\}|[^{}]+", name)
+        choices = [re.split(r",\s*", part.strip("{}")) for part in parts]
+        keys += ["".join(chosen) for chosen in product(*choices)]
+    return keys
 
 
-def default_of(rule: Rule, version: int) -> Any:
+def default_of(rule: KeyRule, version: int) -> Any:
     """The default in the version with that number; `NONE` if there is none."""
     default = rule.default
     return default.values[version] if isinstance(default, ByVersion) else default

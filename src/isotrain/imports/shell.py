@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isotrain.imports import syntax
-from isotrain.imports.branches import Ended, Returned, condition, merged, truth, walk_case, walk_if
-from isotrain.imports.expand import MARKS, MOST_DEPTH, MOST_STEPS, Value, Words, loose, uncertain
+from isotrain.imports.branches import (
+    FunctionReturned,
+    ScriptEnded,
+    condition,
+    merged,
+    truth,
+    walk_case,
+    walk_if,
+)
+from isotrain.imports.expand import MARKS, MOST_DEPTH, MOST_STEPS, Value, WordExpander, loose, uncertain
 from isotrain.imports.source import SECRET, ImportSourceError, Unknown, holds_secret
 
 LONGEST_SCRIPT = 1024 * 1024
@@ -26,7 +34,7 @@ _ENVIRONMENTS = re.compile(
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """`lines` has the line of each word, counted from 1; a word that is not known is `Unknown`.
 
     `when` has the condition under which each word is there, "" if it always is; `under` that of the command.
@@ -40,10 +48,10 @@ class Command:
 
 
 @dataclass
-class Shell(Words):
+class Shell(WordExpander):
     """Walks a script from its first line to its last and keeps what the variables hold."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     functions: dict[str, Any] = field(default_factory=dict)
     under: list[int] = field(default_factory=list)
     frames: list[dict[str, Value | None]] = field(default_factory=list)
@@ -62,16 +70,12 @@ class Shell(Words):
         finally:
             self.depth -= 1
 
-    def _children(self, node: Any) -> None:
-        for child in node.named_children:
-            self.walk(child)
-
     def _all(self, nodes: list[Any]) -> None:
         for node in nodes:
             self.walk(node)
 
-    def _nothing(self, node: Any) -> None:
-        pass
+    def _children(self, node: Any) -> None:
+        self._all(node.named_children)
 
     # Assignments
 
@@ -82,7 +86,7 @@ class Shell(Words):
         value: Value
         if node.child_by_field_name("name").type == "subscript":
             name = name.partition("[")[0]
-            self.assign(name, self.gap(f"line {syntax.line(node)} sets a part of it", name))
+            self.assign(name, self.gap_at(node, "sets a part of it", name))
             return
         if value_node is None:
             value = ""
@@ -90,7 +94,7 @@ class Shell(Words):
             value = self.few([word for item in syntax.items(value_node) for word in self.words(item)])
             if any(item.type in ("concatenation", "word") and syntax.text(item)[:1] == "["
                    and "]=" in syntax.text(item) for item in value_node.named_children):  # fmt: skip
-                value = self.gap(f"line {syntax.line(node)} sets parts of it by their keys", name)
+                value = self.gap_at(node, "sets parts of it by their keys", name)
         else:
             value = self.joined(value_node)
             if holds_secret(name, value):
@@ -116,19 +120,14 @@ class Shell(Words):
             return
         pinned = self.pinned[name]
         if node is not None and isinstance(value, str) and not MARKS.search(value) and value != pinned:
-            note = (
-                f"line {syntax.line(node)} sets {name} to {self.plain(value)!r}: --set {name} goes before it"
-            )
-            if note not in self.notes:
-                self.notes.append(note)
+            self.note(node, f"sets {name} to {self.plain(value)!r}: --set {name} goes before it")
 
     def _declaration(self, node: Any) -> None:
         """`export`, `declare`, `local`, `readonly`: a local variable ends with its function."""
         keyword = syntax.text(node.children[0])
         options = "".join(syntax.text(child) for child in node.named_children if child.type == "word")
-        local = self.frames and (
-            keyword == "local" or (keyword in ("declare", "typeset") and "g" not in options)
-        )
+        declares = keyword in ("declare", "typeset")
+        local = self.frames and (keyword == "local" or (declares and "g" not in options))
         for child in node.named_children:
             if child.type not in ("variable_assignment", "variable_name"):
                 continue
@@ -139,10 +138,10 @@ class Shell(Words):
                 self.variables.pop(name, None)
             if not is_name:
                 self.walk(child)
-            elif keyword in ("declare", "typeset", "local") and name not in self.variables:
+            elif (declares or keyword == "local") and name not in self.variables:
                 self.assign(name, [] if re.search(r"-\w*a", options) else "")
             if re.search(r"-\w*[nAilu]", options) and (keyword != "export"):
-                self.assign(name, self.gap(f"line {syntax.line(node)} declares it as {options}", name))
+                self.assign(name, self.gap_at(node, f"declares it as {options}", name))
             if keyword == "export" or re.search(r"-\w*x", options):
                 self.exported.add(name)
 
@@ -153,7 +152,7 @@ class Shell(Words):
                 self.variables.pop(name, None)
             elif "[" in name:
                 name = name.strip("'\"").partition("[")[0]
-                self.assign(name, self.gap(f"line {syntax.line(node)} unsets a part of it", name))
+                self.assign(name, self.gap_at(node, "unsets a part of it", name))
 
     # Commands
 
@@ -184,7 +183,7 @@ class Shell(Words):
         under, depends = self.under[-1:], self.depends_on(*words)
         label = self.labels[under[0]] if under else None
         self.commands.append(
-            Command(
+            ShellCommand(
                 tuple(word for word, _ in known),
                 tuple(lines),
                 tuple(when for _, when in known),
@@ -199,11 +198,10 @@ class Shell(Words):
         arguments = words[1:]
         if name in ("source", ".") and arguments:
             self._sourced(arguments[0], line)
-        elif name == "eval" or name in ("exit", "return", "exec"):
-            if name == "eval":
-                self._text(" ".join(arguments), line, f"line {line} runs text as a program, which may set it")
-            elif name != "exec" or arguments:
-                raise Returned if name == "return" else Ended
+        elif name == "eval":
+            self._text(" ".join(arguments), line, f"line {line} runs text as a program, which may set it")
+        elif name in ("exit", "return") or (name == "exec" and arguments):
+            raise FunctionReturned if name == "return" else ScriptEnded
         elif name == "set" and arguments and (arguments[0] == "--" or arguments[0][:1] not in ("-", "+")):
             self._positional(arguments[1:] if arguments[0] == "--" else arguments)
         elif name == "shift" and "@" in self.variables:
@@ -222,13 +220,11 @@ class Shell(Words):
 
     def _sourced(self, file: str, line: int) -> None:
         plain = self.plain(file)
-        if _ENVIRONMENTS.fullmatch(plain):
-            self.notes.append(
-                f"line {line}: {plain} is sourced; it was not read, and taken to set no variable"
-            )
-            return
-        self.notes.append(f"line {line}: {plain} is sourced; it was not read")
-        self._anything(f"line {line} sources {plain}, which may set it")
+        harmless = _ENVIRONMENTS.fullmatch(plain)
+        rest = ", and taken to set no variable" if harmless else ""
+        self.notes.append(f"line {line}: {plain} is sourced; it was not read{rest}")
+        if not harmless:
+            self._anything(f"line {line} sources {plain}, which may set it")
 
     def _anything(self, why: str) -> None:
         """Any variable may have any value from here."""
@@ -250,7 +246,7 @@ class Shell(Words):
         self.variables = {name: value for name, value in outside.items() if name in self.exported}
         try:
             self._text(text, line, f"line {line} runs a text that is not known")
-        except (Ended, Returned):
+        except (ScriptEnded, FunctionReturned):
             pass
         finally:
             self.variables, self.others_set = outside, others
@@ -261,9 +257,8 @@ class Shell(Words):
         self.variables["@"] = arguments
         certain = next((place for place, word in enumerate(arguments) if loose(word)), len(arguments))
         for place, word in enumerate(arguments[:10], start=1):
-            self.variables[str(place)] = (
-                word if place <= certain else self.gap("words before it may be missing")
-            )
+            known = place <= certain
+            self.variables[str(place)] = word if known else self.gap("words before it may be missing")
         for place in range(len(arguments) + 1, 10):
             self.variables[str(place)] = "" if certain == len(arguments) else self.gap("words may be missing")
 
@@ -278,7 +273,7 @@ class Shell(Words):
                 self._anything(f"it may be set by {name}, which a condition defines")
             else:
                 self.walk(body)
-        except Returned:
+        except FunctionReturned:
             pass
         finally:
             self.functions[name] = body
@@ -320,20 +315,16 @@ class Shell(Words):
         text = syntax.text(body).replace('"', '\\"')
         tree = syntax.parser().parse(f'{before}x="{text}"'.encode())
         strings = [node for node in syntax.below(tree.root_node) if node.type == "string"]
-        return (
-            self.joined(strings[0])
-            if strings
-            else self.gap(f"line {syntax.line(body)} has a text that is not read")
-        )
+        return self.joined(strings[0]) if strings else self.gap_at(body, "has a text that is not read")
 
     def _apart(self, node: Any) -> None:
         """A subshell and each part of a pipeline have variables of their own."""
-        parts = node.named_children if node.type == "pipeline" else [node]
+        parts = [[part] for part in node.named_children] if node.type == "pipeline" else [node.named_children]
         for part in parts:
             outside = dict(self.variables)
             try:
-                self.walk(part) if node.type == "pipeline" else self._children(part)
-            except (Ended, Returned):
+                self._all(part)
+            except (ScriptEnded, FunctionReturned):
                 pass
             finally:
                 self.variables = outside
@@ -344,7 +335,7 @@ class Shell(Words):
             self._children(node)
             return
         for name in syntax.assigned_numbers(node):
-            self.assign(name, self.gap(f"line {syntax.line(node)} computes it: {syntax.short(node)}", name))
+            self.assign(name, self.gap_at(node, f"computes it: {syntax.short(node)}", name))
 
     def _loop(self, node: Any) -> None:
         variable = node.child_by_field_name("variable")
@@ -390,7 +381,7 @@ class Shell(Words):
         self.under.append(runs)
         try:
             self.walk(body)
-        except (Ended, Returned):
+        except (ScriptEnded, FunctionReturned):
             pass
         finally:
             self.under.pop()
@@ -410,11 +401,8 @@ _STATEMENTS: dict[str, Callable[[Shell, Any], object]] = {
     "case_statement": walk_case,
     "if_statement": walk_if,
     **dict.fromkeys(("list", "negated_command", "test_command"), truth),
-    "comment": Shell._nothing,
-    "heredoc_redirect": Shell._nothing,
-    "file_redirect": Shell._nothing,
-    "herestring_redirect": Shell._nothing,
-    "command_substitution": Shell._nothing,
+    **dict.fromkeys(("comment", "heredoc_redirect", "file_redirect"), lambda shell, node: None),
+    **dict.fromkeys(("herestring_redirect", "command_substitution"), lambda shell, node: None),
     **dict.fromkeys(("for_statement", "c_style_for_statement", "while_statement"), Shell._loop),
 }
 
@@ -431,7 +419,7 @@ def read_script(text: str, given: dict[str, str] | None = None) -> Shell:
             tree = syntax.parser().parse(data.replace(b"$(((", b"$(( ("))
         shell.broken_lines = syntax.errors(tree.root_node)
         shell.walk(tree.root_node)
-    except (Ended, Returned):
+    except (ScriptEnded, FunctionReturned):
         pass
     except RecursionError:
         raise ImportSourceError("the script is too deeply nested to be read") from None

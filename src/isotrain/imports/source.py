@@ -1,4 +1,4 @@
-"""What a script, configuration or log of another framework says: keys with values and lines."""
+"""The keys of a script, configuration or log of another framework, with values and lines."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ class Unknown:
     head: str = ""
 
 
+def as_text(word: str | Unknown) -> str:
+    return word.text if isinstance(word, Unknown) else word
+
+
 @dataclass(frozen=True)
-class Condition:
+class ScriptCondition:
     """A condition of a script that is not known, and what each of its branches sets.
 
     `names` are the variables that decide it, or `if:LINE` if it is no question of variables.
@@ -48,8 +52,8 @@ class Condition:
     names: tuple[str, ...]
     sets: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def told(self) -> list[str]:
-        """For the report: the condition, what decides it, and what each branch sets."""
+    def report(self) -> list[str]:
+        """Lines with the condition, what decides it, and what each branch sets."""
         decides = " ".join(
             f"--set {name}={'true' if name.startswith('if:') else 'VALUE'}" for name in self.names
         )
@@ -58,23 +62,23 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Setting:
+class KeySetting:
     """One value as it was given; `line` is 0 if there are no lines.
 
-    `entries` are the numbers of the entries that gave it. `told` has the values that conditions give it.
+    `entries` are the numbers of the entries that gave it. `choices` are the values that conditions give it.
     """
 
     value: Any
     line: int = 0
     entries: frozenset[int] = frozenset()
-    told: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
-Outcome = Literal["mapped", "no effect", "refused", "unknown"]
+WordOutcome = Literal["mapped", "no effect", "refused", "unknown"]
 
 
 @dataclass
-class Entry:
+class SourceEntry:
     """One word of a command, or one key of a configuration, and what becomes of it.
 
     An entry with keys ends as its keys do. One without has its outcome from where it was read.
@@ -83,7 +87,7 @@ class Entry:
     text: str
     line: int
     keys: list[str] = field(default_factory=list)
-    outcome: Outcome | None = None
+    outcome: WordOutcome | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Stray:
 
 
 @dataclass
-class Source:
+class ImportSource:
     """Everything that was found. `kind` is `script`, `overrides`, `config` or `log`.
 
     `expected` is the number of words or keys that went in, counted where they were read; `entries` is what
@@ -104,21 +108,21 @@ class Source:
     """
 
     kind: str
-    settings: dict[str, Setting] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    settings: dict[str, KeySetting] = field(default_factory=dict)
+    entries: list[SourceEntry] = field(default_factory=list)
     expected: int = 0
     strays: list[Stray] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)
-    conditions: list[Condition] = field(default_factory=list)
+    conditions: list[ScriptCondition] = field(default_factory=list)
     opened: list[Stray] = field(default_factory=list)
     program: str = ""
-    launcher: dict[str, Setting] = field(default_factory=dict)
+    launcher: dict[str, KeySetting] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     total_steps: int | None = None
 
-    def enter(self, text: str, line: int = 0, outcome: Outcome | None = None) -> None:
+    def enter(self, text: str, line: int = 0, outcome: WordOutcome | None = None) -> None:
         """Take a word or key into the account; `set` names its keys."""
-        self.entries.append(Entry(text, line, outcome=outcome))
+        self.entries.append(SourceEntry(text, line, outcome=outcome))
 
     def set(
         self, key: str, value: Any, line: int = 0, when: str = "", entries: Iterable[int] | None = None
@@ -130,28 +134,28 @@ class Source:
         for number in numbers:
             self.entries[number].keys.append(key)
         before = self.settings.pop(key, None)
-        told: tuple[str, ...] = ()
+        choices: tuple[str, ...] = ()
         if when and not (before and type(before.value) is type(value) and before.value == value):
-            told, value = self._either(before, value, when)
-        if before and (told or before.value == value):
+            choices, value = self._either(before, value, when)
+        if before and (choices or before.value == value):
             numbers |= before.entries
-        self.settings[key] = Setting(value, line, numbers, told)
+        self.settings[key] = KeySetting(value, line, numbers, choices)
         self.settled.add(key)
 
     @staticmethod
-    def _either(before: Setting | None, value: Any, when: str) -> tuple[tuple[str, ...], Unknown]:
+    def _either(before: KeySetting | None, value: Any, when: str) -> tuple[tuple[str, ...], Unknown]:
         """A value that is given under a condition only."""
-        told = before.told if before else ()
-        if before and not told:
+        choices = before.choices if before else ()
+        if before and not choices:
             earlier = before.value.why if isinstance(before.value, Unknown) else before.value
-            told = (f"{without_secrets(earlier)} before",)
+            choices = (f"{without_secrets(earlier)} before",)
         shown = value.why if isinstance(value, Unknown) else without_secrets(value)
-        told = (*told, f"{shown} {when}")
+        choices = (*choices, f"{shown} {when}")
         rest = ", not given otherwise" if before is None else ""
-        return told, Unknown(f"it is {', '.join(map(str, told))}{rest}")
+        return choices, Unknown(f"it is {', '.join(choices)}{rest}")
 
     def stray(self, text: str, why: str, line: int, opens: bool = False) -> None:
-        """What the entry that was taken last may change is not known; with `opens` it may be any key."""
+        """The effect of the entry that was taken last is not known; with `opens` it may be any key."""
         self.strays.append(Stray(text, why, line))
         if self.entries:
             self.entries[-1].outcome = "unknown"

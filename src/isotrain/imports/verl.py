@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
-from isotrain.imports.draft import Draft, as_flag, as_whole
+from isotrain.imports.draft import Draft, Off, as_flag, as_whole
 from isotrain.imports.hydra import OWN_CONFIGS, shown
 from isotrain.imports.source import Stray, Unknown
-from isotrain.imports.verl_algorithm import algorithm, batch_size, correction, dapo, kl, loss, reward_manager
-from isotrain.imports.verl_optimizer import optimizer
-from isotrain.imports.verl_reasons import ASYNC, IMAGES, OPTIM, A, M, R
+from isotrain.imports.verl_algorithm import (
+    algorithm,
+    batch_size,
+    correction,
+    dapo,
+    kl,
+    loss,
+    optimizer,
+    reward_manager,
+)
+from isotrain.imports.verl_keys import ASYNC, IMAGES, OPTIM, REF, A, M, R
 from isotrain.observe.loggers import LOGGERS
 
 CUTS = {"error": "error", "left": "truncate-left", "right": "truncate", "middle": "truncate-middle"}
@@ -35,7 +42,7 @@ def fill(d: Draft) -> None:
     """All fields of the recipe."""
     naming(d)
     devices(d)
-    d.simple(skip=lambda key: False)
+    d.simple()
     precision(d)
     lora(d)
     lengths(d)
@@ -55,7 +62,7 @@ def fill(d: Draft) -> None:
 
 
 def program(d: Draft) -> None:
-    """What another program than `main_ppo`, or another configuration than its own, changes."""
+    """Changes by another program than `main_ppo`, or another configuration than its own."""
     name = d.source.program
     asynchronous = "fully_async" in name or "one_step_off" in name
     if name and not asynchronous and name not in PROGRAMS:
@@ -94,79 +101,60 @@ def multimodal(d: Draft) -> None:
     for key in keys:
         value = d.raw(key)
         text = value.text if isinstance(value, Unknown) else str(value)
-        if found := MULTIMODAL.search(text):
-            d.refuse(key, f"{shown(found[0])}: {IMAGES}; if all rows are text, use a text model")
+        if name := MULTIMODAL.search(text):
+            d.refuse(key, f"{shown(name[0])}: {IMAGES}; if all rows are text, use a text model")
 
 
-def ignored(d: Draft) -> Callable[[str], str | None]:
-    """Why a key has no effect in this training: that of a critic where there is none, and so on."""
+def unused(d: Draft) -> list[Off]:
+    """Keys without effect in this training: those of a critic where there is none, and so on."""
     megatron = d.value(f"{A}.strategy") == "megatron"
     dynamic = d.flag(f"{A}.use_dynamic_bsz")
     estimator = d.text("algorithm.adv_estimator", "gae")
+    ppo, discounts = estimator == "gae", estimator in ("gae", "reinforce_plus_plus")
     loss_name = d.written("algorithm.loss.name", "clip")
-    in_reward = d.flag("algorithm.use_kl_in_reward")
-    off: list[tuple[tuple[str, ...], bool, str]] = [
+    shaped = any(d.flag(f"{place}.overlong_buffer{end}.enable") for place in OVERLONG for end in ("", "_cfg"))
+    function = any(d.value(f"{place}custom_reward_function.path") for place in ("", "reward."))
+    uncorrected = d.written("algorithm.rollout_correction.level", "off") == "off"
+    fixed_kl = d.text("algorithm.kl_ctrl.type", "fixed") == "fixed"
+    overlong = f"{{{','.join(OVERLONG)}}}.{{overlong_buffer,max_resp_len}}"
+    return [
+        (not ppo, "critic. trainer.critic_warmup", "only PPO (adv_estimator: gae) has a critic"),
+        (not ppo, "algorithm.lam", "only PPO (adv_estimator: gae) has it"),
+        (not discounts, "algorithm.gamma", f"{shown(estimator, 30)} does not discount"),
+        (estimator != "grpo", "algorithm.norm_adv_by_std_in_grpo", "only grpo has it"),
+        (own_config(d), "--config-", "verl's own configuration, whose defaults are known"),
+        (not shaped, overlong, "its switch enable is off"),
+        (not d.whole(f"{M}.lora_rank", 0, 0), f"{M}.lora_alpha {M}.target_modules", "lora_rank is 0"),
+        (uncorrected, "algorithm.rollout_correction.rollout_is_threshold", "rollout_is is off"),
         (
-            ("critic.", "trainer.critic_warmup"),
-            estimator != "gae",
-            "only PPO (adv_estimator: gae) has a critic",
-        ),
-        (("algorithm.lam",), estimator != "gae", "only PPO (adv_estimator: gae) has it"),
-        (
-            ("algorithm.gamma",),
-            estimator not in ("gae", "reinforce_plus_plus"),
-            f"{shown(estimator, 30)} does not discount",
-        ),
-        (("algorithm.norm_adv_by_std_in_grpo",), estimator != "grpo", "only grpo has it"),
-        (("--config-",), own_config(d), "verl's own configuration, whose defaults are known"),
-        (
-            tuple(f"{place}.overlong_buffer" for place in OVERLONG)
-            + tuple(f"{place}.max_resp_len" for place in OVERLONG),
-            not any(
-                d.flag(f"{place}.overlong_buffer{end}.enable") for place in OVERLONG for end in ("", "_cfg")
-            ),
-            "its switch enable is off",
-        ),
-        ((f"{M}.lora_alpha", f"{M}.target_modules"), not d.whole(f"{M}.lora_rank", 0, 0), "lora_rank is 0"),
-        (
-            ("algorithm.rollout_correction.rollout_is_threshold",),
-            d.written("algorithm.rollout_correction.level", "off") == "off",
-            "rollout_is is off",
-        ),
-        (
-            ("reward.custom_reward_function.name", "custom_reward_function.name"),
-            not any(d.value(f"{place}custom_reward_function.path") for place in ("", "reward.")),
+            not function,
+            "{reward.custom_reward_function,custom_reward_function}.name",
             "custom_reward_function.path is not given",
         ),
         (
-            (f"{OPTIM}.lr_decay_", f"{OPTIM}.lr_warmup_init", f"{OPTIM}.weight_decay_incr_style"),
             not megatron,
+            f"{OPTIM}.{{lr_decay_,lr_warmup_init,weight_decay_incr_style}}",
             "the engine is not Megatron",
         ),
-        ((f"{OPTIM}.lr_scheduler_type", f"{OPTIM}.warmup_style"), megatron, "the engine is Megatron"),
+        (megatron, f"{OPTIM}.{{lr_scheduler_type,warmup_style}}", "the engine is Megatron"),
         (
-            ("reward_model.model.", "reward_model.rollout."),
             not d.flag("reward_model.enable"),
+            "reward_model.{model.,rollout.}",
             "reward_model.enable is off",
         ),
-        ((f"{A}.kl_loss_",), not d.flag(f"{A}.use_kl_loss"), "use_kl_loss is off"),
-        (("algorithm.kl_ctrl.", "algorithm.kl_penalty"), not in_reward, "use_kl_in_reward is off"),
+        (not d.flag(f"{A}.use_kl_loss"), f"{A}.kl_loss_", "use_kl_loss is off"),
         (
-            ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
-            d.text("algorithm.kl_ctrl.type", "fixed") == "fixed",
-            "kl_ctrl.type is fixed",
+            not d.flag("algorithm.use_kl_in_reward"),
+            "algorithm.{kl_ctrl.,kl_penalty}",
+            "use_kl_in_reward is off",
         ),
-        ((f"{A}.ppo_micro_batch_size",), dynamic, "use_dynamic_bsz is on"),
-        ((f"{A}.ppo_max_token_len_per_gpu",), not dynamic, "use_dynamic_bsz is off"),
-        ((f"{A}.clip_ratio_c",), loss_name != "clip", "only the loss vanilla has it"),
-        ((f"{A}.megatron.", "actor_rollout_ref.ref.megatron."), not megatron, "the engine is not Megatron"),
-        ((f"{A}.fsdp_config.", "actor_rollout_ref.ref.fsdp_config."), megatron, "the engine is Megatron"),
+        (fixed_kl, "algorithm.kl_ctrl.{target_kl,horizon}", "kl_ctrl.type is fixed"),
+        (dynamic, f"{A}.ppo_micro_batch_size", "use_dynamic_bsz is on"),
+        (not dynamic, f"{A}.ppo_max_token_len_per_gpu", "use_dynamic_bsz is off"),
+        (loss_name != "clip", f"{A}.clip_ratio_c", "only the loss vanilla has it"),
+        (not megatron, f"{A}.megatron. {REF}.megatron.", "the engine is not Megatron"),
+        (megatron, f"{A}.fsdp_config. {REF}.fsdp_config.", "the engine is Megatron"),
     ]
-
-    def reason(key: str) -> str | None:
-        return next((why for prefixes, holds, why in off if holds and key.startswith(prefixes)), None)
-
-    return reason
 
 
 def naming(d: Draft) -> None:
@@ -232,10 +220,10 @@ def mesh(
 def precision(d: Draft) -> None:
     dtype = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     key = f"{A}.fsdp_config.dtype"
-    wanted = d.text(key, "bfloat16")
-    if wanted not in dtype:
-        d.refuse(key, f"model.dtype is bfloat16 or float32, not {shown(wanted, 20)}; bfloat16 is written")
-    d.put("model.dtype", dtype.get(wanted, "bfloat16"), key)
+    name = d.text(key, "bfloat16")
+    if name not in dtype:
+        d.refuse(key, f"model.dtype is bfloat16 or float32, not {shown(name, 20)}; bfloat16 is written")
+    d.put("model.dtype", dtype.get(name, "bfloat16"), key)
     if d.flag(f"{A}.fsdp_config.offload_policy"):
         d.put("model.offload.weights", True, f"{A}.fsdp_config.offload_policy")
 
@@ -311,9 +299,7 @@ def micro_batch(d: Draft) -> tuple[int, list[str]]:
 def rollout(d: Draft) -> None:
     engine = d.text(f"{R}.name", "vllm")
     if engine not in ("vllm", "sglang", "hf"):
-        d.refuse(
-            f"{R}.name", f"{shown(engine, 20)} is not an engine of isotrain; vllm is written", changes=False
-        )
+        d.refuse(f"{R}.name", f"{shown(engine, 20)} is not an engine of isotrain; vllm is written", False)
         engine = "vllm"
     d.put("rollout.engine", engine, f"{R}.name")
     if engine == "hf":
@@ -322,33 +308,22 @@ def rollout(d: Draft) -> None:
     if tensor is not None and int(tensor.value) > ranks:
         note = f"{tensor.value} is more than the {ranks} device(s)"
         d.put("rollout.tensor_parallel", ranks, f"{R}.tensor_model_parallel_size", note=note)
-    temperature = d.number(f"{R}.val_kwargs.temperature", 0.0) or 0.0
-    if not d.flag(f"{R}.val_kwargs.do_sample"):
+    keys = (f"{R}.val_kwargs.do_sample", f"{R}.val_kwargs.temperature")
+    temperature, count = d.number(keys[1], 0.0), d.whole(f"{R}.val_kwargs.n", 1, 1)
+    if not d.flag(keys[0]):
         temperature = 0.0
-    count = d.whole(f"{R}.val_kwargs.n", 1, 1) or 1
-    if temperature == 0:
-        count = 1
-    d.put(
-        "rollout.validation.temperature",
-        temperature,
-        f"{R}.val_kwargs.do_sample",
-        f"{R}.val_kwargs.temperature",
-    )
-    d.put("rollout.validation.n", count, f"{R}.val_kwargs.n")
+    d.put("rollout.validation.temperature", temperature or 0.0, *keys)
+    d.put("rollout.validation.n", count if temperature else 1, f"{R}.val_kwargs.n")
 
 
 def rewards(d: Draft) -> None:
-    custom = next(
-        (k for k in ("reward.custom_reward_function", "custom_reward_function") if d.value(f"{k}.path")), None
-    )
+    places = ("reward.custom_reward_function", "custom_reward_function")
+    custom = next((place for place in places if d.value(f"{place}.path")), None)
     manager, kind = reward_manager(d)
     if kind not in ("naive", "dapo", "prime", "None", ""):
         d.refuse(manager, f"{shown(kind, 20)}: isotrain calls a reward function once for each response")
-    models = {
-        "reward.reward_model": "reward.reward_model.model_path",
-        "reward_model": "reward_model.model.path",
-    }
-    for section, path in models.items():
+    for section, name in (("reward.reward_model", "model_path"), ("reward_model", "model.path")):
+        path = f"{section}.{name}"
         if d.flag(f"{section}.enable") and d.value(path):
             d.put("reward.model.path", d.text(path), path)
             return
@@ -360,11 +335,8 @@ def rewards(d: Draft) -> None:
         d.refuse(f"{custom}.path", "reward.function.path is FILE.py:NAME of a local file")
     files = [*_list(d.value("data.train_files")), *_list(d.value("data.val_files"))]
     if files and all("gsm8k" in str(file).lower() for file in files):
-        d.put(
-            "reward.gsm8k.method",
-            "strict",
-            note="verl's reward of data_source openai/gsm8k, taken from the file names",
-        )
+        note = "verl's reward of data_source openai/gsm8k, taken from the file names"
+        d.put("reward.gsm8k.method", "strict", note=note)
         return
     d.put("reward.function.path", VERL_REWARD, note="write this file, see above")
     d.ask(
@@ -384,7 +356,7 @@ def cluster(d: Draft) -> None:
     offloaded = ("param_offload", "optimizer_offload")
     switches = [
         *(f"{A}.{actor}.{name}" for name in offloaded),
-        *(f"actor_rollout_ref.ref.{actor}.{name}" for name in offloaded),
+        *(f"{REF}.{actor}.{name}" for name in offloaded),
         *(f"critic.{place}.{name}" for place in ("model.fsdp_config", "fsdp") for name in offloaded),
     ]
     on = [key for key in switches if d.flag(key)]
@@ -395,9 +367,8 @@ def cluster(d: Draft) -> None:
         tensor = d.lines.get("rollout.tensor_parallel")
         engines = max(1, free // (int(tensor.value) if tensor else 1))
         d.put("rollout.engines", engines, "rollout.n_gpus_per_node", note=f"{free} devices / tensor_parallel")
-        d.put(
-            "rollout.staleness", 1, note="verl's thresholds count samples: choose a number of weight versions"
-        )
+        note = "verl's thresholds count samples: choose a number of weight versions"
+        d.put("rollout.staleness", 1, note=note)
         if d.flag("async_training.partial_rollout") and d.lines["rollout.engine"].value != "sglang":
             d.put("rollout.in_flight", True, "async_training.partial_rollout")
     else:
@@ -410,23 +381,16 @@ def trainer(d: Draft) -> None:
     if steps:
         most = max(1, d.rows // batch_size(d)) * epochs if d.rows else steps
         note = f"{epochs} epochs end it earlier than {steps}" if most < steps else ""
-        d.put(
-            "trainer.steps",
-            min(steps, most),
-            "trainer.total_training_steps",
-            "trainer.total_epochs",
-            note=note,
-        )
+        keys = ("trainer.total_training_steps", "trainer.total_epochs")
+        d.put("trainer.steps", min(steps, most), *keys, note=note)
         if not d.rows and not d.source.total_steps:
             d.note(f"verl ends after {epochs} epochs if that is before {steps} steps: --rows N tells")
     elif d.source.total_steps:
         note = f"{d.source.total_steps} steps, verl drops the last, smaller batch of each of {epochs} epochs"
         d.put("trainer.steps", d.source.total_steps, "trainer.total_epochs", note=note)
     elif d.given("rollout.total_rollout_steps"):
-        prompts, batch = (
-            d.whole("rollout.total_rollout_steps", 0, 1) or 1,
-            int(d.lines["data.batch_size"].value),
-        )
+        prompts = d.whole("rollout.total_rollout_steps", 0, 1) or 1
+        batch = int(d.lines["data.batch_size"].value)
         note = f"{prompts} prompts / {batch}"
         d.put("trainer.steps", max(1, prompts // batch), "rollout.total_rollout_steps", note=note)
     else:
@@ -440,18 +404,17 @@ def checkpoints(d: Draft, kept: str) -> None:
         d.put("trainer.keep_checkpoints", keep, kept)
     mode = d.text("trainer.resume_mode", "auto")
     if mode not in ("auto", "disable"):
-        d.refuse(
-            "trainer.resume_mode", "resume is auto or never: copy the run directory to output", changes=False
-        )
+        why = "resume is auto or never: copy the run directory to output"
+        d.refuse("trainer.resume_mode", why, changes=False)
     d.put("trainer.resume", "never" if mode == "disable" else "auto", "trainer.resume_mode")
 
 
 def observe(d: Draft) -> None:
-    wanted = [str(item) for item in _list(d.value("trainer.logger"))]
+    names = [str(item) for item in _list(d.value("trainer.logger"))]
     known = {"console", *LOGGERS}
-    kept = [name for name in wanted if name in known]
+    kept = [name for name in names if name in known]
     d.put("observe.loggers", kept or ["console"], "trainer.logger")
-    if lacking := set(wanted) - known:
+    if lacking := set(names) - known:
         missing = ", ".join(sorted(lacking))
         d.refuse("trainer.logger", f"{shown(missing, 60)}: metrics.jsonl is always written", changes=False)
     if d.value("trainer.rollout_data_dir"):

@@ -1,10 +1,13 @@
-"""The algorithm of a recipe from verl's keys: advantages, losses, KL, corrections."""
+"""Algorithm and optimizer of a recipe from verl's keys: advantages, losses, KL, corrections, schedule."""
 
 from __future__ import annotations
 
-from isotrain.imports.draft import Draft, as_number, number
+from typing import Any
+
+from isotrain.imports.draft import Draft, as_number, as_whole, number
 from isotrain.imports.hydra import shown
-from isotrain.imports.verl_reasons import OPTIM, A, R
+from isotrain.imports.rules import expanded
+from isotrain.imports.verl_keys import OPTIM, A, R
 
 ESTIMATORS = {
     "gae": "ppo",
@@ -21,15 +24,21 @@ NEAREST = {
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 GROUPED = ("grpo", "rloo", "reinforce++-baseline")
+# Keys of the critic for which isotrain takes the policy's value.
+CRITIC_SHARES = expanded("""
+    critic.optim.{lr_warmup_steps_ratio,lr_warmup_steps,weight_decay,betas,warmup_style,lr_scheduler_type}
+    critic.optim.lr_decay_style critic.{ppo_mini_batch_size,ppo_epochs,loss_scale_factor,grad_clip}
+    critic.optim.clip_grad
+""")
 
 
 def algorithm(d: Draft) -> None:
     key = "algorithm.adv_estimator"
-    wanted = d.text(key, "gae")
-    name = ESTIMATORS.get(wanted)
+    estimator = d.text(key, "gae")
+    name = ESTIMATORS.get(estimator)
     if name is None:
-        name, why = NEAREST.get(wanted, ("grpo", f"isotrain has {', '.join(ESTIMATORS)}"))
-        d.refuse(key, f"{shown(wanted, 40)} is not an estimator of isotrain; {name} is written: {why}")
+        name, why = NEAREST.get(estimator, ("grpo", f"isotrain has {', '.join(ESTIMATORS)}"))
+        d.refuse(key, f"{shown(estimator, 40)} is not an estimator of isotrain; {name} is written: {why}")
     d.put("algorithm.name", name, key)
     n = d.whole(f"{R}.n", 1, 1) or 1
     if name in GROUPED and n < 2:
@@ -40,7 +49,7 @@ def algorithm(d: Draft) -> None:
         d.put("rollout.n", 2, f"{R}.n", note="raised to compare")
     if name == "grpo":
         scaled, key = d.flag("algorithm.norm_adv_by_std_in_grpo"), "algorithm.norm_adv_by_std_in_grpo"
-        d.put("algorithm.scale_by_std", scaled and wanted != "gpg", *([key] if wanted != "gpg" else []))
+        d.put("algorithm.scale_by_std", scaled and estimator != "gpg", *([key] if estimator != "gpg" else []))
     if name in ("ppo", "reinforce++"):
         d.put("algorithm.gamma", d.number("algorithm.gamma", 1.0), "algorithm.gamma")
     batch, mini = batch_size(d), d.whole(f"{A}.ppo_mini_batch_size", 256, 1) or 256
@@ -58,11 +67,8 @@ def batch_size(d: Draft) -> int:
     size = d.whole("data.train_batch_size", 1024)
     if size is None or size > 0:
         return size or 1024
-    mini, fetched = (
-        d.whole(f"{A}.ppo_mini_batch_size", 256, 1),
-        d.whole("async_training.require_batches", 1, 1),
-    )
-    return (mini or 256) * (fetched or 1)
+    mini = d.whole(f"{A}.ppo_mini_batch_size", 256, 1) or 256
+    return mini * (d.whole("async_training.require_batches", 1, 1) or 1)
 
 
 def critic(d: Draft) -> None:
@@ -72,26 +78,11 @@ def critic(d: Draft) -> None:
     d.put("algorithm.critic.clip", d.number("critic.cliprange_value", 0.5), "critic.cliprange_value")
     warmup = d.whole("trainer.critic_warmup", 0, 0)
     d.put("algorithm.critic.warmup_steps", warmup, "trainer.critic_warmup")
-    same = {
-        "critic.optim.lr_warmup_steps_ratio": f"{OPTIM}.lr_warmup_steps_ratio",
-        "critic.optim.lr_warmup_steps": f"{OPTIM}.lr_warmup_steps",
-        "critic.optim.weight_decay": f"{OPTIM}.weight_decay",
-        "critic.optim.betas": f"{OPTIM}.betas",
-        "critic.optim.warmup_style": f"{OPTIM}.warmup_style",
-        "critic.optim.lr_scheduler_type": f"{OPTIM}.lr_scheduler_type",
-        "critic.optim.lr_decay_style": f"{OPTIM}.lr_decay_style",
-        "critic.ppo_mini_batch_size": f"{A}.ppo_mini_batch_size",
-        "critic.ppo_epochs": f"{A}.ppo_epochs",
-        "critic.loss_scale_factor": f"{A}.loss_scale_factor",
-        "critic.grad_clip": f"{A}.grad_clip",
-        "critic.optim.clip_grad": f"{OPTIM}.clip_grad",
-    }
-    for own in d.source.settings:
-        if own.startswith("critic.optim.") and own != "critic.optim.lr":
-            same.setdefault(own, own.replace("critic.optim", OPTIM))
-    for own, actors in same.items():
-        if d.given(own) and d.value(own) is not None and d.value(own) != d.value(actors):
-            d.refuse(own, f"the critic has the policy's value, {shown(str(d.value(actors)), 30)}")
+    given = [key for key in d.source.settings if key.startswith("critic.optim.") and key != "critic.optim.lr"]
+    for key in dict.fromkeys((*CRITIC_SHARES, *given)):
+        policys = key.replace("critic", A, 1)
+        if d.given(key) and d.value(key) is not None and d.value(key) != d.value(policys):
+            d.refuse(key, f"the critic has the policy's value, {shown(str(d.value(policys)), 30)}")
 
 
 def loss(d: Draft) -> None:
@@ -109,32 +100,23 @@ def loss(d: Draft) -> None:
     ratio = d.number(f"{A}.clip_ratio", 0.2)
     if name != "reinforce":
         for side in ("low", "high"):
-            own = f"{A}.clip_ratio_{side}"
-            value = d.number(own)
-            taken = ratio if value is None else value
-            d.put(
-                f"algorithm.loss.clip_ratio_{side}",
-                taken,
-                own,
-                *([] if value is not None else [f"{A}.clip_ratio"]),
-            )
-        if (
-            d.given(f"{A}.clip_ratio")
-            and d.value(f"{A}.clip_ratio_low") is not None
-            and ratio != d.number(f"{A}.clip_ratio_low")
-        ):
-            d.note(
-                f"{A}.clip_ratio ({ratio}) has no effect in verl, where clip_ratio_low and _high come first"
-            )
+            side_key = f"{A}.clip_ratio_{side}"
+            value = d.number(side_key)
+            keys = [side_key] if value is not None else [side_key, f"{A}.clip_ratio"]
+            d.put(f"algorithm.loss.clip_ratio_{side}", ratio if value is None else value, *keys)
+        low = f"{A}.clip_ratio_low"
+        if d.given(f"{A}.clip_ratio") and d.value(low) is not None and ratio != d.number(low):
+            where = "where clip_ratio_low and _high come first"
+            d.note(f"{A}.clip_ratio ({ratio}) has no effect in verl, {where}")
     if name == "clip":
         bound = d.number(f"{A}.clip_ratio_c", 3.0)
         d.put("algorithm.loss.dual_clip", bound, f"{A}.clip_ratio_c")
     key = f"{A}.loss_agg_mode"
     if d.written("algorithm.name", "") == "ppo":
         # The default of verl's critic is the actor's key, also with gspo, which does not use it.
-        own = "critic.loss_agg_mode"
-        own = own if d.given(own) and d.value(own) is not None else key
-        d.put("algorithm.critic.aggregation", aggregation(d, own), own)
+        critics = "critic.loss_agg_mode"
+        critics = critics if d.given(critics) and d.value(critics) is not None else key
+        d.put("algorithm.critic.aggregation", aggregation(d, critics), critics)
     if name == "gspo" and d.text(key, "token-mean") != "seq-mean-token-mean":
         d.put("algorithm.loss.aggregation", "seq-mean-token-mean", note="what verl's gspo always uses")
         return
@@ -176,30 +158,23 @@ def kl(d: Draft) -> None:
     )
     d.put("algorithm.kl.place", place, switch)
     d.put("algorithm.kl.coefficient", d.number(coefficient, 0.001), coefficient)
-    wanted = d.text(kind)
+    name = d.text(kind)
     # `k2+` is `k2`; the others with a plus have the gradient of k2 and the value of their own.
-    estimator = KL.get(wanted.removesuffix("+") if wanted in ("k2+", "mse+") else wanted)
-    if estimator is None and wanted.endswith("+") and in_loss:
+    estimator = KL.get(name.removesuffix("+") if name in ("k2+", "mse+") else name)
+    if estimator is None and name.endswith("+") and in_loss:
         estimator = "k2"
-        d.note(f"{kind} {shown(wanted, 20)} has the gradient of k2, which is written; the logged KL differs")
+        d.note(f"{kind} {shown(name, 20)} has the gradient of k2, which is written; the logged KL differs")
     elif estimator is None:
-        d.refuse(kind, f"{shown(wanted, 20)} is not an estimator of isotrain: use k1, abs, k2 or k3")
+        d.refuse(kind, f"{shown(name, 20)} is not an estimator of isotrain: use k1, abs, k2 or k3")
         estimator = "k3" if in_loss else "k1"
     d.put("algorithm.kl.estimator", estimator, kind)
     if in_reward and not in_loss:
-        controller = d.text("algorithm.kl_ctrl.type", "fixed")
-        d.put("algorithm.kl.controller", controller, "algorithm.kl_ctrl.type")
+        section = "algorithm.kl_ctrl"
+        controller = d.text(f"{section}.type", "fixed")
+        d.put("algorithm.kl.controller", controller, f"{section}.type")
         if controller == "adaptive":
-            d.put(
-                "algorithm.kl.target",
-                d.number("algorithm.kl_ctrl.target_kl", 0.1),
-                "algorithm.kl_ctrl.target_kl",
-            )
-            d.put(
-                "algorithm.kl.horizon",
-                d.whole("algorithm.kl_ctrl.horizon", 10000),
-                "algorithm.kl_ctrl.horizon",
-            )
+            d.put("algorithm.kl.target", d.number(f"{section}.target_kl", 0.1), f"{section}.target_kl")
+            d.put("algorithm.kl.horizon", d.whole(f"{section}.horizon", 10000), f"{section}.horizon")
 
 
 def correction(d: Draft) -> None:
@@ -278,3 +253,60 @@ def reward_manager(d: Draft) -> tuple[str, str]:
     keys = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
     key = next((key for key in keys if d.given(key) and d.value(key) is not None), keys[0])
     return key, d.text(key, "naive")
+
+
+def optimizer(d: Draft) -> None:
+    clips = [f"{A}.grad_clip", f"{OPTIM}.clip_grad"]
+    given = [key for key in clips if d.given(key)]
+    key = given[0] if given else clips[1 if d.version == "2026-08" else 0]
+    d.put("optimizer.max_grad_norm", d.number(key, 1.0), key)
+    if len(given) == 2 and d.number(clips[0]) != d.number(clips[1]):
+        d.refuse(clips[1], f"{clips[0]} has another value, which is written: set optimizer.max_grad_norm")
+    if d.value(f"{A}.strategy") == "megatron":
+        _megatron_schedule(d)
+    else:
+        d.note("verl's AdamW decays biases and norms too, isotrain's does not (optimizer.weight_decay)")
+        style = f"{OPTIM}.warmup_style" if d.value(f"{OPTIM}.warmup_style") else f"{OPTIM}.lr_scheduler_type"
+        schedule(d, style, d.value(style) or "constant")
+        least = f"{OPTIM}.min_lr_ratio"
+        d.put("optimizer.min_lr_ratio", d.number(least, 0.0) or 0.0, least)
+    warmup(d, f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio")
+
+
+def _megatron_schedule(d: Draft) -> None:
+    kinds = ("constant", "cosine", "linear")
+    schedule(d, f"{OPTIM}.lr_decay_style", d.value(f"{OPTIM}.lr_decay_style"), kinds)
+    least, peak = d.number(f"{OPTIM}.min_lr", 0.0) or 0.0, d.number(f"{OPTIM}.lr", 1e-6) or 0.0
+    ratio = min(1.0, least / peak) if peak else 0.0
+    d.put("optimizer.min_lr_ratio", ratio, f"{OPTIM}.min_lr", note="min_lr / lr" if ratio else "")
+    decay = d.whole(f"{OPTIM}.lr_decay_steps")
+    if decay and d.lines["optimizer.schedule"].value != "constant" and decay != total_steps(d):
+        d.refuse(
+            f"{OPTIM}.lr_decay_steps",
+            "the schedule falls over all steps: set trainer.steps to it, or keep it out",
+        )
+
+
+def schedule(d: Draft, key: str, kind: Any, kinds: tuple[str, ...] = ("constant", "cosine")) -> None:
+    """`kinds` are those that verl and isotrain have."""
+    if kind not in kinds:
+        d.refuse(key, f"{shown(str(kind), 20)} is not a schedule of isotrain; constant is written")
+        kind = "constant"
+    d.put("optimizer.schedule", kind, key)
+
+
+def total_steps(d: Draft) -> int | None:
+    """All steps of the run: given, printed in a log, or computed from the number of rows."""
+    known = as_whole(d.value("trainer.total_training_steps")) or d.source.total_steps
+    batch, epochs = as_whole(d.value("data.train_batch_size")), as_whole(d.value("trainer.total_epochs"))
+    if known or not (d.rows and batch and epochs):
+        return known
+    return max(1, d.rows // batch) * epochs
+
+
+def warmup(d: Draft, steps_key: str, ratio_key: str) -> None:
+    steps, ratio = d.whole(steps_key, -1), d.number(ratio_key, 0.0) or 0.0
+    if steps is None or steps <= 0:
+        d.put("optimizer.warmup_ratio", ratio, ratio_key, steps_key)
+    else:
+        d.put("optimizer.warmup_steps", steps, steps_key, ratio_key)

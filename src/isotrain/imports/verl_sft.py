@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from isotrain.imports.draft import Draft, every, flag, number, text, texts, whole
+from isotrain.imports.draft import Draft, Off, every, flag, number, text, texts, whole
 from isotrain.imports.hydra import shown
-from isotrain.imports.rules import ByVersion, Table, drops, maps, part, refuses
-from isotrain.imports.source import Source, Stray
+from isotrain.imports.rules import ByVersion, KeyTable, maps, no_effect, part, refused
+from isotrain.imports.source import ImportSource, Stray
 from isotrain.imports.verl import checkpoints, lora, mesh, multimodal, observe, own_config, run_name
-from isotrain.imports.verl_optimizer import schedule, total_steps, warmup
-from isotrain.imports.verl_reasons import (
+from isotrain.imports.verl_algorithm import schedule, total_steps, warmup
+from isotrain.imports.verl_keys import (
     ALWAYS,
     CODE,
     DEVICE,
@@ -30,121 +28,118 @@ def _by(old: object, new: object) -> ByVersion:
     return ByVersion((old, new))
 
 
-TABLE = Table(
-    [
-        part("trainer.experiment_name", "name", "test"),
-        part("trainer.default_local_dir", "output"),
-        maps("trainer.seed", "seed", 1, whole),
-        part("trainer.nnodes", "device.ranks", 1),
-        part("trainer.n_gpus_per_node", "device.ranks", _by(8, 1)),
-        drops("trainer.device", DEVICE),
-        part("ulysses_sequence_parallel_size", "device.mesh.context", 1),
-        part("engine.ulysses_sequence_parallel_size", "device.mesh.context", 1),
-        part("engine.fsdp_size", "device.mesh.replicas", -1),
-        drops("engine.strategy", LAYOUT),
-        drops("{engine,model}", LAYOUT),
-        refuses("optim", "fsdp", why="the schedule of this optimizer has other keys: check optimizer"),
-        drops("model.strategy", LAYOUT),
-        drops("{engine,model.fsdp_config}.{wrap_policy.*,reshard_after_forward,forward_prefetch}", LAYOUT),
-        drops("engine.{use_orig_params,forward_only,param_offload,optimizer_offload,seed}", LAYOUT),
-        part("engine.full_determinism", "device.determinism", False),
-    ],
-    [
-        part("model.path", "model.path"),
-        part("model.partial_pretrain", "model.path"),
-        maps("model.enable_gradient_checkpointing", "model.gradient_checkpointing", True, flag),
-        maps("model.enable_activation_offload", "model.offload.activations", False, flag),
-        maps("engine.offload_policy", "model.offload.weights", False, flag),
-        part("model.fsdp_config.{cpu_offload,offload_params}", "model.offload.weights", False),
-        refuses("{model.fsdp_config,engine}.model_dtype", "fp32", why="trained weights are always float32"),
-        refuses("engine.dtype", "bfloat16", why="set model.dtype"),
-        part("model.lora_rank", "model.lora.rank", 0),
-        part("model.lora_alpha", "model.lora.alpha", 16),
-        part("model.target_modules", "model.lora.targets", "all-linear"),
-        refuses("model.{exclude_modules,lora_adapter_path}", why="list the modules in model.lora.targets"),
-        refuses("model.trust_remote_code", False, why=CODE, changes=False),
-        refuses("model.{external_lib,hf_config_path,tokenizer_path,override_config*}", why=CODE),
-        refuses("{model.custom_chat_template,data.chat_template}", why="write it into the model's tokenizer"),
-        drops("model.use_remove_padding", PACKED),
-        drops("use_remove_padding", PACKED),
-        drops(
-            "{model.use_liger,model.use_shm,model.use_fused_kernels,model.fused_kernel_options.*}", KERNELS
-        ),
-        drops("{model.tiled_mlp.*,model.lora.*,model.mtp.*,engine.*}", KERNELS),
-    ],
-    [
-        maps("data.train_files", "data.train", "~/data/gsm8k/train.parquet", texts),
-        maps("data.val_files", "data.validation", _by("~/data/gsm8k/test.parquet", None), texts),
-        maps("data.train_batch_size", "data.batch_size", 256, whole),
-        maps("data.max_length", "data.max_length", 1024, whole),
-        part("data.truncation", "data.too_long", "error"),
-        part("data.prompt_key", "data.prompt_key", "question"),
-        part("data.prompt_dict_keys", "data.prompt_key"),
-        part("data.response_key", "data.completion_key", "answer"),
-        part("data.response_dict_keys", "data.completion_key"),
-        part("data.multiturn.enable", "data.format", False),
-        part("{data.messages_key,data.multiturn.messages_key}", "data.format", "messages"),
-        part("data.micro_batch_size_per_gpu", "data.tokens_per_micro_batch", 4),
-        part("data.micro_batch_size", "data.tokens_per_micro_batch"),
-        part("data.max_token_len_per_gpu", "data.tokens_per_micro_batch", 8192),
-        part("data.use_dynamic_bsz", "data.tokens_per_micro_batch", _by(False, True)),
-        drops("data.pad_mode", PACKED),
-        drops("data.{balance_dp_token,num_workers,use_shm}", "it changes the speed only"),
-        refuses(
-            "data.{train_max_samples,val_max_samples}", -1, why="write these rows into a file of their own"
-        ),
-        refuses("data.custom_cls.path", why=CODE),
-        drops("data.custom_cls.name", "it names a class of the file that is refused"),
-        drops("data.{tools_key,multiturn.tools_key}", "the column is called tools"),
-        drops("data.{enable_thinking_key,multiturn.enable_thinking_key}", "the template gets the rows' keys"),
-        refuses("data.enable_thinking_default", "none", why="write the value into the chat template"),
-        refuses("data.apply_chat_template_kwargs*", why="write the values into the chat template"),
-        drops("data.ignore_input_ids_mismatch", "the mask is found or the row is refused (docs/data.md)"),
-    ],
-    [
-        maps("optim.lr", "optimizer.lr", _by(1e-5, 1e-3), number),
-        maps("optim.betas", "optimizer.betas", _by([0.9, 0.95], [0.9, 0.999])),
-        maps("optim.weight_decay", "optimizer.weight_decay", 0.01, number),
-        maps("optim.clip_grad", "optimizer.max_grad_norm", 1.0, number),
-        part("optim.lr_warmup_steps_ratio", "optimizer.warmup_ratio", _by(0.1, 0.0)),
-        part("optim.warmup_steps_ratio", "optimizer.warmup_ratio"),
-        part("optim.lr_warmup_steps", "optimizer.warmup_steps", -1),
-        part("optim.lr_scheduler", "optimizer.schedule", _by("cosine", None)),
-        part("optim.lr_scheduler_type", "optimizer.schedule", _by(None, "constant")),
-        part("optim.warmup_style", "optimizer.schedule"),
-        maps("optim.min_lr_ratio", "optimizer.min_lr_ratio", 0.0, number),
-        refuses("optim.optimizer", "AdamW", why="isotrain has AdamW"),
-        refuses("optim.optimizer_impl", "torch.optim", why="isotrain has AdamW"),
-        refuses("optim.num_cycles", 0.5, why="the cosine falls once"),
-        refuses("optim.override_optimizer_config*", why="set the fields of optimizer"),
-        drops("optim.zero_indexed_step", "isotrain's first step of a warm-up is 1 / steps, not 0"),
-        drops("optim.total_training_steps", "trainer.steps is one field"),
-    ],
-    [
-        part("trainer.total_epochs", "trainer.epochs", 4),
-        part("trainer.total_training_steps", "trainer.steps"),
-        maps("trainer.test_freq", "trainer.validate_every", -1, every),
-        maps("trainer.save_freq", "trainer.save_every", -1, every),
-        part("trainer.max_ckpt_to_keep", "trainer.keep_checkpoints"),
-        part("trainer.resume_mode", "trainer.resume", "auto"),
-        refuses("trainer.resume_from_path", why="copy the run directory to output", changes=False),
-        drops("{trainer.default_hdfs_dir,trainer.checkpoint.*,checkpoint.*}", SAVED),
-        drops("trainer.balance_batch", ALWAYS),
-        drops("trainer.profile_interval", LOGGED),
-        part("trainer.logger", "observe.loggers", ["console", "wandb"]),
-        maps("trainer.project_name", "observe.project", "gsm8k-sft", text),
-        part("trainer.rollout_data_dir", "rollout.record"),
-        drops("{profiler.*,*._target_}", LOGGED),
-        drops("ray_kwargs.*", RAY),
-        refuses(
-            "{--config-name,--config-path,--config-dir}",
-            why="its values are not known: import the resolved configuration",
-        ),
-    ],
-)
+NO_EFFECT = {
+    DEVICE: "trainer.device",
+    LAYOUT: """
+        engine.strategy {engine,model} model.strategy
+        {engine,model.fsdp_config}.{wrap_policy.*,reshard_after_forward,forward_prefetch}
+        engine.{use_orig_params,forward_only,param_offload,optimizer_offload,seed}
+    """,
+    PACKED: "model.use_remove_padding use_remove_padding data.pad_mode",
+    KERNELS: """
+        {model.use_liger,model.use_shm,model.use_fused_kernels,model.fused_kernel_options.*}
+        {model.tiled_mlp.*,model.lora.*,model.mtp.*,engine.*}
+    """,
+    "it changes the speed only": "data.{balance_dp_token,num_workers,use_shm}",
+    "it names a class of the file that is refused": "data.custom_cls.name",
+    "the column is called tools": "data.{tools_key,multiturn.tools_key}",
+    "the template gets the rows' keys": "data.{enable_thinking_key,multiturn.enable_thinking_key}",
+    "the mask is found or the row is refused (docs/data.md)": "data.ignore_input_ids_mismatch",
+    "isotrain's first step of a warm-up is 1 / steps, not 0": "optim.zero_indexed_step",
+    "trainer.steps is one field": "optim.total_training_steps",
+    SAVED: "{trainer.default_hdfs_dir,trainer.checkpoint.*,checkpoint.*}",
+    ALWAYS: "trainer.balance_batch",
+    LOGGED: "trainer.profile_interval {profiler.*,*._target_}",
+    RAY: "ray_kwargs.*",
+}
+
+REFUSED = {
+    "list the modules in model.lora.targets": "model.{exclude_modules,lora_adapter_path}",
+    CODE: "model.{external_lib,hf_config_path,tokenizer_path,override_config*} data.custom_cls.path",
+    "write it into the model's tokenizer": "{model.custom_chat_template,data.chat_template}",
+    "write the values into the chat template": "data.apply_chat_template_kwargs*",
+    "set the fields of optimizer": "optim.override_optimizer_config*",
+    "its values are not known: import the resolved configuration": """
+        {--config-name,--config-path,--config-dir}
+    """,
+    "the schedule of this optimizer has other keys: check optimizer": "optim=fsdp",
+    "trained weights are always float32": "{model.fsdp_config,engine}.model_dtype=fp32",
+    "set model.dtype": "engine.dtype=bfloat16",
+    "write these rows into a file of their own": "data.{train_max_samples,val_max_samples}=-1",
+    "write the value into the chat template": "data.enable_thinking_default=none",
+    "isotrain has AdamW": "optim.optimizer=AdamW optim.optimizer_impl=torch.optim",
+    "the cosine falls once": "optim.num_cycles=0.5",
+}
+
+# Refusals that do not change the training.
+REFUSED_SETTINGS = {
+    CODE: "model.trust_remote_code=False",
+    "copy the run directory to output": "trainer.resume_from_path",
+}
+
+RULES = [
+    # Names and devices
+    part("trainer.experiment_name", "name", "test"),
+    part("trainer.default_local_dir", "output"),
+    maps("trainer.seed", "seed", 1, whole),
+    part("trainer.nnodes", "device.ranks", 1),
+    part("trainer.n_gpus_per_node", "device.ranks", _by(8, 1)),
+    part("ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size", "device.mesh.context", 1),
+    part("engine.fsdp_size", "device.mesh.replicas", -1),
+    part("engine.full_determinism", "device.determinism", False),
+    # Model
+    part("model.path model.partial_pretrain", "model.path"),
+    maps("model.enable_gradient_checkpointing", "model.gradient_checkpointing", True, flag),
+    maps("model.enable_activation_offload", "model.offload.activations", False, flag),
+    maps("engine.offload_policy", "model.offload.weights", False, flag),
+    part("model.fsdp_config.{cpu_offload,offload_params}", "model.offload.weights", False),
+    part("model.lora_rank", "model.lora.rank", 0),
+    part("model.lora_alpha", "model.lora.alpha", 16),
+    part("model.target_modules", "model.lora.targets", "all-linear"),
+    # Data
+    maps("data.train_files", "data.train", "~/data/gsm8k/train.parquet", texts),
+    maps("data.val_files", "data.validation", _by("~/data/gsm8k/test.parquet", None), texts),
+    maps("data.train_batch_size", "data.batch_size", 256, whole),
+    maps("data.max_length", "data.max_length", 1024, whole),
+    part("data.truncation", "data.too_long", "error"),
+    part("data.prompt_key", "data.prompt_key", "question"),
+    part("data.prompt_dict_keys", "data.prompt_key"),
+    part("data.response_key", "data.completion_key", "answer"),
+    part("data.response_dict_keys", "data.completion_key"),
+    part("data.multiturn.enable", "data.format", False),
+    part("{data.messages_key,data.multiturn.messages_key}", "data.format", "messages"),
+    part("data.micro_batch_size_per_gpu", "data.tokens_per_micro_batch", 4),
+    part("data.micro_batch_size", "data.tokens_per_micro_batch"),
+    part("data.max_token_len_per_gpu", "data.tokens_per_micro_batch", 8192),
+    part("data.use_dynamic_bsz", "data.tokens_per_micro_batch", _by(False, True)),
+    # Optimizer
+    maps("optim.lr", "optimizer.lr", _by(1e-5, 0.001), number),
+    maps("optim.betas", "optimizer.betas", _by([0.9, 0.95], [0.9, 0.999])),
+    maps("optim.weight_decay", "optimizer.weight_decay", 0.01, number),
+    maps("optim.clip_grad", "optimizer.max_grad_norm", 1.0, number),
+    part("optim.lr_warmup_steps_ratio", "optimizer.warmup_ratio", _by(0.1, 0.0)),
+    part("optim.warmup_steps_ratio", "optimizer.warmup_ratio"),
+    part("optim.lr_warmup_steps", "optimizer.warmup_steps", -1),
+    part("optim.lr_scheduler", "optimizer.schedule", _by("cosine", None)),
+    part("optim.lr_scheduler_type", "optimizer.schedule", _by(None, "constant")),
+    part("optim.warmup_style", "optimizer.schedule"),
+    maps("optim.min_lr_ratio", "optimizer.min_lr_ratio", 0.0, number),
+    # Trainer
+    part("trainer.total_epochs", "trainer.epochs", 4),
+    part("trainer.total_training_steps", "trainer.steps"),
+    maps("trainer.test_freq", "trainer.validate_every", -1, every),
+    maps("trainer.save_freq", "trainer.save_every", -1, every),
+    part("trainer.max_ckpt_to_keep", "trainer.keep_checkpoints"),
+    part("trainer.resume_mode", "trainer.resume", "auto"),
+    part("trainer.logger", "observe.loggers", ["console", "wandb"]),
+    maps("trainer.project_name", "observe.project", "gsm8k-sft", text),
+    part("trainer.rollout_data_dir", "rollout.record"),
+]
+
+TABLE = KeyTable(no_effect(NO_EFFECT), refused(REFUSED), refused(REFUSED_SETTINGS, False), RULES)
 
 
-def is_sft(source: Source) -> bool:
+def is_sft(source: ImportSource) -> bool:
     """Whether a source is one of SFT; its command tells, or else its keys."""
     if source.program:
         return "sft" in source.program
@@ -154,7 +149,7 @@ def is_sft(source: Source) -> bool:
     )
 
 
-def trainer_of(source: Source, version: str | None) -> str:
+def trainer_of(source: ImportSource, version: str | None) -> str:
     """Which of the two trainers a source is for."""
     old = "fsdp_sft_trainer" in source.program or "model.partial_pretrain" in source.settings
     return VERSIONS[0] if old or version == "0.5.0" else VERSIONS[1]
@@ -167,7 +162,7 @@ def fill(d: Draft) -> None:
     d.put("name", name, "trainer.experiment_name")
     output = d.text("trainer.default_local_dir")
     d.put("output", output or f"runs/{name}", *(["trainer.default_local_dir"] if output else []))
-    d.simple(skip=lambda key: False)
+    d.simple()
     _devices(d)
     _model(d)
     _data(d)
@@ -179,32 +174,21 @@ def fill(d: Draft) -> None:
         d.source.opened.append(Stray("the configuration file", "it is not read", 0))
 
 
-def ignored(d: Draft) -> Callable[[str], str | None]:
-    """Why a key has no effect in this training."""
-    dynamic, multiturn = d.flag("data.use_dynamic_bsz"), d.flag("data.multiturn.enable")
+def unused(d: Draft) -> list[Off]:
+    """Keys without effect in this training."""
+    dynamic, old = d.flag("data.use_dynamic_bsz"), d.version == VERSIONS[0]
+    plain = old and not d.flag("data.multiturn.enable")
     launched = "nproc_per_node" in d.source.launcher
-    off: list[tuple[tuple[str, ...], bool, str]] = [
-        (("--config-",), own_config(d), "verl's own configuration, whose defaults are known"),
-        (("data.micro_batch_size",), dynamic, "use_dynamic_bsz is on"),
-        (("data.max_token_len_per_gpu",), not dynamic, "use_dynamic_bsz is off"),
-        (
-            ("model.lora_alpha", "model.target_modules"),
-            not d.whole("model.lora_rank", 0, 0),
-            "lora_rank is 0",
-        ),
-        (("trainer.nnodes", "trainer.n_gpus_per_node"), launched, "torchrun has the number of ranks"),
-        (
-            ("data.multiturn.messages_key", "data.messages_key"),
-            d.version == VERSIONS[0] and not multiturn,
-            "multiturn.enable is off",
-        ),
-        (
-            ("data.prompt_", "data.response_"),
-            d.version == VERSIONS[1] or multiturn,
-            "rows are messages",
-        ),
+    adapted = d.whole("model.lora_rank", 0, 0)
+    return [
+        (own_config(d), "--config-", "verl's own configuration, whose defaults are known"),
+        (dynamic, "data.micro_batch_size", "use_dynamic_bsz is on"),
+        (not dynamic, "data.max_token_len_per_gpu", "use_dynamic_bsz is off"),
+        (not adapted, "model.{lora_alpha,target_modules}", "lora_rank is 0"),
+        (launched, "trainer.{nnodes,n_gpus_per_node}", "torchrun has the number of ranks"),
+        (plain, "data.{multiturn.messages_key,messages_key}", "multiturn.enable is off"),
+        (not plain, "data.{prompt_,response_}", "rows are messages"),
     ]
-    return lambda key: next((why for keys, holds, why in off if holds and key.startswith(keys)), None)
 
 
 def _devices(d: Draft) -> None:
@@ -216,9 +200,8 @@ def _devices(d: Draft) -> None:
     else:
         nodes, per_node = d.whole("trainer.nnodes", 1, 1) or 1, d.whole("trainer.n_gpus_per_node", 1, 1) or 1
         ranks = nodes * per_node
-        d.put(
-            "device.ranks", ranks, "trainer.n_gpus_per_node", "trainer.nnodes", note=f"{nodes} x {per_node}"
-        )
+        note = f"{nodes} x {per_node}"
+        d.put("device.ranks", ranks, "trainer.n_gpus_per_node", "trainer.nnodes", note=note)
     keys = ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size")
     mesh(d, ranks, keys, "ulysses", "engine.fsdp_size")
     if d.flag("engine.full_determinism"):
@@ -239,9 +222,8 @@ def _data(d: Draft) -> None:
     cut = d.text("data.truncation", "error")
     d.put("data.too_long", {"right": "truncate"}.get(cut, "error"), "data.truncation")
     if cut not in ("error", "right"):
-        d.refuse(
-            "data.truncation", f"isotrain cuts the end only, not {shown(cut, 20)}: raise data.max_length"
-        )
+        why = f"isotrain cuts the end only, not {shown(cut, 20)}: raise data.max_length"
+        d.refuse("data.truncation", why)
     messages = d.version == VERSIONS[1] or d.flag("data.multiturn.enable")
     if messages:
         key = "data.multiturn.messages_key" if d.given("data.multiturn.messages_key") else "data.messages_key"

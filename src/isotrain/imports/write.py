@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from isotrain.errors import RecipeError
-from isotrain.imports.draft import Draft, Finding, Line
+from isotrain.imports.draft import Draft, KeyFinding, RecipeLine
 from isotrain.imports.hydra import shown
 from isotrain.imports.source import ImportSourceError
 from isotrain.recipe.document import RecipeDumper
@@ -44,16 +44,16 @@ def _remove(draft: Draft, problem: str, places: dict[int, str]) -> bool:
     """Take the fields out that the messages of `problem` name by line; whether there were any."""
     removed = False
     for message in problem.splitlines():
-        found = re.match(r"recipe:(\d+)(?::\d+)?: (.*)", message)
-        path = places.get(int(found[1])) if found else None
+        located = re.match(r"recipe:(\d+)(?::\d+)?: (.*)", message)
+        path = places.get(int(located[1])) if located else None
         if path is None:
             path = next((name for name in draft.lines if re.search(rf"\b{re.escape(name)}\b", message)), None)
         if path in draft.lines:
             line = draft.lines.pop(path)
             if path in _REQUIRED:
-                draft.lines[path] = Line(_REQUIRED[path], "set this")
-            why = found[2] if found else message
-            draft.refused.append(Finding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
+                draft.lines[path] = RecipeLine(_REQUIRED[path], "set this")
+            why = located[2] if located else message
+            draft.refused.append(KeyFinding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
             for key in line.keys:
                 if draft.outcomes.get(key) == "mapped":
                     draft.outcomes[key] = "refused"
@@ -93,7 +93,7 @@ def _header(draft: Draft) -> list[str]:
             where = f" (line {item.line})" if item.line else ""
             lines.append(f"# {heading} {shown(item.key, 120)}{where}: {shown(item.why, 400)}")
     for condition in draft.source.conditions:
-        lines += [f"# CONDITION {shown(line, 300)}" for line in condition.told()]
+        lines += [f"# CONDITION {shown(line, 300)}" for line in condition.report()]
     return [*lines, *(f"# NOTE {shown(note, 300)}" for note in draft.notes)]
 
 
@@ -108,7 +108,7 @@ def _emit(out: list[str], places: dict[int, str], name: str, node: Any, depth: i
             _emit(out, places, key, inner, depth + 1)
         return
     path, line = node
-    assert isinstance(line, Line)
+    assert isinstance(line, RecipeLine)
     comment = f"  # {shown(line.comment, 200)}" if line.comment else ""
     if depth == 0 and len(out) and out[-1].startswith("#"):
         out.append("")
