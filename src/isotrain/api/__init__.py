@@ -84,7 +84,7 @@ def compare(
 
     companions = Companions(
         tuple(_path(run) for run in reruns),
-        tuple((_path(one), _path(other)) for one, other in pairs),
+        tuple((_path(reference), _path(candidate)) for reference, candidate in pairs),
         None if dumps is None else (_path(dumps[0]), _path(dumps[1])),
     )
     return verdict_on(

@@ -117,7 +117,7 @@ def train_in_child(recipe: Recipe, source: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to install for an import that failed; None if no installation would help."""
+    """The package to install for an import that failed; None if no installation would help."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "isotrain"):
         return None
@@ -149,9 +149,8 @@ def _relay(process: subprocess.Popen[bytes]) -> None:
 def _error(path: Path, code: int) -> IsotrainError:
     """The child's own error, or how it ended without one."""
     if path.is_file():
-        told = json.loads(path.read_text(encoding="utf-8"))
-        kind = getattr(errors, told["kind"], LaunchError)
-        error: IsotrainError = kind(told["message"])
+        report = json.loads(path.read_text(encoding="utf-8"))
+        error: IsotrainError = getattr(errors, report["kind"], LaunchError)(report["message"])
         return error
     if code < 0:
         memory = " (out of memory?)" if code == -signal.SIGKILL else ""
@@ -170,16 +169,16 @@ def _main(job: Path) -> int:
     except IsotrainError as error:
         # One that users can catch, and that says whether the same call may succeed.
         kind = next(base for base in type(error).__mro__ if base.__module__ == errors.__name__)
-        told = {"kind": kind.__name__, "message": str(error)}
+        report = {"kind": kind.__name__, "message": str(error)}
     except ModuleNotFoundError as error:
         if (words := missing_package(error)) is None:
             raise
-        told = {"kind": LaunchError.__name__, "message": words}
+        report = {"kind": LaunchError.__name__, "message": words}
     except KeyboardInterrupt:
         return _INTERRUPTED
     else:
         return 0
-    (job / _ERROR).write_text(json.dumps(told), encoding="utf-8")
+    (job / _ERROR).write_text(json.dumps(report), encoding="utf-8")
     return 1
 
 

@@ -61,7 +61,7 @@ def _text(function: FunctionType) -> str:
     if not used:
         return source
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    hints = "; ".join(_hint(one, known.get(one)) for one in used)
+    hints = "; ".join(_hint(outside, known.get(outside)) for outside in used)
     raise RewardError(
         f"reward: {name} uses names from outside the function, which reward processes do not see: "
         f"{hints}; {_IN_A_FILE}"
@@ -88,12 +88,14 @@ def _names_outside(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.arg):
             node.annotation = None
     top = symtable(ast.unparse(tree), FILE, "exec")
-    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined = {
+        symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    }
     for table in _tables(top):
         for symbol in table.get_symbols():
             name = symbol.get_name()
             outside = symbol.is_global() if table is not top else not symbol.is_assigned()
-            if outside and symbol.is_referenced() and name not in own and not hasattr(builtins, name):
+            if outside and symbol.is_referenced() and name not in defined and not hasattr(builtins, name):
                 yield name
 
 

@@ -1,4 +1,4 @@
-"""What a training left in its run directory."""
+"""The results of a training in its run directory: metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Metrics:
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have a metric, and its values there: `plt.plot(*run.metrics.curve("val/loss"))`."""
-        found = [row for row in self.rows if name in row]
-        if not found:
+        rows = [row for row in self.rows if name in row]
+        if not rows:
             near = get_close_matches(name, self.names, n=3) or self.names
             raise DataError(f"there is no metric {name!r}; the run has {', '.join(near)}")
-        return [int(row["step"]) for row in found], [row[name] for row in found]
+        return [int(row["step"]) for row in rows], [row[name] for row in rows]
 
     def to_pandas(self) -> Any:
         """A DataFrame with the steps as its index; needs pandas."""
@@ -76,8 +76,8 @@ class Run:
     def checkpoints(self) -> dict[int, Path]:
         """The directories of complete checkpoints by their steps, oldest first."""
         root = RunDirectory(self.path).checkpoints
-        found = {step: step_directory(root, step) for step in reversed(steps_in(root))}
-        return {step: path for step, path in found.items() if (path / MARKER).exists()}
+        directories = {step: step_directory(root, step) for step in reversed(steps_in(root))}
+        return {step: path for step, path in directories.items() if (path / MARKER).exists()}
 
     def export(
         self, out: str | os.PathLike[str], step: int | None = None, *, adapter_only: bool = False

@@ -21,10 +21,7 @@ _MOST_POINTS = 4_000
 
 def export(runs: Sequence[RunView], out: Path, trajectories: int) -> tuple[int, int]:
     """Write the page; returns how many trajectories of how many are in it."""
-    contents = []
-    for run in runs:
-        run.refresh()
-        contents.append(_run(run, trajectories))
+    contents = [_run(run, trajectories) for run in runs]
     try:
         write_atomically(out, whole_page({"runs": contents}))
     except OSError as error:
@@ -37,6 +34,7 @@ def export(runs: Sequence[RunView], out: Path, trajectories: int) -> tuple[int, 
 
 
 def _run(run: RunView, most: int) -> dict[str, Any]:
+    run.refresh()
     rows: list[dict[str, Any]] = []
     episodes: dict[str, Any] = {}
     pieces: dict[int, list[Any]] = {}
@@ -72,18 +70,18 @@ def _spread(groups: Sequence[tuple[int, int, int]], most: int) -> list[tuple[int
     left, turn = most, 0
     while left > 0 and any(turn < len(by_step[steps[i]]) for i in places):
         for i in places:
-            own = by_step[steps[i]]
-            if left > 0 and turn < len(own):
-                chosen.append(own[turn][:2])
-                left -= own[turn][2]
+            of_step = by_step[steps[i]]
+            if left > 0 and turn < len(of_step):
+                chosen.append(of_step[turn][:2])
+                left -= of_step[turn][2]
         turn += 1
     return sorted(chosen)
 
 
 def _curves(run: RunView) -> dict[str, Any]:
-    found = {}
+    curves = {}
     for name in run.metrics.names():
         curve = run.metrics.curves([name], most=1 << 31)["curves"][name]
         stride = -(-len(curve["steps"]) // _MOST_POINTS)
-        found[name] = {key: values[::stride] for key, values in curve.items()}
-    return found
+        curves[name] = {key: values[::stride] for key, values in curve.items()}
+    return curves

@@ -26,17 +26,6 @@ def finite_or_word(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def runs_of(values: list[Any]) -> list[list[Any]]:
-    """Equal neighbours as `[value, how many]`: masks and versions change seldom."""
-    counted: list[list[Any]] = []
-    for value in values:
-        if counted and counted[-1][0] == value:
-            counted[-1][1] += 1
-        else:
-            counted.append([value, 1])
-    return counted
-
-
 class MetricsTail:
     """The rows of `metrics.jsonl` by metric. One thread refreshes, any number ask."""
 
@@ -115,11 +104,11 @@ class MetricsTail:
         """
         with self._lock:
             end = min(len(self._steps), after + most)
-            found = {}
+            curves = {}
             for name in names:
                 if name in self._columns:
                     rows, values = self._columns[name]
                     at = range(bisect_left(rows, after), bisect_left(rows, end))
                     steps = [self._steps[rows[i]] for i in at]
-                    found[name] = {"steps": steps, "values": [finite_or_word(values[i]) for i in at]}
-            return {"epoch": self.epoch, "rows": end, "all": len(self._steps), "curves": found}
+                    curves[name] = {"steps": steps, "values": [finite_or_word(values[i]) for i in at]}
+            return {"epoch": self.epoch, "rows": end, "all": len(self._steps), "curves": curves}

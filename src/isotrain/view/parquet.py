@@ -71,7 +71,7 @@ def _opened(path: Path) -> Iterator[tuple[pyarrow.parquet.ParquetFile, BinaryIO]
 
 
 def read_index(path: Path) -> tuple[dict[str, Column], dict[str, list[str | None]], int | None]:
-    """What the table shows of each row: numbers, texts, and how many ranks recorded the step.
+    """Columns of the table: numbers and texts of each row, and how many ranks recorded the step.
 
     Of token lists only their lengths and extremes are kept.
     """
@@ -80,9 +80,9 @@ def read_index(path: Path) -> tuple[dict[str, Column], dict[str, list[str | None
     with _opened(path) as (file, stream):
         names = set(file.schema_arrow.names)
         lengths = "mask" if "mask" in names else "response"  # a bit for each token instead of four bytes
-        wanted = [name for name in (*_NUMBERS, *TEXTS, lengths, "version", "prompt") if name in names]
-        wanted.append("episode.part")  # of runs with agents; elsewhere it selects nothing
-        for batch in _batches(file, stream, range(file.metadata.num_row_groups), _ROWS, wanted):
+        columns = [name for name in (*_NUMBERS, *TEXTS, lengths, "version", "prompt") if name in names]
+        columns.append("episode.part")  # of runs with agents; elsewhere it selects nothing
+        for batch in _batches(file, stream, range(file.metadata.num_row_groups), _ROWS, columns):
             for name, column in _of_batch(batch, lengths).items():
                 numbers.setdefault(name, []).append(column)
             for name, kept in texts.items():
@@ -107,35 +107,35 @@ def _batches(
 
 def _of_batch(batch: pyarrow.RecordBatch, lengths: str) -> dict[str, Column]:
     names, rows = batch.schema.names, batch.num_rows
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for name, (dtype, absent) in _NUMBERS.items():
         if name not in names:
-            found[name] = np.full(rows, absent, dtype)
+            columns[name] = np.full(rows, absent, dtype)
         elif batch.column(name).null_count:
             values = batch.column(name).to_pylist()
-            found[name] = np.array([absent if value is None else value for value in values], dtype)
+            columns[name] = np.array([absent if value is None else value for value in values], dtype)
         else:
-            found[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(dtype)
-    size = found["length"] = found["trained"] = _lengths(batch, lengths)
+            columns[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(dtype)
+    size = columns["length"] = columns["trained"] = _lengths(batch, lengths)
     if lengths == "mask":
-        found["trained"] = np.zeros(rows, np.int32)
+        columns["trained"] = np.zeros(rows, np.int32)
         if (some := size > 0).any():
             starts = (np.cumsum(size) - size)[some]
-            found["trained"][some] = np.add.reduceat(_flat(batch, "mask"), starts, dtype=np.int32)
+            columns["trained"][some] = np.add.reduceat(_flat(batch, "mask"), starts, dtype=np.int32)
     prompts = "prompt" in names
-    found["prompt_length"] = _lengths(batch, "prompt") if prompts else np.full(rows, -1, np.int32)
-    found["part"] = np.zeros(rows, np.int32)
+    columns["prompt_length"] = _lengths(batch, "prompt") if prompts else np.full(rows, -1, np.int32)
+    columns["part"] = np.zeros(rows, np.int32)
     if "episode" in names:
-        found["part"] = batch.column("episode").field(0).fill_null(0).to_numpy(zero_copy_only=False)
-    found["version"], found["newest"] = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
+        columns["part"] = batch.column("episode").field(0).fill_null(0).to_numpy(zero_copy_only=False)
+    columns["version"], columns["newest"] = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
     if "version" in names:
         size = _lengths(batch, "version")
         some = size > 0
         if some.any():
             flat, starts = _flat(batch, "version"), (np.cumsum(size) - size)[some]
-            found["version"][some] = np.minimum.reduceat(flat, starts)
-            found["newest"][some] = np.maximum.reduceat(flat, starts)
-    return found
+            columns["version"][some] = np.minimum.reduceat(flat, starts)
+            columns["newest"][some] = np.maximum.reduceat(flat, starts)
+    return columns
 
 
 def _flat(batch: pyarrow.RecordBatch, name: str) -> Column:
@@ -144,8 +144,8 @@ def _flat(batch: pyarrow.RecordBatch, name: str) -> Column:
 
 
 def _lengths(batch: pyarrow.RecordBatch, name: str) -> Column:
-    found: Column = batch.column(name).value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    return found.astype(np.int32)
+    lengths: Column = batch.column(name).value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    return lengths.astype(np.int32)
 
 
 def _text(value: object) -> str | None:
@@ -155,9 +155,9 @@ def _text(value: object) -> str | None:
 def read_rows(path: Path, numbers: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
     """Some rows of a file, by their numbers in it; lists of tokens as arrays.
 
-    A row group is decoded only up to the last row that is wanted of it.
+    A row group is decoded only up to the last row that is asked for.
     """
-    found: dict[int, dict[str, Any]] = {}
+    chosen: dict[int, dict[str, Any]] = {}
     with _opened(path) as (file, stream):
         present = [name for name in columns if name in file.schema_arrow.names]
         first = 0
@@ -169,14 +169,14 @@ def read_rows(path: Path, numbers: Sequence[int], columns: Sequence[str]) -> dic
                 for batch in _batches(file, stream, [group], 32, present):
                     for i in inside:
                         if at <= i < at + batch.num_rows:
-                            found[first + i] = _row(batch, i - at)
+                            chosen[first + i] = _row(batch, i - at)
                     at += batch.num_rows
                     if at > inside[-1]:
                         break
             first += rows
-    if missing := [number for number in numbers if number not in found]:
+    if missing := [number for number in numbers if number not in chosen]:
         raise DataError(f"{path.name} has no row {missing[0]}: it was written again; reload the page")
-    return found
+    return chosen
 
 
 def read_row(path: Path, number: int) -> dict[str, Any]:

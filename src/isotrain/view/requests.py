@@ -1,4 +1,4 @@
-"""What the page may ask: names and values of queries, checked and bounded, to JSON."""
+"""Queries of the page: their names and values, checked and bounded, to JSON."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def _conditions(query: Query) -> list[Condition]:
     given = query.get("where", ())
     if len(given) > _MOST_CONDITIONS:
         raise BadRequest(f"more than {_MOST_CONDITIONS} conditions")
-    found = []
+    conditions = []
     for text in given:
         column, comparison, value = (*text.split(":", 2), "", "")[:3]
         textual = column in TEXTS and comparison in ("eq", "ne", "has")
         numeric = column in NUMBERS and comparison in COMPARISONS and _is_number(value)
         if not (textual or numeric):
             raise BadRequest(f"{text!r} is not a condition; write a column, a comparison and a value")
-        found.append(Condition(column, comparison, value))
-    return found
+        conditions.append(Condition(column, comparison, value))
+    return conditions
 
 
 def _episode(run: RunView, query: Query) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from isotrain.errors import DataError
 from isotrain.files import parse_json, read_regular
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.terminal import visible
-from isotrain.view.metrics import MetricsTail, finite_or_word, runs_of
+from isotrain.view.metrics import MetricsTail, finite_or_word
 from isotrain.view.parquet import Column, read_row, read_rows
 from isotrain.view.tokens import Pieces, find_tokenizer, load_pieces
 from isotrain.view.trajectories import TrajectoryIndex
@@ -109,29 +110,25 @@ class RunView:
         rows = self.trajectories.group(step, prompt_index, MOST_OF_GROUP)
         pieces = self.pieces()[0]
         for rank in {row["rank"] for row in rows}:
-            own = [row for row in rows if row["rank"] == rank]
-            found = read_rows(self.trajectories.file(step, rank), [row["index"] for row in own], ["response"])
-            for row in own:
-                last: Column = found[row["index"]]["response"][-_PREVIEW_TOKENS:]
+            ranks = [row for row in rows if row["rank"] == rank]
+            file = self.trajectories.file(step, rank)
+            responses = read_rows(file, [row["index"] for row in ranks], ["response"])
+            for row in ranks:
+                last: Column = responses[row["index"]]["response"][-_PREVIEW_TOKENS:]
                 row["end"] = pieces.text(last.tolist())
         return rows
 
     def _tokens(self, row: dict[str, Any], part: str, start: int, count: int) -> dict[str, Any]:
         ids: list[int] = row[part][start : start + count].tolist()
         pieces, joined = self.pieces()[0].of(ids)
-        found: dict[str, Any] = {
-            "start": start,
-            "all": len(row[part]),
-            "ids": ids,
-            "pieces": pieces,
-            "joined": joined,
-        }
+        tokens: dict[str, Any] = {"start": start, "all": len(row[part]), "ids": ids}
+        tokens |= {"pieces": pieces, "joined": joined}
         if part == "response":
             logp: Sequence[float] = row["logp"][start : start + count].tolist()
-            found["logp"] = [finite_or_word(round(value, 5)) for value in logp]
-            found["mask"] = runs_of(row["mask"][start : start + count].tolist())
-            found["version"] = runs_of(row["version"][start : start + count].tolist())
-        return found
+            tokens["logp"] = [finite_or_word(round(value, 5)) for value in logp]
+            tokens["mask"] = _runs(row["mask"][start : start + count].tolist())
+            tokens["version"] = _runs(row["version"][start : start + count].tolist())
+        return tokens
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -144,23 +141,28 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _at(recipe: dict[str, Any], section: str, name: str) -> object:
-    found = recipe.get(section)
-    return found.get(name) if isinstance(found, dict) else None
+    values = recipe.get(section)
+    return values.get(name) if isinstance(values, dict) else None
+
+
+def _runs(values: list[Any]) -> list[list[Any]]:
+    """Equal neighbours as `[value, how many]`: masks and versions change seldom."""
+    return [[value, len(list(same))] for value, same in groupby(values)]
 
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _episode(told: object) -> dict[str, Any] | None:
-    """What a recording with agents says of an episode and its turns."""
-    if not isinstance(told, dict):
+def _episode(recorded: object) -> dict[str, Any] | None:
+    """An episode and its turns, as a recording with agents has them."""
+    if not isinstance(recorded, dict):
         return None
-    turns = told.get("turns") or []
+    turns = recorded.get("turns") or []
     numbers = ("start", "end", "reward", "calls", "failures", "seconds")
     return {
-        **{name: finite_or_word(told.get(name)) for name in ("part", "parts", "reward")},
-        **{name: _line(told.get(name)) for name in ("failure", "detail")},
+        **{name: finite_or_word(recorded.get(name)) for name in ("part", "parts", "reward")},
+        **{name: _line(recorded.get(name)) for name in ("failure", "detail")},
         "turns": [{name: finite_or_word(turn.get(name)) for name in numbers} for turn in turns[:_MOST_TURNS]],
     }
 

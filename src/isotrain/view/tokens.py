@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     text: str
     special: bool
     raw: bytes | None
-    """Of a token that is only a part of a character."""
+    """The bytes of a token that is only a part of a character."""
 
 
 class Pieces:
@@ -45,7 +45,9 @@ class Pieces:
         joined: dict[int, str] = {}
         waiting: list[tuple[int, bytes]] = []
         for place, token in enumerate(tokens):
-            piece = self._piece(token)
+            if token not in self._known:
+                self._known[token] = self._look_up(token)
+            piece = self._known[token]
             pieces[token] = [piece.text, piece.special]
             if piece.raw is None:
                 waiting = []
@@ -70,11 +72,6 @@ class Pieces:
             return None
         pieces, joined = self.of(tokens)
         return "".join(joined.get(place, pieces[token][0]) for place, token in enumerate(tokens))
-
-    def _piece(self, token: int) -> Piece:
-        if token not in self._known:
-            self._known[token] = self._look_up(token)
-        return self._known[token]
 
     def _look_up(self, token: int) -> Piece:
         assert self._tokenizer is not None
@@ -116,8 +113,8 @@ def _bytes_of(name: str) -> bytes | None:
             return bytes([int(name[3:5], 16)])
         except ValueError:
             return None
-    found = [_BYTES.get(character) for character in name]
-    return bytes(byte for byte in found if byte is not None) if None not in found else None
+    known = [_BYTES[character] for character in name if character in _BYTES]
+    return bytes(known) if len(known) == len(name) else None
 
 
 def find_tokenizer(model: str | None, run: Path) -> Path | None:
@@ -129,8 +126,8 @@ def find_tokenizer(model: str | None, run: Path) -> Path | None:
         return None
     given = Path(model).expanduser()
     for base in (Path(), run.absolute(), *run.absolute().parents):
-        if (found := base / given / "tokenizer.json").is_file():
-            return found
+        if (file := base / given / "tokenizer.json").is_file():
+            return file
     if given.is_absolute() or model.startswith((".", "~")):
         return None
     try:

@@ -90,7 +90,7 @@ class TrajectoryIndex:
             for gone in self._files.keys() - stamps.keys():
                 del self._files[gone]
                 self._changed()
-        new = {key for key in stamps if not self._is_known(key, stamps[key])}
+        new = {key for key in stamps if key not in self._files or self._files[key].stamp != stamps[key]}
         waiting = sorted(new, reverse=True)
         self.pending = len(waiting)
         room = MOST_ROWS - sum(file.rows for key, file in self._files.items() if key not in new)
@@ -106,9 +106,6 @@ class TrajectoryIndex:
         # A directory that changes again in the same tick of the clock looks as if it had not.
         if changed is not None and listed - changed > _TICK_NS:
             self._settled = changed
-
-    def _is_known(self, key: tuple[int, int], stamp: tuple[int, int, int]) -> bool:
-        return key in self._files and self._files[key].stamp == stamp
 
     def _changed(self) -> None:
         self._table = None
@@ -143,12 +140,12 @@ class TrajectoryIndex:
     def _whole(self) -> _Table:
         with self._lock:
             if self._table is None:
-                told = {step: file.ranks for (step, rank), file in self._files.items() if rank == 0}
+                ranks = {step: file.ranks for (step, rank), file in self._files.items() if rank == 0}
                 # A run that went on with fewer ranks has left files of the others behind.
                 kept = [
                     file
                     for (step, rank), file in sorted(self._files.items())
-                    if file.columns and rank < (told.get(step) or rank + 1)
+                    if file.columns and rank < (ranks.get(step) or rank + 1)
                 ]
                 names = (*NUMBERS, *TEXTS)
                 parts = {name: [file.columns[name] for file in kept] for name in names}
@@ -192,9 +189,9 @@ class TrajectoryIndex:
         """The rows of one group, in the order of its responses."""
         table = self._whole()
         same = (table.columns["step"] == step) & (table.columns["prompt_index"] == prompt_index)
-        found = np.flatnonzero(same)
-        order = np.lexsort(tuple(table.columns[name][found] for name in ("index", "rank", "part", "sample")))
-        return [self._as_row(table, int(i)) for i in found[order][:most]]
+        rows = np.flatnonzero(same)
+        order = np.lexsort(tuple(table.columns[name][rows] for name in ("index", "rank", "part", "sample")))
+        return [self._as_row(table, int(i)) for i in rows[order][:most]]
 
     def groups(self) -> list[tuple[int, int, int]]:
         """Step, prompt index and number of rows of every group, in this order."""
@@ -202,8 +199,8 @@ class TrajectoryIndex:
         if not len(columns["step"]):
             return []
         pairs = np.stack([columns["step"].astype(np.int64), columns["prompt_index"].astype(np.int64)])
-        found, counts = np.unique(pairs, axis=1, return_counts=True)
-        return [(int(s), int(p), int(n)) for s, p, n in zip(found[0], found[1], counts, strict=True)]
+        groups, counts = np.unique(pairs, axis=1, return_counts=True)
+        return [(int(s), int(p), int(n)) for s, p, n in zip(*groups, counts, strict=True)]
 
     def file(self, step: int, rank: int) -> Path:
         """Only files that the index knows can be opened."""
@@ -224,9 +221,8 @@ class TrajectoryIndex:
     def _like(self, comparison: str, value: str) -> list[int]:
         """The numbers of the texts that meet a condition; no text at all is the empty one."""
         words = ["", *self._words]
-        wanted = value.lower()
         if comparison == "has":
-            return [i - 1 for i, word in enumerate(words) if wanted in word.lower() and word]
+            return [i - 1 for i, word in enumerate(words) if value.lower() in word.lower() and word]
         return [i - 1 for i, word in enumerate(words) if (word == value) == (comparison == "eq")]
 
     def _order(self, table: _Table, chosen: Column, sort: str, descending: bool) -> Column:
@@ -265,7 +261,7 @@ def _changed_at(directory: Path) -> int | None:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        told = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return told.st_ino, told.st_size, told.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
