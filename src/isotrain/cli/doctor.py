@@ -92,8 +92,8 @@ def doctor(
         else:
             results = self_test.run(report, trial, cluster, quiet=as_json)
     if as_json:
-        found = report.as_json() | ({"self_test": results.as_json()} if results else {})
-        typer.echo(json.dumps(found, indent=2))
+        content = report.as_json() | ({"self_test": results.as_json()} if results else {})
+        typer.echo(json.dumps(content, indent=2))
     passed = not report.errors and (results is None or results.passed)
     raise typer.Exit(0 if passed else 1)
 
@@ -101,7 +101,7 @@ def doctor(
 def _mistake(
     folder: Path | None, target: str | None, save: Path | None, trial: Path | None, cluster: str | None
 ) -> str:
-    """What is wrong with the options, if anything is."""
+    """The mistake in the options; empty if there is none."""
     if target is not None and target not in TARGETS:
         return tr("--for {target}: use one of {targets}", target=target, targets=", ".join(TARGETS))
     if folder and (save or trial):

@@ -10,9 +10,8 @@ from typer.core import TyperGroup
 
 import isotrain
 from isotrain.api.child import missing_package
-from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.cli.arguments import Overrides, RecipeName, command_with
 from isotrain.cli.doctor import doctor
-from isotrain.cli.export import export
 from isotrain.cli.imports import export_config, import_recipe
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certify import certify, contribute, sign, verify
@@ -20,8 +19,7 @@ from isotrain.cli.parity_runs import probe, record, replay, sampler
 from isotrain.cli.plan import plan
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import recipes
-from isotrain.cli.runs import logs, runs
-from isotrain.cli.several_values import command_with
+from isotrain.cli.runs import export, logs, runs
 from isotrain.cli.train import train
 from isotrain.cli.view import view
 from isotrain.doctor.examine import hide_a_plugin_that_cannot_load
@@ -108,8 +106,8 @@ def _path_of(error: OSError) -> str:
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(asked: bool) -> None:
+    if asked:
         typer.echo(f"isotrain {isotrain.__version__}")
         raise typer.Exit
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from isotrain.cli import parity_options as options
-from isotrain.cli.several_values import command_with, paths_of
+from isotrain.cli.arguments import command_with, paths_of
 from isotrain.errors import DataError
 from isotrain.language import Language, padded, said, tr
 
@@ -35,6 +36,71 @@ _STYLES = {
 }
 
 
+class Require(str, Enum):
+    """The question whose answer is the exit code."""
+
+    outcome = "outcome"
+    computation = "computation"
+
+
+First = Annotated[Path, Argument(metavar="A", help="A run, in one of the formats below.")]
+Second = Annotated[Path, Argument(metavar="B", help="The other run.")]
+Reference = Annotated[Path | None, Option(help="Which of the two is the reference; by default A.")]
+Metrics = Annotated[
+    list[str] | None,
+    Option(
+        help="A metric to compare; may be repeated. By default losses and rewards. loss=train/loss: the "
+        "reference calls it loss, the candidate train/loss."
+    ),
+]
+Margins = Annotated[
+    list[str] | None,
+    Option(
+        metavar="METRIC=VALUE",
+        help="The largest difference that does not matter, in the metric's own unit. By default 0.02 for "
+        "losses, 0.04 for rewards.",
+    ),
+]
+Allow = Annotated[
+    list[str] | None, Option(metavar="NAME", help="An intended difference of the inputs: recipe or data.")
+]
+Reruns = Annotated[
+    list[Path] | None,
+    Option(metavar="RUN", help="A further run of the reference; may be repeated. Give at least three."),
+]
+Pairs = Annotated[
+    list[str] | None,
+    Option(metavar="A B", help="Further runs of reference and candidate with another seed; may be repeated."),
+]
+Dumps = Annotated[
+    str | None,
+    Option(metavar="A B", help="Dumps of msprobe of both runs, the reference's first: layers and APIs."),
+]
+Free = Annotated[
+    bool, Option("--free", help="Each run sampled its own responses: do not compare step by step.")
+]
+Required = Annotated[
+    Require | None,
+    Option(help="Which answer the exit code gives: by default outcome, for two dumps computation."),
+]
+Rule = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="Apply an acceptance rule of verl's community and print its table in English and Chinese; the "
+        "exit code is then the rule's. An unknown name lists them.",
+    ),
+]
+Devices = Annotated[
+    str | None,
+    Option(metavar="A,B", help="For --rule: the devices of both runs, if their logs do not say."),
+]
+Report = Annotated[
+    Path | None, Option(metavar="DIR", help="Directory for verdict.json, report.html and plots.")
+]
+AsJson = Annotated[bool, Option("--json", help="Everything as JSON, for programs.")]
+
+
 def _pair(text: str, option: str = "--pair") -> tuple[Path, Path]:
     paths = paths_of(text)
     if len(paths) != 2:
@@ -44,21 +110,21 @@ def _pair(text: str, option: str = "--pair") -> tuple[Path, Path]:
 
 @app.command(cls=command_with(pair=2, dump=2))
 def compare(
-    first: options.First,
-    second: options.Second,
-    reference: options.Reference = None,
-    metric: options.Metrics = None,
-    margin: options.Margins = None,
-    allow: options.Allow = None,
-    rerun: options.Reruns = None,
-    pair: options.Pairs = None,
-    dump: options.Dumps = None,
-    free: options.Free = False,
-    require: options.Required = None,
-    rule: options.Rule = None,
-    devices: options.Devices = None,
-    report: options.Report = None,
-    as_json: options.AsJson = False,
+    first: First,
+    second: Second,
+    reference: Reference = None,
+    metric: Metrics = None,
+    margin: Margins = None,
+    allow: Allow = None,
+    rerun: Reruns = None,
+    pair: Pairs = None,
+    dump: Dumps = None,
+    free: Free = False,
+    require: Required = None,
+    rule: Rule = None,
+    devices: Devices = None,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two runs: do they end up alike, and is it the same computation?
 
@@ -79,12 +145,13 @@ def compare(
     """
     if reference is not None and reference not in (first, second):
         raise DataError(f"--reference {reference}: write {first} or {second}")
-    one, other = (second, first) if reference == second else (first, second)
+    if reference == second:
+        first, second = second, first
     from isotrain.parity.protocol import Companions, verdict_on
 
     verdict = verdict_on(
-        one,
-        other,
+        first,
+        second,
         Companions(
             rerun or (),
             tuple(_pair(text) for text in pair or ()),
@@ -100,7 +167,7 @@ def compare(
     if accepted is not None:
         raise typer.Exit(_tell_accepted(accepted, report, as_json))
     # Two dumps have no curves: their only answer is about the computation.
-    default = options.Require.outcome if verdict.comparison.has_curves else options.Require.computation
+    default = Require.outcome if verdict.comparison.has_curves else Require.computation
     asked = require or default
     raise typer.Exit(verdict.exit_code(asked.value))
 
@@ -108,12 +175,12 @@ def compare(
 def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
     from isotrain.parity.report.acceptance import accept
 
-    one, comma, other = (devices or "").partition(",")
+    reference, comma, candidate = (devices or "").partition(",")
     if devices is not None and not comma:
         raise DataError(
             f"--devices {devices}: write those of both runs, the reference first, such as A100,A2"
         )
-    stated = (one.strip() or None, other.strip() or None)
+    stated = (reference.strip() or None, candidate.strip() or None)
     return accept(rule, verdict.comparison.reference, verdict.comparison.candidate, stated)
 
 
@@ -182,28 +249,28 @@ def _effects(verdict: Verdict) -> Table:
     columns = map(said, EFFECT_COLUMNS)
     table = Table("", *columns, "", box=None, header_style="bold", pad_edge=False)
     for effect in verdict.outcome.effects:
-        for position, one in enumerate(effect.windows):
-            means = (one.reference, one.candidate, one.difference)
-            figures = (*map(number, means), interval(one.interval), number(effect.margin))
+        for position, window in enumerate(effect.windows):
+            means = (window.reference, window.candidate, window.difference)
+            figures = (*map(number, means), interval(window.interval), number(effect.margin))
             name, answer = (effect.metric, ANSWERS[effect.verdict]) if position == 0 else ("", "")
-            table.add_row(name, *map(said, (one.window, *figures, answer)))
+            table.add_row(name, *map(said, (window.window, *figures, answer)))
     return table
 
 
-def _print_comparison(found: Comparison, console: Console) -> None:
+def _print_comparison(comparison: Comparison, console: Console) -> None:
     from isotrain.parity.compare.comparison import environment_changes
     from isotrain.parity.run import ROLES
 
-    for name, run in (("reference", found.reference), ("candidate", found.candidate)):
+    for name, run in (("reference", comparison.reference), ("candidate", comparison.candidate)):
         console.print(f"{said(ROLES[name])}  {run.path} ({run.format})", soft_wrap=True)
         for note in run.notes:
             console.print(f"           {said(note)}", style="yellow", soft_wrap=True)
-    for one in found.allowed:
-        console.print(said(tr("allowed: {message}", message=one.message)), style="yellow", soft_wrap=True)
-    for one in found.differences:
-        text = tr("differs: {message} (intended? --allow {name})", message=one.message, name=one.name)
+    for item in comparison.allowed:
+        console.print(said(tr("allowed: {message}", message=item.message)), style="yellow", soft_wrap=True)
+    for item in comparison.differences:
+        text = tr("differs: {message} (intended? --allow {name})", message=item.message, name=item.name)
         console.print(said(text), style="red", soft_wrap=True)
-    changes = environment_changes(found.reference, found.candidate)
+    changes = environment_changes(comparison.reference, comparison.candidate)
     if changes:
         console.print(f"\n{said(tr('differences in recipe and environment'))}")
         for line in changes[:_SHOWN_CHANGES]:
@@ -211,13 +278,13 @@ def _print_comparison(found: Comparison, console: Console) -> None:
         if len(changes) > _SHOWN_CHANGES:
             more = tr("and {count} more: --json shows all", count=len(changes) - _SHOWN_CHANGES)
             console.print(f"  {said(more)}", style="dim")
-    if not found.curves:
+    if not comparison.curves:
         return
     console.print()
-    console.print(_curves(found.curves))
+    console.print(_curves(comparison.curves))
     console.print()
     console.print(said(tr("published rules")), style="bold")
-    for result in found.rule_results:
+    for result in comparison.rule_results:
         mark, style = (tr("holds"), "green") if result.passed else (tr("BROKEN"), "red")
         text = tr(
             "{metric}: {rule}: {value:.3g} of at most {limit:g} {unit}",
@@ -228,9 +295,9 @@ def _print_comparison(found: Comparison, console: Console) -> None:
             unit=result.unit,
         )
         console.print(f"  {padded(said(mark), 7)} {said(text)}", style=style, soft_wrap=True)
-    if not found.rule_results:
+    if not comparison.rule_results:
         console.print(f"  {said(tr('none for these metrics'))}")
-    for what, speed in found.speed.items():
+    for what, speed in comparison.speed.items():
         text = tr(
             "throughput, {what}: {ratio:.3f} x the reference (inverse {inverse:.3f})",
             what=what,

@@ -13,8 +13,7 @@ import typer
 from typer import Option
 
 from isotrain import api
-from isotrain.cli.arguments import Overrides
-from isotrain.cli.several_values import paths_of, values_of
+from isotrain.cli.arguments import Overrides, paths_of, values_of
 from isotrain.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -99,28 +98,28 @@ def certify(
             raise RecipeError(
                 "--from: the runs are finished; remove the recipe, --devices, --candidate and --budget"
             )
-        found = _judge(paths_of(from_runs), free)
+        certified = _judge(paths_of(from_runs), free)
     elif recipe is None or devices is None or work is None:
         raise RecipeError("give a recipe, --devices A,B and --work DIR; or --from RUN RUN with finished runs")
     else:
         changed = values_of(candidate) if candidate is not None else []
-        found = _train(recipe, overrides or [], devices, changed, work, budget, (members, seeds), free)
-    tell(found.verdict, work / "report" if work is not None else None)
+        certified = _train(recipe, overrides or [], devices, changed, work, budget, (members, seeds), free)
+    tell(certified.verdict, work / "report" if work is not None else None)
     if certificates is not None:
-        issue(found, certificates)
-    raise typer.Exit(found.verdict.exit_code("outcome" if free else "computation"))
+        issue(certified, certificates)
+    raise typer.Exit(certified.verdict.exit_code("outcome" if free else "computation"))
 
 
-def issue(found: Certified, directory: Path) -> Path | None:
+def issue(certified: Certified, directory: Path) -> Path | None:
     """Writes the certificate of runs that agree."""
     from isotrain.parity.certify.certificate import write_certificate
     from isotrain.parity.certify.issue import certificate_of, other_inputs
     from isotrain.parity.read.runs import read_run
 
     certificate = certificate_of(
-        found.verdict,
-        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(found.companions.reruns, start=1)},
-        inputs=other_inputs(found.verdict.comparison, found.companions),
+        certified.verdict,
+        envelope={f"envelope-{n}": read_run(p) for n, p in enumerate(certified.companions.reruns, start=1)},
+        inputs=other_inputs(certified.verdict.comparison, certified.companions),
     )
     if not certificate.certifies:
         return None

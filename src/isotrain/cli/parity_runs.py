@@ -11,8 +11,7 @@ from typer import Option
 
 from isotrain import api
 from isotrain.cli.arguments import Overrides, RecipeName
-from isotrain.cli.parity import compare
-from isotrain.cli.parity_options import Require
+from isotrain.cli.parity import Require, compare
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved, other_run, path_override

@@ -47,29 +47,29 @@ def plan(
     size = _gigabytes(memory) if memory else kind.memory_gb
     given = load_recipe(library.locate(recipe), [*(overrides or []), f"device.ranks={devices}"])
     if not search:
-        found = make_plan(given, devices, kind, size)
+        result = make_plan(given, devices, kind, size)
     else:
-        for found in search_plans(given, devices, kind, size):
+        for result in search_plans(given, devices, kind, size):
             if not as_json:
-                changes = " ".join(found.changes) or "the recipe as it is"
-                verdict = "fits" if found.fits else "does not fit"
-                typer.echo(f"{changes}: {found.needed_gb:.1f} GB, {verdict}", err=True)
+                changes = " ".join(result.changes) or "the recipe as it is"
+                verdict = "fits" if result.fits else "does not fit"
+                typer.echo(f"{changes}: {result.needed_gb:.1f} GB, {verdict}", err=True)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
+        typer.echo(json.dumps(result.as_json(), indent=1))
     else:
-        _show(found, searched=search)
-    if not found.fits:
+        _show(result, searched=search)
+    if not result.fits:
         raise typer.Exit(1)
 
 
 def _gigabytes(text: str) -> float:
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:Gi?B?)?\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    size = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:Gi?B?)?\s*", text, re.IGNORECASE)
+    if not size or float(size[1]) <= 0:
         raise PlanError(f"--memory: '{text}' is not a size; write it as 64GB")
-    return float(found[1])
+    return float(size[1])
 
 
-def _show(found: Plan, searched: bool) -> None:
+def _show(result: Plan, searched: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -77,40 +77,40 @@ def _show(found: Plan, searched: bool) -> None:
     from isotrain.plan.plan import CONTEXT_GB, FRAGMENTATION
 
     console = Console(soft_wrap=True, highlight=False)
-    word = "[green]fits[/]" if found.fits else "[red]does not fit[/]"
+    word = "[green]fits[/]" if result.fits else "[red]does not fit[/]"
     console.print(
-        f"{word}: {found.needed_gb:.1f} of {found.device_gb:.0f} GB on each of {found.devices} devices "
-        f"({found.device.title}), {found.ranks} training ranks"
+        f"{word}: {result.needed_gb:.1f} of {result.device_gb:.0f} GB on each of {result.devices} devices "
+        f"({result.device.title}), {result.ranks} training ranks"
     )
-    for problem in found.problems:
+    for problem in result.problems:
         console.print(f"  {problem}")
     table = Table("memory of a training rank", "GB", box=None, header_style="bold", pad_edge=False)
-    for name, size in sorted(found.memory.parts.items(), key=lambda part: -part[1]):
+    for name, size in sorted(result.memory.parts.items(), key=lambda part: -part[1]):
         table.add_row(name, f"{size / estimate.GB:.2f}")
-    table.add_row(f"peak, in the {found.memory.phase}", f"{found.memory.peak / estimate.GB:.2f}")
-    guessed = found.needed_gb - found.memory.peak / estimate.GB
+    table.add_row(f"peak, in the {result.memory.phase}", f"{result.memory.peak / estimate.GB:.2f}")
+    guessed = result.needed_gb - result.memory.peak / estimate.GB
     table.add_row(f"guessed: {CONTEXT_GB} GB of the process, {FRAGMENTATION:.0%} fragments", f"{guessed:.2f}")
-    if found.memory.host > estimate.GB // 10:
-        table.add_row("in host memory, beside it", f"{found.memory.host / estimate.GB:.2f}")
+    if result.memory.host > estimate.GB // 10:
+        table.add_row("in host memory, beside it", f"{result.memory.host / estimate.GB:.2f}")
     console.print(table)
-    if found.engines is not None:
-        engines = found.engines
+    if result.engines is not None:
+        engines = result.engines
         console.print(
             f"engines: {engines.engines} of {engines.tensor_parallel} devices; on each "
             f"{engines.weights_gb:.1f} GB of weights and {max(0.0, engines.cache_gb):.1f} GB of cache, for "
             f"{engines.responses} of the longest responses"
         )
     times = Table("time of a step", "seconds", box=None, header_style="bold", pad_edge=False)
-    for name, seconds in found.time.seconds.items():
+    for name, seconds in result.time.seconds.items():
         times.add_row(name, f"{seconds:.1f}")
-    times.add_row("sum", f"{found.time.total:.1f}")
+    times.add_row("sum", f"{result.time.total:.1f}")
     console.print(times)
-    console.print(f"bottleneck: {found.time.bottleneck}")
-    if found.changes:
-        console.print("changes: " + " ".join(found.changes))
-    elif not found.fits and not searched:
+    console.print(f"bottleneck: {result.time.bottleneck}")
+    if result.changes:
+        console.print("changes: " + " ".join(result.changes))
+    elif not result.fits and not searched:
         console.print("--search looks for changes with which it fits")
-    confirmed = "data sheet" if found.device.confirmed else "reported, not confirmed by a data sheet"
+    confirmed = "data sheet" if result.device.confirmed else "reported, not confirmed by a data sheet"
     console.print(
         "How sure: the peak is that of the real training step, run without values; it agrees with the exact "
         "counter of a simulated device (docs/plan.md) and was not compared with hardware. Times are guesses "

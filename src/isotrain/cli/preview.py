@@ -82,8 +82,8 @@ def _preview_preferences(
         for item in items:
             labels = ", ".join(f"{value:g}" for value in item.values_V)
             for side, sample in zip(SIDES[algorithm.kind], item.samples, strict=True):
-                told = f"{row.origin} {side}: {_counts([sample])}" + (f"; {labels}" if labels else "")
-                _print_sample(console, told, sample, tokenizer)
+                title = f"{row.origin} {side}: {_counts([sample])}" + (f"; {labels}" if labels else "")
+                _print_sample(console, title, sample, tokenizer)
             console.print()
         return bool(items)
 
@@ -137,8 +137,8 @@ def _show_rows(recipe: Recipe, rows: int, show: Callable[[Row], bool], nothing: 
     return left_out
 
 
-def _print_sample(console: Console, told: str, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
-    console.print(Text(told, style="bold"), soft_wrap=True)
+def _print_sample(console: Console, title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
+    console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(_as_text(sample, tokenizer, _coloured(console)), soft_wrap=True)
 
 
@@ -156,8 +156,8 @@ def _answer(row: Row, reward: RewardSection) -> Text:
         return Text(f"answer ({reward.answer_key}): {_visible(spelled, newline='⏎')}")
     if not (reward.gsm8k or reward.math or reward.code or reward.function):
         return Text(f"no '{reward.answer_key}'; a reward model needs none")
-    found = ", ".join(f"'{name}'" for name in row.values)
-    problem = f"no '{reward.answer_key}' for the reward to compare with; the row has {found}"
+    columns = ", ".join(f"'{name}'" for name in row.values)
+    problem = f"no '{reward.answer_key}' for the reward to compare with; the row has {columns}"
     return Text(f"warning: {problem}: set reward.answer_key", style=_WARNING)
 
 

@@ -1,4 +1,4 @@
-"""`isotrain runs` and `isotrain logs`: how far runs are, and what they said."""
+"""`isotrain runs`, `logs` and `export`: how far runs are, what they said, and their models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from isotrain.api import Run
 from isotrain.errors import DataError
 from isotrain.files import open_regular
 from isotrain.observe.journal import RunStatus, find_runs, state_of
@@ -38,24 +39,24 @@ def runs(
     """
     if not directory.is_dir():
         raise DataError(f"there is no directory {directory}; give the one that holds your runs")
-    found = find_runs(directory)
+    states = find_runs(directory)
     if as_json:
-        for run in found:
+        for run in states:
             typer.echo(json.dumps({**asdict(run), "path": str(run.path)}))
         return
-    if not found:
+    if not states:
         typer.echo(f"no runs in {directory}")
         return
-    _show(found)
+    _show(states)
 
 
-def _show(found: list[RunStatus]) -> None:
+def _show(states: list[RunStatus]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table("run", "algorithm", "state", "step", "last metrics", "", "ago", box=None, pad_edge=False)
-    for run in found:
+    for run in states:
         table.add_row(
             Text(str(run.path), overflow="fold"),
             Text(run.algorithm),
@@ -108,3 +109,22 @@ def logs(
         raise DataError(f"{run} has no log; is it a run directory? `isotrain runs` lists them") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
+    out: Annotated[Path, Option(help="The directory to write the model to.")],
+    step: Annotated[
+        int | None, Option(min=0, help="The checkpoint to export; the newest by default.")
+    ] = None,
+    adapter: Annotated[
+        bool, Option("--adapter", help="Write only the LoRA adapter, not the merged model.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as a model that transformers, vLLM and others load.
+
+    Example:
+
+        isotrain export runs/tiny-sft --out models/tiny-sft
+    """
+    typer.echo(f"wrote {Run(run).export(out, step, adapter_only=adapter)}")

@@ -72,17 +72,17 @@ def run(report: Report, folder: Path, cluster: str | None, quiet: bool) -> Resul
         prefix="isotrain-self-test-", dir=place, ignore_cleanup_errors=True
     ) as work:
         setting = SelfTestSetting(device=report.target, engine=engine, work=work, cluster=cluster)
-        told = ""
+        begun = ""
 
         def begins(stage: str) -> None:
-            nonlocal told
+            nonlocal begun
             tell(_head(stage), newline=False)
-            told = stage
+            begun = stage
 
         try:
             for verdict in SelfTest(setting, begins).run():
                 verdicts.append(verdict)
-                _print_line(verdict, headed=told == verdict.stage, quiet=quiet)
+                _print_line(verdict, headed=begun == verdict.stage, quiet=quiet)
         finally:  # also of what was interrupted
             results = folders.write(
                 folder,
