@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from isotrain.imports.draft import every, flag, number, text, whole
-from isotrain.imports.rules import ByVersion, KeyTable, maps, no_effect, part, refused
+from isotrain.imports.rules import KeyTable, by, maps, no_effect, part, refused
+from isotrain.imports.verl_keys import ENGINE, LAYOUT, LOGGED, PACKED, SAVED, TRANSFER
 
 VERSIONS = ("0.5.9", "0.8.0", "0.10.1", "0.11.0")
 """Whose defaults are in the tables; 0.10.1 was the last with flat names."""
 
 
-def _by(*values: object) -> ByVersion:
-    return ByVersion(values)
-
-
-LAYOUT = "FSDP2 shards weights over all ranks; see `isotrain plan` for the memory"
 KERNELS = "another kernel for the same result; see model.attention and model.fused"
-PACKED = "isotrain always packs samples without padding"
 PLACED = "all models but the engines share the training ranks"
-ENGINE = "an engine option that changes its speed only"
-LOGGED = "it changes logs only"
-SAVED = "checkpoints hold all state; `isotrain export` writes a Hugging Face model"
 IMAGES = "isotrain trains on text: remove images from the rows"
-TRANSFER = "rollout.weight_transfer chooses how weights reach the engines"
 SHORT = "write it as `data.train: [a, b]` with the rows that you want of each"
 
 COMMON_NO_EFFECT = {
@@ -114,12 +105,12 @@ PPO = [
     part("data.prompt_dataset", "data.train"),
     part("data.prompt_split", "data.train", "train"),
     maps("data.input_key", "data.prompt_key", "input", text),
-    part("data.max_len", "data.max_length", _by(None, None, 2048, 2048)),
+    part("data.max_len", "data.max_length", by(None, None, 2048, 2048)),
     part("prompt_max_len", "data.max_length", 1024),
     part("generate_max_len", "rollout.max_tokens", 1024),
     part("rollout.max_new_tokens", "rollout.max_tokens"),
     maps("rollout.batch_size", "data.batch_size", 1024, whole),
-    part("train.micro_batch_size", "data.tokens_per_micro_batch", _by(4, 4, 1, 1)),
+    part("train.micro_batch_size", "data.tokens_per_micro_batch", by(4, 4, 1, 1)),
     part("algo.advantage.estimator", "algorithm.name", "gae"),
     part("algo.advantage.gamma", "algorithm.gamma", 1),
     part("algo.advantage.lambd", "algorithm.lam", 1),
@@ -144,7 +135,7 @@ PPO = [
     part("reward.overlong_penalty_factor", "algorithm.overlong.factor", 1),
     part("critic.model_name_or_path", "algorithm.critic.path"),
     part("critic.adam.lr", "algorithm.critic.lr", 9e-6),
-    part("critic.value_clip", "algorithm.critic.clip", _by(0.2, 0.2, 0.5, 0.5)),
+    part("critic.value_clip", "algorithm.critic.clip", by(0.2, 0.2, 0.5, 0.5)),
     part("critic.freezing_steps", "algorithm.critic.warmup_steps", -1),
     part("critic.adam.{betas,weight_decay,eps}", "optimizer.betas"),
     part("critic.{lr_scheduler,lr_warmup_ratio,min_lr_ratio,max_norm}", "optimizer.schedule"),
@@ -153,7 +144,7 @@ PPO = [
     maps("rollout.top_p", "rollout.top_p", 1.0, number),
     part("vllm.num_engines", "rollout.engines"),
     maps("vllm.tensor_parallel_size", "rollout.tensor_parallel", 1, whole),
-    part("vllm.gpu_memory_utilization", "rollout.memory_utilization", _by(0.9, 0.95, 0.95, 0.95)),
+    part("vllm.gpu_memory_utilization", "rollout.memory_utilization", by(0.9, 0.95, 0.95, 0.95)),
     maps("vllm.enforce_eager", "rollout.eager", False, flag),
     part("eval.temperature", "rollout.validation.temperature", 0.6),
     part("eval.n_samples_per_prompt", "rollout.validation.n", 4),

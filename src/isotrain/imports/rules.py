@@ -19,6 +19,10 @@ class ByVersion:
     values: tuple[Any, ...]
 
 
+def by(*values: Any) -> ByVersion:
+    return ByVersion(values)
+
+
 NONE = object()
 """There is no default: the key must be given, or its absence means something of its own."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isotrain.imports.draft import every, flag, number, text, texts, whole
-from isotrain.imports.rules import ByVersion, KeyTable, maps, no_effect, part, refused
+from isotrain.imports.rules import KeyTable, by, maps, no_effect, part, refused
 
 VERSIONS = ("0.5.0", "0.7.0", "2026-08")
 """Whose defaults are in the tables; the last is verl's main branch of August 2026."""
@@ -32,10 +32,6 @@ ASYNC = "set rollout.staleness, in weight versions (docs/rollout.md): verl count
 MEGATRON = "a model option of Megatron"
 RECORDED = "set rollout.record and rollout.replay"
 CONFIG = "edit config.json of the model directory"
-
-
-def _by(*values: object) -> ByVersion:
-    return ByVersion(values)
 
 
 NO_EFFECT = {
@@ -380,7 +376,7 @@ RULES = [
     maps("R.top_k", "rollout.top_k", -1, lambda value: whole(value) or -1),
     maps("R.tensor_model_parallel_size", "rollout.tensor_parallel", 2, whole),
     maps("R.gpu_memory_utilization", "rollout.memory_utilization", 0.5, number),
-    maps("R.enforce_eager", "rollout.eager", _by(True, False, False), flag),
+    maps("R.enforce_eager", "rollout.eager", by(True, False, False), flag),
     part("R.val_kwargs.n", "rollout.validation.n", 1),
     part("R.val_kwargs.temperature", "rollout.validation.temperature", 0),
     part("R.val_kwargs.do_sample", "rollout.validation.temperature", False),
@@ -409,8 +405,8 @@ RULES = [
     part("A.grad_clip A.optim.clip_grad", "optimizer.max_grad_norm", 1.0),
     part("A.optim.lr_warmup_steps", "optimizer.warmup_steps", -1),
     part("A.optim.lr_warmup_steps_ratio", "optimizer.warmup_ratio", 0.0),
-    part("A.optim.warmup_style", "optimizer.schedule", _by("constant", None, None)),
-    part("A.optim.lr_scheduler_type", "optimizer.schedule", _by(None, "constant", "constant")),
+    part("A.optim.warmup_style", "optimizer.schedule", by("constant", None, None)),
+    part("A.optim.lr_scheduler_type", "optimizer.schedule", by(None, "constant", "constant")),
     part("A.optim.lr_decay_style", "optimizer.schedule", "constant"),
     part("A.optim.lr_decay_steps", "optimizer.schedule"),
     part("A.optim.min_lr_ratio A.optim.min_lr", "optimizer.min_lr_ratio", 0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isotrain.imports.draft import Draft, Off, every, flag, number, text, texts, whole
 from isotrain.imports.hydra import shown
-from isotrain.imports.rules import ByVersion, KeyTable, maps, no_effect, part, refused
+from isotrain.imports.rules import KeyTable, by, maps, no_effect, part, refused
 from isotrain.imports.source import ImportSource, Stray
 from isotrain.imports.verl import checkpoints, lora, mesh, multimodal, observe, own_config, run_name
 from isotrain.imports.verl_algorithm import schedule, total_steps, warmup
@@ -22,10 +22,6 @@ from isotrain.imports.verl_keys import (
 
 VERSIONS = ("fsdp_sft_trainer", "sft_trainer")
 """The trainer up to verl 0.7, and the one that followed it; their defaults differ."""
-
-
-def _by(old: object, new: object) -> ByVersion:
-    return ByVersion((old, new))
 
 
 NO_EFFECT = {
@@ -83,7 +79,7 @@ RULES = [
     part("trainer.default_local_dir", "output"),
     maps("trainer.seed", "seed", 1, whole),
     part("trainer.nnodes", "device.ranks", 1),
-    part("trainer.n_gpus_per_node", "device.ranks", _by(8, 1)),
+    part("trainer.n_gpus_per_node", "device.ranks", by(8, 1)),
     part("ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size", "device.mesh.context", 1),
     part("engine.fsdp_size", "device.mesh.replicas", -1),
     part("engine.full_determinism", "device.determinism", False),
@@ -98,7 +94,7 @@ RULES = [
     part("model.target_modules", "model.lora.targets", "all-linear"),
     # Data
     maps("data.train_files", "data.train", "~/data/gsm8k/train.parquet", texts),
-    maps("data.val_files", "data.validation", _by("~/data/gsm8k/test.parquet", None), texts),
+    maps("data.val_files", "data.validation", by("~/data/gsm8k/test.parquet", None), texts),
     maps("data.train_batch_size", "data.batch_size", 256, whole),
     maps("data.max_length", "data.max_length", 1024, whole),
     part("data.truncation", "data.too_long", "error"),
@@ -111,17 +107,17 @@ RULES = [
     part("data.micro_batch_size_per_gpu", "data.tokens_per_micro_batch", 4),
     part("data.micro_batch_size", "data.tokens_per_micro_batch"),
     part("data.max_token_len_per_gpu", "data.tokens_per_micro_batch", 8192),
-    part("data.use_dynamic_bsz", "data.tokens_per_micro_batch", _by(False, True)),
+    part("data.use_dynamic_bsz", "data.tokens_per_micro_batch", by(False, True)),
     # Optimizer
-    maps("optim.lr", "optimizer.lr", _by(1e-5, 0.001), number),
-    maps("optim.betas", "optimizer.betas", _by([0.9, 0.95], [0.9, 0.999])),
+    maps("optim.lr", "optimizer.lr", by(1e-5, 0.001), number),
+    maps("optim.betas", "optimizer.betas", by([0.9, 0.95], [0.9, 0.999])),
     maps("optim.weight_decay", "optimizer.weight_decay", 0.01, number),
     maps("optim.clip_grad", "optimizer.max_grad_norm", 1.0, number),
-    part("optim.lr_warmup_steps_ratio", "optimizer.warmup_ratio", _by(0.1, 0.0)),
+    part("optim.lr_warmup_steps_ratio", "optimizer.warmup_ratio", by(0.1, 0.0)),
     part("optim.warmup_steps_ratio", "optimizer.warmup_ratio"),
     part("optim.lr_warmup_steps", "optimizer.warmup_steps", -1),
-    part("optim.lr_scheduler", "optimizer.schedule", _by("cosine", None)),
-    part("optim.lr_scheduler_type", "optimizer.schedule", _by(None, "constant")),
+    part("optim.lr_scheduler", "optimizer.schedule", by("cosine", None)),
+    part("optim.lr_scheduler_type", "optimizer.schedule", by(None, "constant")),
     part("optim.warmup_style", "optimizer.schedule"),
     maps("optim.min_lr_ratio", "optimizer.min_lr_ratio", 0.0, number),
     # Trainer
