@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed
 
+from isotrain.device.exchange import CONNECT_ON_DEMAND
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.digest import HOST, TYPE_NAMES, TYPES, Contents, Digest, Weight, checksums
 from isotrain.weights.update import StoreSource, WeightUpdate
@@ -28,9 +29,6 @@ c10d: Any = torch.distributed  # its types leave out what is used here
 
 # In a bucket each tensor begins at a multiple of this, so that any type can be read in place.
 ALIGNMENT = 64
-
-# From so many processes on, they connect only as they need it.
-CONNECT_ON_DEMAND = 128
 
 
 class Deadline:
