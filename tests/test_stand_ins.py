@@ -58,7 +58,9 @@ STAND_INS = {
     "tests/trainers/online/test_engine_loop.py::Forgetful": StandIn((ENGINE,)),
     "tests/trainers/online/test_engine_loop.py::Steps": StandIn((ENGINE,), ("step", "wait_until")),
     "tests/trainers/online/test_episodes.py::Quick": StandIn((ENGINE,), ("asked",)),
-    "tests/trainers/online/test_prompt_queue.py::Here": StandIn((f"{WORKERS}:Peer", f"{WORKERS}:Reply")),
+    "tests/trainers/online/test_prompt_queue.py::Here": StandIn(
+        (f"{WORKERS}:WorkerPeer", f"{WORKERS}:PeerReply")
+    ),
     "tests/trainers/online/test_recovery.py::Ranks": StandIn((GROUP, TIMED)),
     "tests/trainers/online/test_replay.py::Inventor": StandIn((MAKER,), ("make",)),
     "tests/trainers/online/test_shared_output.py::Ranks": StandIn((GROUP,)),

@@ -42,14 +42,18 @@ def reads_of_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
 
 
 def reads_of_methods(source: str) -> Iterator[tuple[str, str]]:
-    """Each `self.field` in what a section computes from its fields; checks of values use none of them."""
+    """Each `self.field` and `self.section.field` in what a section computes; checks of values use none."""
     for section in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
         for method in (node for node in section.body if isinstance(node, ast.FunctionDef)):
             if any("validator" in ast.unparse(decorator) for decorator in method.decorator_list):
                 continue
             for node in ast.walk(method):
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                if not isinstance(node, ast.Attribute):
+                    continue
+                if ast.unparse(node.value) == "self":
                     yield section.name, node.attr
+                elif isinstance(node.value, ast.Attribute) and ast.unparse(node.value.value) == "self":
+                    yield node.value.attr, node.attr
 
 
 def classes(section: str) -> set[str]:

@@ -468,8 +468,11 @@ class RewardSection(Section):
     @property
     def reward_models(self) -> dict[str, float]:
         """The rewards that models on the training ranks compute, with their weights."""
-        models = {"model": self.model, "process": self.process}
-        return {name: section.weight for name, section in models.items() if section is not None}
+        weights = {
+            "model": None if self.model is None else self.model.weight,
+            "process": None if self.process is None else self.process.weight,
+        }
+        return {name: weight for name, weight in weights.items() if weight is not None}
 
 
 class ClusterSection(Section):
