@@ -14,10 +14,12 @@ from isotrain.algorithms.policy_losses import POLICY_LOSSES
 from isotrain.data.packing import pack_trajectories
 from isotrain.data.trajectory import EpisodePart, Trajectory, Turn, with_common_prompt
 from isotrain.trainers.online.messages import (
+    EpisodeFacts,
     Group,
     Score,
     Totals,
     describe,
+    episode_facts,
     episode_numbers,
     last_sequences,
     plan_step,
@@ -206,3 +208,11 @@ def test_what_differs_between_prompts_is_part_of_the_response() -> None:
     assert with_common_prompt([one]) == [one]
     first = sequence("w", prompt=(1, 2))
     assert [t.prompt_length for t in with_common_prompt([one, first])] == [1, 1]
+
+
+def test_facts_of_an_episode_of_two_sequences() -> None:
+    facts = episode_facts([sequence("wwtw", parts=2), sequence("wttttwwt", part=1, parts=2)])
+    assert facts == EpisodeFacts(
+        sequences=2, turns=4, calls=4, failed_calls=0, seconds=2.0, given=1 + 4, length=7
+    )
+    assert episode_facts([]).length == 0

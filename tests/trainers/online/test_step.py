@@ -10,7 +10,8 @@ from hand_made_step import FLAT, GREEDY, N_SAMPLES, SCORES
 
 from isotrain.algorithms.advantages import ADVANTAGES
 from isotrain.data.packing import pack_trajectories
-from isotrain.trainers.online.step import AdvantageSettings, Micro, estimate
+from isotrain.engine.engine import UpdateResult
+from isotrain.trainers.online.step import AdvantageSettings, Micro, estimate, update_means
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"gamma": 0.95, "lam": 0.9},
@@ -51,3 +52,14 @@ def test_together_as_one_by_one(device_type: str, name: str) -> None:
         for found, wanted in ((one.advantages_N, other.advantages_N), (one.returns_N, other.returns_N)):
             assert found is not None and wanted is not None and torch.equal(found, wanted)
     assert sum(float(m.advantages_N.abs().sum()) for m in together if m.advantages_N is not None) > 0
+
+
+def test_metrics_of_a_step_are_means_over_its_updates() -> None:
+    first = UpdateResult(0.5, 2.0, True, {"actor/pg_loss": 1.0}, router_aux_loss=1.5)
+    second = UpdateResult(0.5, 4.0, False, {"actor/pg_loss": -0.5}, router_aux_loss=0.5)
+    assert update_means([first, second], "actor") == {
+        "actor/pg_loss": 0.25,
+        "actor/grad_norm": 3.0,
+        "actor/router_aux_loss": 1.0,
+        "actor/skipped": 1.0,
+    }
