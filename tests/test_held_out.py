@@ -30,6 +30,8 @@ def test_each_has_its_patch_and_none_was_there_before() -> None:
 APPLY = """
 import importlib, os, sys, traceback
 import held_out_patches, mutation_patches
+from isotrain.engine import schedule
+from isotrain.trainers import build
 failed = []
 for name, patches in (held_out_patches.PATCHES | mutation_patches.PATCHES).items():
     modules = [(importlib.import_module(module), patch) for module, patch in patches.items()]
@@ -39,6 +41,8 @@ for name, patches in (held_out_patches.PATCHES | mutation_patches.PATCHES).items
         try:
             for module, patch in modules:
                 patch(module)
+            for owner in (schedule, build):  # as the trainer calls it: a mistake trains, it does not raise
+                owner.make_schedule("cosine", 1e-3, 10, 0.1, 0.0, None)(1)
         except Exception:
             traceback.print_exc()
             os._exit(1)
@@ -52,7 +56,7 @@ print(failed)
 def test_each_finds_what_it_changes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", APPLY],
-        env={**os.environ, "PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1", "ISOTRAIN_LATE_STEP": "5"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isotrain.imports import openrlhf_keys, verl_keys, verl_sft
-from isotrain.imports.rules import KeyRule, expanded
+from isotrain.imports.rules import KeyRule, KeyTable, expanded
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
 
@@ -65,6 +65,15 @@ def test_rules_name_fields_that_exist(place: int) -> None:
 def test_flat_names_lead_to_rules(flat: dict[str, str]) -> None:
     keys = openrlhf_keys.PPO_TABLE.exact.keys() | openrlhf_keys.OFFLINE_TABLE.exact.keys()
     assert [old for old, new in flat.items() if new not in keys] == []
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["verl", "verl sft", "openrlhf ppo", "openrlhf"])
+def test_no_key_below_a_refused_one_is_without_effect(table: KeyTable) -> None:
+    """Patterns go in their order: `*._target_` alone has no effect."""
+    refused = [rule.key for rule in table.patterns if rule.kind == "refused" and rule.key.endswith("*")]
+    for pattern in refused:
+        rule = table.find(pattern.rstrip("*").rstrip(".").replace("*", "x") + "._target_")
+        assert rule is not None and rule.kind == "refused", pattern
 
 
 def test_braces_stand_for_several_keys() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import write_functions
 
+from children import write_functions
 from isotrain.errors import RewardError
 from isotrain.recipe.online import RewardSection
 from isotrain.reward.base import RewardInput, Scored, Scorer

@@ -119,8 +119,8 @@ class EnvironmentProcesses:
                 f"the file of {self._field} was not imported within {self._start_timeout:g} s; "
                 f"raise {self._field}.start_timeout"
             ) from None
-        except BrokenChild:
-            reply = {}
+        except BrokenChild as broken:
+            reply = {"refused": str(broken)} if str(broken) else {}
         if "ready" not in reply:
             self.close()
             raise EpisodeError(str(reply.get("refused", "the environment's process ended while it started")))
@@ -149,7 +149,7 @@ class EnvironmentProcesses:
                 raise BrokenChild
             socket.send_fds(child.socket, [b"+"], [descriptor])
             pid = int(child.wait(START_SECONDS)["pid"])
-        except (BrokenChild, OSError, LookupError, TypeError, ValueError):
+        except (BrokenChild, OSError, LookupError, TypeError, ValueError, OverflowError):
             # Whatever ended it: another one is started for the next episodes.
             self._end_all()
             if not self._closed:
@@ -182,9 +182,10 @@ class EnvironmentProcesses:
         for process in list(self._running.values()):
             kill_group(process.pid)
         self._running.clear()
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        # Two threads may be here: the one that closes, and the one that was forking.
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
 
 def _group_sizes() -> Counter[int]:

@@ -104,6 +104,6 @@ def machines_of(nodes: Sequence[str]) -> list[list[int]]:
 
 
 def teams(proxies: int) -> list[list[int]]:
-    """Agents that are called together; the first of each team leads the others."""
+    """Proxies that are called together; the first of each team leads the others."""
     size = 1 if proxies <= FLAT else math.isqrt(proxies - 1) + 1
     return [list(range(first, min(first + size, proxies))) for first in range(0, proxies, size)]

@@ -132,7 +132,8 @@ RULES = [
     part("trainer.rollout_data_dir", "rollout.record"),
 ]
 
-TABLE = KeyTable(no_effect(NO_EFFECT), refused(REFUSED), refused(REFUSED_SETTINGS, False), RULES)
+# Refusals first: `*._target_` has no effect, but not where all that is below a key is refused.
+TABLE = KeyTable(refused(REFUSED), refused(REFUSED_SETTINGS, False), no_effect(NO_EFFECT), RULES)
 
 
 def is_sft(source: ImportSource) -> bool:

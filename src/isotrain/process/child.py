@@ -158,8 +158,9 @@ class Child:
         except subprocess.TimeoutExpired:
             code = None  # it hangs in the kernel, such as on a network disk; it ends when that lets go
         self.socket.close()
-        if self.ending is not None:
-            os.close(self.ending)
+        ending, self.ending = self.ending, None
+        if ending is not None:
+            os.close(ending)
         if code is None:
             return f"{self.name} could not be killed"
         if code < 0:

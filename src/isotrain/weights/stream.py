@@ -169,6 +169,8 @@ class StreamTransport(ABC):
         store.wait(["go"], deadline.left())
         control = Control(store, _address_towards(source), rank, plan["receivers"] + 1, deadline)
         device = HOST if plan["device"] == HOST.type else device
+        if device.type != plan["device"]:
+            raise WeightUpdateError(f"{engine} is on {device.type}, its weights are on {plan['device']}")
         digest = Digest()
         # Closed before the sender hears that all is well: it frees what it has shared.
         with closing(self.open_carrier(control, device, 0)) as carrier:

@@ -159,8 +159,8 @@ def _bf16_moments(engine: Any, update: Any, work: Any, lr: float) -> Any:
 def _late_warm_up(schedule: Any) -> None:
     make = schedule.make_schedule
 
-    def late(kind: str, lr: float, total_steps: int, warmup_ratio: float, min_lr_ratio: float) -> Any:
-        right = make(kind, lr, total_steps, warmup_ratio, min_lr_ratio)
+    def late(*arguments: Any) -> Any:
+        right = make(*arguments)
         return lambda step: right(max(step - 1, 1))
 
     schedule.make_schedule = late

@@ -63,8 +63,8 @@ def _restarted(make: Any, *arguments: Any) -> Any:
     return lambda step: right(step if step < late_step() else step - late_step() + 1)
 
 
-def _longer_cosine(make: Any, kind: str, lr: float, total: int, warmup: float, lowest: float) -> Any:
-    return make(kind, lr, round(1.1 * total), warmup / 1.1, lowest)
+def _longer_cosine(make: Any, kind: str, lr: float, total: int, warmup: float, *others: Any) -> Any:
+    return make(kind, lr, round(1.1 * total), warmup / 1.1, *others)
 
 
 def _optimizer(change: Callable[..., Any]) -> Patch:

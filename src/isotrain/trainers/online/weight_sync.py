@@ -261,6 +261,8 @@ class WeightSync:
         limit, prompts = self.engines.timeout, self.engines.check_prompts
         orders = self._orders(self.routes, version, limit, prompts, self.colocated)
         announced = self.ranks.within(limit).call_each(PolicyRank.announce_weights, orders)
+        if error := next((reply.error for reply in announced if reply.error), ""):
+            raise WeightUpdateError(f"weight update {version}: {error}")
         logps = next(reply.logps for reply in announced if reply.logps is not None)
         updates = self._updates(self.routes, [reply.update for reply in announced])
         with _all_or_none():
