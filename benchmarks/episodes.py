@@ -23,12 +23,12 @@ from typing import Any
 import bench
 from smollm2 import smollm2
 
-from isotrain.agents.episode import Generate, Task
-from isotrain.agents.players import Player
-from isotrain.agents.processes import EnvironmentProcess
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
+from isotrain.environments.episode import Generate, Task
+from isotrain.environments.players import Player
+from isotrain.environments.processes import EnvironmentProcess
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import More, Request, RolloutEngine, Sampling, no_more
 from isotrain.rollout.build import build_rollout

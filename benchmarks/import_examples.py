@@ -14,8 +14,8 @@ from pathlib import Path
 import bench
 
 from isotrain.errors import IsotrainError
-from isotrain.imports.convert import ImportAccountError, Imported, convert
-from isotrain.imports.source import ImportSourceError
+from isotrain.tools.imports.convert import ImportAccountError, Imported, convert
+from isotrain.tools.imports.source import ImportSourceError
 
 GOAL = 0.0
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from bench import Options, show
 from scipy.signal import lfilter
 
-from isotrain.parity.compare.effects import effect_of_curves, effect_of_runs
-from isotrain.parity.compare.power import wilson
-from isotrain.parity.levels.envelope import calibrated, distances
+from isotrain.tools.parity.compare.effects import effect_of_curves, effect_of_runs
+from isotrain.tools.parity.compare.power import wilson
+from isotrain.tools.parity.levels.envelope import calibrated, distances
 
 Numbers = npt.NDArray[np.float64]
 LENGTHS = (60, 200, 1000, 5000)

@@ -9,7 +9,7 @@ import numpy as np
 from bench import Options, show
 from parity_calibration import MARGIN, Noise
 
-from isotrain.parity.compare.effects import effect_of_curves
+from isotrain.tools.parity.compare.effects import effect_of_curves
 
 LENGTHS = (50, 100, 200, 400, 800)
 NOISES = ((0.02, 0.5), (0.02, 0.8), (0.04, 0.5), (0.04, 0.8))

@@ -31,13 +31,13 @@ from power.plan import CHOICE, Pair, controls, members, pairs, references, serve
 from power.runs import AT_ONCE, Job, Runs  # noqa: E402
 from power.table import markdown  # noqa: E402
 
-from isotrain.parity.compare.power import Power, PowerRow  # noqa: E402
+from isotrain.tools.parity.compare.power import Power, PowerRow  # noqa: E402
 
 PROTOCOL = (
     "Held-out bugs and honest pairs on tiny Llama, Qwen3-MoE and Gemma 3 models, float32 and bfloat16, 60 "
     "and 500 steps of SFT, DPO and GRPO, run once after every threshold was fixed"
 )
-PACKAGED = REPOSITORY / "src" / "isotrain" / "parity" / "power.json"
+PACKAGED = REPOSITORY / "src" / "isotrain" / "tools" / "parity" / "power.json"
 TIME_LIMIT = 900.0
 
 

@@ -79,8 +79,8 @@ def counted(setting: dict[str, Any]) -> None:
     from isotrain.device.detect import choose_device
     from isotrain.engine.state import start_optimizer_state
     from isotrain.engine.world import join_world
-    from isotrain.plan.step import run_step
     from isotrain.recipe.schema import Recipe
+    from isotrain.tools.plan.step import run_step
 
     torch.set_num_threads(1)
     recipe = Recipe.model_validate(setting["recipe"])
@@ -101,8 +101,8 @@ def counted(setting: dict[str, Any]) -> None:
 
 def measure(options: argparse.Namespace, models: Path) -> None:
     from isotrain.data.prepare.tiny import make_tiny
-    from isotrain.plan.memory import training_memory
     from isotrain.recipe.schema import Recipe
+    from isotrain.tools.plan.memory import training_memory
     from isotrain.trainers.launch import run_ranks
 
     make_tiny(models / "llama", layers=LAYERS, train_rows=1, validation_rows=1)

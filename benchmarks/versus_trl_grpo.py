@@ -28,12 +28,14 @@ from statistics import mean
 from typing import Any
 
 import bench
-from number_reward import score
+from number_reward import digits, score
 from trl_side import STORED, in_turns, optimizer, settings
 from turns import Measured, take_turns
 
 SIDES = ["trl", "isotrain"]
 PROMPTS, COMPLETIONS, MAX_TOKENS = (1, 4, 16) if bench.QUICK else (4, 8, 64)
+# Sixteen tokens hold no answer: with all rewards equal nothing would be trained.
+REWARD = "digits" if bench.QUICK else "score"
 TEMPERATURE = 1.0
 LR = 1e-6
 STEPS = 10_000  # more than any run takes
@@ -92,7 +94,8 @@ def trl(model: Path, steps: int, prompts: str, checkpointing: bool, directory: P
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
         return [
-            score(messages[0]["content"], right) for messages, right in zip(completions, answer, strict=True)
+            digits(messages[0]["content"]) if REWARD == "digits" else score(messages[0]["content"], right)
+            for messages, right in zip(completions, answer, strict=True)
         ]
 
     def metrics(logs: Mapping[str, float]) -> dict[str, float]:
@@ -148,7 +151,7 @@ def isotrain(model: Path, steps: int, prompts: str, checkpointing: bool, directo
                 "kv_cache_gb": 0.5,
                 "eager": bench.QUICK,  # compiling takes minutes
             },
-            "reward": {"function": {"path": f"{Path(__file__).with_name('number_reward.py')}:score"}},
+            "reward": {"function": {"path": f"{Path(__file__).with_name('number_reward.py')}:{REWARD}"}},
             "cluster": {"address": "local"},
             "optimizer": optimizer(LR),
             "trainer": {"steps": STEPS},

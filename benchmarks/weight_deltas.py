@@ -31,9 +31,9 @@ GOAL = 1 / 3
 PLACE_BYTES, VALUE_BYTES = 4, 2
 
 
-def recipe(directory: Path, lr: float, steps: int, prompts: int, responses: int) -> Recipe:
+def recipe(directory: Path, lr: float, steps: int, prompts: int, responses: int, reward: str) -> Recipe:
     prepare_gsm8k_sums(bench.gsm8k(), directory)
-    reward = Path(__file__).with_name("number_reward.py")
+    rewards = Path(__file__).with_name("number_reward.py")
     return Recipe.model_validate(
         {
             "name": "weight-deltas",
@@ -47,7 +47,7 @@ def recipe(directory: Path, lr: float, steps: int, prompts: int, responses: int)
             },
             "algorithm": {"name": "grpo"},
             "rollout": {"engine": "vllm", "n": responses, "max_tokens": 64, "kv_cache_gb": 0.5},
-            "reward": {"function": {"path": f"{reward}:score"}},
+            "reward": {"function": {"path": f"{rewards}:{reward}"}},
             "cluster": {"address": "local"},
             "optimizer": {"lr": lr, "schedule": "constant", "warmup_ratio": 0.0},
             "trainer": {"steps": steps, "save_every": 1, "keep_checkpoints": steps},
@@ -84,16 +84,18 @@ def shares(checkpoints: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = bench.Options(__doc__, steps=3, lr=[1e-5], prompts=2, responses=8)
+    parser = bench.Options(__doc__, steps=2, lr=[1e-5], prompts=1, responses=2, reward="digits")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--reward", choices=["score", "digits"], default="score", help="of number_reward.py")
     options = parser.read()
     by_lr = {}
     for lr in options.lr:
         with tempfile.TemporaryDirectory() as work:
-            run = recipe(Path(work), lr, options.steps, options.prompts, options.responses)
+            sizes = options.steps, options.prompts, options.responses
+            run = recipe(Path(work), lr, *sizes, options.reward)
             write_resolved(run, Path(work) / "recipe.yaml")
             subprocess.run(
                 [sys.executable, "-m", "isotrain.cli.main", "train", f"{work}/recipe.yaml"],

@@ -27,7 +27,7 @@ import npusim  # noqa: E402
 from smollm2 import smollm2  # noqa: E402
 
 from isotrain.observe.environment import cpu_features  # noqa: E402
-from isotrain.parity.certify.reference_runs import TINY, take_over  # noqa: E402
+from isotrain.tools.parity.certify.reference_runs import TINY, take_over  # noqa: E402
 
 # Reruns of the reference; fewer where each takes minutes.
 MEMBERS, MEMBERS_OF_SMOLLM2 = 6, 4

@@ -12,17 +12,17 @@ from typing import Any
 
 from isotrain.observe.metrics import MetricsLog
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.parity.certify.certificate import Certificate, digest_of, write_certificate
-from isotrain.parity.certify.issue import certificate_of
-from isotrain.parity.compare.comparison import compare
-from isotrain.parity.compare.outcome import outcome_of
-from isotrain.parity.devices import why_untraced
-from isotrain.parity.levels.envelope import envelope_level
-from isotrain.parity.levels.level import Check, Level, not_run
-from isotrain.parity.levels.paired import paired_level
-from isotrain.parity.read.runs import read_run
-from isotrain.parity.run import Run
-from isotrain.parity.verdict import Verdict, judge
+from isotrain.tools.parity.certify.certificate import Certificate, digest_of, write_certificate
+from isotrain.tools.parity.certify.issue import certificate_of
+from isotrain.tools.parity.compare.comparison import compare
+from isotrain.tools.parity.compare.outcome import outcome_of
+from isotrain.tools.parity.devices import why_untraced
+from isotrain.tools.parity.levels.envelope import envelope_level
+from isotrain.tools.parity.levels.level import Check, Level, not_run
+from isotrain.tools.parity.levels.paired import paired_level
+from isotrain.tools.parity.read.runs import read_run
+from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.verdict import Verdict, judge
 
 RECIPE: dict[str, Any] = {
     "name": "tiny-sft",

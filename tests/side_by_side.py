@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from isotrain.imports.convert import Imported
-from isotrain.imports.rules import NONE, KeyTable, default_of
-from isotrain.imports.source import flatten
 from isotrain.recipe.load import parse_recipe, resolved
+from isotrain.tools.imports.convert import Imported
+from isotrain.tools.imports.rules import NONE, KeyTable, default_of
+from isotrain.tools.imports.source import flatten
 
 DOCS = Path(__file__).parents[1] / "docs"
 OURS = """

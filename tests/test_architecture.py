@@ -13,24 +13,31 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 
-# Lowest first. A package may import itself and packages of lower layers; `cli` may import everything, `api`
-# everything but `cli`, `plan` and `self_test`.
+# Lowest first. A package may import itself and packages of lower layers; `cli` may import everything.
 LAYERS = (
     {"device", "recipe", "observe"},
     {"process"},
     {"models", "data", "algorithms"},
-    {"cluster", "reward", "engine", "agents"},
+    {"cluster", "rewards", "engine", "environments"},
     {"weights"},
     {"rollout"},
     {"trainers"},
 )
-# Beside training too: they may import all of it, and none of it imports them.
-TOOLS = {"tools"}
+TRAINING: set[str] = set().union(*LAYERS)
+# Beside training, which imports none of them: most see recipes and run directories alone, and work where
+# torch is not installed.
+TOOLS: dict[str, set[str]] = {
+    "tools": set(),
+    "tools.parity": {"recipe", "observe"},
+    "tools.imports": {"recipe", "observe"},
+    "tools.doctor": {"recipe", "observe"},
+    "tools.doctor.self_test": {*TRAINING, "tools.doctor", "tools.probes"},
+    "tools.plan": TRAINING,
+    "tools.probes": {"recipe", "observe", "models", "engine"},
+    "tools.view": {"recipe", "observe", "data"},
+}
 # The one object of a tool that training uses, by its name and only where a recipe asks for it.
 NAMED_TOOL = ("recipe/schema.py", "isotrain.tools.probes:make_probes")
-# They stand beside the layers and read run directories and machines.
-BESIDE = {"parity", "doctor", "imports"}
-BESIDE_MAY_IMPORT = {"recipe", "observe"}
 OPEN_TO_ALL = {
     "abandoned",
     "errors",
@@ -43,29 +50,30 @@ OPEN_TO_ALL = {
     "terminal",
     "user_file",
 }
-# It reads recorded trajectories besides, and works where torch is not installed.
-VIEW_MAY_IMPORT = {"recipe", "observe", "data"}
 
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
 # The names of the acceptance rules are those of the community that has them; what a certificate claims of a
 # device is held against what its vendor calls it; other frameworks have vendors in the names of their keys.
 NAMES_VENDORS = (
-    *("device/", "doctor/", "rollout/vllm.py", "rollout/sglang.py"),
-    *("parity/report/acceptance.py", "parity/devices.py"),
-    "imports/verl_keys.py",
+    *("device/", "tools/doctor/", "rollout/vllm.py", "rollout/sglang.py"),
+    *("tools/parity/report/acceptance.py", "tools/parity/devices.py"),
+    "tools/imports/verl_keys.py",
 )
 
 # Names of objects, as `pkgutil.resolve_name` imports them.
 OBJECT_NAME = re.compile(r"isotrain(\.\w+)+:\w+(\.\w+)*")
 
-SANDBOXED = "reward/code_harness.py"
+SANDBOXED = "rewards/code_harness.py"
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 
 # Packages with configs of models, and what these say of the whole model; the rest are fields of adapters, and
 # what is set on a layer's own config.
-READS_MODELS = {"models", "engine", "plan", "weights", "rollout", "trainers", "self_test", "tools", "api"}
+READS_MODELS = {
+    *("models", "engine", "weights", "rollout", "trainers", "api"),
+    *("tools.plan", "tools.probes", "tools.doctor.self_test"),
+}
 OF_THE_WHOLE = {
     *("model_type", "architectures", "dtype", "save_pretrained", "quantization_config", "num_labels"),
     *("pad_token_id", "target_modules", "base_model_name_or_path", "inference_mode", "items"),
@@ -102,22 +110,24 @@ def file_imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     return imports(ast.parse(path.read_text(encoding="utf-8")), ("isotrain", *relative.parts))
 
 
+def package_of(module: str) -> str:
+    """The package below `isotrain` that a module belongs to: one of a tool, or the first part of its name."""
+    tools = [tool for tool in TOOLS if f"{module}.".startswith(f"{tool}.")]
+    return max(tools, key=len, default=module.split(".")[0])
+
+
 def room(path: Path, root: Path) -> str:
-    """The package below `isotrain` that a file is in, or its own name at the top."""
-    first = path.relative_to(root).parts[0]
-    return first.removesuffix(".py")
+    return package_of(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def may_import(package: str) -> set[str] | None:
     """The packages that one package may import; None for a package that the design does not know."""
-    if package in {"api", "plan", "self_test"} | TOOLS:
-        return BESIDE.union(TOOLS, *LAYERS)
+    if package == "api":
+        return TRAINING.union(TOOLS) - {"tools.plan", "tools.doctor.self_test"}
     if package == "__init__":
         return {"api"}
-    if package in BESIDE:
-        return BESIDE_MAY_IMPORT
-    if package == "view":
-        return VIEW_MAY_IMPORT
+    if package in TOOLS:
+        return TOOLS[package]
     lower: set[str] = set()
     for layer in LAYERS:
         if package in layer:
@@ -138,8 +148,8 @@ def check_arrows(path: Path, root: Path) -> Iterator[str]:
     for line, name in file_imports(path, root):
         if (where, name) == NAMED_TOOL:
             continue
-        parts = name.split(".")
-        target = parts[1] if parts[0] == "isotrain" and len(parts) > 1 else ""
+        top, _, module = name.replace(":", ".").partition(".")
+        target = package_of(module) if top == "isotrain" else ""
         if not target or target in allowed | OPEN_TO_ALL | {package, "__version__"}:
             continue
         yield f"{where}:{line}: {package} may not import {target}"
@@ -154,7 +164,7 @@ def check_outside_imports(path: Path, root: Path) -> Iterator[str]:
             inside = name == "isotrain.algorithms" or name.startswith("isotrain.algorithms.")
             wrong = not (top == "torch" or top in sys.stdlib_module_names or inside)
         else:
-            wrong = package in ("recipe", "view", "imports") and top in ("torch", "transformers")
+            wrong = package in ("recipe", "tools.view", "tools.imports") and top in ("torch", "transformers")
         if wrong:
             yield f"{path.relative_to(root)}:{line}: {package} may not import {name}"
 
@@ -274,17 +284,21 @@ def violations(checker: Checker, root: Path, name: str, source: str) -> list[str
         ("engine/a.py", "import isotrain.weights"),
         ("weights/a.py", "import isotrain.rollout"),
         ("trainers/a.py", "import isotrain.cli.main"),
-        ("trainers/a.py", "import isotrain.parity"),
+        ("trainers/a.py", "import isotrain.tools.parity"),
         ("trainers/a.py", "from isotrain.tools.probes import make_probes"),
         (
             "engine/a.py",
             "from pkgutil import resolve_name\nresolve_name('isotrain.tools.probes:make_probes')",
         ),
         ("recipe/schema.py", "PROBES = 'isotrain.tools.probes:other'"),
-        ("tools/a.py", "import isotrain.api"),
-        ("parity/a.py", "import isotrain.device"),
-        ("doctor/a.py", "import isotrain.parity"),
-        ("view/a.py", "import isotrain.models.load"),
+        ("tools/a.py", "import isotrain.recipe"),
+        ("tools/plan/a.py", "import isotrain.api"),
+        ("tools/plan/a.py", "import isotrain.tools.parity"),
+        ("tools/probes/a.py", "import isotrain.trainers"),
+        ("tools/doctor/a.py", "import isotrain.tools.doctor.self_test"),
+        ("tools/parity/a.py", "import isotrain.device"),
+        ("tools/doctor/a.py", "import isotrain.tools.parity"),
+        ("tools/view/a.py", "import isotrain.models.load"),
         ("errors.py", "import isotrain.recipe"),
         ("__init__.py", "from isotrain.trainers import launch"),
         ("api/a.py", "import isotrain.cli.main"),
@@ -300,8 +314,8 @@ def test_arrows_that_point_the_wrong_way(tmp_path: Path, name: str, source: str)
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("cli/a.py", "import isotrain.trainers, isotrain.parity, isotrain.api"),
-        ("api/a.py", "import isotrain.trainers.launch, isotrain.parity, isotrain.doctor"),
+        ("cli/a.py", "import isotrain.trainers, isotrain.tools.parity, isotrain.api"),
+        ("api/a.py", "import isotrain.trainers.launch, isotrain.tools.parity, isotrain.tools.doctor"),
         ("__init__.py", "def f():\n    from isotrain import api"),
         ("trainers/a.py", "import isotrain.engine, isotrain.recipe.load, isotrain.data"),
         (
@@ -309,10 +323,14 @@ def test_arrows_that_point_the_wrong_way(tmp_path: Path, name: str, source: str)
             "from isotrain import __version__\nfrom isotrain.errors import ModelError\nfrom . import b",
         ),
         ("models/a.py", "from isotrain.models.b import c\nfrom isotrain.device import base\nimport torch"),
-        ("parity/a.py", "import isotrain.observe.metrics, isotrain.recipe, isotrain.parity.b"),
-        ("view/a.py", "import isotrain.observe.metrics, isotrain.data.record"),
-        ("tools/a.py", "import isotrain.trainers, isotrain.engine, isotrain.parity"),
-        ("plan/a.py", "import isotrain.tools.probes"),
+        ("tools/parity/a.py", "import isotrain.observe.metrics, isotrain.recipe, isotrain.tools.parity.b"),
+        ("tools/view/a.py", "import isotrain.observe.metrics, isotrain.data.record"),
+        ("tools/plan/a.py", "import isotrain.trainers, isotrain.engine"),
+        ("tools/probes/a.py", "import isotrain.engine"),
+        (
+            "tools/doctor/self_test/a.py",
+            "import isotrain.trainers, isotrain.tools.doctor, isotrain.tools.probes",
+        ),
         ("recipe/schema.py", "PROBES = 'isotrain.tools.probes:make_probes'"),
         ("errors.py", "import os"),
     ],
@@ -331,7 +349,7 @@ def test_arrows_that_point_the_right_way(tmp_path: Path, name: str, source: str)
         ("recipe/a.py", "import yaml", 0),
         ("recipe/a.py", "def f():\n    import torch.nn", 1),
         ("recipe/a.py", "from transformers import AutoModel", 1),
-        ("view/a.py", "def f():\n    from transformers import AutoTokenizer", 1),
+        ("tools/view/a.py", "def f():\n    from transformers import AutoTokenizer", 1),
     ],
 )
 def test_outside_imports(tmp_path: Path, name: str, source: str, count: int) -> None:
@@ -377,8 +395,8 @@ def test_english_words_and_file_names(tmp_path: Path) -> None:
         ("def f():\n    import cloudpickle as p", 1),
         ("eval('1')", 1),
         ("run = exec", 1),
-        ("from isotrain.reward import code_harness", 1),
-        ("import isotrain.reward.code_harness", 1),
+        ("from isotrain.rewards import code_harness", 1),
+        ("import isotrain.rewards.code_harness", 1),
         ("import torch\ntorch.load('x')", 1),
         ("from torch import load", 1),
         ("np.load(path, allow_pickle=True)", 1),
@@ -396,10 +414,10 @@ def test_unsafe(tmp_path: Path, source: str, count: int) -> None:
         ("models/a.py", "model.config.num_hidden_layers", 1),
         ("engine/a.py", "getattr(pretrained.config, 'head_dim', None)", 1),
         ("engine/a.py", "hasattr(config, 'layer_types')", 1),
-        ("plan/a.py", "read_config(directory).vocab_size", 1),
+        ("tools/plan/a.py", "read_config(directory).vocab_size", 1),
         ("rollout/a.py", "model.config.get_text_config().vocab_size", 1),
         ("models/config.py", "config.get_text_config()", 0),
-        ("imports/a.py", "config.fields", 0),
+        ("tools/imports/a.py", "config.fields", 0),
         ("models/a.py", "model.config.model_type\ntext = text_config(model)\ntext.sliding_window", 0),
     ],
 )

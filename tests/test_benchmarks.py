@@ -144,7 +144,7 @@ CASES = {
     "fused": Case(("max_loss_difference", "first_loss", "last_loss"), met=True, simulated_npu=True),
     "gsm8k_format": Case(("correct", "count")),
     "import_examples": Case(
-        ("scripts", "same"), met=True, arguments=("--scripts", str(TESTS / "imports" / "scripts"))
+        ("scripts", "same"), met=True, arguments=("--scripts", str(TESTS / "tools" / "imports" / "scripts"))
     ),
     "layer_trace_overhead": Case(("tested", "afterwards", "bytes_per_step")),
     "long_contexts": Case(("ratios", "peak_mib", "overhead"), met=True, simulated_npu=True, minutes=15),
@@ -160,6 +160,7 @@ CASES = {
     "simulated_scale": Case(("figures", "free_figures", "by_source")),
     "stale_weights": Case(("lost", "honest", "value")),
     "supervised_overhead": Case(("losses_equal", "bare_step_s", "isotrain_step_s"), minutes=15),
+    "versions": Case(("resumed_metrics_equal", "by_recipe", "step_s"), minutes=15),
     "versus_trl sft": Case(("losses_agree", "ratio_packing"), arguments=("--algorithm", "sft"), minutes=20),
     "versus_trl dpo": Case(PREFERENCE, arguments=("--algorithm", "dpo"), minutes=20),
     "versus_trl kto": Case(PREFERENCE, arguments=("--algorithm", "kto"), minutes=20),

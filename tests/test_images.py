@@ -16,7 +16,7 @@ import yaml
 REPOSITORY = Path(__file__).parents[1]
 STACKS = {
     row["name"]: row
-    for row in yaml.safe_load((REPOSITORY / "src/isotrain/doctor/matrix.yaml").read_text())["stacks"]
+    for row in yaml.safe_load((REPOSITORY / "src/isotrain/tools/doctor/matrix.yaml").read_text())["stacks"]
 }
 # Each file's row of docs/stacks.md.
 FILES = {"cpu": "isotrain on CPU", "cuda": "isotrain on CUDA", "ascend": "isotrain on Ascend"}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.doctor.rules import rules
 from isotrain.errors import DataError, RecipeError
 from isotrain.language import (
     Language,
@@ -26,11 +25,12 @@ from isotrain.language import (
     using,
     words_of,
 )
+from isotrain.tools.doctor.rules import rules
 
 SOURCE = Path(__file__).parents[1] / "src" / "isotrain"
 CATALOGUES = sorted((SOURCE / "translations" / "zh").glob("*.json"))
 # Its texts are data: they are read from rules.yaml below.
-DATA = SOURCE / "doctor" / "rules.py"
+DATA = SOURCE / "tools" / "doctor" / "rules.py"
 
 
 def given_literals(tree: ast.AST) -> Iterator[tuple[int, str | None]]:

@@ -36,7 +36,7 @@ class StandIn(NamedTuple):
 STAND_INS = {
     "benchmarks/controller.py::Engine": StandIn((WORKER,)),
     "benchmarks/controller.py::Scorer": StandIn((f"{ONLINE}.reward_worker:RewardWorker",)),
-    "benchmarks/episodes.py::InRounds": StandIn(("isotrain.agents.players:Player",)),
+    "benchmarks/episodes.py::InRounds": StandIn(("isotrain.environments.players:Player",)),
     "benchmarks/episodes.py::Timed": StandIn((ENGINE,)),
     "benchmarks/power/inline.py::Group": StandIn((GROUP, TIMED)),
     "benchmarks/power/inline.py::_Watch": StandIn(("isotrain.cluster.waiting:Watch",)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from isotrain.parity.levels import layers
-from isotrain.parity.levels.level import Level
-from isotrain.parity.read.runs import is_isotrain_run, read_isotrain_run
-from isotrain.parity.run import Run
+from isotrain.tools.parity.levels import layers
+from isotrain.tools.parity.levels.level import Level
+from isotrain.tools.parity.read.runs import is_isotrain_run, read_isotrain_run
+from isotrain.tools.parity.run import Run
 
 
 def layers_level(reference: Path, candidate: Path, noise: Sequence[Path] = (), *, dtype: str) -> Level:

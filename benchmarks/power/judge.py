@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isotrain.errors import IsotrainError
-from isotrain.parity.compare.power import Evidence, called
-from isotrain.parity.protocol import Companions, verdict_on
-from isotrain.parity.verdict import Same
+from isotrain.tools.parity.compare.power import Evidence, called
+from isotrain.tools.parity.protocol import Companions, verdict_on
+from isotrain.tools.parity.verdict import Same
 from power.runs import metrics_digest
 
 

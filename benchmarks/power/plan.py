@@ -12,8 +12,8 @@ from typing import Literal
 
 import npusim
 
-from isotrain.parity.compare.power import Evidence
-from isotrain.parity.devices import backend
+from isotrain.tools.parity.compare.power import Evidence
+from isotrain.tools.parity.devices import backend
 from mutations.held_out import HELD_OUT, LAYERS, HeldOut
 from power.families import DATA, FAMILIES
 from power.runs import Job

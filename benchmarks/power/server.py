@@ -25,12 +25,12 @@ _MODULES = (
         "isotrain.trainers.online.run",
         "isotrain.rollout.hf",
         "isotrain.api.child",
-        "isotrain.doctor.examine",
+        "isotrain.tools.doctor.examine",
     ),
     *(
         "isotrain.tools.probes.operator_errors",
         "isotrain.trainers.online.drawn_tokens",
-        "isotrain.parity.levels.sampler",
+        "isotrain.tools.parity.levels.sampler",
     ),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3_moe", "gemma3")),
 )

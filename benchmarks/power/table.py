@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from isotrain.parity.compare.power import EVIDENCE, Evidence, Power, PowerRow
-from isotrain.parity.compare.statistics import Interval
+from isotrain.tools.parity.compare.power import EVIDENCE, Evidence, Power, PowerRow
+from isotrain.tools.parity.compare.statistics import Interval
 
 
 def markdown(power: Power) -> str:

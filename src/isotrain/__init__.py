@@ -1,7 +1,5 @@
 """Post-train language models from one recipe on any device."""
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from isotrain.hidden_modules import hide_what_a_parent_hid
@@ -22,21 +20,3 @@ def __getattr__(name: str) -> Any:
     from isotrain import api
 
     return getattr(api, name)
-
-
-class _Doctor(ModuleType):
-    """The package `isotrain.doctor`, called like the function whose name it has."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return __getattr__("doctor")(*args, **options)
-
-
-class _Isotrain(ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        # Whoever imports something of that package binds it here, in the place of the function.
-        if name == "doctor" and isinstance(value, ModuleType):
-            value.__class__ = _Doctor
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Isotrain

@@ -200,7 +200,7 @@ def test_an_interruption_ends_the_child_too(tiny: Path, tmp_path: Path, sent: si
 
 
 def test_the_doctor_without_a_command() -> None:
-    import isotrain.doctor.examine  # its package has the function's name
+    import isotrain.tools.doctor.examine  # its package has the function's name
 
     report = isotrain.doctor("cpu", "tiny-sft")
     assert isinstance(report, isotrain.Report) and report.target == "cpu"

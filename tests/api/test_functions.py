@@ -11,7 +11,7 @@ import pytest
 
 from isotrain.api.functions import FILE, function_path
 from isotrain.errors import RewardError
-from isotrain.reward.function import load_function, read_source
+from isotrain.rewards.function import load_function, read_source
 
 LIMIT = 3
 

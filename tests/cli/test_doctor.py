@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from isotrain.cli.main import app
 from support import command
 
-MACHINES = Path(__file__).parents[1] / "doctor" / "machines"
+MACHINES = Path(__file__).parents[1] / "tools" / "doctor" / "machines"
 
 
 def doctor(*arguments: str) -> Result:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
 
-MACHINES = Path(__file__).parents[1] / "doctor" / "machines"
+MACHINES = Path(__file__).parents[1] / "tools" / "doctor" / "machines"
 OTHER_LOCALE = {"ISOTRAIN_LANG": "", "LC_ALL": "", "LC_MESSAGES": "", "LANG": ""}
 
 

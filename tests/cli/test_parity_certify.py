@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 import mutations
 from certified_runs import MEMBERS, SIDES, run_of
 from isotrain.cli.main import app
-from isotrain.parity.certify.certificate import read_certificate
-from isotrain.parity.certify.issue import levels_again
-from isotrain.parity.certify.verify import is_consistent, verify
+from isotrain.tools.parity.certify.certificate import read_certificate
+from isotrain.tools.parity.certify.issue import levels_again
+from isotrain.tools.parity.certify.verify import is_consistent, verify
 from support import run_cli, tiny_recipe, write_recipe
 
 

@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from isotrain.cli.main import app
-from isotrain.parity.certify.certificate import read_certificate
-from isotrain.parity.certify.issue import levels_again
-from isotrain.parity.certify.reference_runs import FOLDER, TINY, find_reference, reference_runs
-from isotrain.parity.certify.verify import is_consistent, verify
-from isotrain.parity.compare.comparison import recipe_changes
-from isotrain.parity.read.runs import read_run
-from isotrain.parity.thresholds import FEWEST_MEMBERS
 from isotrain.recipe.load import load_resolved, resolved
+from isotrain.tools.parity.certify.certificate import read_certificate
+from isotrain.tools.parity.certify.issue import levels_again
+from isotrain.tools.parity.certify.reference_runs import FOLDER, TINY, find_reference, reference_runs
+from isotrain.tools.parity.certify.verify import is_consistent, verify
+from isotrain.tools.parity.compare.comparison import recipe_changes
+from isotrain.tools.parity.read.runs import read_run
+from isotrain.tools.parity.thresholds import FEWEST_MEMBERS
 from isotrain.trainers.start import model_digest
 from support import run_cli
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from isotrain.cli.main import app
 from isotrain.engine.checkpoint.layout import step_directory
-from isotrain.parity.devices import backend
-from isotrain.parity.levels.level import Level
-from isotrain.parity.protocol import verdict_on
+from isotrain.tools.parity.devices import backend
+from isotrain.tools.parity.levels.level import Level
+from isotrain.tools.parity.protocol import verdict_on
 from isotrain.trainers import build, job
 from preference_runs import preference_recipe, write_preferences
 from support import run_cli, stable_metrics, tiny_recipe, write_recipe

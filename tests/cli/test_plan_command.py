@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isotrain.cli.main import app
-from isotrain.plan.ledger import can_count
+from isotrain.tools.plan.ledger import can_count
 
 RUNNER = CliRunner()
 

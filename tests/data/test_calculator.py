@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from isotrain.agents.interfaces import load_environment
 from isotrain.data.prepare import calculator
 from isotrain.data.prepare.calculator import Calculator, evaluate
+from isotrain.environments.interfaces import load_environment
 
 
 @pytest.mark.parametrize(

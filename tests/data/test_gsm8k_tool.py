@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from isotrain.agents.tool_calls import hermes
 from isotrain.data.prepare.gsm8k import prepare_gsm8k_tool
+from isotrain.environments.tool_calls import hermes
 
 Rows = list[dict[str, Any]]
 

@@ -15,7 +15,7 @@ from isotrain.recipe.load import load_recipe
 from side_by_side import DOCS, blocks
 
 PAGE = (DOCS / "ascend-quickstart.md").read_text(encoding="utf-8")
-MACHINES = DOCS.parent / "tests" / "doctor" / "machines"
+MACHINES = DOCS.parent / "tests" / "tools" / "doctor" / "machines"
 MISTAKES = {
     "container-without-driver": "no NPU is visible in this container",
     "container-without-permission": "npu-smi has no permission to use the driver",
@@ -45,7 +45,9 @@ def test_the_doctor_of_mistakes(machine: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_are_those_of_the_matrix() -> None:
-    matrix = yaml.safe_load(files("isotrain.doctor").joinpath("matrix.yaml").read_text(encoding="utf-8"))
+    matrix = yaml.safe_load(
+        files("isotrain.tools.doctor").joinpath("matrix.yaml").read_text(encoding="utf-8")
+    )
     (row,) = [row for row in matrix["stacks"] if row["name"] == "isotrain on Ascend"]
     packages = row["packages"]
     assert packages["vllm"] == packages["vllm-ascend"]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.imports.convert import convert
-from isotrain.imports.openrlhf import ESTIMATORS
-from isotrain.imports.openrlhf_keys import FLAT, FLAT_PPO, PPO_TABLE
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.process.pool import Pool
-from isotrain.reward.base import RewardInput
-from isotrain.reward.calls import REWARD_CALLS
-from isotrain.reward.function import read_source
+from isotrain.rewards.base import RewardInput
+from isotrain.rewards.calls import REWARD_CALLS
+from isotrain.rewards.function import read_source
+from isotrain.tools.imports.convert import convert
+from isotrain.tools.imports.openrlhf import ESTIMATORS
+from isotrain.tools.imports.openrlhf_keys import FLAT, FLAT_PPO, PPO_TABLE
 from side_by_side import DOCS, blocks, check_defaults, check_recipe
 
 PAGE = (DOCS / "from-openrlhf.md").read_text(encoding="utf-8")

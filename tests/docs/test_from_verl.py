@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from isotrain.imports.convert import convert
-from isotrain.imports.verl_algorithm import ESTIMATORS
-from isotrain.imports.verl_keys import TABLE
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
+from isotrain.tools.imports.convert import convert
+from isotrain.tools.imports.verl_algorithm import ESTIMATORS
+from isotrain.tools.imports.verl_keys import TABLE
 from side_by_side import DOCS, blocks, check_defaults, check_recipe
 
 PAGE = (DOCS / "from-verl.md").read_text(encoding="utf-8")

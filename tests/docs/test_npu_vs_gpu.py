@@ -11,7 +11,7 @@ from parity_calibration import Noise
 from typer.testing import CliRunner
 
 from isotrain.cli.main import app
-from isotrain.imports.convert import convert
+from isotrain.tools.imports.convert import convert
 from side_by_side import DOCS, blocks
 
 PAGE = (DOCS / "npu-vs-gpu.md").read_text(encoding="utf-8")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from isotrain.doctor.rules import rules
+from isotrain.tools.doctor.rules import rules
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SOURCES = "\n".join(
-    path.read_text(encoding="utf-8") for path in (ROOT / "src" / "isotrain" / "doctor").rglob("*.py")
+    path.read_text(encoding="utf-8")
+    for path in (ROOT / "src" / "isotrain" / "tools" / "doctor").rglob("*.py")
 )
 
 

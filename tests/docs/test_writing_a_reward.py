@@ -19,8 +19,8 @@ from translations import ROOT
 
 from isotrain.process.sandbox import Limits
 from isotrain.recipe.online import RewardSection
-from isotrain.reward.base import RewardInput, Scored
-from isotrain.reward.build import build_scorer, reward_source
+from isotrain.rewards.base import RewardInput, Scored
+from isotrain.rewards.build import build_scorer, reward_source
 from sandboxes import bubblewrap
 
 PAGE = (ROOT / "docs/writing-a-reward.md").read_text(encoding="utf-8")

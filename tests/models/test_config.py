@@ -25,9 +25,9 @@ from isotrain.models.config import (
     training_flops,
     vocabulary_size,
 )
-from isotrain.plan.child import with_layers
-from isotrain.plan.shape import Shape
 from isotrain.recipe.schema import ModelSection, Recipe
+from isotrain.tools.plan.child import with_layers
+from isotrain.tools.plan.shape import Shape
 from small_models import small_config
 
 

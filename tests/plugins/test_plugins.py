@@ -21,8 +21,8 @@ from isotrain.observe.metrics import read_metrics
 from isotrain.plugins import ADVANTAGES, REWARDS, find_plugin
 from isotrain.recipe.online import GrpoSection, PluginSection, PpoSection, RewardSection
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.base import RewardInput
-from isotrain.reward.build import build_scorer
+from isotrain.rewards.base import RewardInput
+from isotrain.rewards.build import build_scorer
 from isotrain.trainers.online.build_rank import advantage_settings, plugin_loss, update_settings
 from isotrain.trainers.online.precheck import changed_plugins, check_online, look_online
 from support import run_cli, write_recipe

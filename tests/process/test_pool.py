@@ -17,9 +17,9 @@ import pytest
 from children import FUNCTIONS, alive, group_of, wait_for, write_functions
 from isotrain.errors import RewardError
 from isotrain.process.pool import Pool
-from isotrain.reward.base import RewardInput, Scored
-from isotrain.reward.calls import REWARD_CALLS
-from isotrain.reward.function import read_source
+from isotrain.rewards.base import RewardInput, Scored
+from isotrain.rewards.calls import REWARD_CALLS
+from isotrain.rewards.function import read_source
 
 pytestmark = pytest.mark.heavy
 
@@ -332,9 +332,9 @@ def test_a_pool_that_was_never_used_closes(make_pool: MakePool) -> None:
 PARENT = """
 import sys, time
 from isotrain.process.pool import Pool
-from isotrain.reward.base import RewardInput
-from isotrain.reward.function import read_source
-from isotrain.reward.calls import REWARD_CALLS
+from isotrain.rewards.base import RewardInput
+from isotrain.rewards.function import read_source
+from isotrain.rewards.calls import REWARD_CALLS
 
 setup = {"kind": "function", "path": sys.argv[1], "source": read_source(sys.argv[1])}
 pool = Pool(REWARD_CALLS, setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)

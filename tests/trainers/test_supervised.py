@@ -120,7 +120,7 @@ def test_another_recipe_does_not_resume(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_directory_is_used_by_one_job_at_a_time(tiny: Path, tmp_path: Path) -> None:
-    with run_lock(tmp_path / "run", leads=True), pytest.raises(RecipeError, match="another process"):
+    with run_lock(tmp_path / "run", is_main=True), pytest.raises(RecipeError, match="another process"):
         launch(tiny_recipe(tiny, tmp_path / "run", "cpu"), "")
 
 

@@ -18,9 +18,9 @@ from isotrain.recipe.schema import Recipe
 
 # numpy and the doctor's tables come in only where they are needed: every command reads this file.
 if TYPE_CHECKING:
-    from isotrain.doctor.examine import Report
-    from isotrain.doctor.system import System
-    from isotrain.parity.verdict import Verdict
+    from isotrain.tools.doctor.examine import Report
+    from isotrain.tools.doctor.system import System
+    from isotrain.tools.parity.verdict import Verdict
 
 __all__ = ["Recipe", "Report", "Run", "Verdict", "compare", "doctor", "load_recipe", "read_recipe", "train"]
 
@@ -80,7 +80,7 @@ def compare(
     free: bool = False,
 ) -> Verdict:
     """Whether `b` ends up like the reference `a`, and computes the same; see `isotrain parity compare`."""
-    from isotrain.parity.protocol import Companions, verdict_on
+    from isotrain.tools.parity.protocol import Companions, verdict_on
 
     companions = Companions(
         tuple(_path(run) for run in reruns),
@@ -105,9 +105,9 @@ def doctor(
 
     `system` is another machine, such as one that `isotrain doctor --save` recorded.
     """
-    from isotrain.doctor.examine import examine
-    from isotrain.doctor.matrix import TARGETS
-    from isotrain.doctor.system import ThisMachine
+    from isotrain.tools.doctor.examine import examine
+    from isotrain.tools.doctor.matrix import TARGETS
+    from isotrain.tools.doctor.system import ThisMachine
 
     if device is not None and device not in TARGETS:
         raise RecipeError(f"device {device!r} is unknown: use one of {', '.join(TARGETS)}")
@@ -140,7 +140,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"Verdict": "isotrain.parity.verdict", "Report": "isotrain.doctor.examine"}
+    modules = {"Verdict": "isotrain.tools.parity.verdict", "Report": "isotrain.tools.doctor.examine"}
     if name not in modules:
         raise AttributeError(f"module 'isotrain.api' has no attribute {name!r}")
     return getattr(import_module(modules[name]), name)

@@ -55,7 +55,7 @@ _EXTRAS = {
 
 def train_here(recipe: Recipe, source: str) -> None:
     """Train in this process; `source` is the recipe's text as the user wrote it."""
-    from isotrain.doctor.examine import preflight
+    from isotrain.tools.doctor.examine import preflight
 
     for warning in preflight(recipe):
         print(said(tr("warning: {text}", text=warning)), file=sys.stderr, flush=True)
@@ -159,7 +159,7 @@ def _error(path: Path, code: int) -> IsotrainError:
 
 
 def _main(job: Path) -> int:
-    from isotrain.doctor.examine import hide_a_plugin_that_cannot_load
+    from isotrain.tools.doctor.examine import hide_a_plugin_that_cannot_load
 
     die_with_parent(int(os.environ[_LAUNCHER]))
     hide_a_plugin_that_cannot_load()

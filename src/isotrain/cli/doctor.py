@@ -11,13 +11,13 @@ from typer import Argument, Option
 
 from isotrain import api
 from isotrain.cli import self_test
-from isotrain.doctor.examine import Report, describe
-from isotrain.doctor.matrix import TARGETS, Status
-from isotrain.doctor.recorded import RecordedMachine, Recording
-from isotrain.doctor.scene import MachineFinding
-from isotrain.doctor.system import System, ThisMachine
 from isotrain.language import said, tr
-from isotrain.self_test.folder import clean_machine
+from isotrain.tools.doctor.examine import Report, describe
+from isotrain.tools.doctor.matrix import TARGETS, Status
+from isotrain.tools.doctor.recorded import RecordedMachine, Recording
+from isotrain.tools.doctor.scene import MachineFinding
+from isotrain.tools.doctor.self_test.folder import clean_machine
+from isotrain.tools.doctor.system import System, ThisMachine
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,10 +14,10 @@ from typer import Argument, Option
 from isotrain.api import load_recipe
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.errors import RecipeError
-from isotrain.imports.convert import Imported, convert
-from isotrain.imports.draft import KeyFinding
-from isotrain.imports.export import to_verl
-from isotrain.imports.read import read_bytes
+from isotrain.tools.imports.convert import Imported, convert
+from isotrain.tools.imports.draft import KeyFinding
+from isotrain.tools.imports.export import to_verl
+from isotrain.tools.imports.read import read_bytes
 
 _SHOWN = 40
 

@@ -22,10 +22,10 @@ from isotrain.cli.recipes import recipes
 from isotrain.cli.runs import export, logs, runs
 from isotrain.cli.train import train
 from isotrain.cli.view import view
-from isotrain.doctor.examine import hide_a_plugin_that_cannot_load
 from isotrain.errors import RETRYABLE, IsotrainError
 from isotrain.language import Language, said, tr, using, words_of
 from isotrain.terminal import guard, guarded
+from isotrain.tools.doctor.examine import hide_a_plugin_that_cannot_load
 
 
 class CleanErrors(TyperGroup):

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from isotrain.parity.compare.comparison import Comparison
-    from isotrain.parity.compare.statistics import Apart
-    from isotrain.parity.report.acceptance import Acceptance
-    from isotrain.parity.verdict import Verdict
+    from isotrain.tools.parity.compare.comparison import Comparison
+    from isotrain.tools.parity.compare.statistics import Apart
+    from isotrain.tools.parity.report.acceptance import Acceptance
+    from isotrain.tools.parity.verdict import Verdict
 
 app = typer.Typer(no_args_is_help=True, help="Compare runs on two devices, or from two frameworks.")
 
@@ -147,7 +147,7 @@ def compare(
         raise DataError(f"--reference {reference}: write {first} or {second}")
     if reference == second:
         first, second = second, first
-    from isotrain.parity.protocol import Companions, verdict_on
+    from isotrain.tools.parity.protocol import Companions, verdict_on
 
     verdict = verdict_on(
         first,
@@ -173,7 +173,7 @@ def compare(
 
 
 def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
-    from isotrain.parity.report.acceptance import accept
+    from isotrain.tools.parity.report.acceptance import accept
 
     reference, comma, candidate = (devices or "").partition(",")
     if devices is not None and not comma:
@@ -186,7 +186,7 @@ def _accept(verdict: Verdict, rule: str, devices: str | None) -> Acceptance:
 
 def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> int:
     """The table for a pull request; 0: every line holds, 1: one is broken, 2: the logs do not say."""
-    from isotrain.parity.report.acceptance import markdown
+    from isotrain.tools.parity.report.acceptance import markdown
 
     for language, name in _TABLES.items():
         table = markdown(accepted, language)
@@ -199,15 +199,15 @@ def _tell_accepted(accepted: Acceptance, report: Path | None, as_json: bool) -> 
 def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
     """A verdict on the screen, and in a directory if one is given."""
     if as_json:
-        from isotrain.parity.report.text import plain
+        from isotrain.tools.parity.report.text import plain
 
         # Statistics of hostile numbers may overflow, and JSON has no word for that.
         typer.echo(json.dumps(plain(verdict.as_json()), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         show(verdict)
     if report is not None:
-        from isotrain.parity.compare.power import load_power
-        from isotrain.parity.report.write import write_report
+        from isotrain.tools.parity.compare.power import load_power
+        from isotrain.tools.parity.report.write import write_report
 
         write_report(verdict, report, power=load_power())
         typer.echo(said(tr("wrote {path}", path=report / "report.html")), err=as_json)
@@ -217,8 +217,8 @@ def show(verdict: Verdict) -> None:
     """The two answers in words first, then what they rest on."""
     from rich.console import Console
 
-    from isotrain.parity.levels.level import STATES
-    from isotrain.parity.report.headline import computation_words, next_words, outcome_words
+    from isotrain.tools.parity.levels.level import STATES
+    from isotrain.tools.parity.report.headline import computation_words, next_words, outcome_words
 
     console = Console(highlight=False, markup=False)
     for answer, words in (
@@ -243,8 +243,8 @@ def show(verdict: Verdict) -> None:
 def _effects(verdict: Verdict) -> Table:
     from rich.table import Table
 
-    from isotrain.parity.report.sections import ANSWERS
-    from isotrain.parity.report.text import EFFECT_COLUMNS, interval, number
+    from isotrain.tools.parity.report.sections import ANSWERS
+    from isotrain.tools.parity.report.text import EFFECT_COLUMNS, interval, number
 
     columns = map(said, EFFECT_COLUMNS)
     table = Table("", *columns, "", box=None, header_style="bold", pad_edge=False)
@@ -258,8 +258,8 @@ def _effects(verdict: Verdict) -> Table:
 
 
 def _print_comparison(comparison: Comparison, console: Console) -> None:
-    from isotrain.parity.compare.comparison import environment_changes
-    from isotrain.parity.run import ROLES
+    from isotrain.tools.parity.compare.comparison import environment_changes
+    from isotrain.tools.parity.run import ROLES
 
     for name, run in (("reference", comparison.reference), ("candidate", comparison.candidate)):
         console.print(f"{said(ROLES[name])}  {run.path} ({run.format})", soft_wrap=True)
@@ -310,7 +310,7 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
 def _curves(curves: dict[str, Apart]) -> Table:
     from rich.table import Table
 
-    from isotrain.parity.report.text import STATISTICS
+    from isotrain.tools.parity.report.text import STATISTICS
 
     names = list(curves)
     table = Table("", *names, box=None, header_style="bold", pad_edge=False)

@@ -17,10 +17,10 @@ from isotrain.cli.arguments import Overrides, paths_of, values_of
 from isotrain.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
-    from isotrain.parity.certify.certificate import Certificate
-    from isotrain.parity.certify.run import Certified, TrainedSide
-    from isotrain.parity.verdict import Verdict
     from isotrain.recipe.schema import Recipe
+    from isotrain.tools.parity.certify.certificate import Certificate
+    from isotrain.tools.parity.certify.run import Certified, TrainedSide
+    from isotrain.tools.parity.verdict import Verdict
 
 
 # One command does not wait longer than this for a run.
@@ -112,9 +112,9 @@ def certify(
 
 def issue(certified: Certified, directory: Path) -> Path | None:
     """Writes the certificate of runs that agree."""
-    from isotrain.parity.certify.certificate import write_certificate
-    from isotrain.parity.certify.issue import certificate_of, other_inputs
-    from isotrain.parity.read.runs import read_run
+    from isotrain.tools.parity.certify.certificate import write_certificate
+    from isotrain.tools.parity.certify.issue import certificate_of, other_inputs
+    from isotrain.tools.parity.read.runs import read_run
 
     certificate = certificate_of(
         certified.verdict,
@@ -130,8 +130,8 @@ def issue(certified: Certified, directory: Path) -> Path | None:
 
 def _judge(runs: Sequence[Path], free: bool) -> Certified:
     """The verdict on runs that were made before, on this machine or on others."""
-    from isotrain.parity.certify.run import Certified
-    from isotrain.parity.protocol import Companions, verdict_on
+    from isotrain.tools.parity.certify.run import Certified
+    from isotrain.tools.parity.protocol import Companions, verdict_on
 
     if len(runs) < 2:
         raise RecipeError("--from: give the reference and the candidate, then reruns of the reference")
@@ -151,9 +151,9 @@ def _train(
     free: bool,
 ) -> Certified:
     """Runs on both devices; `changed` is for the candidate, `counts` are envelope members and more seeds."""
-    from isotrain.parity.certify.run import UNTRACED, CertifyPlan, Children, member_settings, seconds_of
-    from isotrain.parity.certify.run import certify as run_protocol
     from isotrain.recipe import library
+    from isotrain.tools.parity.certify.run import UNTRACED, CertifyPlan, Children, member_settings, seconds_of
+    from isotrain.tools.parity.certify.run import certify as run_protocol
 
     reference, candidate = _sides(devices)
     members, seeds = counts
@@ -184,8 +184,8 @@ def _train(
 
 def _sides(devices: str) -> tuple[TrainedSide, TrainedSide]:
     from isotrain.observe.environment import cpu_features
-    from isotrain.parity.certify.run import TrainedSide
-    from isotrain.parity.devices import backend, missing_instructions
+    from isotrain.tools.parity.certify.run import TrainedSide
+    from isotrain.tools.parity.devices import backend, missing_instructions
 
     labels = [label.strip() for label in devices.split(",")]
     if len(labels) != 2:
@@ -217,7 +217,7 @@ def _check_changes(reference: Recipe, candidate: Recipe, changed: Sequence[str])
 
 def _check_counts(members: int, seeds: int) -> None:
     """Check the arguments before any run starts."""
-    from isotrain.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
+    from isotrain.tools.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
 
     if 0 < members < FEWEST_MEMBERS or 0 < seeds < FEWEST_RUNS - 1:
         raise RecipeError(
@@ -253,10 +253,10 @@ def contribute(
         isotrain parity contribute sft grpo --out work/contribute
     """
     from isotrain.cli.parity import show
-    from isotrain.parity.certify.certificate import read_certificate
-    from isotrain.parity.certify.reference_runs import find_reference, reference_runs
-    from isotrain.parity.certify.run import Certified
-    from isotrain.parity.protocol import Companions, verdict_on
+    from isotrain.tools.parity.certify.certificate import read_certificate
+    from isotrain.tools.parity.certify.reference_runs import find_reference, reference_runs
+    from isotrain.tools.parity.certify.run import Certified
+    from isotrain.tools.parity.protocol import Companions, verdict_on
 
     chosen = [find_reference(name) for name in names or reference_runs()]
     if not chosen:
@@ -300,8 +300,8 @@ def _train_reference(reference: Path, settings: list[str], out: Path) -> Path:
 
 
 def _report(verdict: Verdict, directory: Path) -> None:
-    from isotrain.parity.compare.power import load_power
-    from isotrain.parity.report.write import write_report
+    from isotrain.tools.parity.compare.power import load_power
+    from isotrain.tools.parity.report.write import write_report
 
     write_report(verdict, directory, power=load_power())
     typer.echo(f"wrote {directory / 'report.html'}")
@@ -358,11 +358,11 @@ def verify(
     """
     from rich.console import Console
 
-    from isotrain.parity.certify.issue import levels_again
-    from isotrain.parity.certify.signing import signature_of
-    from isotrain.parity.certify.verify import is_consistent
-    from isotrain.parity.certify.verify import verify as check
     from isotrain.terminal import visible
+    from isotrain.tools.parity.certify.issue import levels_again
+    from isotrain.tools.parity.certify.signing import signature_of
+    from isotrain.tools.parity.certify.verify import is_consistent
+    from isotrain.tools.parity.certify.verify import verify as check
 
     given = {"reference": reference, "candidate": candidate}
     runs = {role: path for role, path in given.items() if path is not None}
@@ -403,6 +403,6 @@ def sign(
 
         isotrain parity sign certificates/NAME.json --key ~/.ssh/id_ed25519
     """
-    from isotrain.parity.certify.signing import sign as sign_file
+    from isotrain.tools.parity.certify.signing import sign as sign_file
 
     typer.echo(f"wrote {sign_file(certificate, key)}")

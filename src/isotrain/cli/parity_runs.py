@@ -19,7 +19,7 @@ from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from isotrain.parity.levels.sampler import SamplerResult
+    from isotrain.tools.parity.levels.sampler import SamplerResult
 
 
 def record(recipe: RecipeName, overrides: Overrides = None) -> None:
@@ -32,7 +32,7 @@ def record(recipe: RecipeName, overrides: Overrides = None) -> None:
 
         isotrain parity record tiny-grpo output=runs/here
     """
-    from isotrain.parity.certify.run import TRACED, UNTRACED
+    from isotrain.tools.parity.certify.run import TRACED, UNTRACED
 
     meshed = api.load_recipe(recipe, *(overrides or [])).device.mesh.is_used
     changed = [*(UNTRACED if meshed else TRACED), *(overrides or [])]
@@ -64,7 +64,7 @@ def replay(
 
         isotrain parity replay runs/here --out runs/two-ranks device.ranks=2
     """
-    from isotrain.parity.certify.run import UNTRACED
+    from isotrain.tools.parity.certify.run import UNTRACED
 
     recipe = _recipe_of(run)
     meshed = api.load_recipe(recipe, *UNTRACED, *(overrides or [])).device.mesh.is_used
@@ -182,8 +182,8 @@ def result_of(
 ) -> SamplerResult:
     """The verdict on a recorded step; what is not given is as the run was asked to draw."""
     from isotrain.errors import RecipeError
-    from isotrain.parity.levels.drawn import Drawn, Settings
-    from isotrain.parity.levels.sampler import judge_sampler
+    from isotrain.tools.parity.levels.drawn import Drawn, Settings
+    from isotrain.tools.parity.levels.sampler import judge_sampler
     from isotrain.trainers.online.drawn_tokens import drawn_tokens, read_recorded_step
 
     recorded = read_recorded_step(run, step, model)

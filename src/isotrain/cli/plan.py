@@ -16,7 +16,7 @@ from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
 
 if TYPE_CHECKING:
-    from isotrain.plan.plan import Plan
+    from isotrain.tools.plan.plan import Plan
 
 
 def plan(
@@ -40,8 +40,8 @@ def plan(
 
         isotrain plan my.yaml --devices 64 --memory 64GB --search
     """
-    from isotrain.plan.plan import device_named, make_plan
-    from isotrain.plan.plan import search as search_plans
+    from isotrain.tools.plan.plan import device_named, make_plan
+    from isotrain.tools.plan.plan import search as search_plans
 
     kind = device_named(device)
     size = _gigabytes(memory) if memory else kind.memory_gb
@@ -73,8 +73,8 @@ def _show(result: Plan, searched: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from isotrain.plan import estimate
-    from isotrain.plan.plan import CONTEXT_GB, FRAGMENTATION
+    from isotrain.tools.plan import estimate
+    from isotrain.tools.plan.plan import CONTEXT_GB, FRAGMENTATION
 
     console = Console(soft_wrap=True, highlight=False)
     word = "[green]fits[/]" if result.fits else "[red]does not fit[/]"

@@ -11,13 +11,13 @@ from textwrap import indent
 
 import typer
 
-from isotrain.doctor.examine import Report, has_vllm, hide_a_plugin_that_cannot_load
 from isotrain.errors import DataError
-from isotrain.self_test import folder as folders
-from isotrain.self_test.folder import CONTENTS, MACHINE, Results
-from isotrain.self_test.run import SelfTest
-from isotrain.self_test.stages import STAGES, TOTAL_SECONDS
-from isotrain.self_test.verdicts import Engine, Outcome, SelfTestSetting, StageVerdict
+from isotrain.tools.doctor.examine import Report, has_vllm, hide_a_plugin_that_cannot_load
+from isotrain.tools.doctor.self_test import folder as folders
+from isotrain.tools.doctor.self_test.folder import CONTENTS, MACHINE, Results
+from isotrain.tools.doctor.self_test.run import SelfTest
+from isotrain.tools.doctor.self_test.stages import STAGES, TOTAL_SECONDS
+from isotrain.tools.doctor.self_test.verdicts import Engine, Outcome, SelfTestSetting, StageVerdict
 
 _COLOURS: dict[Outcome, str] = {"passed": "green", "failed": "red", "skipped": "yellow"}
 _SHOWN_LINES = 15

@@ -41,16 +41,16 @@ def view(
 
         isotrain view runs/first runs/second --export page.html
     """
-    from isotrain.view.run import RunView
+    from isotrain.tools.view.run import RunView
 
     runs = [RunView(path, tokenizer) for path in (run, other) if path is not None]
     if export is not None:
-        from isotrain.view.export import export as write
+        from isotrain.tools.view.export import export as write
 
         shown, recorded = write(runs, export, trajectories)
         typer.echo(f"wrote {export} with {shown:,} of {recorded:,} recorded trajectories")
         return
-    from isotrain.view.server import ViewServer
+    from isotrain.tools.view.server import ViewServer
 
     with ViewServer(runs, port) as server:
         typer.echo(f"{server.url}\nCtrl-C ends it. From another machine, forward the port first:")

@@ -153,7 +153,7 @@ class Job:
     """The ranks that run the same loop; None for the one process that controls an online run."""
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         return self.world is None or self.world.is_main
 
     def train(self, trainer: Trainer, recipe: Recipe, done: int) -> None:
@@ -161,13 +161,13 @@ class Job:
         console = self.recorder.console
         if done:
             console.message(f"resuming after step {done} of {self.steps}")
-        with recording(self.recorder, recipe, self.run, done, self.leads):
+        with recording(self.recorder, recipe, self.run, done, self.is_main):
             console.start(self.last_step, done + 1)
             trainer.train(done)
 
     def close(self, name: str) -> None:
         """Plot a run that has reached its last step, and say what is next."""
-        if self.leads:
+        if self.is_main:
             console = self.recorder.console
             draw_plots(self.run, name, console)
             console.message(f"done: {self.last_step} steps in {self.run.path}; curves in {self.run.plots}")
@@ -209,7 +209,7 @@ class Job:
         due, preempted = self.saves.is_due(step), self.preemption.requested
         # Each rank has its own clock and gets its own signals.
         if self.world is not None and self.world.size > 1:
-            due, preempted = map(bool, self.world.sum([due and self.leads, preempted]))
+            due, preempted = map(bool, self.world.sum([due and self.is_main, preempted]))
         if preempted:
             self.preemption.announce()
         return due, preempted

@@ -50,10 +50,10 @@ class Recorder:
 
 @contextmanager
 def recording(
-    recorder: Recorder, recipe: Recipe, run: RunDirectory, done: int, leads: bool = True
+    recorder: Recorder, recipe: Recipe, run: RunDirectory, done: int, is_main: bool = True
 ) -> Iterator[None]:
     """Metrics are cut back to the step that is resumed from, then go on."""
-    if leads:
+    if is_main:
         observe = recipe.observe
         with named_errors(run.path):
             run.keep_history(done)

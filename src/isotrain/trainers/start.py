@@ -33,13 +33,13 @@ from isotrain.recipe.schema import Recipe
 @contextmanager
 def open_run(recipe: Recipe, devices: int, world: World | None = None) -> Iterator[Console]:
     """A console, once the run directory is locked and may be started or resumed in; `world` are its ranks."""
-    leads = world is None or world.is_main
+    is_main = world is None or world.is_main
     silent = "console" not in recipe.observe.loggers
     with (
-        run_lock(Path(recipe.output), leads),
-        open_console(silent=silent, devices=devices) if leads else Console() as console,
+        run_lock(Path(recipe.output), is_main),
+        open_console(silent=silent, devices=devices) if is_main else Console() as console,
     ):
-        if leads:
+        if is_main:
             prepare_output(recipe, console.message)
         if world is not None:
             world.barrier()  # nothing is moved any more
@@ -251,9 +251,9 @@ def _check_resumable(recipe: Recipe, previous: Recipe) -> None:
 
 
 @contextmanager
-def run_lock(output: Path, leads: bool) -> Iterator[None]:
+def run_lock(output: Path, is_main: bool) -> Iterator[None]:
     """Refuses a second job in the same run directory; the system frees the lock however a job ends."""
-    if not leads:
+    if not is_main:
         yield
         return
     try:

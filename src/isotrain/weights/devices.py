@@ -38,7 +38,7 @@ class BroadcastTransport(StreamTransport):
         if _ranks_beside(placement) is not None:
             return None
         engines, others = len(placement.engines), len(placement.ranks) - 1
-        hosts = tuple(seat.host for seat in placement.ranks)
+        hosts = tuple(slot.host for slot in placement.ranks)
         return Routes(self.name, ((0,),) * engines, (engines * tensor_parallel, *[0] * others), hosts)
 
     def open_carrier(self, control: Control, device: torch.device, expected: int) -> Carrier:
@@ -64,8 +64,8 @@ class IpcTransport(StreamTransport):
 
 def _ranks_beside(placement: Placement) -> tuple[tuple[int, ...], ...] | None:
     """The rank on the device of each worker of each engine; None where a worker has a device of its own."""
-    at = {(seat.node, number): rank for rank, seat in enumerate(placement.ranks) for number in seat.devices}
-    beside = [[at.get((seat.node, number)) for number in seat.devices] for seat in placement.engines]
+    at = {(slot.node, number): rank for rank, slot in enumerate(placement.ranks) for number in slot.devices}
+    beside = [[at.get((slot.node, number)) for number in slot.devices] for slot in placement.engines]
     if any(rank is None for ranks in beside for rank in ranks):
         return None
     return tuple(tuple(rank for rank in ranks if rank is not None) for ranks in beside)

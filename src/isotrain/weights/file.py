@@ -56,15 +56,15 @@ class FileTransport:
     def routes(self, placement: Placement, tensor_parallel: int) -> Routes:
         """Each engine reads the file of its machine: its first rank's, or that of a relay."""
         first, away = _first_ranks(placement), list(machines_without_ranks(placement))
-        ranks = [first.get(seat.node, 0) for seat in placement.engines]
+        ranks = [first.get(slot.node, 0) for slot in placement.engines]
         relays = {
-            number: away.index(seat.node)
-            for number, seat in enumerate(placement.engines)
-            if seat.node in away
+            number: away.index(slot.node)
+            for number, slot in enumerate(placement.engines)
+            if slot.node in away
         }
         readers = Counter(ranks)
         receivers = tuple(readers[rank] for rank in range(len(placement.ranks)))
-        hosts = tuple(seat.host for seat in placement.ranks)
+        hosts = tuple(slot.host for slot in placement.ranks)
         return Routes("file", tuple((rank,) for rank in ranks), receivers, hosts, relays)
 
     def open(self, host: str, receivers: int, timeout: float, device: torch.device) -> FileTransport:
@@ -102,11 +102,11 @@ class Relay:
 def machines_without_ranks(placement: Placement) -> dict[str, Slot]:
     """Each with the first of its engines."""
     home = _first_ranks(placement)
-    return {seat.node: seat for seat in reversed(placement.engines) if seat.node not in home}
+    return {slot.node: slot for slot in reversed(placement.engines) if slot.node not in home}
 
 
 def _first_ranks(placement: Placement) -> dict[str, int]:
-    return {seat.node: rank for rank, seat in reversed(list(enumerate(placement.ranks)))}
+    return {slot.node: rank for rank, slot in reversed(list(enumerate(placement.ranks)))}
 
 
 def write_update(tensors: Iterable[Weight], version: int, directory: Path | None = None) -> WeightUpdate:

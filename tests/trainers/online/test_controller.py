@@ -22,7 +22,7 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
-from isotrain.reward.function import read_source
+from isotrain.rewards.function import read_source
 from isotrain.rollout.base import More, Request, Sampling, no_more
 from isotrain.trainers.build import TRAIN, open_prompts
 from isotrain.trainers.online.engine_loop import EngineLoop

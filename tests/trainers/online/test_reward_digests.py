@@ -6,7 +6,7 @@ from pathlib import Path
 
 from online_runs import online_recipe
 
-from isotrain.reward.build import reward_source
+from isotrain.rewards.build import reward_source
 from isotrain.trainers.online.precheck import UserFiles
 from isotrain.trainers.online.recording import function_digests
 from isotrain.trainers.start import changed_since_start, write_start

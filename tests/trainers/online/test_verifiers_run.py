@@ -12,7 +12,7 @@ from isotrain.data.prepare.verifiers_tasks import prepare_verifiers
 from isotrain.observe.metrics import read_metrics
 from support import python_of
 
-PACKAGE = str(Path(__file__).parents[2] / "agents" / "verifiers_package")
+PACKAGE = str(Path(__file__).parents[2] / "environments" / "verifiers_package")
 ARGUMENTS = {"taskset": {"tasks": 24}, "agent": {"runtime": {"type": "subprocess"}}}
 STEPS = 6
 

@@ -17,7 +17,7 @@ from isotrain.own_python import module_arguments
 
 # Characters of one task: more than any prompt, and little enough to hold.
 LONGEST_LINE = 1 << 24
-EXPORT = "isotrain.agents.verifiers_environments"
+EXPORT = "isotrain.environments.verifiers_environments"
 
 
 def prepare_verifiers(

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from isotrain.agents.episode import Limits, Task
-from isotrain.agents.players import AgentPlayer, EnvironmentPlayer, Player, unplayed
-from isotrain.agents.processes import EnvironmentProcesses, EpisodeFailed
-from isotrain.agents.session import ParserOf
-from isotrain.agents.template import TurnTemplate
-from isotrain.agents.tool_calls import HERMES, Parsed, Parser, as_call, hermes, parser_name
 from isotrain.data.formats import ChatRow, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
+from isotrain.environments.episode import Limits, Task
+from isotrain.environments.players import AgentPlayer, EnvironmentPlayer, Player, unplayed
+from isotrain.environments.processes import EnvironmentProcesses, EpisodeFailed
+from isotrain.environments.session import ParserOf
+from isotrain.environments.template import TurnTemplate
+from isotrain.environments.tool_calls import HERMES, Parsed, Parser, as_call, hermes, parser_name
 from isotrain.errors import DataError, RolloutError
 from isotrain.models.config import vocabulary_size
 from isotrain.models.load import load_tokenizer, model_directory, read_config
@@ -195,7 +195,7 @@ def _player(
     parser_of: ParserOf,
 ) -> Player:
     if isinstance(section, AgentSection):
-        from isotrain.agents.gateway import Gateway
+        from isotrain.environments.gateway import Gateway
 
         return AgentPlayer(Gateway(), template, limits, parser_of)
     # What policies write to environments without tools is never parsed.

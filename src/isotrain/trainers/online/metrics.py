@@ -18,7 +18,7 @@ import numpy.typing as npt
 from isotrain.algorithms.advantages import combine
 from isotrain.algorithms.value import explained_variance
 from isotrain.data.record import Marks
-from isotrain.reward.base import FAILURES, LARGEST_SCORE
+from isotrain.rewards.base import FAILURES, LARGEST_SCORE
 from isotrain.trainers.online.messages import Group, episode_numbers
 from isotrain.trainers.online.step import AdvantageMetrics, join_spans
 

@@ -9,8 +9,8 @@ from shutil import which
 from typing import Any, NamedTuple
 
 from isotrain import user_file
-from isotrain.agents import interfaces
 from isotrain.data.prepare.verifiers_tasks import find_environment
+from isotrain.environments import interfaces
 from isotrain.errors import (
     DataError,
     EpisodeError,
@@ -35,8 +35,8 @@ from isotrain.recipe.online import (
     RolloutSection,
 )
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.build import code_sandbox, reward_source
-from isotrain.reward.function import check_function, function_file
+from isotrain.rewards.build import code_sandbox, reward_source
+from isotrain.rewards.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import, lacks_library
 
 

@@ -11,8 +11,8 @@ from isotrain.data.formats import value_at
 from isotrain.data.trajectory import EpisodePart, Trajectory
 from isotrain.models.load import load_tokenizer, model_directory
 from isotrain.recipe.schema import Recipe
-from isotrain.reward.base import FAILURES, RewardInput, Scored, Scorer
-from isotrain.reward.build import build_scorer
+from isotrain.rewards.base import FAILURES, RewardInput, Scored, Scorer
+from isotrain.rewards.build import build_scorer
 from isotrain.trainers.build import open_prompts
 from isotrain.trainers.online.messages import Score, TrajectoriesHandle
 

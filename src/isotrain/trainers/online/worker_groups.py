@@ -139,8 +139,8 @@ def assemble(
         learners, writers = _members(values, rollout.staleness, device, placement, common, files.episodes)
         scorer = Member((values, files.reward), helper_environment(device))
         away = [
-            Member((f"weight relay {number}",), {RUN_VARIABLE: run}, seat)
-            for number, seat in enumerate(machines_without_ranks(placement).values())
+            Member((f"weight relay {number}",), {RUN_VARIABLE: run}, slot)
+            for number, slot in enumerate(machines_without_ranks(placement).values())
         ]
         # At the same time: each process takes seconds to import what it needs.
         ranks = in_background(
@@ -196,11 +196,11 @@ def _members(
     of_ranks = rank_environments(placement.ranks, device, determinism, beside[0])
     of_engines = engine_environments(placement.engines, device, determinism, beside[1])
     learners = [
-        Member((values,), common | own, seat) for own, seat in zip(of_ranks, placement.ranks, strict=True)
+        Member((values,), common | own, slot) for own, slot in zip(of_ranks, placement.ranks, strict=True)
     ]
     writers = [
-        Member((values, engine_name(index), episodes), common | own, seat)
-        for index, (own, seat) in enumerate(zip(of_engines, placement.engines, strict=True))
+        Member((values, engine_name(index), episodes), common | own, slot)
+        for index, (own, slot) in enumerate(zip(of_engines, placement.engines, strict=True))
     ]
     return learners, writers
 

@@ -1,0 +1,192 @@
+"""From the text of a source to a recipe and a report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isotrain.errors import IsotrainError
+from isotrain.tools.imports import openrlhf, openrlhf_keys, openrlhf_offline, verl, verl_keys, verl_sft
+from isotrain.tools.imports.draft import Draft, KeyFinding
+from isotrain.tools.imports.hydra import shown
+from isotrain.tools.imports.read import read_source
+from isotrain.tools.imports.source import (
+    ImportSource,
+    ImportSourceError,
+    KeySetting,
+    ScriptCondition,
+    Unknown,
+    WordOutcome,
+)
+from isotrain.tools.imports.write import to_text
+
+_WORST: tuple[WordOutcome, ...] = ("unknown", "refused", "mapped", "no effect")
+
+
+class ImportAccountError(IsotrainError, RuntimeError):
+    """Words of a source that ended nowhere."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe, and what became of every key."""
+
+    recipe: str
+    framework: str
+    version: str
+    kind: str
+    mapped: list[str]
+    no_effect: list[KeyFinding]
+    refused: list[KeyFinding]
+    unknown: list[KeyFinding]
+    questions: list[KeyFinding]
+    notes: list[str]
+    conditions: list[ScriptCondition]
+    account: dict[WordOutcome, int]
+
+    @property
+    def same_training(self) -> bool:
+        """Whether nothing was left out that changes what the model learns."""
+        return not any(item.changes for item in (*self.refused, *self.unknown, *self.questions))
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "same_training": self.same_training}
+
+
+def convert(
+    data: bytes,
+    framework: str,
+    version: str | None = None,
+    rows: int | None = None,
+    given: dict[str, str] | None = None,
+) -> Imported:
+    """The recipe of a script, command, configuration or log; `given` are variables of a script."""
+    return from_source(read_source(data, framework, given), framework, version, rows)
+
+
+def from_source(
+    source: ImportSource, framework: str, version: str | None = None, rows: int | None = None
+) -> Imported:
+    """The same for what was read already."""
+    draft = _verl(source, version, rows) if framework == "verl" else _openrlhf(source, version, rows)
+    draft.notes += source.remarks
+    if "model.path" not in draft.lines:
+        draft.put("model.path", "MODEL", note="not known")
+        draft.ask("model.path", "set it to the directory or Hub name of the model")
+    return Imported(
+        to_text(draft),
+        framework,
+        draft.version,
+        source.kind,
+        draft.mapped,
+        draft.no_effect,
+        draft.refused,
+        draft.unknown,
+        draft.questions,
+        draft.notes,
+        source.conditions,
+        account(draft),
+    )
+
+
+def account(draft: Draft) -> dict[WordOutcome, int]:
+    """How many words of the source became what; an error if one of them is lost.
+
+    Words were counted where they were read. Every one of them has its own outcome or those of its keys.
+    """
+    source = draft.source
+    counts: dict[WordOutcome, int] = {"mapped": 0, "no effect": 0, "refused": 0, "unknown": 0}
+    lost: list[str] = []
+    for number, entry in enumerate(source.entries):
+        keys = [draft.renamed.get(key, key) for key in entry.keys]
+        outcomes: set[WordOutcome | None] = set()
+        for key in keys:
+            # A key that is given again takes the value that it is given last.
+            givers = source.settings[key].entries if key in source.settings else ()
+            outcomes.add("no effect" if givers and number not in givers else draft.outcomes.get(key))
+        outcome = entry.outcome or next((worst for worst in _WORST if worst in outcomes), None)
+        if outcome is None or None in outcomes:
+            lost.append(shown(entry.text))
+        else:
+            counts[outcome] += 1
+    if lost or sum(counts.values()) != source.expected:
+        raise ImportAccountError(
+            f"internal error: {source.expected} words or keys were read, {sum(counts.values())} are "
+            "accounted for"
+            f"{'; lost: ' + ', '.join(lost[:5]) if lost else ''}. No recipe was written: please report this"
+        )
+    return counts
+
+
+def _chosen(version: str | None, versions: tuple[str, ...], revealed: str | None) -> str:
+    if version is not None and version not in versions:
+        raise ImportSourceError(f"--version {version}: the defaults of {', '.join(versions)} are known")
+    return revealed or version or versions[-1]
+
+
+def _verl(source: ImportSource, version: str | None, rows: int | None) -> Draft:
+    chosen = _chosen(version, verl_keys.VERSIONS, _revealed(source))
+    if verl_sft.is_sft(source):
+        chosen = verl_sft.trainer_of(source, version)
+        draft = Draft(source, verl_sft.TABLE, "verl", verl_sft.VERSIONS, chosen, rows=rows)
+        verl_sft.fill(draft)
+        draft.sort_keys(verl_sft.unused(draft))
+        return draft
+    names = [source.settings.get(key) for key in ("model_engine", "--config-name")]
+    engine = next((item for item in names if item is not None and "megatron" in str(item.value)), None)
+    if engine is not None and not isinstance(engine.value, Unknown):
+        source.settings.setdefault("actor_rollout_ref.actor.strategy", KeySetting("megatron", engine.line))
+    draft = Draft(source, verl_keys.TABLE, "verl", verl_keys.VERSIONS, chosen, rows=rows)
+    draft.nullable = verl.NULLABLE
+    draft.value("model_engine")
+    verl.fill(draft)
+    draft.sort_keys(verl.unused(draft))
+    return draft
+
+
+def _openrlhf(source: ImportSource, version: str | None, rows: int | None) -> Draft:
+    trainer = source.program.rpartition("train_")[2] or _trainer(source)
+    online = trainer in ("ppo_ray", "ppo")
+    if not online and trainer not in openrlhf_offline.DEFAULTS:
+        raise ImportSourceError(
+            f"train_{trainer} is not imported; start from a recipe: `isotrain recipes` lists them"
+        )
+    flat = not any("." in key for key in source.settings)
+    old = {"prompt_max_len", "generate_max_len", "bf16", "flash_attn"} & source.settings.keys()
+    revealed = None if flat or not source.settings else openrlhf_keys.VERSIONS[-1]
+    known = version if version in openrlhf_keys.VERSIONS[:-1] else None
+    chosen = _chosen(version, openrlhf_keys.VERSIONS, revealed)
+    if flat and source.settings:
+        chosen = known or ("0.8.0" if old or trainer == "kto" else "0.10.1")
+    names = {**openrlhf_keys.FLAT, **(openrlhf_keys.FLAT_PPO if online else openrlhf_keys.FLAT_OFFLINE)}
+    aliases = {new: old for old, new in names.items()} if flat else {}
+    aliases.update({names.get(key, key): key for key in source.settings})
+    source.settings = {names.get(key, key): setting for key, setting in source.settings.items()}
+    source.settled = {names.get(key, key) for key in source.settled}
+    table = openrlhf_keys.PPO_TABLE if online else openrlhf_keys.OFFLINE_TABLE
+    draft = Draft(source, table, "OpenRLHF", openrlhf_keys.VERSIONS, chosen, rows=rows, aliases=aliases)
+    draft.renamed = names
+    openrlhf.fill(draft) if online else openrlhf_offline.fill(draft, trainer)
+    verl.multimodal(draft)
+    draft.sort_keys(openrlhf.unused(draft) if online else ())
+    return draft
+
+
+def _trainer(source: ImportSource) -> str:
+    """The trainer of flags without a command, from the flags that only it has."""
+    keys = source.settings.keys()
+    if keys & {"actor.model_name_or_path", "rollout.batch_size", "prompt_data", "rollout_batch_size"}:
+        return "ppo_ray"
+    if keys & {"model.beta", "beta"}:
+        return "dpo"
+    return "rm" if keys & {"model.loss_type", "chosen_key", "data.chosen_key"} else "sft"
+
+
+def _revealed(source: ImportSource) -> str | None:
+    """The version of a whole configuration, from the keys that it has."""
+    if source.kind not in ("log", "config") or len(source.settings) < 100:
+        return None
+    keys = source.settings
+    if "trainer.use_v1" in keys or "reward.num_workers" in keys:
+        return "2026-08"
+    return "0.7.0" if "actor_rollout_ref.actor.optim.betas" in keys else "0.5.0"

@@ -1,0 +1,459 @@
+"""WordExpander of a shell script with their variables expanded as bash would, as far as the text tells.
+
+A part of a word that only running the script would tell is a *gap*: its number stands in the text between two
+marks, so that it survives joining, splitting and appending. A word of a list that is there under a condition
+only begins with the number of that condition, between two other marks.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import Any
+
+from isotrain.tools.imports import syntax
+from isotrain.tools.imports.source import ImportSourceError, ScriptCondition, Unknown
+
+MOST_STEPS = 200_000
+MOST_DEPTH = 60
+LONGEST_WORD = 100_000
+MOST_WORDS = 10_000
+_LONGEST_COMPARED = 1000
+HOME = "~"
+GAP, MAYBE = "\ue000", "\ue001"
+MARKS = re.compile(f"[{GAP}{MAYBE}]")
+_GAPS = re.compile(f"{GAP}(\\d+){GAP}")
+_MAYBES = re.compile(f"{MAYBE}(\\d+){MAYBE}")
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+
+Value = str | list[str]
+
+
+@dataclass
+class Reason:
+    """Why a part is unknown. `names` are the variables that `--set` can give, nearest to the cause first."""
+
+    why: str
+    names: list[str] = field(default_factory=list)
+    options: tuple[tuple[int, str], ...] = ()
+    conditions: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Label:
+    """When a word is there: the text for messages, and the conditions it depends on."""
+
+    text: str
+    conditions: frozenset[int]
+
+
+@dataclass
+class WordExpander:
+    """The variables of a script, and the words that its nodes become."""
+
+    variables: dict[str, Value] = field(default_factory=dict)
+    pinned: dict[str, str] = field(default_factory=dict)
+    pins_used: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    conditions: list[ScriptCondition] = field(default_factory=list)
+    # Why variables that the script does not set may have a value all the same.
+    others_set: str = ""
+    testing: bool = False
+    steps: int = 0
+    depth: int = 0
+
+    # Gaps
+
+    def gap(self, why: str, *names: str, options: tuple[tuple[int, str], ...] = ()) -> str:
+        """A part of a word that only running the script would tell."""
+        depends = [label for label, _ in options]
+        inner = [text for _, text in options]
+        conditions = self.depends_on(*inner).union(*(self.labels[label].conditions for label in depends))
+        self.reasons.append(Reason(why, list(names), options, conditions))
+        return f"{GAP}{len(self.reasons) - 1}{GAP}"
+
+    def gap_at(self, node: Any, what: str, *names: str) -> str:
+        return self.gap(f"line {syntax.line(node)} {what}", *names)
+
+    def note(self, node: Any, text: str) -> None:
+        note = f"line {syntax.line(node)} {text}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def depends_on(self, *texts: str) -> frozenset[int]:
+        """The conditions that texts depend on."""
+        of_gaps = [self.reasons[int(number)].conditions for text in texts for number in _GAPS.findall(text)]
+        of_words = [self.labels[int(number)].conditions for text in texts for number in _MAYBES.findall(text)]
+        return frozenset[int]().union(*of_gaps, *of_words)
+
+    def named(self, value: Value, name: str) -> None:
+        """`--set` of `name` fills the gaps in its value."""
+        for text in value if isinstance(value, list) else [value]:
+            for number in _GAPS.findall(text):
+                if name not in (names := self.reasons[int(number)].names):
+                    names.append(name)
+
+    def label(self, text: str, *conditions: int) -> int:
+        self.labels.append(Label(text, frozenset(conditions)))
+        return len(self.labels) - 1
+
+    def maybe(self, word: str, label: int) -> str:
+        """The word of a list, there under a condition only; it may be under another one already."""
+        inner = _MAYBES.match(word)
+        if inner:
+            first, second = self.labels[int(inner[1])], self.labels[label]
+            label = self.label(f"{first.text} and {second.text}", *first.conditions, *second.conditions)
+            word = word[inner.end() :]
+        return f"{MAYBE}{label}{MAYBE}{word}"
+
+    def known(self, word: str) -> tuple[str | Unknown, str]:
+        """A word for its reader, and the condition under which it is there ("" if it always is)."""
+        when = ""
+        if label := _MAYBES.match(word):
+            when, word = self.labels[int(label[1])].text, word[label.end() :]
+        gap = _GAPS.search(word)
+        if not gap:
+            return word, when
+        reason = self.reasons[int(gap[1])]
+        hint = f" (--set {reason.names[0]}=VALUE gives it)" if reason.names else ""
+        return Unknown(reason.why + hint, _GAPS.sub("?", word), word[: gap.start()]), when
+
+    def plain(self, text: str) -> str:
+        """Text for messages."""
+        return _GAPS.sub("?", _MAYBES.sub("", text))
+
+    # Words
+
+    def words(self, node: Any) -> list[str]:
+        """The words that one node becomes: a list expands to several, an unquoted text is split."""
+        if node.type == "command_name":
+            return [word for child in node.named_children for word in self.words(child)]
+        if node.type == "brace_expression" and (numbers := syntax.brace_range(node)) is not None:
+            return self.few(numbers)
+        result, stays, literal = [""], False, ""  # `stays`: quotes around nothing are an empty word
+        pieces = [*self.pieces(node)]
+        for piece, quoted, splits in pieces:
+            stays = stays or quoted
+            literal += piece if not quoted and not splits and isinstance(piece, str) else "x"
+            if isinstance(piece, list):
+                parts = [part for word in piece for part in (self.split(word) if splits else [word])]
+                edges = ("", "")
+            elif splits:
+                parts = self.split(piece, alone=len(pieces) == 1)
+                edges = (piece[:1], piece[-1:])
+            else:
+                result[-1] += piece
+                continue
+            self._add(result, parts, edges)
+        stays = stays and not any(piece == [] for piece, _, _ in pieces)
+        kept = [word for word in result if word or (stays and len(result) == 1)]
+        if _BRACES.search(literal):
+            return [self.gap_at(node, f"has braces that bash expands: {syntax.short(node)}")]
+        return self.few([self.bounded(word) for word in kept])
+
+    @staticmethod
+    def _add(result: list[str], parts: list[str], edges: tuple[str, str]) -> None:
+        """Append the words of an expansion; a blank at its edge ends the word that it touches."""
+        blanks = (" ", "\t", "\n")
+        if not parts:
+            if edges[0] in blanks and result[-1]:
+                result.append("")
+            return
+        if (edges[0] in blanks or MAYBE in parts[0]) and result[-1]:
+            result.append("")
+        result[-1] += parts[0]
+        result += parts[1:]
+        if edges[1] in blanks or MAYBE in result[-1]:
+            result.append("")
+
+    def split(self, text: str, alone: bool = False) -> list[str]:
+        """An unquoted text as words.
+
+        A gap that stands alone and has a known text in each branch is the words of all branches.
+        """
+        if "IFS" in self.variables and self.variables["IFS"] != " \t\n" and text:
+            return [self.gap("IFS is set, so that words end elsewhere")]
+        words: list[str] = []
+        for word in re.findall(r"[^ \t\n]+", text):
+            gap = _GAPS.fullmatch(word)
+            options = self.reasons[int(gap[1])].options if gap else ()
+            if alone and options and not any(_GAPS.search(option) for _, option in options):
+                words += [self.maybe(part, label) for label, option in options for part in option.split()]
+            else:
+                words.append(word)
+        return words
+
+    def joined(self, node: Any) -> str:
+        """The text of one node, as one word."""
+        pieces = [piece for piece, _, _ in self.pieces(node)]
+        return self.bounded(
+            "".join(self.one_word(piece, node) if isinstance(piece, list) else piece for piece in pieces)
+        )
+
+    def one_word(self, words: list[str], node: Any) -> str:
+        """A list as one word."""
+        if any(MAYBE in word for word in words):
+            names = [name for number in self.depends_on(*words) for name in self.conditions[number].names]
+            return self.gap_at(node, f"joins words that depend on a condition: {syntax.short(node)}", *names)
+        separator = self.variables.get("IFS", " ")
+        return (separator[:1] if isinstance(separator, str) else " ").join(words)
+
+    def pieces(self, node: Any, quoted: bool = False) -> Iterator[tuple[Value, bool, bool]]:
+        """Parts of a word in order: the value, whether it is quoted, and whether blanks end words in it."""
+        self.steps += 1
+        if self.steps > MOST_STEPS or self.depth > MOST_DEPTH:
+            raise ImportSourceError("the script is too long or too deeply nested to be read")
+        self.depth += 1
+        try:
+            if node.type == "raw_string":
+                yield syntax.text(node)[1:-1], True, False
+            elif node.type == "ansi_c_string":
+                yield _ansi(syntax.text(node)[2:-1]), True, False
+            elif node.type in ("string", "translated_string"):
+                yield "", True, False
+                string = node if node.type == "string" else node.named_children[0]
+                yield from self._between(string, quoted=True)
+            elif node.type in _EXPANSIONS:
+                value = _EXPANSIONS[node.type](self, node)
+                star = syntax.text(node) == "$*" or "[*]" in syntax.text(node)
+                if quoted and star and isinstance(value, list):
+                    value = self.one_word(value, node)
+                yield value, quoted, not quoted
+            elif node.named_child_count and node.type not in ("word", "extglob_pattern", "regex"):
+                yield from self._between(node, quoted)
+            else:
+                yield _literal(node.text, False), quoted, False
+        finally:
+            self.depth -= 1
+
+    def _between(self, node: Any, quoted: bool) -> Iterator[tuple[Value, bool, bool]]:
+        """The expansions inside a node, and the text between them as it is."""
+        source: bytes = node.text
+        in_quotes = node.type == "string"
+        start, end = (1, len(source) - 1) if in_quotes else (0, len(source))
+        for child in node.named_children:
+            if child.type == "string_content":
+                continue
+            first = child.start_byte - node.start_byte
+            if first > start:
+                yield _literal(source[start:first], quoted), quoted, False
+            yield from self.pieces(child, quoted)
+            start = child.end_byte - node.start_byte
+        if end > start:
+            yield _literal(source[start:end], quoted), quoted, False
+
+    def bounded(self, word: str) -> str:
+        if len(word) > LONGEST_WORD:
+            raise ImportSourceError(f"a word of the script is longer than {LONGEST_WORD} characters")
+        return word
+
+    def few(self, words: list[str]) -> list[str]:
+        if len(words) > MOST_WORDS:
+            raise ImportSourceError(f"a list of the script has more than {MOST_WORDS} words: it is too long")
+        return words
+
+    # Expansions
+
+    def _substitution(self, node: Any) -> str:
+        text = syntax.text(node)
+        if re.fullmatch(r"\$\(\s*pwd\s*\)|`pwd`", text):
+            return "."
+        if re.fullmatch(r"\$\(\([^$`]*\)\)", text) and (again := syntax.arithmetic(text)) is not None:
+            return self.joined(again)  # in some places the grammar takes arithmetic for a command
+        return self.gap_at(node, f"runs a command for it: {syntax.short(node)}")
+
+    def _arithmetic(self, node: Any) -> str:
+        inner = node.named_children
+        if len(inner) != 1:
+            return self.gap_at(node, f"computes it: {syntax.short(node)}")
+        result = syntax.calculate(inner[0], lambda name: self.number(name, node))
+        if not isinstance(result, Unknown):
+            return str(result)
+        return result.text if _GAPS.fullmatch(result.text) else self.gap(result.why)
+
+    def number(self, name: str, node: Any) -> str | Unknown:
+        """A variable for arithmetic; a gap keeps its reason."""
+        value = self.lookup(name, node)
+        if isinstance(value, list):
+            value = value[0] if value and MAYBE not in value[0] else self.gap(f"{name} is a list", name)
+        gap = _GAPS.search(value)
+        return Unknown(self.reasons[int(gap[1])].why, gap[0]) if gap else value
+
+    def lookup(self, name: str, node: Any) -> Value:
+        """The value of a variable."""
+        if name in self.pinned:
+            self.pins_used.add(name)
+            return self.pinned[name]
+        if name in ("@", "*", "#"):
+            return self._arguments(name, node)
+        if name in self.variables:
+            self.named(self.variables[name], name)
+            return self.variables[name]
+        if name in ("HOME", "PWD"):
+            return HOME if name == "HOME" else "."
+        if name.isdigit() and self.testing:
+            self.note(node, f"asks for the script's own argument ${name}: taken as none")
+            return ""
+        if self.others_set and not name.isdigit():
+            return self.gap(self.others_set, name)
+        place = "command line" if name.isdigit() else "environment"
+        return self.gap_at(node, f"takes it from the {place} (${name})", name)
+
+    def _arguments(self, name: str, node: Any) -> Value:
+        """`$@`, `$*` and `$#`: of the function, or of the script, which is taken as run without any."""
+        given = self.variables.get("@")
+        if given is None:
+            numbers = [str(place) for place in range(1, 1 + sum(key.isdigit() for key in self.pinned))]
+            given = [self.pinned[place] for place in numbers if place in self.pinned]
+            self.pins_used.update(numbers)
+            if not given and name != "#":
+                self.note(node, f"passes on the script's own arguments (${name}): taken as none")
+        if name != "#" or isinstance(given, str):
+            return given
+        if "@" not in self.variables and not given:
+            return self.gap_at(node, "counts the script's own arguments ($#)", "1")
+        return self.gap_at(node, "counts words") if uncertain(given) else str(len(given))
+
+    def expand(self, node: Any) -> Value:
+        """`$x` and the forms of `${x...}`; what is not understood is unknown."""
+        computes = f"line {syntax.line(node)} computes it: {syntax.short(node)}"
+        children = [child for child in node.children if child.type not in ("$", "${", "}")]
+        counts = len(children) > 1 and children[0].type == "#"
+        head, *rest = children[1:] if counts else children or [None]
+        if head is None or head.type not in ("variable_name", "special_variable_name", "subscript"):
+            return self.gap(computes)
+        name, _, index = syntax.text(head).partition("[")
+        index = index.rstrip("]").strip("\"'") if head.type == "subscript" else ""
+        is_set = name in self.variables or name in self.pinned or name in ("@", "*")
+        value = self.lookup(name, node)
+        if index:
+            value = self._item(value, index, name, node)
+        elif isinstance(value, list) and name not in ("@", "*"):
+            value = (value[0] if value else "") if not uncertain(value) else self.gap(computes, name)
+        if not is_set and rest and rest[0].type in _DEFAULTS and self.others_set:
+            return value
+        if counts:
+            return self._count(value, computes, name) if not rest else self.gap(computes)
+        if not rest:
+            return value
+        if rest[0].type in _DEFAULTS:
+            return self._default(name, is_set, value, rest)
+        return self._computed(value, rest, computes, name)
+
+    def _item(self, value: Value, index: str, name: str, node: Any) -> Value:
+        if index in ("@", "*"):
+            if isinstance(value, list):
+                return value
+            if name in self.pinned:
+                return shlex.split(value)
+            return [value] if name in self.variables or MARKS.search(value) else []
+        words = value if isinstance(value, list) else [value]
+        if not re.fullmatch(r"-?\d{1,6}", index) or uncertain(words) or int(index) < -len(words):
+            names = [name] if uncertain(words) else []
+            return self.gap_at(node, f"takes it from a list: {syntax.short(node)}", *names)
+        return words[int(index)] if int(index) < len(words) else ""
+
+    def _count(self, value: Value, computes: str, name: str) -> str:
+        uncertain_text = uncertain(value) if isinstance(value, list) else bool(MARKS.search(value))
+        return self.gap(computes, name) if uncertain_text else str(len(value))
+
+    def _default(self, name: str, is_set: bool, value: Value, rest: list[Any]) -> Value:
+        """`${x:-y}` and its relatives. A variable of the environment that has a default is taken as unset."""
+        operator = rest[0].type
+        empty = not is_set or value in ("", []) or (value == [""])
+        missing = empty if operator.startswith(":") else not is_set
+        if operator in (":+", "+"):
+            if not missing and isinstance(value, str) and _GAPS.fullmatch(value):
+                return value
+            return "" if missing else "".join(self.joined(child) for child in rest[1:])
+        if operator in (":?", "?") or not missing:
+            return value
+        default = "".join(self.joined(child) for child in rest[1:])
+        if operator in (":=", "="):
+            self.variables[name] = default
+        self.named(default, name)
+        return default
+
+    def _computed(self, value: Value, rest: list[Any], computes: str, name: str) -> Value:
+        """Slices, removed ends and other cases of a text or of a list."""
+        operator = rest[0].type
+        arguments = [self.joined(child) for child in rest[1:] if child.type not in (":", "/")]
+        listed = value if isinstance(value, list) else [value]
+        if uncertain(listed) or any(MARKS.search(argument) for argument in arguments):
+            return self.gap(computes, *([name] if uncertain(listed) else []))
+        if operator == ":" and all(re.fullmatch(r"\s*-?\d{1,6}\s*", text) for text in arguments):
+            first, *count = [int(text) for text in arguments]
+            if name in ("@", "*"):
+                first -= 1  # arguments are counted from 1
+            if first < 0 or any(size < 0 for size in count):
+                return self.gap(computes)
+            return value[first : first + count[0]] if count else value[first:]
+        changed = _removed(operator, arguments) or _CASES.get(operator)
+        too_long = any(len(text) > _LONGEST_COMPARED for text in listed)
+        if changed is None or too_long or (operator in _CASES and arguments):
+            return self.gap(computes)
+        texts = [changed(text) for text in listed]
+        return texts if isinstance(value, list) else texts[0]
+
+
+def uncertain(words: list[str]) -> bool:
+    """Whether number or text of the words is not known."""
+    return any(MARKS.search(word) for word in words)
+
+
+def many(word: str) -> bool:
+    """Whether a word may be any number of words."""
+    return bool(_GAPS.fullmatch(_MAYBES.sub("", word)))
+
+
+def loose(word: str) -> bool:
+    """Whether a word may be none, or several."""
+    return many(word) or MAYBE in word
+
+
+def _literal(source: bytes, quoted: bool) -> str:
+    text = source.decode("utf-8", "replace").replace("\\\n", "")
+    return re.sub(r'\\([$`"\\])' if quoted else r"\\(.)", r"\1", text)
+
+
+def _ansi(text: str) -> str:
+    escapes = {"n": "\n", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+    return re.sub(r"\\(.)", lambda escape: escapes.get(escape[1], escape[0]), text)
+
+
+def _removed(operator: str, arguments: list[str]) -> Callable[[str], str] | None:
+    """`${x%pattern}` and `${x#pattern}`, shortest or longest."""
+    if operator not in ("%", "%%", "#", "##") or len(arguments) != 1 or "\\" in arguments[0]:
+        return None
+    pattern = re.compile(translate(arguments[0]), re.S)
+
+    def remove(text: str) -> str:
+        places = range(len(text) + 1)
+        if operator in ("%", "##"):
+            places = places[::-1]
+        if operator[0] == "%":
+            return next((text[:place] for place in places if pattern.match(text[place:])), text)
+        return next((text[place:] for place in places if pattern.match(text[:place])), text)
+
+    return remove
+
+
+_DEFAULTS = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
+_CASES: dict[str, Callable[[str], str]] = {
+    ",,": str.lower,
+    "^^": str.upper,
+    "^": lambda text: text[:1].upper() + text[1:],
+    ",": lambda text: text[:1].lower() + text[1:],
+}
+_EXPANSIONS: dict[str, Callable[[WordExpander, Any], Value]] = {
+    "simple_expansion": WordExpander.expand,
+    "expansion": WordExpander.expand,
+    "command_substitution": WordExpander._substitution,
+    "process_substitution": WordExpander._substitution,
+    "arithmetic_expansion": WordExpander._arithmetic,
+}

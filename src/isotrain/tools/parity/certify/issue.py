@@ -1,0 +1,329 @@
+"""From a verdict over two runs to its certificate; figures and levels again from the curves in it alone."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from isotrain import __version__
+from isotrain.errors import CertificateError, DataError
+from isotrain.tools.parity.certify.certificate import (
+    FORMAT,
+    Certificate,
+    CertifiedSide,
+    CheckFound,
+    Curve,
+    EffectFound,
+    Figures,
+    LevelFound,
+    OutcomeFound,
+    digest_of,
+    problems_of,
+    sealed,
+)
+from isotrain.tools.parity.compare.comparison import SPEED, Comparison, compare
+from isotrain.tools.parity.compare.outcome import Outcome, outcome_of
+from isotrain.tools.parity.compare.published import Kind, kind_of
+from isotrain.tools.parity.levels.envelope import envelope_level, followed
+from isotrain.tools.parity.levels.level import Check, Level
+from isotrain.tools.parity.levels.paired import paired_level
+from isotrain.tools.parity.protocol import Companions
+from isotrain.tools.parity.read.bounded import sha256_of
+from isotrain.tools.parity.read.runs import read_run
+from isotrain.tools.parity.run import Run, Series, section
+from isotrain.tools.parity.verdict import Verdict
+
+# What belongs to one side alone: its device is told there, the rest is about this machine.
+_OF_ONE_SIDE = ("output", "device", "observe", "cluster")
+_OF_ONE_RECORDING = ("record", "replay")
+_PATH = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?[/\\][^\s'\",;]*[/\\](?=[^\s'\",;/\\])")
+_LONGEST_LINE = 2000
+
+
+def comparison_of(curves: Mapping[str, Curve]) -> Comparison:
+    """Reference against candidate, as if their runs had been read."""
+    with np.errstate(all="ignore"):  # what overflows is refused where it would become a figure
+        return compare(
+            run_of(curves, "reference"),
+            run_of(curves, "candidate"),
+            [metric for metric in curves if metric not in SPEED],
+        )
+
+
+def first_of(kind: Kind, metrics: Iterable[str]) -> str | None:
+    """The metric that stands for a kind: a policy's loss before a critic's, then as runs record them."""
+    of_kind = [metric for metric in metrics if kind_of(metric) == kind]
+    of_policy = [metric for metric in of_kind if metric.endswith(("pg_loss", "policy_loss"))]
+    return next(iter(of_policy or of_kind), None)
+
+
+def figures_of(comparison: Comparison, loss_metric: str | None, reward_metric: str | None) -> Figures:
+    """The names are given, because the order of a file's fields is not a fact that a digest covers."""
+    for kind, metric in (("loss", loss_metric), ("reward", reward_metric)):
+        known = [name for name in comparison.curves if kind_of(name) == kind]
+        if metric not in known and (known or metric is not None):
+            raise DataError(f"the figure of the {kind} is of {metric!r}, the curves have {known or 'none'}")
+    curves = comparison.curves
+    loss = curves[loss_metric] if loss_metric is not None else None
+    reward = curves[reward_metric] if reward_metric is not None else None
+    speeds = list(comparison.speed.values())
+    return Figures(
+        steps=max(one.steps for one in curves.values()),
+        loss_metric=loss_metric,
+        loss_error=_hundredths(loss.mean_absolute) if loss else None,
+        loss_relative=_hundredths(loss.mean_relative) if loss and loss.mean_relative is not None else None,
+        reward_metric=reward_metric,
+        reward_error=_hundredths(reward.mean_absolute) if reward else None,
+        throughput_ratio=_finite(speeds[-1].ratio) if speeds else None,
+    )
+
+
+def _hundredths(value: float) -> float:
+    return _finite(100 * value)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise DataError("the curves are so far apart that there is no figure for it")
+    return value
+
+
+def run_of(curves: Mapping[str, Curve], role: str) -> Run:
+    """One run's curves in a certificate, as if it had been read; metrics without its values are left out."""
+    held = {metric: (curve.steps, curve.of(role)) for metric, curve in curves.items()}
+    metrics = {
+        metric: Series(np.array(steps, np.int64), np.array(values, np.float64))
+        for metric, (steps, values) in held.items()
+        if values is not None
+    }
+    return Run(Path(role), "certificate", metrics)
+
+
+def levels_again(certificate: Certificate) -> Iterator[Level]:
+    """P2 and P3, where the certificate has them."""
+    ran = {level.name for level in certificate.levels if level.state != "not run"}
+    curves = certificate.curves
+    roles = list(dict.fromkeys(role for curve in curves.values() for role in curve.envelope))
+    members = [run_of(curves, role) for role in roles]
+    if "P2" in ran:
+        rated = {m: c for m, c in curves.items() if kind_of(m) or m in SPEED}
+        yield paired_level(comparison_of(rated), members)
+    if "P3" in ran:
+        reference, candidate = run_of(curves, "reference"), run_of(curves, "candidate")
+        yield envelope_level(reference, candidate, members)
+
+
+def outcome_again(certificate: Certificate) -> Outcome:
+    """From the curves of the two runs; those of other seeds are not in a certificate."""
+    rated = {m: c for m, c in certificate.curves.items() if kind_of(m) or m in SPEED}
+    free = certificate.subject.kind == "free-running"
+    return outcome_of(comparison_of(rated), "free-running" if free else "paired")
+
+
+def certificate_of(
+    verdict: Verdict,
+    *,
+    envelope: Mapping[str, Run] | None = None,
+    inputs: Mapping[str, str] | None = None,
+    date: datetime.datetime | None = None,
+) -> Certificate:
+    """A verdict that certifies nothing has one too, but `write_certificate` refuses it.
+
+    `envelope` are the runs that P3 was decided by, each under its role, such as `envelope-1`; `inputs` the
+    SHA-256 of files that were read besides the runs' own, under `layer_trace/` and the like.
+    """
+    comparison = verdict.comparison
+    runs = {"reference": comparison.reference, "candidate": comparison.candidate, **(envelope or {})}
+    try:
+        curves = _curves(verdict, envelope or {})
+        recomputed = comparison_of(curves)
+        figures = figures_of(
+            recomputed, first_of("loss", comparison.curves), first_of("reward", comparison.curves)
+        )
+        recipe = portable_recipe(comparison.reference)
+        return sealed(
+            {
+                "format": FORMAT,
+                "isotrain": __version__,
+                "date": _utc(date),
+                "reference": side_of(comparison.reference),
+                "candidate": side_of(comparison.candidate),
+                "recipe": recipe,
+                "recipe_sha256": digest_of(recipe),
+                "data": {**comparison.candidate.data, **comparison.reference.data},
+                "inputs": {**_inputs(runs), **(inputs or {})},
+                "allowed": _allowed(verdict),
+                "curves": curves,
+                "levels": tuple(level_found(level) for level in verdict.computation.levels),
+                "figures": figures,
+                "outcome": outcome_found(verdict.outcome),
+                "computation": verdict.computation.verdict,
+            }
+        )
+    except ValidationError as error:
+        raise CertificateError(f"no certificate can be made: {problems_of(error)}") from error
+
+
+def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, str]:
+    """Digests of what the levels read besides curves: traces of all runs, and runs of other seeds."""
+    runs = {"reference": comparison.reference.path, "candidate": comparison.candidate.path}
+    runs |= {f"envelope-{n}": path for n, path in enumerate(companions.reruns, start=1)}
+    digests = {
+        f"{role}/{kind}/{file.name}": sha256_of(path, f"{kind}/{file.name}")
+        for role, path in runs.items()
+        for kind in ("layer_trace", "score_tests")
+        for file in sorted((path / kind).glob("*"))
+    }
+    for number, pair in enumerate(companions.pairs, start=1):
+        digests |= _inputs({f"seed-{number}-{side}": read_run(p) for side, p in zip("ab", pair, strict=True)})
+    return digests
+
+
+def side_of(run: Run) -> CertifiedSide:
+    """The certificate's record of a run's newest start."""
+    if run.environment is None:
+        raise CertificateError(f"{run.path} has no environment.json: nobody can say what it ran on")
+    try:
+        return CertifiedSide(
+            environment=_printable({k: v for k, v in portable(run.environment).items() if k != "command"}),
+            settings=_printable(portable(section(run.recipe, "device"))),
+            replayed=section(run.recipe, "rollout").get("replay") is not None,
+        )
+    except ValidationError as error:
+        raise CertificateError(f"{run.path}: environment.json: {problems_of(error)}") from error
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_line(name): _printable(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_printable(inner) for inner in value]
+    return _line(value) if isinstance(value, str) else value
+
+
+def portable_recipe(run: Run) -> dict[str, Any]:
+    """The recipe that both sides share, without what only means something on the machine that it ran on."""
+    if run.recipe is None:
+        raise CertificateError(f"{run.path} has no resolved.json: nobody can say what was trained")
+    shared: dict[str, Any] = portable({k: v for k, v in run.recipe.items() if k not in _OF_ONE_SIDE})
+    if isinstance(rollout := shared.get("rollout"), dict):
+        shared["rollout"] = {k: v for k, v in rollout.items() if k not in _OF_ONE_RECORDING}
+    return shared
+
+
+def portable(value: Any) -> Any:
+    """JSON in which every absolute path is its last part."""
+    if isinstance(value, dict):
+        return {name: portable(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [portable(inner) for inner in value]
+    return _last_part(value) if isinstance(value, str) else value
+
+
+def level_found(level: Level) -> LevelFound:
+    checks = tuple(_check_found(check) for check in level.checks)
+    return LevelFound(name=level.name, state=level.state, words=_words(level.words), checks=checks)
+
+
+def outcome_found(outcome: Outcome) -> OutcomeFound:
+    effects = tuple(
+        EffectFound(
+            metric=effect.metric,
+            verdict=effect.verdict,
+            difference=effect.windows[0].difference,
+            low=whole.low if (whole := effect.windows[0].interval) else None,
+            high=whole.high if whole else None,
+            margin=effect.margin,
+            evidence=effect.evidence,
+        )
+        for effect in outcome.effects
+    )
+    return OutcomeFound(verdict=outcome.verdict, effects=effects)
+
+
+def _check_found(check: Check) -> CheckFound:
+    value, limit = (float(x) if math.isfinite(x) else None for x in (check.value, check.limit))
+    # A comparison of numpy's numbers is not Python's `bool`.
+    passed = None if check.passed is None else bool(check.passed)
+    return CheckFound(name=check.name, value=value, limit=limit, passed=passed, note=_words(check.note))
+
+
+def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
+    """Everything that was compared, at the steps of all runs, with the throughput of the two sides."""
+    comparison = verdict.comparison
+    pair = (comparison.reference, comparison.candidate)
+    rated = set(followed([*pair, *envelope.values()])) if envelope else set()
+    curves = {
+        metric: _curve(metric, *pair, envelope)
+        for metric in comparison.reference.metrics
+        if metric in comparison.curves or metric in rated
+    }
+    speed = next((name for name in SPEED if all(name in run.metrics for run in pair)), None)
+    if comparison.speed and speed is not None:
+        curves[speed] = _curve(speed, *pair, {})
+    if not comparison.curves:
+        raise CertificateError("no curve was compared: there is nothing to certify")
+    return curves
+
+
+def _curve(metric: str, reference: Run, candidate: Run, envelope: Mapping[str, Run]) -> Curve:
+    a, b = reference.metrics[metric], candidate.metrics[metric]
+    steps_S = np.intersect1d(a.steps_S, b.steps_S, assume_unique=True)
+    # A member may stop early, or not record a metric; it then has no part in that curve.
+    members = {
+        role: run.metrics[metric]
+        for role, run in envelope.items()
+        if metric in run.metrics and np.isin(steps_S, run.metrics[metric].steps_S).all()
+    }
+    values = {
+        role: tuple(series.values_S[np.isin(series.steps_S, steps_S)].tolist())
+        for role, series in {"reference": a, "candidate": b, **members}.items()
+    }
+    return Curve(
+        steps=tuple(steps_S.tolist()),
+        reference=values.pop("reference"),
+        candidate=values.pop("candidate"),
+        envelope=values,
+    )
+
+
+def _inputs(runs: Mapping[str, Run]) -> dict[str, str]:
+    return {f"{role}/{name}": digest for role, run in runs.items() for name, digest in run.sha256.items()}
+
+
+def _allowed(verdict: Verdict) -> dict[str, str]:
+    messages_by_name: dict[str, list[str]] = {}
+    for difference in verdict.comparison.allowed:
+        messages_by_name.setdefault(difference.name, []).append(_words(difference.message))
+    return {name: _line("; ".join(messages)) for name, messages in messages_by_name.items()}
+
+
+def _last_part(text: str) -> str:
+    if text.startswith(("/", "~")):
+        return PurePosixPath(text).name
+    windows = PureWindowsPath(text)
+    return windows.name if windows.drive and windows.root else text
+
+
+def _line(text: str) -> str:
+    """Words of any source as a certificate may hold them: one line, printable, not endless."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= _LONGEST_LINE else shown[:_LONGEST_LINE] + "..."
+
+
+def _words(text: str) -> str:
+    """Sentences about runs name them by their paths; what remains is the last part."""
+    return _line(_PATH.sub("", text))
+
+
+def _utc(date: datetime.datetime | None) -> str:
+    moment = date or datetime.datetime.now(datetime.timezone.utc)
+    return moment.astimezone(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

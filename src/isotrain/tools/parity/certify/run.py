@@ -1,0 +1,279 @@
+"""`parity certify`: runs on two devices level by level, until one fails or time is up.
+
+Each run is a process of its own, under the variables of the device that it is to use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from isotrain.errors import LaunchError, RecipeError
+from isotrain.observe.run_directory import write_atomically
+from isotrain.own_python import module_command
+from isotrain.recipe.load import other_run, path_override
+from isotrain.recipe.preference import DpoSection, RmSection
+from isotrain.recipe.schema import Recipe
+from isotrain.tools.parity.protocol import PERTURBATION, SPLIT, Companions, verdict_on
+from isotrain.tools.parity.thresholds import FEWEST_MEMBERS, FEWEST_RUNS
+from isotrain.tools.parity.verdict import Verdict
+
+MOST_MEMBERS, MOST_SEEDS = 8, 10
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+# Enough to cut the usual batch in several micro-batches.
+_PARTS = 16
+_LAST_WORDS = 12
+# Enough to see rounding grow from one update to the next.
+_STEPS = "observe.layer_trace=3"
+TRACED = (_STEPS, "observe.operators=true")
+"""Settings with which a run's layers and operators can be compared."""
+UNTRACED = ("observe.layer_trace=0", "observe.operators=false", "observe.model_digest=true")
+"""Settings with which its curves can be certified, where a mesh divides its layers over ranks."""
+
+
+def seconds_of(text: str) -> float:
+    """`90s`, `30m` or `2h`."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if matched is None:
+        raise RecipeError(f"--budget {text!r}: write a number with s, m or h, such as 30m")
+    return float(matched.group(1)) * _UNITS[matched.group(2)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    members: int
+    """Runs of the reference for its envelope; 0 where there is no time for one."""
+    seeds: int
+    """Further pairs of runs; 0 likewise."""
+    seconds: float
+
+    def words(self) -> list[str]:
+        """The runs to come, and what they can show."""
+        lines = []
+        if self.members:
+            blur = 1 / math.sqrt(2 * self.members)
+            lines.append(f"P3: {self.members} members; the envelope's width is known to {100 * blur:.0f} %")
+        else:
+            lines.append("P3: no envelope; curves alone can rarely show that a computation is the same")
+        if self.seeds:
+            # The pair that is compared counts as well.
+            lines.append(f"outcome: over {self.seeds + 1} seeds, with their spread")
+        else:
+            lines.append("outcome: one run a side, without the spread between seeds")
+        return lines
+
+
+def plan(left: float, reference_seconds: float, candidate_seconds: float, *, envelope: bool = True) -> Plan:
+    """The envelope first: it decides about single runs, with a quarter of the runs that seeds take."""
+    members = min(MOST_MEMBERS, int(left / reference_seconds)) if envelope else 0
+    if members < FEWEST_MEMBERS:
+        members = 0
+    left -= members * reference_seconds
+    pair = reference_seconds + candidate_seconds
+    seeds = min(MOST_SEEDS, int(left / pair))
+    if seeds + 1 < FEWEST_RUNS:
+        seeds = 0
+    return Plan(members, seeds, members * reference_seconds + seeds * pair)
+
+
+def member_settings(recipe: Recipe, count: int, *, ranks: bool) -> list[tuple[str, ...]]:
+    """Changes to the recipe for each of so many members.
+
+    Each starts from weights of other last digits; in turn they also compute attention otherwise, sum over
+    other micro-batches and, with `ranks`, over two ranks.
+    """
+    data = recipe.data
+    longest = data.max_length * (2 if isinstance(recipe.algorithm, DpoSection | RmSection) else 1)
+    smaller = max(longest, data.tokens_per_micro_batch // _PARTS)
+    split = (f"{SPLIT}={smaller}",) if smaller < data.tokens_per_micro_batch else ()
+    other = "sdpa" if recipe.model.attention == "padded" else "padded"
+    attention = (f"model.attention={other}",)
+    if recipe.device.mesh.context > 1:  # which cannot be padded
+        attention = ("device.mesh.context_attention=ring",)
+    two_ranks = ("device.ranks=2",) if ranks and recipe.device.ranks == 1 else ()
+    ways = cycle([(), attention, split, (*attention, *split, *two_ranks)])
+    return [(f"{PERTURBATION}={number}", *way) for number, way in enumerate(islice(ways, count), start=1)]
+
+
+@dataclass(frozen=True)
+class TrainedSide:
+    """One of the two ways to compute that are compared."""
+
+    label: str
+    settings: tuple[str, ...]
+    """Changes to the recipe, such as the device's type."""
+    variables: Mapping[str, str]
+    traced: bool = True
+    """Whether its runs can record layers and operators: those of a mesh are divided over ranks."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    path: Path
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Children:
+    recipe: str
+    """A file, or a name of the library."""
+    settings: tuple[str, ...]
+    work: Path
+    tell: Callable[[str], None]
+    time_limit: float
+
+    def train(self, name: str, side: TrainedSide, settings: Sequence[str] = (), *, why: str) -> Finished:
+        """One run of the recipe; what was finished before is not run again."""
+        output, log, note = (self.work / f"{name}{ending}" for ending in ("", ".log", ".json"))
+        self.work.mkdir(parents=True, exist_ok=True)
+        changes = [*self.settings, *side.settings, *settings]
+        how = {
+            "recipe": self.recipe,
+            "settings": changes,
+            "label": side.label,
+            "variables": {**side.variables},
+        }
+        before = _read(note) if output.exists() else {}
+        if output.exists() and {key: before.get(key) for key in how} != how:
+            # It would be finished here, and its curves taken for those of this device.
+            raise LaunchError(f"{output} was run in another way (see {note}); choose another --work")
+        # Before the run: one that is stopped on the way must not be finished on another device.
+        write_atomically(note, json.dumps({"seconds": 0.0, **before, **how}, indent=1) + "\n")
+        self.tell(f"{why}: {Path(self.recipe).stem} on {side.label}")
+        begun = time.monotonic()
+        self._run(name, side, [*changes, *other_run(output)], log)
+        spent = time.monotonic() - begun + float(before.get("seconds", 0.0))
+        write_atomically(note, json.dumps({**how, "seconds": spent}, indent=1) + "\n")
+        return Finished(output, spent)
+
+    def _run(self, name: str, side: TrainedSide, settings: Sequence[str], log: Path) -> None:
+        command = module_command("isotrain", "train", self.recipe, *settings)
+        with log.open("wb") as file:
+            try:
+                done = subprocess.run(
+                    command,
+                    env={**os.environ, **side.variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=self.time_limit,
+                )
+            except subprocess.TimeoutExpired:
+                raise LaunchError(f"{name}: no end within {self.time_limit:.0f} s; see {log}") from None
+        if done.returncode:
+            said = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
+            raise LaunchError(f"{name} on {side.label} failed (all of it in {log}):\n" + "\n".join(said))
+
+
+def _read(note: Path) -> dict[str, Any]:
+    """How an earlier run of that name was made."""
+    try:
+        content = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+@dataclass(frozen=True)
+class CertifyPlan:
+    """How much is to be run."""
+
+    replays: bool
+    """Whether the recipe samples responses and the candidate is to train on the reference's."""
+    free_running: bool
+    """Whether it samples responses of its own instead: then only seeds can tell."""
+    budget: float | None
+    """Seconds for everything; None runs an envelope and no seeds."""
+    members_of: Callable[[int], Sequence[Sequence[str]]]
+    """Changes to the recipe for each of so many members of the envelope."""
+    members: int = MOST_MEMBERS
+    seeds: int = 0
+    seed: int = 42
+    """The recipe's seed; further ones follow it."""
+
+
+@dataclass(frozen=True)
+class Certified:
+    verdict: Verdict
+    companions: Companions
+
+
+def certify(
+    children: Children,
+    reference: TrainedSide,
+    candidate: TrainedSide,
+    protocol: CertifyPlan,
+    tell: Callable[[str], None],
+) -> Certified:
+    """Run and judge, the cheapest level first."""
+    both_traced = reference.traced and candidate.traced
+    traced, why = (TRACED, "P0 to P2") if both_traced else (UNTRACED, "P2")
+    recorded = (*traced, "rollout.record=true") if protocol.replays else traced
+    one = children.train("reference", reference, recorded, why=why)
+    forced = _replay_of(one) if protocol.replays else ()
+    other = children.train("candidate", candidate, (*traced, *forced), why=why)
+
+    def verdict(companions: Companions) -> Verdict:
+        return verdict_on(one.path, other.path, companions, free_running=protocol.free_running)
+
+    companions = Companions()
+    current = verdict(companions)
+    # Curves that part may do so by rounding alone, which only the envelope can tell.
+    failed = any(current.level(name).state == "different" for name in ("P0", "P1"))
+    if failed or current.computation.inputs or current.computation.broken:
+        return Certified(current, companions)
+    chosen = _plan(protocol, one, other)
+    for line in chosen.words():
+        tell(line)
+    members = [
+        children.train(
+            f"member-{number}",
+            reference,
+            (*settings, *((_STEPS,) if both_traced else UNTRACED), *forced),
+            why=f"P3, member {number} of {chosen.members}",
+        ).path
+        for number, settings in enumerate(protocol.members_of(chosen.members), start=1)
+    ]
+    companions = Companions(members)
+    current = verdict(companions)
+    if current.computation.verdict == "different":
+        return Certified(current, companions)
+    companions = Companions(members, _pairs(children, reference, candidate, protocol, chosen.seeds))
+    return Certified(verdict(companions), companions)
+
+
+def _replay_of(run: Finished) -> tuple[str, ...]:
+    return (path_override("rollout.replay", run.path),)
+
+
+def _plan(protocol: CertifyPlan, one: Finished, other: Finished) -> Plan:
+    if protocol.budget is None:
+        members = 0 if protocol.free_running else protocol.members
+        return Plan(members, protocol.seeds, 0.0)
+    left = protocol.budget - one.seconds - other.seconds
+    return plan(left, one.seconds, other.seconds, envelope=not protocol.free_running)
+
+
+def _pairs(
+    children: Children, reference: TrainedSide, candidate: TrainedSide, protocol: CertifyPlan, seeds: int
+) -> list[tuple[Path, Path]]:
+    pairs = []
+    for number in range(1, seeds + 1):
+        untraced = () if reference.traced and candidate.traced else UNTRACED
+        settings, why = (f"seed={protocol.seed + number}", *untraced), f"P4, seed {number} of {seeds}"
+        records = ("rollout.record=true",) if protocol.replays else ()
+        one = children.train(f"seed-{number}-a", reference, (*settings, *records), why=why)
+        forced = _replay_of(one) if protocol.replays else ()
+        other = children.train(f"seed-{number}-b", candidate, (*settings, *forced), why=why)
+        pairs.append((one.path, other.path))
+    return pairs

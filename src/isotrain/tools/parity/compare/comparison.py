@@ -1,0 +1,251 @@
+"""Two runs side by side: inputs that differ, and every statistic of the curves they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from isotrain.errors import DataError
+from isotrain.language import listed, tr
+from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, version_changes
+from isotrain.tools.parity.compare.published import RuleResult, kind_of, rule_results
+from isotrain.tools.parity.compare.statistics import Apart, Throughput, apart, throughput
+from isotrain.tools.parity.run import ROLES, Numbers, Run, common, section
+
+_FREE_ENVIRONMENT = ("time", "command")
+ALLOWED = ("recipe", "data")
+
+# The published ratio is over the first steps; the first of them also compile and warm up.
+FIRST_STEPS, WARM_UP = 4, 4
+SPEED = ("perf/throughput", "throughput", "tokens_per_second")
+
+
+@dataclass(frozen=True)
+class InputDifference:
+    name: str
+    message: str
+
+
+def differences(reference: Run, candidate: Run) -> Iterator[InputDifference]:
+    """Everything that makes it another training before a step was computed."""
+    yield from _recipes(reference, candidate)
+    yield from _data(reference, candidate)
+
+
+def recipe_changes(reference: Run, candidate: Run) -> list[str]:
+    """Fields that make it another training: `optimizer.lr: 1e-05 -> 0.0001`."""
+    if reference.recipe is None or candidate.recipe is None:
+        return []
+    changed = version_changes(reference.recipe, candidate.recipe)
+    return not_free(changed, {*MAY_DIFFER_IN_PARITY, *_same_content(reference, candidate)})
+
+
+def _same_content(reference: Run, candidate: Run) -> Iterator[str]:
+    """Paths that may differ, because what is there has the same digest."""
+    for name, digest in reference.data.items():
+        if candidate.data.get(name) == digest:
+            yield f"data.{name}" if name in ("train", "validation") else f"{name}.path"
+
+
+def environment_changes(reference: Run, candidate: Run) -> list[str]:
+    """Device, versions and variables that differ: what a difference may come from."""
+    if reference.environment is None or candidate.environment is None:
+        return []
+    return not_free(changes(reference.environment, candidate.environment), _FREE_ENVIRONMENT)
+
+
+def _recipes(reference: Run, candidate: Run) -> Iterator[InputDifference]:
+    changed = recipe_changes(reference, candidate)
+    if changed:
+        yield InputDifference("recipe", tr("the recipes differ: {changes}", changes=listed(changed, "; ")))
+
+
+def _data(reference: Run, candidate: Run) -> Iterator[InputDifference]:
+    differ = [name for name, digest in reference.data.items() if candidate.data.get(name, digest) != digest]
+    if differ:
+        yield InputDifference(
+            "data", tr("they were not trained on the same rows: {names}", names=", ".join(differ))
+        )
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """One metric of both runs at the steps that both have, up to the first value that is not a number."""
+
+    steps_S: npt.NDArray[np.int64]
+    reference_S: Numbers
+    candidate_S: Numbers
+    of_reference: int
+    of_candidate: int
+    """How many steps each run recorded."""
+
+    @property
+    def whole(self) -> bool:
+        return len(self.steps_S) == self.of_reference == self.of_candidate
+
+
+@dataclass(frozen=True)
+class NotANumber:
+    """Where a metric stops being a number."""
+
+    metric: str
+    reference_step: int | None
+    candidate_step: int | None
+
+    @property
+    def one_sided(self) -> bool:
+        return self.reference_step is None or self.candidate_step is None
+
+    @property
+    def words(self) -> str:
+        if self.reference_step is not None and self.candidate_step is not None:
+            return tr(
+                "{metric} is not a number in both runs, from step {step}",
+                metric=self.metric,
+                step=self.reference_step,
+            )
+        role, step = "reference", self.reference_step
+        if self.candidate_step is not None:
+            role, step = "candidate", self.candidate_step
+        return tr(
+            "{metric} of the {role} is not a number from step {step} on",
+            metric=self.metric,
+            role=ROLES[role],
+            step=step,
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    reference: Run
+    candidate: Run
+    aligned: dict[str, Aligned]
+    curves: dict[str, Apart]
+    rule_results: tuple[RuleResult, ...]
+    """Results of the published rules."""
+    speed: dict[str, Throughput]
+    """Throughput of the first steps, and without the warm-up."""
+    not_numbers: tuple[NotANumber, ...]
+    differences: tuple[InputDifference, ...]
+    """Recipe or data that differ, and that nobody allowed: it is another computation by what went into it."""
+    allowed: tuple[InputDifference, ...]
+
+    @property
+    def broken(self) -> list[RuleResult]:
+        """Published rules on absolute errors, the 2 % and 4 %, that do not hold."""
+        return [one for one in self.rule_results if not one.passed and not one.relative]
+
+    @property
+    def has_curves(self) -> bool:
+        """Dumps of single steps have none."""
+        return bool(self.reference.metrics or self.candidate.metrics)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "reference": _described(self.reference),
+            "candidate": _described(self.candidate),
+            "steps": {
+                metric: {
+                    "compared": len(one.steps_S),
+                    "reference": one.of_reference,
+                    "candidate": one.of_candidate,
+                }
+                for metric, one in self.aligned.items()
+            },
+            "not_numbers": [{**asdict(one), "words": one.words} for one in self.not_numbers],
+            "differences": [asdict(one) for one in self.differences],
+            "allowed": [asdict(one) for one in self.allowed],
+            "recipe": recipe_changes(self.reference, self.candidate),
+            "environment": environment_changes(self.reference, self.candidate),
+            "curves": {metric: asdict(curve) for metric, curve in self.curves.items()},
+            "published_rules": [{**asdict(one), "passed": one.passed} for one in self.rule_results],
+            "throughput": {name: asdict(ratio) for name, ratio in self.speed.items()},
+        }
+
+
+def compare(
+    reference: Run, candidate: Run, metrics: Sequence[str] = (), allow: Sequence[str] = ()
+) -> Comparison:
+    """`metrics` are those to compare, by default all losses and rewards that both have."""
+    unknown = sorted(set(allow) - set(ALLOWED))
+    if unknown:
+        raise DataError(f"--allow {', '.join(unknown)}: what can be allowed is {', '.join(ALLOWED)}")
+    chosen = list(metrics) or default_metrics(reference, candidate)
+    if not chosen and (reference.metrics or candidate.metrics):
+        raise DataError(
+            f"{reference.path} and {candidate.path} have no loss or reward in common; name one with --metric"
+        )
+    input_differences = list(differences(reference, candidate))
+    not_numbers = [one for metric in chosen if (one := _not_a_number(metric, reference, candidate))]
+    aligned = {metric: _aligned(metric, reference, candidate) for metric in chosen}
+    curves = {
+        metric: apart(one.steps_S, one.reference_S, one.candidate_S)
+        for metric, one in aligned.items()
+        if len(one.steps_S)
+    }
+    if chosen and not curves and not not_numbers:
+        raise DataError(f"'{chosen[0]}' has no step in both runs: {reference.path} and {candidate.path}")
+    return Comparison(
+        reference,
+        candidate,
+        {metric: aligned[metric] for metric in curves},
+        curves,
+        tuple(result for metric, one in curves.items() for result in rule_results(metric, one)),
+        _speed(reference, candidate),
+        tuple(not_numbers),
+        tuple(one for one in input_differences if one.name not in allow),
+        tuple(one for one in input_differences if one.name in allow),
+    )
+
+
+def default_metrics(reference: Run, candidate: Run) -> list[str]:
+    """Losses and rewards of both; a run may have some of its own, such as validation at other steps."""
+    return [name for name in reference.metrics if name in candidate.metrics and kind_of(name)]
+
+
+def _not_a_number(metric: str, reference: Run, candidate: Run) -> NotANumber | None:
+    starts = []
+    for run in (reference, candidate):
+        if metric not in run.metrics:
+            raise DataError(f"{run.path} has no '{metric}'")
+        series = run.metrics[metric]
+        bad_S = series.steps_S[~np.isfinite(series.values_S)]
+        starts.append(int(bad_S[0]) if len(bad_S) else None)
+    return None if starts == [None, None] else NotANumber(metric, *starts)
+
+
+def _aligned(metric: str, reference: Run, candidate: Run) -> Aligned:
+    a, b = reference.metrics[metric], candidate.metrics[metric]
+    steps_S, (reference_S, candidate_S) = common([a, b])
+    bad_S = ~(np.isfinite(reference_S) & np.isfinite(candidate_S))
+    end = int(np.argmax(bad_S)) if bad_S.any() else len(steps_S)
+    return Aligned(steps_S[:end], reference_S[:end], candidate_S[:end], len(a), len(b))
+
+
+def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
+    name = next((n for n in SPEED if n in reference.metrics and n in candidate.metrics), None)
+    if name is None or _replays(reference) != _replays(candidate):
+        return {}
+    a, b = reference.metrics[name].values_S, candidate.metrics[name].values_S
+    parts: dict[str, tuple[Numbers, Numbers]] = {
+        tr("first {count} steps", count=FIRST_STEPS): (a[:FIRST_STEPS], b[:FIRST_STEPS]),
+        tr("without the first {count} steps", count=WARM_UP): (a[WARM_UP:], b[WARM_UP:]),
+    }
+    return {
+        what: throughput(one, other)
+        for what, (one, other) in parts.items()
+        if len(one) and len(other) and (one > 0).all() and (other > 0).all()
+    }
+
+
+def _replays(run: Run) -> bool:
+    """Whether a run trained on another's responses: it took no time to sample them."""
+    return section(run.recipe, "rollout").get("replay") is not None
+
+
+def _described(run: Run) -> dict[str, Any]:
+    return {"path": str(run.path), "format": run.format, "notes": list(run.notes), "sha256": run.sha256}

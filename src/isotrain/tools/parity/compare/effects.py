@@ -1,0 +1,276 @@
+"""By how much a metric of two runs differs, beside the margin that matters.
+
+S: steps, K: runs of a side.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from isotrain.language import tr
+from isotrain.tools.parity import thresholds
+from isotrain.tools.parity.compare.noise import WINDOWS, alarm_shares, window_means, windows_of
+from isotrain.tools.parity.compare.statistics import Interval
+from isotrain.tools.parity.run import ROLES, Numbers, Run, common
+from isotrain.tools.parity.thresholds import Kind
+
+Answer = Literal["equivalent", "different", "inconclusive"]
+
+WHOLE, LAST = WINDOWS[0], WINDOWS[-1]
+ALONE = tr("one run a side")
+# A run is equivalent by its level and by how it ends; the other quarters can only show a difference.
+_DECIDE = (WHOLE, LAST)
+_MOST_RUNS = 1000
+
+
+@dataclass(frozen=True)
+class WindowEffect:
+    """Candidate minus reference, over a window of the run."""
+
+    window: str
+    reference: float
+    candidate: float
+    difference: float
+    interval: Interval | None
+    """95 %; None where the evidence is too small for one."""
+    chance: float
+    """How often two runs without a difference would be at least as far apart."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One metric's answer."""
+
+    metric: str
+    kind: Kind
+    margin: float
+    verdict: Answer
+    windows: tuple[WindowEffect, ...]
+    evidence: str
+    """The runs that it was estimated from, such as `one run a side`."""
+    reason: str = ""
+    """Why it is different, where that is not the size of a mean."""
+    runs_to_decide: int | None = None
+    """Runs of each side that would decide, where more of them would."""
+
+    @property
+    def unit(self) -> str:
+        return f"the {self.kind}'s own unit"
+
+    def of(self, window: str) -> WindowEffect:
+        return next(one for one in self.windows if one.window == window)
+
+    @property
+    def worst(self) -> WindowEffect:
+        """The window that the verdict rests on: the clearest difference, or else the whole run."""
+        if self.verdict != "different" or self.reason:
+            return self.windows[0]
+        beyond = [one for one in self.windows if abs(one.difference) > self.margin]
+        return min(beyond, key=lambda one: one.chance)
+
+    def as_json(self) -> dict[str, Any]:
+        whole = asdict(self.windows[0])
+        return {
+            "verdict": self.verdict,
+            **{key: whole[key] for key in ("reference", "candidate", "difference", "interval", "chance")},
+            "margin": self.margin,
+            "unit": self.unit,
+            "kind": self.kind,
+            "evidence": self.evidence,
+            "reason": self.reason,
+            "runs_to_decide": self.runs_to_decide,
+            "windows": [asdict(one) for one in self.windows],
+        }
+
+
+def effect_of_curves(
+    metric: str,
+    kind: Kind,
+    margin: float,
+    reference_S: Numbers,
+    candidate_S: Numbers,
+    *,
+    free: bool,
+    tests: int,
+) -> Effect:
+    """From one run a side; `tests` is how many metrics share the designed rate of false alarms."""
+    means = window_means(candidate_S - reference_S, candidate_S + reference_S if free else None)
+    weights_WS = windows_of(len(reference_S)).weights_WS
+    windows = tuple(
+        WindowEffect(
+            name, float(w_S @ reference_S), float(w_S @ candidate_S), one.value, one.interval, one.chance
+        )
+        for name, w_S, one in zip(WINDOWS, weights_WS, means, strict=True)
+    )
+    reason = _flat(reference_S, candidate_S)
+    verdict = "different" if reason else _answer(windows, margin, tests)
+    return Effect(metric, kind, margin, verdict, windows, ALONE, reason)
+
+
+def effect_of_runs(
+    metric: str,
+    kind: Kind,
+    margin: float,
+    reference_KS: Sequence[Numbers],
+    candidate_KS: Sequence[Numbers],
+    *,
+    paired: bool,
+    tests: int,
+) -> Effect:
+    """From several runs a side, or from several of the reference against one: the spread between runs counts.
+
+    `paired`: the k-th runs of both sides share their seed and stayed together.
+    """
+    windows = []
+    needed = None
+    for window in _DECIDE:
+        a_K, b_K = (
+            np.array([_window_mean(x_S, window) for x_S in side]) for side in (reference_KS, candidate_KS)
+        )
+        difference, spread, degrees = _spread(a_K, b_K, paired=paired)
+        half, chance = _student(difference, spread, degrees)
+        windows.append(
+            WindowEffect(
+                window,
+                float(a_K.mean()),
+                float(b_K.mean()),
+                difference,
+                Interval(difference - half, difference + half),
+                chance,
+            )
+        )
+        if len(b_K) > 1:
+            more = _runs_to_decide(a_K, b_K, margin - abs(difference), paired=paired)
+            needed = more if needed is None or more is None else max(needed, more)
+    evidence = _evidence(len(reference_KS), len(candidate_KS), paired=paired)
+    effects_by_window = tuple(windows)
+    verdict = _answer(effects_by_window, margin, tests)
+    more = needed if verdict == "inconclusive" else None
+    return Effect(metric, kind, margin, verdict, effects_by_window, evidence, runs_to_decide=more)
+
+
+def _answer(windows: Sequence[WindowEffect], margin: float, tests: int) -> Answer:
+    """Different: noise does not explain it, and it is larger than the margin."""
+    shares = alarm_shares(len(windows))
+    for one, share in zip(windows, shares, strict=True):
+        if abs(one.difference) > margin and one.chance < thresholds.FALSE_ALARMS * share / tests:
+            return "different"
+    deciding = [one.interval for one in windows if one.window in _DECIDE]
+    within = all(i is not None and -margin <= i.low and i.high <= margin for i in deciding)
+    return "equivalent" if within else "inconclusive"
+
+
+def _flat(reference_S: Numbers, candidate_S: Numbers) -> str:
+    """A curve that hardly moves from step to step beside one that does."""
+    if len(reference_S) < thresholds.FEWEST_STEPS:
+        return ""
+    # Not the largest, which is one spike; not the median, which is 0 for rewards that have reached their top.
+    moves = [float(np.quantile(np.abs(np.diff(x_S)), 0.9)) for x_S in (reference_S, candidate_S)]
+    for role, moved, other in (("candidate", moves[1], moves[0]), ("reference", moves[0], moves[1])):
+        if other > 0 and moved < thresholds.FLAT * other:
+            return tr(
+                "the {role}'s curve is flat: it does not change from step to step as the other does",
+                role=ROLES[role],
+            )
+    return ""
+
+
+def _window_mean(values_S: Numbers, window: str) -> float:
+    return float(windows_of(len(values_S)).weights_WS[WINDOWS.index(window)] @ values_S)
+
+
+def _spread(a_K: Numbers, b_K: Numbers, *, paired: bool) -> tuple[float, float, float]:
+    """Difference of the means, its standard error and its degrees of freedom."""
+    if paired:
+        each_K = b_K - a_K
+        return float(each_K.mean()), float(each_K.std(ddof=1)) / math.sqrt(len(each_K)), len(each_K) - 1
+    difference = float(b_K.mean() - a_K.mean())
+    if len(b_K) == 1:
+        return difference, float(a_K.std(ddof=1)) * math.sqrt(1 + 1 / len(a_K)), len(a_K) - 1
+    # Welch: the two sides need not vary alike.
+    parts = [float(x_K.var(ddof=1)) / len(x_K) for x_K in (a_K, b_K)]
+    total = sum(parts)
+    if not total:
+        return difference, 0.0, len(a_K) + len(b_K) - 2
+    degrees = total**2 / sum(p**2 / (len(x) - 1) for p, x in zip(parts, (a_K, b_K), strict=True))
+    return difference, math.sqrt(total), degrees
+
+
+def _student(difference: float, spread: float, degrees: float) -> tuple[float, float]:
+    """Half of the interval, and the chance of such a difference."""
+    from scipy.special import stdtr, stdtrit
+
+    if not spread:
+        return 0.0, 1.0 if not difference else 0.0
+    half = float(stdtrit(degrees, (1 + thresholds.CONFIDENCE) / 2)) * spread
+    return half, float(2 * stdtr(degrees, -abs(difference) / spread))
+
+
+def _runs_to_decide(a_K: Numbers, b_K: Numbers, room: float, *, paired: bool) -> int | None:
+    """The number of runs a side with which the interval would fit into the room that the margin leaves."""
+    from scipy.special import stdtrit
+
+    if room <= 0:
+        return None
+    each = float((b_K - a_K).var(ddof=1)) if paired else float(a_K.var(ddof=1) + b_K.var(ddof=1))
+    for runs in range(2, _MOST_RUNS + 1):
+        degrees = runs - 1 if paired else 2 * (runs - 1)
+        if float(stdtrit(degrees, (1 + thresholds.CONFIDENCE) / 2)) * math.sqrt(each / runs) <= room:
+            return runs
+    return None
+
+
+def _evidence(references: int, candidates: int, *, paired: bool) -> str:
+    if paired:
+        return tr("{count} pairs of runs with the same seeds", count=references)
+    if candidates == 1:
+        return tr("{count} runs of the reference, one of the candidate", count=references)
+    return tr(
+        "{references} runs of the reference, {candidates} of the candidate",
+        references=references,
+        candidates=candidates,
+    )
+
+
+_EVIDENCE = (
+    (re.compile(r"(\d{1,4}) pairs of runs with the same seeds"), True),
+    (re.compile(r"(\d{1,4}) runs of the reference, one of the candidate"), False),
+    (re.compile(r"(\d{1,4}) runs of the reference, (\d{1,4}) of the candidate"), False),
+)
+
+
+def farthest_pair(evidence: str, half: float) -> float | None:
+    """How far one pair of runs can be from the mean difference of all, whose interval has this half width.
+
+    None if the words are not those of `effect_of_runs`. Of K numbers with standard deviation s, none is
+    further from their mean than s (K - 1) / sqrt(K).
+    """
+    from scipy.special import stdtrit
+
+    for pattern, paired in _EVIDENCE:
+        if match := pattern.fullmatch(evidence):
+            a, b = int(match[1]), 1 if pattern.groups == 1 and not paired else int(match[pattern.groups])
+            break
+    else:
+        return None
+    if a < 2 or half < 0:
+        return None
+    # Welch's degrees of freedom are at most these, and with fewer the spread would be smaller.
+    degrees = a + b - 2 if not paired and b > 1 else a - 1
+    spread = half / float(stdtrit(degrees, (1 + thresholds.CONFIDENCE) / 2))
+    if paired:
+        return spread * (a - 1)
+    if b == 1:
+        return spread * (a - 1) / math.sqrt(a + 1)
+    return spread * math.hypot(a - 1, b - 1)
+
+
+def values_of(metric: str, runs: Sequence[Run]) -> list[Numbers]:
+    """Each run's values of a metric, at the steps that all of them have."""
+    return common([run.metrics[metric] for run in runs])[1]

@@ -1,0 +1,465 @@
+"""The level of forced steps: the first layer in which two runs with the same weights and data differ.
+
+Anchors are numbers of a first step that are known without a reference run: nothing has been learnt yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from isotrain.language import listed, tr
+from isotrain.tools.parity.levels.layer_errors import (
+    ALL,
+    NOT_A_NUMBER,
+    Difference,
+    LayerLimits,
+    LayerRating,
+    common,
+    common_factor,
+    differences,
+    drift_after,
+)
+from isotrain.tools.parity.levels.level import Check, Level, not_run
+from isotrain.tools.parity.levels.score_tests import score_tests
+from isotrain.tools.parity.read.layer_trace import KINDS, TraceEntry, Update, read_layer_trace
+from isotrain.tools.parity.run import Run, section
+
+# By how much rounding may move the log-prob of a whole response between two passes, in nats.
+_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
+# Advantages are whitened over the tokens of the step by these, and centred in their groups by those.
+_WHITENED = ("ppo", "reinforce++", "reinforce++-baseline")
+_CENTRED = ("grpo", "rloo")
+_WHITENED_MEAN = 1e-4
+
+LEVEL = "P1"
+Updates = Mapping[int, Update]
+
+_PLURAL = {
+    "loss": tr("loss"),
+    "activation": tr("activations"),
+    "gradient": tr("gradients"),
+    "parameter gradient": tr("parameter gradients"),
+    "update": tr("updates"),
+}
+
+_DATA = {
+    "tokens": tr("data order, chat template or tokenizer"),
+    "packing": tr("the size of micro-batches, or the splitting over ranks"),
+    "loss": tr("the loss mask"),
+}
+"""Causes of a difference in the data, which is compared before any number."""
+_LOSS_CAUSE = tr("the loss: its mask, its scale or its aggregation")
+# A factor is common where entries with most of the squared norm have it, each within a share of its distance
+# from 1, and where little of the squared differences is left without it.
+_ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
+# Constants that are named in a sentence; the evidence has them all.
+_NAMED = 3
+
+
+def anchors(run: Run) -> tuple[Check, ...]:
+    """Values that the first step must have by its definition, beside the run's; empty where nothing is known.
+
+    `value` is the distance from the known number.
+    """
+    recipe = run.recipe or {}
+    algorithm = section(recipe, "algorithm")
+    rounding = _ROUNDING.get(str(section(recipe, "model").get("dtype")))
+    if rounding is None:
+        return ()
+    name = algorithm.get("name")
+    if name == "dpo":
+        return tuple(_dpo(run, algorithm, rounding))
+    if name == "kto":
+        return tuple(_kto(run, algorithm, rounding))
+    return tuple(_online(run, recipe, algorithm, rounding))
+
+
+def _dpo(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
+    """The reference is the policy before its first update: no response is preferred yet."""
+    beta = _number(algorithm.get("beta"), 0.1) or 0.1
+    match algorithm.get("loss"):
+        case "sigmoid":
+            yield from _check(run, "train/loss", math.log(2), beta * rounding / 2, "DPO: ln 2")
+        case "ipo":
+            expected = 1 / (4 * beta * beta)
+            yield from _check(run, "train/loss", expected, rounding / beta, "IPO: 1 / (4 beta^2)")
+        case _:
+            return
+    yield from _check(run, "train/margin", 0.0, beta * rounding, tr("no response is preferred yet"))
+
+
+def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
+    weight = _number(algorithm.get("desirable_weight"), 1.0)
+    if weight == _number(algorithm.get("undesirable_weight"), 1.0):
+        tolerance = weight * _number(algorithm.get("beta"), 0.1) * rounding / 4
+        yield from _check(run, "train/loss", weight / 2, tolerance, tr("KTO: half of the responses' weight"))
+    yield from _check(run, "train/kl", 0.0, rounding, tr("KTO: the policy is its reference"))
+
+
+def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
+    updated_once = algorithm.get("ppo_epochs") == 1 and algorithm.get("mini_batch_size") in (
+        None,
+        section(recipe, "data").get("batch_size"),
+    )
+    if updated_once:
+        for metric in ("actor/ppo_kl", "actor/pg_clipfrac"):
+            yield from _check(run, metric, 0.0, 0.0, tr("the only update: old and new policy are one"))
+        yield from _check(run, "actor/kl_loss", 0.0, rounding / 100, tr("the policy is its reference"))
+    yield from _check(run, "actor/reward_kl_penalty", 0.0, rounding / 100, tr("the policy is its reference"))
+    mean, name = "critic/advantages/mean", algorithm.get("name")
+    if name in _WHITENED:
+        yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("whitened over the tokens of the step"))
+    responses = _number(section(recipe, "rollout").get("n"), 1)
+    # The metric is a mean over tokens: it is that over responses where all are of one length.
+    lengths = {_first(run, f"response_length/{end}") for end in ("min", "max")}
+    if name in _CENTRED and responses > 1 and len(lengths) == 1 and None not in lengths:
+        yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("advantages of a group add up to 0"))
+
+
+def _check(run: Run, metric: str, expected: float, tolerance: float, why: str) -> Iterator[Check]:
+    value = _first(run, metric)
+    if value is not None:
+        distance = abs(value - expected)
+        note = tr("{why}; {found:.6g} in {run}", why=why, found=value, run=run.path.name)
+        what = tr("{metric} at step 1", metric=metric)
+        yield Check(what, distance, tolerance, bool(distance <= tolerance), note)
+
+
+def _first(run: Run, metric: str) -> float | None:
+    series = run.metrics.get(metric)
+    if series is None:
+        return None
+    at = (series.steps_S == 1).nonzero()[0]
+    return float(series.values_S[at[0]]) if len(at) else None
+
+
+def _number(value: Any, default: float) -> float:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return float(value) if usable else default
+
+
+assert set(KINDS) <= set(_PLURAL)
+
+
+def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, dtype: str) -> Level:
+    """From what `observe.layer_trace` recorded in the directories of two runs.
+
+    `noise` are runs of the reference with weights that were changed in their last digits: what they differ
+    by is allowed, and with them the limits are tighter than those that hold for every model.
+    """
+    a, b = read_layer_trace(reference.path), read_layer_trace(candidate.path)
+    if why := _obstacle((reference.path, a), (candidate.path, b)):
+        return not_run(LEVEL, why)
+    if why := _other_layout((reference, a), (candidate, b)):
+        return not_run(LEVEL, why)
+    known = _largest_noise(a, [read_layer_trace(path) for path in noise])
+    anchor_checks, anchor_failures = _anchor_checks(reference, candidate)
+    limits = LayerLimits(dtype, known)
+    rated = [limits.rate(first_difference) for first_difference in _all_differences(a, b)]
+    checks = (*_kind_checks(rated), *anchor_checks)
+    first = next((number for number, one in enumerate(rated) if not one.passed), None)
+    evidence = {
+        "layers": [_as_json(one) for one in rated if one.difference.kind != "data"],
+        "first": None if first is None else _as_json(rated[first]),
+    }
+    constants = score_tests(reference.path, candidate.path)
+    if constants is not None:
+        evidence["constants"] = constants.as_json()
+    named = [one.words for one in constants.different[:_NAMED]] if constants is not None else []
+    if first is not None:
+        first_difference = _First(rated, first, a, b)
+        words = listed([first_difference.words(), *named], "; ")
+        return Level(LEVEL, "different", words, checks, (*named, *first_difference.causes()), evidence)
+    if named:
+        words = tr(
+            "the layers agree up to rounding, but not their constants: {named}", named=listed(named, "; ")
+        )
+        return Level(LEVEL, "different", words, checks, tuple(named), evidence)
+    if anchor_failures:
+        words = tr(
+            "the first step is not what it must be by definition: {failures}",
+            failures=listed(anchor_failures, "; "),
+        )
+        return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
+    return Level(LEVEL, "same", _agreement(rated), checks, (), evidence)
+
+
+def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
+    """Why the layers of two runs cannot be compared."""
+    for path, updates in runs:
+        if not updates:
+            return tr(
+                "no layers were recorded in {path}; train both runs with observe.layer_trace=2", path=path
+            )
+    (_, a), (_, b) = runs
+    if not set(a) & set(b):
+        return tr("the runs recorded no common step; train both with the same observe.layer_trace")
+    ranks = [len(next(iter(updates.values())).digests) for updates in (a, b)]
+    if ranks[0] != ranks[1]:
+        return tr(
+            "{one} and {other} ranks compute other parts of a batch; train both on equally many",
+            one=ranks[0],
+            other=ranks[1],
+        )
+    first = min(set(a) & set(b))
+    if not any(common(a[first], b[first], kind) for kind in KINDS):
+        return tr("the runs have no layer in common; are they the same model?")
+    return None
+
+
+def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
+    """Attention that pads, or reads a shared prompt once per response: no layer sees the same input."""
+    ways = [str(section(run.environment, "model").get("attention", "unknown")) for run, _ in runs]
+    first = [updates[min(updates)] for _, updates in runs]
+    same_tokens = _digests(first[0], "tokens") == _digests(first[1], "tokens")
+    if ways[0] == ways[1] or (same_tokens and _same_shapes(*first)):
+        return None
+    return tr(
+        "attention is computed in other ways ({one} and {other}), which lay tokens out otherwise; train both "
+        "with the same model.attention",
+        one=ways[0],
+        other=ways[1],
+    )
+
+
+def _same_shapes(a: Update, b: Update) -> bool:
+    one, other = (update.kinds.get("activation", {}) for update in (a, b))
+    return all(one[name].shapes == other[name].shapes for name in one if name in other)
+
+
+def _steps(a: Updates, b: Updates) -> list[int]:
+    return sorted(set(a) & set(b))
+
+
+def _digests(update: Update, name: str) -> list[str]:
+    return [digests[name] for digests in update.digests]
+
+
+def _all_differences(a: Updates, b: Updates) -> Iterator[Difference]:
+    drift = 0.0
+    for step in _steps(a, b):
+        for name in _DATA:
+            if _digests(a[step], name) != _digests(b[step], name):
+                # From here on there are other numbers everywhere, and no layer is to blame.
+                yield Difference(step, "data", name, NOT_A_NUMBER)
+                return
+        yield from differences(step, a[step], b[step], drift)
+        drift += drift_after(a[step], b[step])
+
+
+def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[int, str, str], Difference]:
+    """Largest difference of each entry over the noisy runs; what is no number there allows nothing."""
+    largest: dict[tuple[int, str, str], Difference] = {}
+    for run in noise:
+        for difference in _all_differences(reference, run):
+            before = largest.get(difference.key, difference)
+            if difference.error < NOT_A_NUMBER:
+                bulk = max(difference.bulk or 0.0, before.bulk or 0.0)
+                largest[difference.key] = replace(
+                    difference, error=max(difference.error, before.error), bulk=bulk
+                )
+    return largest
+
+
+def _anchor_checks(reference: Run, candidate: Run) -> tuple[tuple[Check, ...], list[str]]:
+    """Anchors of the candidate, and those that only the candidate misses."""
+    expected, checks = anchors(reference), anchors(candidate)
+    missed_by_both = {check.name for check in expected if not check.passed}
+    failed = [check for check in checks if not check.passed and check.name not in missed_by_both]
+    return checks, [listed((check.name, check.note), ": ") for check in failed]
+
+
+def _kind_checks(rated: Sequence[LayerRating]) -> Iterator[Check]:
+    """The entry of each kind that comes closest to its limit."""
+    for kind in dict.fromkeys(one.difference.kind for one in rated):
+        of_kind = [one for one in rated if one.difference.kind == kind]
+        worst = max(of_kind, key=lambda one: one.error / one.limit)
+        difference = worst.difference
+        note = tr(
+            "{name} at step {step}, of {count}",
+            name=difference.name,
+            step=difference.step,
+            count=len(of_kind),
+        )
+        what = tr("{kind}: error", kind=_PLURAL.get(kind, kind))
+        yield Check(what, worst.error, worst.limit, worst.passed, note)
+
+
+def _agreement(rated: Sequence[LayerRating]) -> str:
+    closest = max(rated, key=lambda one: one.error / one.limit)
+    steps_seen = {one.difference.step for one in rated}
+    steps, first = len(steps_seen), min(steps_seen)
+    forced = tr("{count} forced steps", count=steps) if steps > 1 else tr("1 forced step")
+    if first > 1:
+        forced = tr("{forced} from step {first} on", forced=forced, first=first)
+    return tr(
+        "activations, gradients and updates of {forced} agree in all {count} entries; closest to a limit "
+        "{place}",
+        forced=forced,
+        count=len(rated),
+        place=_place(closest),
+    )
+
+
+def _place(one: LayerRating) -> str:
+    difference = one.difference
+    if difference.kind == "loss":
+        return tr("is the loss at step {step} ({size})", step=difference.step, size=_size(one))
+    return tr(
+        "are the {kind} of {name} at step {step} ({size})",
+        kind=_PLURAL[difference.kind],
+        name=difference.name,
+        step=difference.step,
+        size=_size(one),
+    )
+
+
+def _size(one: LayerRating) -> str:
+    if one.error >= NOT_A_NUMBER:
+        return tr("no numbers, or of another shape")
+    return tr("{error:.1e} against at most {limit:.0e}", error=one.error, limit=one.limit)
+
+
+def _other_data(name: str, step: int) -> str:
+    if name == "tokens":
+        return tr("from step {step} on the candidate reads other tokens than the reference", step=step)
+    if name == "packing":
+        return tr(
+            "from step {step} on the candidate packs its samples otherwise than the reference", step=step
+        )
+    return tr(
+        "from step {step} on the candidate takes its loss on other tokens than the reference", step=step
+    )
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first entry beyond its limit, among all that were rated."""
+
+    rated: Sequence[LayerRating]
+    number: int
+    a: Updates
+    b: Updates
+
+    @property
+    def one(self) -> LayerRating:
+        return self.rated[self.number]
+
+    @property
+    def before(self) -> str | None:
+        """The entry of the same kind and step that was computed just before."""
+        difference = self.one.difference
+        earlier = self.rated[self.number - 1].difference if self.number else None
+        alike = earlier is not None and (earlier.step, earlier.kind) == (difference.step, difference.kind)
+        return earlier.name if earlier is not None and alike else None
+
+    def words(self) -> str:
+        difference, one = self.one.difference, self.one
+        if difference.kind == "data":
+            return _other_data(difference.name, difference.step)
+        sentence = tr(
+            "the first difference is in the {kind} of {name} at step {step} ({size})",
+            kind=_PLURAL[difference.kind],
+            name=difference.name,
+            step=difference.step,
+            size=_size(one),
+        )
+        if difference.kind == "loss":
+            sentence = tr(
+                "the first difference is in the loss at step {step} ({size})",
+                step=difference.step,
+                size=_size(one),
+            )
+        factor = self.factor()
+        if factor is None:
+            return sentence
+        return tr("{told}: each is {factor:.3f} times the reference's", told=sentence, factor=factor)
+
+    def factor(self) -> float | None:
+        """By which all entries of this kind and step differ alike; None where they do not."""
+        difference = self.one.difference
+        if difference.kind not in ("gradient", "parameter gradient", "update"):
+            return None
+        both = common(self.a[difference.step], self.b[difference.step], difference.kind)
+        factor = common_factor(both)
+        size = next(
+            one for one in self.rated if one.difference.key == (difference.step, difference.kind, ALL)
+        )
+        alike = not size.passed and math.isfinite(factor) and _is_common(factor, both)
+        # Updates keep their size where a gradient changes its sign, and their direction does not.
+        return factor if alike and (difference.kind == "update" or _explains(factor, both)) else None
+
+    def causes(self) -> tuple[str, ...]:
+        difference = self.one.difference
+        if difference.kind == "data":
+            return (_DATA[difference.name],)
+        causes = self._of_kind(difference)
+        # All that goes from one update to the next is weights, moments and the schedule.
+        later = difference.step > _steps(self.a, self.b)[0]
+        return (tr("optimizer state or schedule"), *causes) if later else causes
+
+    def _of_kind(self, difference: Difference) -> tuple[str, ...]:
+        match difference.kind:
+            case "activation":
+                layer = tr(
+                    "layer {name}: its weights, its constants (epsilon, scale) or its kernel",
+                    name=difference.name,
+                )
+                if not self.before:
+                    return (layer,)
+                return layer, tr("what is computed between {before} and it", before=self.before)
+            case "loss":
+                return (_LOSS_CAUSE,)
+            case "gradient":
+                if self.before is None or difference.name == ALL:
+                    return (_LOSS_CAUSE,)
+                return (
+                    tr(
+                        "the backward of {before}, or of what is between it and {name}",
+                        before=self.before,
+                        name=difference.name,
+                    ),
+                )
+            case "parameter gradient":
+                if difference.name == ALL or self.factor() is not None:
+                    return (self._times(tr("gradient scaling (accumulation, ranks, clipping)")),)
+                module = difference.name.rpartition(".")[0] or difference.name
+                return (
+                    tr("the backward of {module}: its weights' gradient", module=module),
+                    tr("the sum of gradients over micro-batches or ranks"),
+                )
+            case _:
+                return (self._times(tr("the optimizer: learning rate, moments, weight decay")),)
+
+    def _times(self, cause: str) -> str:
+        factor = self.factor()
+        if factor is None:
+            return cause
+        return tr("{cause}, by a factor of {factor:.3f}", cause=cause, factor=factor)
+
+
+def _is_common(factor: float, entries: Mapping[str, tuple[TraceEntry, TraceEntry]]) -> bool:
+    """Whether the entries that make up most of the kind's norm differ by this factor, each for itself."""
+    near = [
+        a for a, b in entries.values() if abs(b.norm - factor * a.norm) <= _ALIKE * abs(factor - 1) * a.norm
+    ]
+    return sum(a.norm * a.norm for a in near) >= _MOST * sum(a.norm * a.norm for a, _ in entries.values())
+
+
+def _explains(factor: float, entries: Mapping[str, tuple[TraceEntry, TraceEntry]]) -> bool:
+    """Whether little is left of the differences once the reference is scaled by the factor."""
+    left, whole = (
+        sum(float(((b.sketches_RKK - scale * a.sketches_RKK) ** 2).sum()) for a, b in entries.values())
+        for scale in (factor, 1.0)
+    )
+    return left < _LEFT * whole
+
+
+def _as_json(one: LayerRating) -> dict[str, Any]:
+    difference = one.difference
+    place = {"step": difference.step, "kind": difference.kind, "name": difference.name}
+    return {**place, "error": one.error, "limit": one.limit}

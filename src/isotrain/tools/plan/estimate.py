@@ -1,0 +1,152 @@
+"""Time of a step and memory of engines, from data sheets and stated guesses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from isotrain.device.vendors import DataSheet
+from isotrain.models.config import training_flops
+from isotrain.recipe.online import ClusterSection, OnlineSection, PpoSection
+from isotrain.recipe.schema import Recipe
+from isotrain.tools.plan.memory import TrainingMemory
+from isotrain.tools.plan.shape import Shape
+from isotrain.tools.plan.workload import step_samples
+
+GB = 2**30
+
+# Guesses, each of which a plan prints.
+TRAINING_EFFICIENCY = 0.40
+"""Of the peak, in matrix products of training."""
+BANDWIDTH_EFFICIENCY = 0.70
+"""Of memory while tokens are generated, and of links."""
+MEAN_OF_LONGEST = 0.5
+"""Mean length of samples and responses, of the longest that the recipe allows."""
+DECODING_STEP_SECONDS = 0.004
+"""Of one token of all running responses, beside reading memory."""
+ENGINE_RESERVE_GB = 3.0
+"""Of an engine's memory, for graphs and activations."""
+
+
+def element_bytes(recipe: Recipe) -> int:
+    """Of a weight or a cached value: engines, and gathered layers, have the model's own type."""
+    return {"bfloat16": 2, "float32": 4}[recipe.model.dtype]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine of so many devices."""
+
+    engines: int
+    tensor_parallel: int
+    weights_gb: float
+    cache_gb: float
+    responses: int
+    """Of the longest kind that fit into the cache at one time."""
+
+
+@dataclass
+class StepTime:
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.seconds, key=lambda part: self.seconds[part])
+
+
+def plan_engines(
+    recipe: Recipe, shape: Shape, memory: TrainingMemory, device_gb: float, devices: int, ranks: int
+) -> EnginePlan | None:
+    """By vLLM's own rule: the cache is what `memory_utilization` leaves beside weights and activations."""
+    rollout = recipe.rollout
+    if rollout is None:
+        return None
+    cluster = recipe.cluster or ClusterSection()
+    each = rollout.tensor_parallel
+    free = devices - ranks if cluster.placement == "separate" else devices
+    engines = rollout.engines or max(1, free // each)
+    weights = element_bytes(recipe) * memory.all_parameters / each
+    cache = rollout.memory_utilization * device_gb * GB - weights - ENGINE_RESERVE_GB * GB
+    _, longest = step_samples(recipe)
+    responses = int(max(0.0, cache) // (shape.cache_bytes(each, element_bytes(recipe)) * longest))
+    return EnginePlan(engines, each, weights / GB, cache / GB, responses)
+
+
+def step_time(
+    recipe: Recipe,
+    shape: Shape,
+    memory: TrainingMemory,
+    device: DataSheet,
+    ranks: int,
+    engines: EnginePlan | None,
+) -> StepTime:
+    """Seconds of the parts of a step that follow each other."""
+    result = StepTime()
+    lengths = _lengths(recipe)
+    peak = ranks * device.tflops * 1e12 * TRAINING_EFFICIENCY
+    again = 4 / 3 if recipe.model.gradient_checkpointing else 1.0
+    algorithm = recipe.algorithm
+    epochs = algorithm.ppo_epochs if isinstance(algorithm, OnlineSection) else 1
+    update = training_flops(memory.parameters, memory.trained, shape.config, lengths) * again / peak
+    forward = 2.0 * memory.parameters * sum(lengths) / peak
+    gathering = _gathering(recipe, memory, device, ranks, lengths)
+    if isinstance(algorithm, OnlineSection) and engines is not None:
+        result.seconds["generation"] = _generation(recipe, shape, device, engines)
+        result.seconds["log-probs"] = _forward_passes(recipe, algorithm) * forward
+        sync = element_bytes(recipe) * memory.all_parameters / engines.tensor_parallel
+        slow = device.inside_gb_s if ranks <= device.per_machine else device.between_gb_s
+        result.seconds["weight sync"] = sync / (slow * 1e9 * BANDWIDTH_EFFICIENCY)
+    trained_models = 2 if isinstance(algorithm, PpoSection) else 1
+    # Layers are gathered while others compute: the slower of the two counts.
+    result.seconds["update"] = epochs * trained_models * max(update, gathering)
+    return result
+
+
+def _lengths(recipe: Recipe) -> list[int]:
+    """Of the samples of a step, all of the assumed mean."""
+    rows, longest = step_samples(recipe)
+    return [max(1, round(longest * MEAN_OF_LONGEST))] * rows
+
+
+def _gathering(
+    recipe: Recipe, memory: TrainingMemory, device: DataSheet, ranks: int, lengths: list[int]
+) -> float:
+    """Weights in two passes and gradients in one, for each micro-batch."""
+    mesh = recipe.device.mesh
+    group = ranks // mesh.replicas
+    if group == 1:
+        return 0.0
+    data_ranks = ranks // mesh.context
+    micro_batches = math.ceil(sum(lengths) / (data_ranks * recipe.data.tokens_per_micro_batch))
+    gathered = 2 * memory.all_parameters * element_bytes(recipe)
+    summed = 4 * memory.all_parameters * (memory.trained / max(1, memory.parameters))
+    link = device.inside_gb_s if group <= device.per_machine else device.between_gb_s
+    travelled = micro_batches * (gathered + summed) * (group - 1) / group
+    return travelled / (link * 1e9 * BANDWIDTH_EFFICIENCY)
+
+
+def _generation(recipe: Recipe, shape: Shape, device: DataSheet, engines: EnginePlan) -> float:
+    """Each token of all running responses reads the weights once and their cache."""
+    assert recipe.rollout is not None
+    responses = math.ceil(recipe.data.batch_size * recipe.rollout.n / engines.engines)
+    running = max(1, min(responses, engines.responses))
+    length = recipe.rollout.max_tokens * MEAN_OF_LONGEST
+    seen = recipe.data.max_length * MEAN_OF_LONGEST + length / 2
+    cached = shape.cache_bytes(engines.tensor_parallel, element_bytes(recipe))
+    read = engines.weights_gb * GB + running * seen * cached
+    token = read / (device.memory_tb_s * 1e12 * BANDWIDTH_EFFICIENCY) + DECODING_STEP_SECONDS
+    # The last ones are the longest, and run when others have ended.
+    tokens = length * responses / running + recipe.rollout.max_tokens - length
+    return token * tokens
+
+
+def _forward_passes(recipe: Recipe, algorithm: OnlineSection) -> int:
+    """Of a step before its updates: old log-probs, those of a reference, values of a critic."""
+    # With one update per step, the old log-probs are those of the update itself.
+    several = algorithm.updates_per_step(recipe.data.batch_size) > 1
+    old = several or algorithm.kl.place == "reward"
+    return old + (algorithm.kl.place != "off") + isinstance(algorithm, PpoSection)

@@ -1,0 +1,189 @@
+"""Will a recipe fit on so many devices, how long is a step, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isotrain.device.vendors import DEVICES, DataSheet
+from isotrain.errors import PlanError, RecipeError
+from isotrain.recipe.load import check_values, path_override, resolved
+from isotrain.recipe.online import ClusterSection, PpoSection
+from isotrain.recipe.schema import Recipe
+from isotrain.tools.plan.estimate import GB, EnginePlan, StepTime, plan_engines, step_time
+from isotrain.tools.plan.memory import TrainingMemory, training_memory
+from isotrain.tools.plan.shape import Shape, config_directory
+from isotrain.tools.plan.workload import step_samples
+
+# Guesses: what a process takes by itself, and what an allocator cannot use.
+CONTEXT_GB = 1.5
+FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    changes: tuple[str, ...]
+    """To the recipe that was given."""
+    device: DataSheet
+    device_gb: float
+    devices: int
+    ranks: int
+    memory: TrainingMemory
+    engines: EnginePlan | None
+    time: StepTime
+
+    @property
+    def needed_gb(self) -> float:
+        """At the worst moment of training, with what is guessed, and with engines that stay awake."""
+        training = self.memory.peak / GB * (1 + FRAGMENTATION) + CONTEXT_GB
+        rollout, cluster = self.recipe.rollout, self.recipe.cluster or ClusterSection()
+        awake = rollout is not None and cluster.placement == "colocated" and not cluster.offload
+        return training + (rollout.memory_utilization * self.device_gb if awake and rollout else 0.0)
+
+    @property
+    def problems(self) -> list[str]:
+        found = []
+        if self.needed_gb > self.device_gb:
+            found.append(f"training needs {self.needed_gb:.1f} GB of {self.device_gb:.0f}")
+        if self.engines is not None and self.engines.responses < 1:
+            found.append(
+                f"an engine's cache has {self.engines.cache_gb:.1f} GB, which does not hold one response: "
+                "raise rollout.tensor_parallel or rollout.memory_utilization"
+            )
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "problems": self.problems,
+            "changes": list(self.changes),
+            "devices": self.devices,
+            "ranks": self.ranks,
+            "device": self.device.title,
+            "device_gb": self.device_gb,
+            "needed_gb": round(self.needed_gb, 2),
+            "training_peak_bytes": self.memory.peak,
+            "training_peak_phase": self.memory.phase,
+            "training_peak_parts": self.memory.parts,
+            "host_bytes_per_rank": self.memory.host,
+            "parameters": self.memory.all_parameters,
+            "engine": None if self.engines is None else self.engines.__dict__,
+            "seconds": {name: round(value, 2) for name, value in self.time.seconds.items()},
+            "step_seconds": round(self.time.total, 2),
+            "bottleneck": self.time.bottleneck,
+        }
+
+
+def device_named(name: str) -> DataSheet:
+    if name not in DEVICES:
+        raise PlanError(f"--device: '{name}' is not known; known are {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def make_plan(
+    recipe: Recipe, devices: int, device: DataSheet, device_gb: float, changes: tuple[str, ...] = ()
+) -> Plan:
+    recipe = _changed(recipe, [*changes, *_placed(recipe, devices)])
+    _refuse(recipe)
+    directory = config_directory(recipe.model.path)
+    shape, ranks = Shape.of(directory), recipe.device.ranks
+    fake = _changed(recipe, _fake_changes(recipe, directory))
+    memory = training_memory(fake, shape.layers, ranks, _micro_batches(recipe))
+    engines = plan_engines(recipe, shape, memory, device_gb, devices, ranks)
+    time = step_time(recipe, shape, memory, device, ranks, engines)
+    return Plan(recipe, changes, device, device_gb, devices, ranks, memory, engines, time)
+
+
+def _changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    return check_values(resolved(recipe), "the recipe", overrides)
+
+
+def _refuse(recipe: Recipe) -> None:
+    """What a fake step cannot do."""
+    mesh = recipe.device.mesh
+    if mesh.replicas > 1:
+        raise PlanError(
+            "device.mesh.replicas cannot be planned: set it to 1, and --devices to those of one copy "
+            f"({recipe.device.ranks // mesh.replicas})"
+        )
+    if mesh.expert > 1:
+        raise PlanError(
+            "device.mesh.expert cannot be planned, because tokens decide how many go where: set it to 1, "
+            "which needs more memory for gathered layers"
+        )
+
+
+def _fake_changes(recipe: Recipe, directory: Path) -> list[str]:
+    """Configurations instead of models; fake attention is a flash kernel's, and nothing is fused."""
+    changes = [path_override("model.path", directory), "model.fused=off"]
+    if recipe.model.attention == "flash":
+        changes.append("model.attention=auto")
+    algorithm = recipe.algorithm
+    if isinstance(algorithm, PpoSection) and algorithm.critic.path is not None:
+        changes.append(path_override("algorithm.critic.path", config_directory(algorithm.critic.path)))
+    return changes
+
+
+def _placed(recipe: Recipe, devices: int) -> list[str]:
+    """Training ranks: all devices, or those that engines of their own leave."""
+    rollout, cluster = recipe.rollout, recipe.cluster
+    ranks = devices
+    if rollout is not None and cluster is not None and cluster.placement == "separate":
+        engines = (rollout.engines or 0) * rollout.tensor_parallel
+        ranks = devices - engines if 0 < engines < devices else max(1, devices // 2)
+    return [f"device.ranks={ranks}", *_without_reward_models(recipe)]
+
+
+def _without_reward_models(recipe: Recipe) -> list[str]:
+    reward = recipe.reward
+    if reward is None or (reward.model is None and reward.process is None):
+        return []
+    return ["reward.model=null", "reward.process=null", "reward.function.path=plan.py:score"]
+
+
+def _micro_batches(recipe: Recipe) -> int:
+    """Of one update and rank, as far as they matter: from the second on, gradients are there."""
+    rows, longest = step_samples(recipe)
+    data_ranks = recipe.device.ranks // recipe.device.mesh.context
+    return min(2, max(1, math.ceil(rows * longest / (data_ranks * recipe.data.tokens_per_micro_batch))))
+
+
+def alternatives(recipe: Recipe, ranks: int) -> Iterator[tuple[str, ...]]:
+    """Changes that need less memory, those that cost least first."""
+    budget = recipe.data.tokens_per_micro_batch
+    _, longest = step_samples(recipe)
+    smaller = max(longest, budget // 4)
+    shorter = (f"data.tokens_per_micro_batch={smaller}",) if smaller < budget else ()
+    yield ()
+    if shorter:
+        yield shorter
+    yield (*shorter, "model.offload.activations=true")
+    for context in (2, 4, 8):
+        if ranks % context == 0:
+            yield (*shorter, f"device.mesh.context={context}")
+            yield (*shorter, f"device.mesh.context={context}", "model.offload.activations=true")
+    yield (*shorter, "model.offload.optimizer=true", "model.offload.activations=true")
+    yield (*shorter, "model.offload.weights=true", "model.offload.activations=true")
+
+
+def search(recipe: Recipe, devices: int, device: DataSheet, device_gb: float) -> Iterator[Plan]:
+    """Plans in the order of `alternatives`, up to the first that fits."""
+    ranks = _changed(recipe, _placed(recipe, devices)).device.ranks
+    for changes in alternatives(recipe, ranks):
+        try:
+            plan = make_plan(recipe, devices, device, device_gb, changes)
+        except (RecipeError, PlanError):
+            if not changes:
+                raise
+            continue  # this recipe does not allow that change
+        yield plan
+        if plan.fits:
+            return

@@ -1,0 +1,125 @@
+"""A recipe that verl's command can carry comes back equal; what it cannot carry is told."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isotrain.recipe import library
+from isotrain.recipe.load import check_values, load_recipe, parse_recipe
+from isotrain.recipe.schema import Recipe
+from isotrain.tools.imports.convert import convert
+from isotrain.tools.imports.export import FieldDifference, spelled_out, to_verl
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def again(recipe: Recipe) -> Recipe:
+    """Through the text of the script, as a user would."""
+    pytest.importorskip("tree_sitter_bash")
+    return parse_recipe(convert(to_verl(recipe).script.encode(), "verl").recipe, "recipe")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gsm8k-grpo-8x", "gsm8k-grpo-2x8", "gsm8k-ppo-8x", "gsm8k-reinforce++-8x", "gsm8k-sft-lora-8x"],
+)
+def test_recipes_of_the_library_come_back(name: str) -> None:
+    recipe = load_recipe(library.find(name), ["trainer.save_every=20"])
+    here, there = spelled_out(recipe), spelled_out(again(recipe))
+    here["rollout.eager"] = there.get("rollout.eager")  # null lets the device decide; verl has no such value
+    assert {k: v for k, v in here.items() if v is not None} == there
+    assert {item.field for item in to_verl(recipe).differences} <= {"rollout.eager", "data.too_long"}
+
+
+def drawn(chance: random.Random) -> dict[str, Any]:
+    """A recipe of values that verl has too."""
+    name = chance.choice(["grpo", "rloo", "ppo", "reinforce++", "reinforce++-baseline", "remax"])
+    batch = chance.choice([8, 64, 96])
+    place = chance.choice(["off", "loss", "reward"])
+    loss = chance.choice(["clip", "gspo", "cispo", "reinforce"])
+    algorithm: dict[str, Any] = {
+        "name": name,
+        "mini_batch_size": batch // chance.choice([1, 2, 4]),
+        "ppo_epochs": chance.choice([1, 2]),
+        "loss": {"name": loss, "entropy": chance.choice([0, 0.01]), "clip_ratio_high": 0.28},
+        "kl": {"place": place, "coefficient": chance.choice([0.001, 0.05])},
+        "rollout_correction": chance.choice([{}, {"level": "token", "upper": 3.0},
+                                             {"level": "token", "mode": "mask", "lower": 0.5, "upper": 4.0}]),
+        "dynamic_sampling": {"max_attempts": chance.choice([0, 4])},
+        "overlong": chance.choice([{}, {"buffer": 16, "factor": 0.5}]),
+    }  # fmt: skip
+    if loss != "gspo":
+        algorithm["loss"]["aggregation"] = chance.choice(
+            ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+        )
+    if place == "reward":
+        algorithm["kl"]["estimator"] = chance.choice(["k1", "abs", "k2", "k3"])
+    if name == "grpo":
+        algorithm["scale_by_std"] = chance.choice([True, False])
+    if name in ("ppo", "reinforce++"):
+        algorithm["gamma"] = chance.choice([1.0, 0.9])
+    if name == "ppo":
+        algorithm["critic"] = {"lr": 3e-5, "clip": 0.4, "warmup_steps": 2, "path": "models/critic"}
+        algorithm["critic"] |= chance.choice([{}, {"aggregation": "seq-mean-token-sum"}])
+    return {
+        "name": "drawn",
+        "output": "runs/drawn it's",
+        "seed": chance.randrange(2**31),
+        "device": {"ranks": chance.choice([1, 8, 24])},
+        "model": {"path": "models/a b", "lora": chance.choice([{}, {"rank": 8, "targets": ["q_proj"]}])},
+        "data": {"train": ["a.parquet", "b,c.parquet"], "validation": "v.parquet", "max_length": 64,
+                 "batch_size": batch, "too_long": chance.choice(["drop", "error", "truncate-left"]),
+                 "tokens_per_micro_batch": 4096},
+        "algorithm": algorithm,
+        "rollout": {"n": 4, "max_tokens": 32, "temperature": chance.choice([1.0, 0.7]), "eager": False,
+                    "validation": chance.choice([{}, {"n": 2, "temperature": 0.5}])},
+        "reward": {"function": {"path": "dir/rewards.py:score"}},
+        "optimizer": {"lr": chance.choice([1e-6, 3.5e-7]), "schedule": chance.choice(["constant", "cosine"]),
+                      **chance.choice([{"warmup_ratio": 0.05}, {"warmup_steps": 7}]), "max_grad_norm": 0.5},
+        "trainer": chance.choice([{"steps": 7, "save_every": 3}, {"epochs": 2, "save_every": 0}]),
+        "observe": {"project": "null"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_recipes_come_back(seed: int) -> None:
+    recipe = check_values(drawn(random.Random(seed)), "drawn")
+    # verl cuts long prompts at their beginning, and a run with `error` has none.
+    cut = FieldDifference("data.too_long", "error", "truncate-left", changes=False)
+    differences = [cut] if recipe.data.too_long == "error" else []
+    assert to_verl(recipe).differences == differences
+    expected = spelled_out(recipe) | {item.field: item.there for item in differences}
+    assert spelled_out(again(recipe)) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("optimizer.eps=1e-6", "optimizer.eps"),
+        ("optimizer.schedule=linear", "optimizer.schedule"),
+        ("rollout.top_k=5", None),
+        ("reward.timeout=3", "reward.timeout"),
+        ("algorithm.loss.dual_clip=null", "algorithm.loss.dual_clip"),
+        ("optimizer.state_dtype=bfloat16", "optimizer.state_dtype"),
+        ("model.lora.dropout=0.1", None),
+        ("device.ranks=3", None),
+    ],
+)
+def test_what_is_not_carried_over_is_told(override: str, field: str | None) -> None:
+    recipe = load_recipe(
+        library.find("gsm8k-grpo-8x"), ["trainer.save_every=20", "rollout.eager=false", override]
+    )
+    found = [item.field for item in to_verl(recipe).differences]
+    assert found == ([field] if field else [])
+
+
+def test_a_whole_script_goes_there_and_back() -> None:
+    """import(export(import(script))) == import(script)."""
+    pytest.importorskip("tree_sitter_bash")
+    for name in ("verl-grpo.sh", "verl-dapo.sh", "verl-rloo-lora.sh", "verl-ppo.sh"):
+        recipe = parse_recipe(convert((SCRIPTS / name).read_bytes(), "verl").recipe, name)
+        assert spelled_out(again(recipe)) == spelled_out(recipe), name
