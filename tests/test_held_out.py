@@ -30,7 +30,7 @@ def test_each_has_its_patch_and_none_was_there_before() -> None:
 APPLY = """
 import importlib, os, sys, traceback
 import held_out_patches, mutation_patches
-from isotrain.engine import schedule
+from isotrain.engine import optimizer
 from isotrain.trainers import build
 failed = []
 for name, patches in (held_out_patches.PATCHES | mutation_patches.PATCHES).items():
@@ -41,7 +41,7 @@ for name, patches in (held_out_patches.PATCHES | mutation_patches.PATCHES).items
         try:
             for module, patch in modules:
                 patch(module)
-            for owner in (schedule, build):  # as the trainer calls it: a mistake trains, it does not raise
+            for owner in (optimizer, build):  # as the trainer calls it: a mistake trains, it does not raise
                 owner.make_schedule("cosine", 1e-3, 10, 0.1, 0.0, None)(1)
         except Exception:
             traceback.print_exc()

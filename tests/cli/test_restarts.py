@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from isotrain.cli.main import app
 from isotrain.cli.restarts import LONGEST_PAUSE, check_restarts, pause_before, reason_to_restart
-from isotrain.engine.checkpoint.layout import MARKER, step_directory
-from isotrain.engine.checkpoint.pending import newest_complete
+from isotrain.engine.checkpoint.layout import MARKER, newest_complete, step_directory
 from isotrain.errors import (
     RETRYABLE,
     CheckpointError,

@@ -18,8 +18,7 @@ from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_critic, build_engine, build_reference
 from isotrain.engine.checkpoint.writer import CheckpointWriter
-from isotrain.engine.engine import Objective, TrainingEngine, UpdateResult
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel, Objective, TrainingEngine, UpdateResult
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.state import engine_shards, generator_shards, host_generators, optimizer_updates
 from isotrain.engine.world import World, join_world

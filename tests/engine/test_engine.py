@@ -19,7 +19,8 @@ from isotrain.data.items import Sample
 from isotrain.data.packing import PackedBatch, pack
 from isotrain.device.detect import choose_device
 from isotrain.engine.build import build_engine
-from isotrain.engine.engine import TrainingEngine, Work, make_optimizer
+from isotrain.engine.engine import TrainingEngine, Work
+from isotrain.engine.optimizer import make_optimizer
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
 from isotrain.models.packed import Backbone, TokenHead

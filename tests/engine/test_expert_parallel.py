@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from isotrain.engine.expert_parallel import split_experts
+from isotrain.engine.build import split_experts
 from isotrain.errors import ModelError
 
 

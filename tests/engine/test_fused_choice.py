@@ -31,8 +31,7 @@ from isotrain.engine.build import (
     build_step_classifier,
     choose_attention,
 )
-from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel, TrainingEngine
 from isotrain.engine.world import World, join_world
 from isotrain.errors import ModelError
 from isotrain.models.fused import NONE_FUSED, Fused

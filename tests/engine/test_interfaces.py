@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import isotrain
-from isotrain.engine.interfaces import address_towards_master, interface_of, use_interface
+from isotrain.engine.world import address_towards_master, interface_of, use_interface
 from isotrain.errors import LaunchError
 
 RANK = Path(__file__).with_name("interface_rank.py")

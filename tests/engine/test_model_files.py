@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from isotrain.data.prepare.tiny import make_tiny
-from isotrain.engine import model_files
+from isotrain.engine import export
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.engine.export import export_run
@@ -220,7 +220,7 @@ def test_several_files_with_an_index(
     model.save_pretrained(tmp_path / "one")
     limit = 3 * max(tensor.nbytes for tensor in tensors_in(tmp_path / "one").values())
     model.save_pretrained(tmp_path / "expected", max_shard_size=limit)
-    monkeypatch.setattr(model_files, "FILE_BYTES", limit)
+    monkeypatch.setattr(export, "FILE_BYTES", limit)
     out = export_run(run, tmp_path / "out", None, adapter_only=False)
     assert_same_files(out, tmp_path / "one")
     ours, theirs = (

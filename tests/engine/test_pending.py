@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isotrain.engine.checkpoint import writer as module
-from isotrain.engine.checkpoint.pending import wait_for_pending
+from isotrain.engine.checkpoint.layout import wait_for_pending
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.writer import CheckpointWriter
 from isotrain.models.weights import Shard

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from isotrain.engine.schedule import FALLS, make_schedule
+from isotrain.engine.optimizer import FALLS, make_schedule
 
 
 def values(kind: str, total: int, warmup: float, floor: float = 0.0, lr: float = 2.0) -> list[float]:

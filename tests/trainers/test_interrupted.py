@@ -11,8 +11,7 @@ from pathlib import Path
 import npusim
 import pytest
 
-from isotrain.engine.checkpoint.layout import MARKER, steps_in
-from isotrain.engine.checkpoint.pending import FINISHING, how_to_go_on
+from isotrain.engine.checkpoint.layout import FINISHING, MARKER, how_to_go_on, steps_in
 from isotrain.observe.console import LineConsole
 from isotrain.trainers.recorder import Recorder
 from support import command, tiny_recipe, write_recipe

@@ -16,7 +16,7 @@ import npusim
 import psutil
 import pytest
 
-from isotrain.engine.checkpoint.pending import newest_complete
+from isotrain.engine.checkpoint.layout import newest_complete
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.preemption import PREEMPTED, Preemption, preemptible
 from support import command, stable_metrics, tiny_recipe, write_recipe

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from isotrain import errors
-from isotrain.engine.checkpoint.pending import how_to_go_on
+from isotrain.engine.checkpoint.layout import how_to_go_on
 from isotrain.errors import IsotrainError, LaunchError, PreemptedError
 from isotrain.language import said, tr
 from isotrain.lifetime import die_with_parent

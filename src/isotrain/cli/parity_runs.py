@@ -102,7 +102,7 @@ def probe(
         isotrain parity probe runs/here --step 500 --out runs/there-500 --reference runs/here-500
     """
     recipe = _recipe_of(run)
-    from isotrain.engine.checkpoint.copy import copy_checkpoint
+    from isotrain.engine.checkpoint.resume_point import copy_checkpoint
 
     copy_checkpoint(RunDirectory(run).checkpoints, step, RunDirectory(out).checkpoints)
     changed = ["trainer.save_every=0"]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from isotrain.engine.checkpoint.pending import newest_complete
+from isotrain.engine.checkpoint.layout import newest_complete
 from isotrain.errors import RETRYABLE, RecipeError
 from isotrain.lifetime import die_with_parent
 from isotrain.recipe.schema import Recipe

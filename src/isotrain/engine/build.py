@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 
 from isotrain.device.base import Device, FusedOperators
 from isotrain.device.cpu import Cpu
-from isotrain.engine.engine import TrainingEngine, make_optimizer
-from isotrain.engine.expert_parallel import split_experts, split_modules
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel, TrainingEngine
+from isotrain.engine.optimizer import make_optimizer
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import guard_flash, provide
@@ -51,6 +50,11 @@ from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+from collections.abc import Iterator
+
+import transformers
+
+from isotrain.models.config import number_of_experts
 
 # Larger chunks sum the head's gradient fewer times. About three such tensors exist at one time.
 LOGIT_BYTES = 256 << 20
@@ -231,7 +235,7 @@ def fused_operators(model: ModelSection, device: Device) -> FusedOperators | Non
 
 
 def choose_attention(directory: Path, model: ModelSection, device: Device, context: int = 1) -> str:
-    """How a model's attention is computed: as the recipe says, or the best that device and model allow."""
+    """The kind of attention of a model: as the recipe says, or the best that device and model allow."""
     if context > 1 and model.attention in ("flash", "padded"):
         raise ModelError(
             f"model.attention: '{model.attention}' cannot be split over ranks (device.mesh.context is "
@@ -276,7 +280,7 @@ def _frozen(
 
 
 def _prepare_layers(packed: Backbone, model: ModelSection) -> None:
-    """How the layers of a model that trains compute."""
+    """Compile and checkpoint the layers of a model that trains, as the recipe says."""
     if model.compile:
         compile_layers(packed.pretrained)
     if model.gradient_checkpointing:
@@ -391,3 +395,30 @@ def split_dimension(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
         return next((Shard(number) for number in even), None)
 
     return dimension
+
+
+DISPATCH = "ep_dispatch_experts"
+
+
+def split_experts(pretrained: PreTrainedModel, ranks: DeviceMesh) -> None:
+    """Give each rank of a group its own experts; the model is still on the meta device."""
+    kind, experts = pretrained.config.model_type, number_of_experts(pretrained.config)
+    plan: dict[str, str] = getattr(pretrained, "ep_plan", None) or {}
+    if DISPATCH not in plan.values():
+        raise ModelError(
+            f"device.mesh.expert: transformers {transformers.__version__} cannot split the experts of model "
+            f"type '{kind}'; set it to 1"
+        )
+    if experts % ranks.size():
+        raise ModelError(
+            f"device.mesh.expert: {experts} experts cannot be divided by {ranks.size()}; set a divisor"
+        )
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+    # Without tensor parallelism, there is no mesh of it.
+    apply_expert_parallelism(pretrained, ranks, None, plan)  # type: ignore[arg-type]
+
+
+def split_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose experts are split over ranks."""
+    return (module for module in model.modules() if getattr(module, "_is_expert_parallel", False))

@@ -6,23 +6,64 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from isotrain.data.packing import PackedBatch
-from isotrain.engine.inference_model import InferenceModel
-from isotrain.engine.stored_moments import StoredMoments
 from isotrain.engine.world import World
 from isotrain.models.config import active_experts
 from isotrain.models.packed import Backbone, TokenHead
 from isotrain.models.weights import shard_of
+
+Result = TypeVar("Result")
+
+
+class InferenceModel:
+    """A model used for inference: a frozen reference or reward model, or the one that an engine updates."""
+
+    def __init__(self, model: Backbone, world: World) -> None:
+        self.model = model
+        self.world = world
+        # As they are sharded now: while sharded weights are whole, the modules show others.
+        self.parameters = dict(model.named_parameters())
+        self.on_host: dict[int, torch.UntypedStorage] | None = None
+        """Host copies while the model is offloaded, by `id` of the tensor whose memory they are."""
+
+    def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
+        """The objective applied to the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
+        assert self.on_host is None, "the model is offloaded"
+        on_device = batch.to(self.world.device)
+        result: Result = self.model(
+            on_device.tokens_T,
+            on_device.positions_T,
+            on_device.lengths,
+            on_device.predict_N,
+            on_device.targets_N,
+            objective,
+            on_device.continues,
+            # By name: traces of a run are digests of the others, and this repeats one of them.
+            predict_on_host_N=on_device.predict_on_host_N,
+        )
+        return result
+
+    @torch.no_grad()
+    def infer(self, batches: Sequence[PackedBatch], objective: Callable[[Any], Result]) -> list[Result]:
+        """The objective's results, without gradients or dropout; ranks must bring equally many batches."""
+        self.model.eval()
+        results = [self.forward(batch, objective) for batch in batches]
+        self.reshard()
+        return results
+
+    def reshard(self) -> None:
+        """Let go of weights that were made whole and that no backward pass is waiting for."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
 
 Loss = Callable[[TokenHead, int], torch.Tensor]
 """A micro-batch's share of the step's loss, given the loss-bearing tokens of the whole step."""
@@ -45,7 +86,7 @@ class UpdateResult:
     """False where the loss or the gradient was not finite: the weights are as before."""
     metrics: dict[str, float]
     router_aux_loss: float | None = None
-    """Of a mixture whose routers are balanced: a mean over the step's tokens, before its coefficient."""
+    """For a mixture whose routers are balanced: a mean over the step's tokens, before its coefficient."""
 
 
 class Probe(Protocol):
@@ -103,9 +144,9 @@ class TrainingEngine(InferenceModel):
                 self.model.set_requires_all_reduce(number == len(work))
             share, metrics = self.forward(batch, objective)
             if balance is not None and self.model.imbalance is not None:
-                own = self.model.imbalance * (_real_tokens(batch) / tokens)
-                share, self.model.imbalance = share + balance.coefficient * own, None
-                imbalance += own.detach()
+                batch_imbalance = self.model.imbalance * (_real_tokens(batch) / tokens)
+                share, self.model.imbalance = share + balance.coefficient * batch_imbalance, None
+                imbalance += batch_imbalance.detach()
             share.backward()
             total += share.detach()
             for name, value in metrics.items():
@@ -173,36 +214,3 @@ class TrainingEngine(InferenceModel):
 def _real_tokens(batch: PackedBatch) -> int:
     """Tokens of samples; a micro-batch without loss stands in for missing work."""
     return len(batch.tokens_T) if batch.loss_tokens else 0
-
-
-def make_optimizer(
-    model: nn.Module,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    fused: bool,
-    state_dtype: torch.dtype = torch.float32,
-    moments_on_host: bool = False,
-) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
-
-    Each update sets the learning rate.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
-    for decayed in (True, False):
-        for p in trained:
-            if (p.ndim >= 2) == decayed:
-                # Split experts are on a mesh of their own, and one operation cannot update two meshes.
-                mesh = p.device_mesh if isinstance(p, DTensor) else None
-                groups.setdefault((mesh, decayed), []).append(p)
-    settings = [
-        {"params": own, "weight_decay": weight_decay if decayed else 0.0}
-        for (_, decayed), own in groups.items()
-    ]
-    if moments_on_host or state_dtype != torch.float32:
-        return StoredMoments(
-            settings, dtype=state_dtype, on_host=moments_on_host, betas=betas, eps=eps, fused=fused
-        )
-    return torch.optim.AdamW(settings, betas=betas, eps=eps, fused=fused)

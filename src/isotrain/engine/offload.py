@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel, TrainingEngine
 from isotrain.models.weights import Shard, shard_of
 
 
@@ -77,7 +76,7 @@ def held_shard(engine: InferenceModel, tensor: torch.Tensor) -> Shard:
 
 
 def _storages(engine: InferenceModel) -> dict[int, torch.UntypedStorage]:
-    """Of this rank's parts of all weights and of the optimizer's state, as far as they are on the device."""
+    """Memory of this rank's weights and optimizer state on the device, by `id` of the tensor."""
     tensors: list[torch.Tensor] = list(engine.parameters.values())
     if isinstance(engine, TrainingEngine):
         for state in engine.optimizer.state.values():

@@ -13,7 +13,7 @@ import torch
 
 from isotrain.algorithms.preference_losses import two_classes
 from isotrain.data.packing import PackedBatch
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel
 from isotrain.models.packed import ScalarHead, TokenHead
 
 

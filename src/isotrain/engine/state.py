@@ -13,7 +13,7 @@ from isotrain.device.base import Device
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.engine import TrainingEngine
 from isotrain.engine.offload import held_shard
-from isotrain.engine.stored_moments import MOMENTS, empty_moment
+from isotrain.engine.optimizer import MOMENTS, empty_moment
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError
 from isotrain.models.weights import Shard
@@ -42,7 +42,7 @@ def engine_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
 
 
 def saved_shards(engine: TrainingEngine, prefix: str = "") -> dict[str, Shard]:
-    """What this rank puts into a checkpoint: of several copies of the weights, the first is saved."""
+    """This rank's part of a checkpoint: of several copies of the weights, the first is saved."""
     world = engine.world
     return engine_shards(engine, prefix) if world.rank == world.first_copy_rank else {}
 

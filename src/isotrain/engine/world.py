@@ -1,10 +1,12 @@
-"""The ranks of a job and the one device mesh they form."""
+"""The ranks of a job: how they find each other, and the one device mesh they form."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +23,68 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isotrain.device.base import Device
 from isotrain.device.exchange import CONNECT_ON_DEMAND
-from isotrain.engine.interfaces import (
-    HOST_VARIABLE,
-    address_towards,
-    address_towards_master,
-    use_interface,
-)
 from isotrain.errors import LaunchError
 from isotrain.models.context import ContextGroup, ContextRank
 from isotrain.process.child import raise_file_limit
 from isotrain.recipe.schema import MeshSection
+
+# Linux's request for the address of an interface.
+SIOCGIFADDR = 0x8915
+HOST_VARIABLE = "GLOO_SOCKET_IFNAME"
+# Reserved for documents: nothing is sent there, but the system knows by which interface it would be.
+ELSEWHERE = "192.0.2.1"
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface that has an IPv4 address."""
+    address_bytes = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            if reply[20:24] == address_bytes:
+                return name
+    if address_bytes[0] == 127:  # every address of that net is the loopback interface's
+        return interface_of("127.0.0.1")
+    raise LaunchError(f"no network interface has the address {address}; set {HOST_VARIABLE} to its name")
+
+
+def use_interface(find_address: Callable[[], str], device_variable: str | None) -> None:
+    """Let collectives use the interface with that address, unless the user has set one.
+
+    The device's too on one machine: by themselves they would listen on an interface that others reach.
+    """
+    if HOST_VARIABLE not in os.environ:
+        os.environ[HOST_VARIABLE] = interface_of(find_address())
+    if device_variable:
+        os.environ.setdefault(device_variable, os.environ[HOST_VARIABLE])
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to a host; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def address_towards_master(host: str, one_machine: bool) -> str:
+    """The same for torchrun's MASTER_ADDR, which on rank 0's machine may be a name of 127.0.1.1.
+
+    gloo by itself takes the address of this machine's name: where that is 127.0.1.1, as on many systems,
+    other machines connect to themselves.
+    """
+    try:
+        address = address_towards(host)
+        return address if one_machine or not address.startswith("127.") else address_towards(ELSEWHERE)
+    except OSError as error:
+        raise LaunchError(
+            f"no network interface of this machine leads to MASTER_ADDR={host} ({error}); set it to an IPv4 "
+            f"address of rank 0's machine, or set {HOST_VARIABLE} to the interface between the machines"
+        ) from error
+
 
 # Set by our own launcher: ranks of one machine meet in a file, so that nothing listens on a network.
 STORE_VARIABLE = "ISOTRAIN_STORE"
@@ -84,18 +138,18 @@ class World:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("expert_shard", "expert"))
 
     def context_group(self, heads: int) -> ContextGroup:
-        """This rank's, of which `heads` neighbours split heads; its ranks must ask in the same order."""
+        """This rank's context group, split into `heads` by heads; its ranks must ask in the same order."""
         if heads not in self._context_groups:
-            own = ContextRank(heads, self.context // heads, self.rank % self.context)
-            first = self.rank - own.index
+            this = ContextRank(heads, self.context // heads, self.rank % self.context)
+            first = self.rank - this.index
             together = range(first, first + self.context)
-            part = own.index // heads * heads
-            everyone = _group_of(together)
+            part = this.index // heads * heads
+            all_ranks = _group_of(together)
             self._context_groups[heads] = ContextGroup(
-                own,
-                everyone,
-                everyone if own.ring == 1 else _group_of(together[part : part + heads]),
-                everyone if heads == 1 else _group_of(together[own.index % heads :: heads]),
+                this,
+                all_ranks,
+                all_ranks if this.ring == 1 else _group_of(together[part : part + heads]),
+                all_ranks if heads == 1 else _group_of(together[this.index % heads :: heads]),
             )
         return self._context_groups[heads]
 
@@ -148,14 +202,14 @@ class World:
 
     def agree(self, find: Callable[[], str], complaint: str) -> str:
         """The SHA-256 that one rank of each machine finds; `complaint` is for machines that differ."""
-        own = find() if self.local_rank == 0 else None
+        digest = find() if self.local_rank == 0 else None
         leaders = self.sum(
-            [float(byte) for byte in bytes.fromhex(own)] if self.is_main and own else [0.0] * 32
+            [float(byte) for byte in bytes.fromhex(digest)] if self.is_main and digest else [0.0] * 32
         )
-        found = bytes(int(byte) for byte in leaders).hex()
-        if self.sum([float(own not in (None, found))]) != [0.0]:
+        agreed = bytes(int(byte) for byte in leaders).hex()
+        if self.sum([float(digest not in (None, agreed))]) != [0.0]:
             raise LaunchError(complaint)
-        return found
+        return agreed
 
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -31,7 +31,7 @@ from isotrain.engine.build import (
     from_disk,
 )
 from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.schedule import make_schedule
+from isotrain.engine.optimizer import make_schedule
 from isotrain.engine.scores import StepScores, among_all_tokens, of_classes, of_tokens
 from isotrain.engine.world import World
 from isotrain.errors import RecipeError

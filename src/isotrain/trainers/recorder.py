@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from isotrain.engine.checkpoint.pending import FINISHING, is_writing
+from isotrain.engine.checkpoint.layout import FINISHING, is_writing
 from isotrain.observe.console import Console
 from isotrain.observe.loggers import Logger, open_loggers
 from isotrain.observe.metrics import MetricsLog, named_errors, read_metrics

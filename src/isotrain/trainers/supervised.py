@@ -9,7 +9,7 @@ from typing import Any
 from isotrain.data.loader import BatchLoader, StepData
 from isotrain.device.base import Device
 from isotrain.engine.engine import TrainingEngine, UpdateResult
-from isotrain.engine.schedule import Schedule
+from isotrain.engine.optimizer import Schedule
 from isotrain.errors import ZeroGradientError
 from isotrain.models.config import training_flops
 from isotrain.trainers.job import Job, RankCheckpoints

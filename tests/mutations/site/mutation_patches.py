@@ -156,18 +156,18 @@ def _bf16_moments(engine: Any, update: Any, work: Any, lr: float) -> Any:
     return result
 
 
-def _late_warm_up(schedule: Any) -> None:
-    make = schedule.make_schedule
+def _late_warm_up(optimizers: Any) -> None:
+    make = optimizers.make_schedule
 
     def late(*arguments: Any) -> Any:
         right = make(*arguments)
         return lambda step: right(max(step - 1, 1))
 
-    schedule.make_schedule = late
+    optimizers.make_schedule = late
 
 
-def _decayed_norms(engine: Any) -> None:
-    make = engine.make_optimizer
+def _decayed_norms(optimizers: Any) -> None:
+    make = optimizers.make_optimizer
 
     def changed(model: Any, *, weight_decay: float, **options: Any) -> Any:
         optimizer = make(model, weight_decay=weight_decay, **options)
@@ -175,7 +175,7 @@ def _decayed_norms(engine: Any) -> None:
             group["weight_decay"] = weight_decay
         return optimizer
 
-    engine.make_optimizer = changed
+    optimizers.make_optimizer = changed
 
 
 def _no_clipping(engine: Any) -> None:
@@ -269,9 +269,9 @@ PATCHES: dict[str, dict[str, Patch]] = {
     "accumulation": {_ENGINE: _accumulation},
     "rank-mean": {_ENGINE: _rank_mean},
     "learning-rate": {_ENGINE: _update(_higher_rate)},
-    "warm-up": {"isotrain.engine.schedule": _late_warm_up},
+    "warm-up": {"isotrain.engine.optimizer": _late_warm_up},
     "bf16-moments": {_ENGINE: _update(_bf16_moments)},
-    "decayed-norms": {_ENGINE: _decayed_norms},
+    "decayed-norms": {"isotrain.engine.optimizer": _decayed_norms},
     "no-clipping": {_ENGINE: _no_clipping},
     "reference-rounded": {"isotrain.trainers.tasks.preference": _reference_rounded},
     "no-baseline": {"isotrain.algorithms.advantages": _no_baseline},

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from online_runs import OnlineRun, online_recipe
 
-from isotrain.engine.checkpoint.pending import newest_complete
+from isotrain.engine.checkpoint.layout import newest_complete
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.preemption import PREEMPTED
 from isotrain.weights.file import PREFIX

@@ -1,4 +1,4 @@
-"""Names, manifest and validity of a checkpoint directory."""
+"""Checkpoint directories: names, manifest, validity, and whether one is still being written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import math
 import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,8 +26,8 @@ def step_name(step: int) -> str:
 
 def parse_step(name: str) -> int | None:
     """The step of a directory that has exactly the name of one."""
-    found = re.fullmatch(r"step-([0-9]{8,15})", name)
-    return int(found[1]) if found and step_name(int(found[1])) == name else None
+    digits = re.fullmatch(r"step-([0-9]{8,15})", name)
+    return int(digits[1]) if digits and step_name(int(digits[1])) == name else None
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -117,7 +119,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def problem_in(directory: Path, name: str, expected: dict[str, Any]) -> str | None:
-    """What is wrong with one file of a checkpoint."""
+    """The flaw of one file of a checkpoint, if it has one."""
     path = directory / name
     try:
         if not path.is_file():
@@ -129,3 +131,53 @@ def problem_in(directory: Path, name: str, expected: dict[str, Any]) -> str | No
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
+
+
+POLL_SECONDS = 0.05
+# Most are written by then: what takes longer is told.
+QUIET_SECONDS = 1.0
+
+
+def wait_for_pending(root: Path, seconds: float, tell: Callable[[str], None]) -> None:
+    """Wait until nothing is being written, as the file system shows it to a process that is no rank."""
+    began, announced = time.monotonic(), False
+    while name := _pending(root):
+        waited = time.monotonic() - began
+        if waited > seconds:
+            tell(f"warning: checkpoint {name} was not written within {seconds:g} s and is abandoned")
+            return
+        if waited > QUIET_SECONDS and not announced:
+            announced = True
+            tell(f"waiting up to {seconds:g} s for checkpoint {name}")
+        time.sleep(POLL_SECONDS)
+
+
+def _pending(root: Path) -> str | None:
+    """The checkpoint that ranks write into, or whose last mark is missing."""
+    writing = sorted(entry.name for entry in root.glob(f"{WRITING}*"))
+    if writing:
+        return writing[-1].removeprefix(WRITING)
+    newest = [step_directory(root, step) for step in steps_in(root)[:1]]
+    return next((directory.name for directory in newest if not (directory / MARKER).exists()), None)
+
+
+FINISHING = "interrupted; finishing the current checkpoint"
+
+
+def is_writing(checkpoints: Path) -> bool:
+    return any(checkpoints.glob(f"{WRITING}*"))
+
+
+def newest_complete(checkpoints: Path) -> int | None:
+    """The step of the newest checkpoint that was written to its end."""
+    complete = (
+        step for step in steps_in(checkpoints) if (step_directory(checkpoints, step) / MARKER).exists()
+    )
+    return next(complete, None)
+
+
+def how_to_go_on(checkpoints: Path) -> str:
+    newest = newest_complete(checkpoints)
+    if newest is None:
+        return "no checkpoint yet: the same command starts from the first step"
+    return f"the same command resumes after step {newest}"

@@ -44,11 +44,11 @@ class CheckpointReader:
         return sorted(self.manifest["files"])
 
     def problem(self, file: str) -> str | None:
-        """What is wrong with one of the files."""
+        """The flaw of one of the files, if it has one."""
         return problem_in(self.directory, file, self.manifest["files"][file])
 
     def problems(self) -> list[str]:
-        """What is wrong with all of the files."""
+        """The flaws of all files."""
         return [problem for file in self.files if (problem := self.problem(file))]
 
     def extras(self, rank: int) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class CheckpointReader:
     @torch.no_grad()
     def fill(self, shards: Mapping[str, Shard], rank: int) -> None:
         """Copy the saved values into local shards; a rank's own file is enough if the split is the same."""
-        own = self._file(rank) if rank < self.ranks else None
+        file = self._file(rank) if rank < self.ranks else None
         for name, shard in shards.items():
-            if own is not None and own.holds(name, shard):
-                shard.local.copy_(own.read(name))
+            if file is not None and file.holds(name, shard):
+                shard.local.copy_(file.read(name))
                 continue
             missing = shard.local.numel()
             for writer in range(self.ranks):
@@ -96,7 +96,7 @@ class _Counts(dict[str, int]):
         raise CheckpointError(f"the checkpoint has no '{name}': another kind of run wrote it")
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Shape of the whole, and where the part begins in it."""
 
     shape: tuple[int, ...]
@@ -114,13 +114,13 @@ class _RankFile:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is not a rank's file of a checkpoint ({error})") from error
 
-    def _place(self, name: str, described: dict[str, list[int]]) -> _Place:
+    def _place(self, name: str, described: dict[str, list[int]]) -> _Extent:
         shape, offset = (tuple(map(operator.index, described[key])) for key in ("shape", "offset"))
         sizes = self._tensors.get_slice(name).get_shape()
         for start, size, whole in zip(offset, sizes, shape, strict=True):
             if not 0 <= start <= start + size <= whole:
                 raise ValueError(f"'{name}' lies outside of its whole")
-        return _Place(shape, offset)
+        return _Extent(shape, offset)
 
     def count(self, name: str) -> int:
         """Elements of a tensor that are in this file."""
@@ -145,15 +145,15 @@ class _RankFile:
             return 0
         saved = self._tensors.get_slice(name)
         source, target, size = [], [], 1
-        for saved_from, saved_size, wanted_from, wanted_size in zip(
+        for saved_from, saved_size, shard_from, shard_size in zip(
             place.offset, saved.get_shape(), shard.offset, shard.local.shape, strict=True
         ):
-            start = max(saved_from, wanted_from)
-            stop = min(saved_from + saved_size, wanted_from + wanted_size)
+            start = max(saved_from, shard_from)
+            stop = min(saved_from + saved_size, shard_from + shard_size)
             if start >= stop:
                 return 0
             source.append(slice(start - saved_from, stop - saved_from))
-            target.append(slice(start - wanted_from, stop - wanted_from))
+            target.append(slice(start - shard_from, stop - shard_from))
             size *= stop - start
         shard.local[tuple(target)] = saved[tuple(source)].to(shard.local.device)
         return size
@@ -172,13 +172,13 @@ def newest_valid(root: Path, world: World) -> tuple[CheckpointReader | None, lis
         if reader is None or unreadable:
             reasons = reasons or ["another rank cannot read it"]
         else:
-            own = reader.files[world.rank :: world.size]
-            flawed = {file for file in own if reader.problem(file)}
-            everyones = world.sum([file in flawed for file in reader.files])
-            if not any(everyones):
+            share = reader.files[world.rank :: world.size]
+            flawed = {file for file in share if reader.problem(file)}
+            flawed_anywhere = world.sum([file in flawed for file in reader.files])
+            if not any(flawed_anywhere):
                 return reader, complaints
             if world.is_main:
-                named = [file for file, flaws in zip(reader.files, everyones, strict=True) if flaws]
+                named = [file for file, flaws in zip(reader.files, flawed_anywhere, strict=True) if flaws]
                 reasons = [reader.problem(file) or f"another rank cannot read {file}" for file in named]
         complaints += [f"checkpoint {directory.name} is not used: {reason}" for reason in reasons]
     if complaints:

@@ -1,22 +1,28 @@
-"""The checkpoint to resume from, fetched from the storage if the local ones are older or damaged."""
+"""The checkpoint to start from: a local one, one fetched from the storage, or a copy of another run's."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from isotrain.engine.checkpoint.layout import (
+    MANIFEST,
+    MARKER,
     WRITING,
     checked_manifest,
+    newest_complete,
     step_directory,
     step_name,
+    steps_in,
     sync,
 )
-from isotrain.engine.checkpoint.pending import newest_complete
 from isotrain.engine.checkpoint.reader import CheckpointReader, newest_valid
 from isotrain.engine.checkpoint.storage import Storage, StorageError
 from isotrain.engine.checkpoint.writer import commit_directory, remove
 from isotrain.engine.world import World
+from isotrain.errors import CheckpointError
 from isotrain.observe.run_directory import RunDirectory
 
 
@@ -134,3 +140,40 @@ def _fetch(storage: Storage, step: int, root: Path, world: World) -> str | None:
             remove(temporary)
     world.sum([0.0])  # it is complete for all
     return (flaw or "another rank found a damaged file") if flaws else None
+
+
+def copy_checkpoint(source: Path, step: int, target: Path) -> None:
+    """From one directory of checkpoints to another; on one file system, both share the files' content."""
+    original = step_directory(source, step)
+    if not original.is_dir():
+        there = ", ".join(map(str, reversed(steps_in(source)))) or "none"
+        raise CheckpointError(
+            f"{source} has no checkpoint of step {step} (there are: {there}); trainer.save_every and "
+            "trainer.keep_checkpoints say which are kept"
+        )
+    try:
+        reader = CheckpointReader(original)
+        if problems := reader.problems():
+            raise CheckpointError(f"{original} cannot be used: {'; '.join(problems)}")
+        goal = step_directory(target, step)
+        if goal.is_dir():
+            CheckpointReader(goal)
+            return
+        temporary = target / f"{WRITING}{goal.name}"
+        remove(temporary)
+        temporary.mkdir(parents=True)
+        # The marker last: without it, nothing of it is a checkpoint.
+        for name in (*reader.files, MANIFEST, MARKER):
+            _link_or_copy(original / name, temporary / name)
+        os.rename(temporary, goal)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{original} cannot be copied to {target} ({error})") from error
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -69,7 +69,7 @@ class Storage:
             return bool(self._fs.exists(self._path(step, MARKER)))
 
     def manifest(self, step: int) -> bytes:
-        """Of a complete checkpoint; ValueError says what is wrong with it."""
+        """The manifest of a complete checkpoint; ValueError says what is wrong with it."""
         marker = self._read(self._path(step, MARKER))
         if marker is None:
             raise ValueError("it was not finished (no COMPLETE marker)")
@@ -123,7 +123,7 @@ class Storage:
                 self._fs.rm(self._path(step), recursive=True)
 
     def run(self) -> dict[str, Any] | None:
-        """What the checkpoints belong to; None if nothing was stored there yet."""
+        """Recipe and data that the checkpoints belong to; None if nothing was stored there yet."""
         data = self._read(f"{self._root}/{RUN}")
         if data is None:
             return None

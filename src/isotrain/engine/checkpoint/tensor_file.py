@@ -30,7 +30,7 @@ _ALIGNMENT = 8
 _BLOCK = 1 << 20
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """A binary file, local or not, which takes all of what it is given."""
 
     def write(self, data: memoryview, /) -> object: ...
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """What a file holds, as its writer knows it."""
+    """Size and SHA-256 of a file, as its writer knows them."""
 
     size: int
     sha256: str
@@ -48,7 +48,7 @@ class Written:
 
 
 def write_tensors(
-    sink: Sink,
+    sink: ByteSink,
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     read: Callable[[str], torch.Tensor] | None = None,
@@ -96,7 +96,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Hashed:
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: ByteSink) -> None:
         self.sink = sink
         self.size = 0
         self.digest = hashlib.sha256()

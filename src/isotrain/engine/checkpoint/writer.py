@@ -40,7 +40,7 @@ class CheckpointWriter:
 
     Each rank writes its shards into a temporary directory and then a small report; the first rank waits
     for all reports, writes the manifest, renames the directory and puts the marker in. A failed save leaves
-    earlier checkpoints alone and is told by `failure()`.
+    earlier checkpoints alone and is reported by `failure()`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointWriter:
         self.storage = storage
         self.saved = saved
         self._thread: threading.Thread | None = None
-        self._untold: list[str] = []
+        self._unreported: list[str] = []
         self._newest_failure: str | None = None
         if rank == 0:
             root.mkdir(parents=True, exist_ok=True)
@@ -98,15 +98,15 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written; `failure()` then tells how the newest save failed, told or not."""
+        """Wait until nothing is being written; `failure()` then has the newest failure, even an old one."""
         self._join()
-        if self._newest_failure and self._newest_failure not in self._untold:
-            self._untold.append(self._newest_failure)
+        if self._newest_failure and self._newest_failure not in self._unreported:
+            self._unreported.append(self._newest_failure)
 
     def failure(self) -> str | None:
         """The error since the last call, if there was one."""
-        told = [self._untold.pop(0) for _ in range(len(self._untold))]
-        return "; ".join(told) or None
+        failures = [self._unreported.pop(0) for _ in range(len(self._unreported))]
+        return "; ".join(failures) or None
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -128,8 +128,8 @@ class CheckpointWriter:
         except Exception as error:  # a thread has no caller to raise to: the loop asks for the failure
             who = "" if isinstance(error, _PeerFailure) else f"rank {self.rank}: "
             self._newest_failure = f"checkpoint {target.name} was not saved: {who}{error}"
-            self._untold.append(self._newest_failure)
-            self._tell_peers(temporary, str(error))
+            self._unreported.append(self._newest_failure)
+            self._report_failure(temporary, str(error))
 
     def _write_shards(
         self, temporary: Path, step: int, staged: dict[str, torch.Tensor], metadata: dict[str, str]
@@ -153,7 +153,7 @@ class CheckpointWriter:
         partial.write_text(json.dumps(report))
         partial.rename(_report(temporary, self.rank))
 
-    def _tell_peers(self, temporary: Path, error: str) -> None:
+    def _report_failure(self, temporary: Path, error: str) -> None:
         if self.rank == 0:
             remove(temporary)  # also gives a full disk its space back
             return
@@ -195,10 +195,12 @@ class CheckpointWriter:
             try:
                 write_saved(self.saved, step)
             except OSError as error:
-                self._untold.append(f"checkpoint {step_name(step)} was saved, but {self.saved} not: {error}")
+                self._unreported.append(
+                    f"checkpoint {step_name(step)} was saved, but {self.saved} not: {error}"
+                )
 
     def _commit_copy(self, step: int, manifest: str, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """A copy that fails is told, and the local checkpoint is committed all the same."""
+        """A copy that fails is reported, and the local checkpoint is committed all the same."""
         if self.storage is None:
             return
         failed = [
@@ -213,7 +215,7 @@ class CheckpointWriter:
         if failed:
             where = f"was not stored at {self.storage.url}"
             self._newest_failure = f"checkpoint {step_name(step)} {where}: {'; '.join(failed)}"
-            self._untold.append(self._newest_failure)
+            self._unreported.append(self._newest_failure)
 
     def _remove_old(self, newest: int) -> None:
         """Keeps the last complete ones; one without a marker was never finished, or its removal was not.

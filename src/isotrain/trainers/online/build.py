@@ -12,7 +12,7 @@ from isotrain.cluster.replaceable import Replaceable
 from isotrain.data.encode import Prompt
 from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
-from isotrain.engine.schedule import Schedule, make_schedule
+from isotrain.engine.optimizer import Schedule, make_schedule
 from isotrain.models.config import vocabulary_size
 from isotrain.models.load import model_directory, read_config
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, PpoSection

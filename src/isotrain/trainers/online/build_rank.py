@@ -27,8 +27,7 @@ from isotrain.engine.build import (
     build_reward_model,
     from_disk,
 )
-from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel, TrainingEngine
 from isotrain.engine.scores import StepScores, of_classes, of_tokens
 from isotrain.engine.world import World, join_world
 from isotrain.models.config import model_end_tokens

@@ -19,8 +19,8 @@ from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.algorithms.rewards import overlong_penalty
 from isotrain.cluster.failures import Overdue, WorkerDied
 from isotrain.cluster.workers import WorkerGroup
-from isotrain.engine.checkpoint.pending import wait_for_pending
-from isotrain.engine.schedule import Schedule
+from isotrain.engine.checkpoint.layout import wait_for_pending
+from isotrain.engine.optimizer import Schedule
 from isotrain.errors import RewardError, WeightUpdateError
 from isotrain.recipe.online import OnlineSection, PpoSection, RewardSection, RolloutSection
 from isotrain.recipe.schema import DataSection

@@ -18,7 +18,7 @@ from isotrain.cluster.objects import fetch
 from isotrain.data.packing import pack_trajectories
 from isotrain.data.record import Recorded, step_file, write_trajectories
 from isotrain.data.trajectory import Trajectory
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel
 from isotrain.engine.offload import offload, onload
 from isotrain.engine.world import open_store
 from isotrain.models.lora import adapters_off

@@ -17,7 +17,7 @@ from isotrain.data.items import Sample
 from isotrain.data.packing import PackedBatch, pack, pack_shared, plan_samples
 from isotrain.data.preference import join_steps, split_steps
 from isotrain.data.trajectory import Trajectory
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel
 from isotrain.engine.scores import StepScores, score_samples, score_steps
 from isotrain.models.packed import shares_prompts
 

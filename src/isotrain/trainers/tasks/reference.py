@@ -18,8 +18,7 @@ import torch
 from isotrain.algorithms.segments import sums
 from isotrain.data.loader import BatchLoader, MicroBatch
 from isotrain.data.reference_logprobs import COLUMNS, MISMATCHED, ReferenceLogProbs, make_table, table_path
-from isotrain.engine.engine import TrainingEngine
-from isotrain.engine.inference_model import InferenceModel
+from isotrain.engine.engine import InferenceModel, TrainingEngine
 from isotrain.models.lora import adapters_off
 from isotrain.observe.console import Console
 

@@ -1,20 +1,92 @@
-"""AdamW whose moments are kept in host memory, or in bfloat16, between updates."""
+"""The optimizer and its learning rate: AdamW, whose moments may be kept in host memory or in bfloat16."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from isotrain.models.weights import Shard, shard_of
+
+Schedule = Callable[[int], float]
+"""Step (counted from 1) to learning rate."""
+
+# From the share of the way after the warm-up to the share of the height that is left.
+FALLS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+def make_schedule(
+    kind: str,
+    lr: float,
+    total_steps: int,
+    warmup_ratio: float,
+    min_lr_ratio: float,
+    warmup_steps: int | None = None,
+) -> Schedule:
+    """Linear warm-up that reaches `lr` at its last step, then `kind` down towards `lr * min_lr_ratio`.
+
+    A warm-up of more steps than there are ends below `lr`.
+    """
+    warmup = round(total_steps * warmup_ratio) if warmup_steps is None else warmup_steps
+    fall = FALLS[kind]
+
+    def schedule(step: int) -> float:
+        if step <= warmup:
+            return lr * step / warmup
+        # The first step after the warm-up is at the top, and the last one still moves the weights.
+        done = min(1.0, (step - 1 - warmup) / (total_steps - warmup))
+        return lr * (min_lr_ratio + (1.0 - min_lr_ratio) * fall(done))
+
+    return schedule
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Float32 moments that are on the device at one time, unless a single parameter has more.
 BUCKET_BYTES = 256 << 20
+
+
+def make_optimizer(
+    model: nn.Module,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    fused: bool,
+    state_dtype: torch.dtype = torch.float32,
+    moments_on_host: bool = False,
+) -> torch.optim.AdamW:
+    """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
+
+    Each update sets the learning rate.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
+    for decayed in (True, False):
+        for p in trained:
+            if (p.ndim >= 2) == decayed:
+                # Split experts are on a mesh of their own, and one operation cannot update two meshes.
+                mesh = p.device_mesh if isinstance(p, DTensor) else None
+                groups.setdefault((mesh, decayed), []).append(p)
+    settings = [
+        {"params": members, "weight_decay": weight_decay if decayed else 0.0}
+        for (_, decayed), members in groups.items()
+    ]
+    if moments_on_host or state_dtype != torch.float32:
+        return StoredMoments(
+            settings, dtype=state_dtype, on_host=moments_on_host, betas=betas, eps=eps, fused=fused
+        )
+    return torch.optim.AdamW(settings, betas=betas, eps=eps, fused=fused)
 
 
 class StoredMoments(torch.optim.AdamW):
@@ -103,9 +175,9 @@ def _numbers(part: Shard) -> torch.Tensor:
     for size, start, whole in zip(
         reversed(part.local.shape), reversed(part.offset), reversed(part.shape), strict=True
     ):
-        own = torch.arange(size, device=device, dtype=torch.int32)
-        own = own.mul_(_wrapped(step)).add_(_wrapped(start * step))
-        numbers = own if numbers is None else own.view(-1, *[1] * numbers.ndim) + numbers
+        along = torch.arange(size, device=device, dtype=torch.int32)
+        along = along.mul_(_wrapped(step)).add_(_wrapped(start * step))
+        numbers = along if numbers is None else along.view(-1, *[1] * numbers.ndim) + numbers
         step *= whole
     return torch.zeros((), device=device, dtype=torch.int32) if numbers is None else numbers
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from isotrain.engine import stored_moments
-from isotrain.engine.stored_moments import StoredMoments, round_stochastically
+from isotrain.engine.optimizer import StoredMoments, round_stochastically
 from isotrain.models.weights import Shard
 
 
@@ -31,7 +30,7 @@ def whole(x: torch.Tensor) -> Shard:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 30])
 def test_it_is_adamw_whatever_the_buckets(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
-    monkeypatch.setattr(stored_moments, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr("isotrain.engine.optimizer.BUCKET_BYTES", bucket_bytes)
     plain, _ = optimise(torch.optim.AdamW, 5, fused=True)
     stored, optimizer = optimise(StoredMoments, 5, fused=True, dtype=torch.float32, on_host=True)
     assert all(map(torch.equal, plain.parameters(), stored.parameters()))
