@@ -11,7 +11,7 @@ import yaml
 
 from isotrain.recipe.load import parse_recipe, resolved
 from isotrain.tools.imports.convert import Imported
-from isotrain.tools.imports.rules import NONE, KeyTable, default_of
+from isotrain.tools.imports.keys import NONE, KeyTable
 from isotrain.tools.imports.source import flatten
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -42,7 +42,7 @@ def check_defaults(key: str, theirs: str, field: str, ours: str, table: KeyTable
     """One row of a table with the defaults of both sides; the newest version's on theirs."""
     rule = table.exact[key]
     assert rule.kind == "mapped" and rule.field == field
-    default = default_of(rule, -1)
+    default = rule.default(-1)
     assert (None if default is NONE else default) == value(theirs)
     if field != "rollout.n":  # GRPO needs more than the default
         assert flatten(resolved(parse_recipe(OURS, "ours")))[field] == value(ours)

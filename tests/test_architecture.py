@@ -54,11 +54,10 @@ OPEN_TO_ALL = {
 # `npu` inside `input` and `ascend` inside `ascending` are English; all else that contains them is a vendor.
 VENDOR = re.compile(r"cuda|nccl|hccl|(?<!i)npu|npu(?!t)|ascend(?!ing|ed\b|s\b|ant|ency)", re.IGNORECASE)
 # The names of the acceptance rules are those of the community that has them; what a certificate claims of a
-# device is held against what its vendor calls it; other frameworks have vendors in the names of their keys.
+# device is held against what its vendor calls it.
 NAMES_VENDORS = (
     *("device/", "tools/doctor/", "rollout/vllm.py", "rollout/sglang.py"),
     *("tools/parity/report/acceptance.py", "tools/parity/devices.py"),
-    "tools/imports/verl_keys.py",
 )
 
 # Names of objects, as `pkgutil.resolve_name` imports them.

@@ -13,8 +13,8 @@ from isotrain.rewards.base import RewardInput
 from isotrain.rewards.calls import REWARD_CALLS
 from isotrain.rewards.function import read_source
 from isotrain.tools.imports.convert import convert
+from isotrain.tools.imports.keys import openrlhf_ppo
 from isotrain.tools.imports.openrlhf import ESTIMATORS
-from isotrain.tools.imports.openrlhf_keys import FLAT, FLAT_PPO, PPO_TABLE
 from side_by_side import DOCS, blocks, check_defaults, check_recipe
 
 PAGE = (DOCS / "from-openrlhf.md").read_text(encoding="utf-8")
@@ -34,8 +34,8 @@ def reward_func(queries, prompts, labels, **kwargs):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_defaults(row: tuple[str, str, str, str, str]) -> None:
     dotted, flat, *rest = row
-    assert (FLAT | FLAT_PPO)[flat] == dotted
-    check_defaults(dotted, *rest, PPO_TABLE)
+    assert openrlhf_ppo().flat[flat] == dotted
+    check_defaults(dotted, *rest, openrlhf_ppo())
 
 
 def test_there_are_rows() -> None:
@@ -46,7 +46,7 @@ def test_the_recipe_is_that_of_the_command() -> None:
     """Written with dotted flags and with flat ones."""
     pytest.importorskip("tree_sitter_bash")
     script = blocks(PAGE, "bash")[0]
-    flat = {new: old for old, new in (FLAT | FLAT_PPO).items()}
+    flat = {new: old for old, new in openrlhf_ppo().flat.items()}
     older = re.sub(r"--([\w.]+)", lambda found: f"--{flat[found[1]]}", script)
     assert older != script
     for text, version in ((script, "0.11.0"), (older, "0.10.1")):
@@ -58,7 +58,7 @@ def test_the_recipe_is_that_of_the_command() -> None:
 
 def test_flags_of_the_concepts_are_known() -> None:
     flags = set(re.findall(r"`--([\w.]+)", PAGE))
-    assert len(flags) > 5 and [name for name in flags if name not in PPO_TABLE.exact] == []
+    assert len(flags) > 5 and [name for name in flags if name not in openrlhf_ppo().exact] == []
 
 
 def test_estimators() -> None:

@@ -12,8 +12,8 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.imports.convert import convert
+from isotrain.tools.imports.keys import verl_ppo
 from isotrain.tools.imports.verl_algorithm import ESTIMATORS
-from isotrain.tools.imports.verl_keys import TABLE
 from side_by_side import DOCS, blocks, check_defaults, check_recipe
 
 PAGE = (DOCS / "from-verl.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ MOST_USED = 25
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_defaults(row: tuple[str, str, str, str]) -> None:
-    check_defaults(*row, TABLE)
+    check_defaults(*row, verl_ppo())
 
 
 def test_the_most_used_keys_are_there(shared_data: Path) -> None:
@@ -44,7 +44,7 @@ def test_keys_and_fields_without_defaults() -> None:
         left, right = row.strip("| ").split(" | ")
         fields = [name for name in re.findall(r"`([\w.]+)`", right) if name in names]
         for key in re.findall(r"`([\w.]+)`", left):
-            assert TABLE.exact[key].field in fields, key
+            assert verl_ppo().exact[key].field in fields, key
     theirs, ours = (re.findall(r"`([\w+]+)`", part) for part in rows[0].split(" | ")[:2])
     assert [ESTIMATORS[name] for name in theirs] == ours
 

@@ -10,11 +10,18 @@ import pytest
 
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
-from isotrain.tools.imports import openrlhf_keys, verl_keys, verl_sft
-from isotrain.tools.imports.rules import KeyRule, KeyTable, expanded
+from isotrain.tools.imports.keys import (
+    KeyRule,
+    KeyTable,
+    expanded,
+    openrlhf_offline,
+    openrlhf_ppo,
+    verl_ppo,
+    verl_sft,
+)
 
 DOCS = Path(__file__).parents[3] / "docs" / "import.md"
-TABLES = (verl_keys.TABLE, verl_sft.TABLE, openrlhf_keys.PPO_TABLE, openrlhf_keys.OFFLINE_TABLE)
+TABLES = (verl_ppo(), verl_sft(), openrlhf_ppo(), openrlhf_offline())
 
 
 def rows(shared: Path, name: str) -> list[list[str]]:
@@ -26,25 +33,25 @@ def rows(shared: Path, name: str) -> list[list[str]]:
 
 
 def counts(rules: list[KeyRule]) -> str:
-    found = Counter(rule.kind for rule in rules)
-    return f"| {found['mapped']} | {found['no effect']} | {found['refused']} |"
+    kinds = Counter(rule.kind for rule in rules)
+    return f"| {kinds['mapped']} | {kinds['no effect']} | {kinds['refused']} |"
 
 
 def test_every_key_of_verl_has_a_rule_of_its_own(shared_data: Path) -> None:
     keys = [row[0] for row in rows(shared_data, "verl-keys.tsv")]
-    found = [verl_keys.TABLE.exact.get(key) or verl_sft.TABLE.exact.get(key) for key in keys]
-    assert [key for key, rule in zip(keys, found, strict=True) if rule is None] == []
-    line = f"| verl | {len(keys)} {counts([rule for rule in found if rule])}"
+    rules = [verl_ppo().exact.get(key) or verl_sft().exact.get(key) for key in keys]
+    assert [key for key, rule in zip(keys, rules, strict=True) if rule is None] == []
+    line = f"| verl | {len(keys)} {counts([rule for rule in rules if rule])}"
     assert line in DOCS.read_text()
 
 
 def test_every_flag_of_openrlhf_has_a_rule_of_its_own(shared_data: Path) -> None:
-    table = {**openrlhf_keys.OFFLINE_TABLE.exact, **openrlhf_keys.PPO_TABLE.exact}
-    flat = openrlhf_keys.FLAT.keys() | openrlhf_keys.FLAT_PPO.keys() | openrlhf_keys.FLAT_OFFLINE.keys()
-    found = rows(shared_data, "openrlhf-keys.tsv")
-    keys = [row[0].removeprefix("(removed) ") for row in found]
+    table = {**openrlhf_offline().exact, **openrlhf_ppo().exact}
+    flat = openrlhf_ppo().flat.keys() | openrlhf_offline().flat.keys()
+    flags = rows(shared_data, "openrlhf-keys.tsv")
+    keys = [row[0].removeprefix("(removed) ") for row in flags]
     assert [key for key in keys if key not in table] == []
-    legacy = [name for row in found for name in re.findall(r"\w+", re.sub(r"\([^)]*\)|<=[\d.]+", "", row[4]))]
+    legacy = [name for row in flags for name in re.findall(r"\w+", re.sub(r"\([^)]*\)|<=[\d.]+", "", row[4]))]
     unknown = {name for name in legacy if name not in flat and name not in table}
     assert unknown == set()
     assert f"| OpenRLHF | {len(keys)} {counts([table[key] for key in keys])}" in DOCS.read_text()
@@ -61,10 +68,10 @@ def test_rules_name_fields_that_exist(place: int) -> None:
             assert rule.why, rule.key
 
 
-@pytest.mark.parametrize("flat", [openrlhf_keys.FLAT, openrlhf_keys.FLAT_PPO, openrlhf_keys.FLAT_OFFLINE])
-def test_flat_names_lead_to_rules(flat: dict[str, str]) -> None:
-    keys = openrlhf_keys.PPO_TABLE.exact.keys() | openrlhf_keys.OFFLINE_TABLE.exact.keys()
-    assert [old for old, new in flat.items() if new not in keys] == []
+@pytest.mark.parametrize("table", [openrlhf_ppo(), openrlhf_offline()])
+def test_flat_names_lead_to_rules(table: KeyTable) -> None:
+    keys = openrlhf_ppo().exact.keys() | openrlhf_offline().exact.keys()
+    assert table.flat and [old for old, new in table.flat.items() if new not in keys] == []
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["verl", "verl sft", "openrlhf ppo", "openrlhf"])

@@ -1,13 +1,20 @@
-"""From the text of a source to a recipe and a report."""
+"""From the text of a source to a recipe, written as commented YAML and checked as one, and a report."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from isotrain.errors import IsotrainError
-from isotrain.tools.imports import openrlhf, openrlhf_keys, openrlhf_offline, verl, verl_keys, verl_sft
-from isotrain.tools.imports.draft import Draft, KeyFinding
+import yaml
+
+from isotrain.errors import IsotrainError, RecipeError
+from isotrain.recipe.document import RecipeDumper
+from isotrain.recipe.load import parse_recipe
+from isotrain.recipe.names import all_names
+from isotrain.recipe.schema import Recipe
+from isotrain.tools.imports import keys, openrlhf, openrlhf_offline, verl, verl_sft
+from isotrain.tools.imports.draft import Draft, KeyFinding, RecipeLine
 from isotrain.tools.imports.hydra import shown
 from isotrain.tools.imports.read import read_source
 from isotrain.tools.imports.source import (
@@ -18,8 +25,15 @@ from isotrain.tools.imports.source import (
     Unknown,
     WordOutcome,
 )
-from isotrain.tools.imports.write import to_text
 
+_MOST_TRIES = 20
+_REQUIRED = {
+    "name": "imported",
+    "output": "runs/imported",
+    "model.path": "MODEL",
+    "data.train": "train.parquet",
+}
+_ORDER = {name: place for place, name in enumerate(dict.fromkeys(all_names(Recipe)))}
 _WORST: tuple[WordOutcome, ...] = ("unknown", "refused", "mapped", "no effect")
 
 
@@ -125,10 +139,10 @@ def _chosen(version: str | None, versions: tuple[str, ...], revealed: str | None
 
 
 def _verl(source: ImportSource, version: str | None, rows: int | None) -> Draft:
-    chosen = _chosen(version, verl_keys.VERSIONS, _revealed(source))
+    chosen = _chosen(version, keys.verl_ppo().versions, _revealed(source))
     if verl_sft.is_sft(source):
         chosen = verl_sft.trainer_of(source, version)
-        draft = Draft(source, verl_sft.TABLE, "verl", verl_sft.VERSIONS, chosen, rows=rows)
+        draft = Draft(source, keys.verl_sft(), "verl", chosen, rows=rows)
         verl_sft.fill(draft)
         draft.sort_keys(verl_sft.unused(draft))
         return draft
@@ -136,7 +150,7 @@ def _verl(source: ImportSource, version: str | None, rows: int | None) -> Draft:
     engine = next((item for item in names if item is not None and "megatron" in str(item.value)), None)
     if engine is not None and not isinstance(engine.value, Unknown):
         source.settings.setdefault("actor_rollout_ref.actor.strategy", KeySetting("megatron", engine.line))
-    draft = Draft(source, verl_keys.TABLE, "verl", verl_keys.VERSIONS, chosen, rows=rows)
+    draft = Draft(source, keys.verl_ppo(), "verl", chosen, rows=rows)
     draft.nullable = verl.NULLABLE
     draft.value("model_engine")
     verl.fill(draft)
@@ -151,20 +165,20 @@ def _openrlhf(source: ImportSource, version: str | None, rows: int | None) -> Dr
         raise ImportSourceError(
             f"train_{trainer} is not imported; start from a recipe: `isotrain recipes` lists them"
         )
+    table = keys.openrlhf_ppo() if online else keys.openrlhf_offline()
     flat = not any("." in key for key in source.settings)
     old = {"prompt_max_len", "generate_max_len", "bf16", "flash_attn"} & source.settings.keys()
-    revealed = None if flat or not source.settings else openrlhf_keys.VERSIONS[-1]
-    known = version if version in openrlhf_keys.VERSIONS[:-1] else None
-    chosen = _chosen(version, openrlhf_keys.VERSIONS, revealed)
+    revealed = None if flat or not source.settings else table.versions[-1]
+    known = version if version in table.versions[:-1] else None
+    chosen = _chosen(version, table.versions, revealed)
     if flat and source.settings:
         chosen = known or ("0.8.0" if old or trainer == "kto" else "0.10.1")
-    names = {**openrlhf_keys.FLAT, **(openrlhf_keys.FLAT_PPO if online else openrlhf_keys.FLAT_OFFLINE)}
+    names = table.flat
     aliases = {new: old for old, new in names.items()} if flat else {}
     aliases.update({names.get(key, key): key for key in source.settings})
     source.settings = {names.get(key, key): setting for key, setting in source.settings.items()}
     source.settled = {names.get(key, key) for key in source.settled}
-    table = openrlhf_keys.PPO_TABLE if online else openrlhf_keys.OFFLINE_TABLE
-    draft = Draft(source, table, "OpenRLHF", openrlhf_keys.VERSIONS, chosen, rows=rows, aliases=aliases)
+    draft = Draft(source, table, "OpenRLHF", chosen, rows=rows, aliases=aliases)
     draft.renamed = names
     openrlhf.fill(draft) if online else openrlhf_offline.fill(draft, trainer)
     verl.multimodal(draft)
@@ -190,3 +204,106 @@ def _revealed(source: ImportSource) -> str | None:
     if "trainer.use_v1" in keys or "reward.num_workers" in keys:
         return "2026-08"
     return "0.7.0" if "actor_rollout_ref.actor.optim.betas" in keys else "0.5.0"
+
+
+def to_text(draft: Draft) -> str:
+    """The recipe. A field that the schema refuses becomes a finding instead of a line."""
+    for _ in range(_MOST_TRIES):
+        text, places = _lines(draft)
+        try:
+            parse_recipe(text, "recipe")
+            return text
+        except RecipeError as error:
+            problem = str(error)
+            if not _remove(draft, problem, places):
+                raise ImportSourceError(f"what was read makes no recipe: {shown(problem, 500)}") from None
+    raise ImportSourceError("what was read makes no recipe: too many values are out of range")
+
+
+def _remove(draft: Draft, problem: str, places: dict[int, str]) -> bool:
+    """Take the fields out that the messages of `problem` name by line; whether there were any."""
+    removed = False
+    for message in problem.splitlines():
+        located = re.match(r"recipe:(\d+)(?::\d+)?: (.*)", message)
+        path = places.get(int(located[1])) if located else None
+        if path is None:
+            path = next((name for name in draft.lines if re.search(rf"\b{re.escape(name)}\b", message)), None)
+        if path in draft.lines:
+            line = draft.lines.pop(path)
+            if path in _REQUIRED:
+                draft.lines[path] = RecipeLine(_REQUIRED[path], "set this")
+            why = located[2] if located else message
+            draft.refused.append(KeyFinding(line.comment.partition(":")[0] or path, shown(why, 200), 0, True))
+            for key in line.keys:
+                if draft.outcomes.get(key) == "mapped":
+                    draft.outcomes[key] = "refused"
+                    draft.mapped.remove(draft.aliases.get(key, key))
+            removed = True
+    return removed
+
+
+def _lines(draft: Draft) -> tuple[str, dict[int, str]]:
+    """The text, and the field of each line, counted from 1."""
+    out = _header(draft)
+    places: dict[int, str] = {}
+    tree: dict[str, Any] = {}
+    for path, line in draft.lines.items():
+        inside = tree
+        *sections, name = path.split(".")
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = (path, line)
+    for section in sorted(tree, key=list(Recipe.model_fields).index):
+        _emit(out, places, section, tree[section], 0)
+    return "\n".join(out) + "\n", places
+
+
+def _header(draft: Draft) -> list[str]:
+    title = f"# From {draft.framework} ({draft.source.kind}, with the defaults of version {draft.version})."
+    lines = [
+        title,
+        "# Behind each field is the key that it came from. Check it: isotrain train THIS --dry-run",
+    ]
+    for heading, findings in (
+        ("QUESTION", draft.questions),
+        ("REFUSED", draft.refused),
+        ("UNKNOWN", draft.unknown),
+    ):
+        for item in findings:
+            where = f" (line {item.line})" if item.line else ""
+            lines.append(f"# {heading} {shown(item.key, 120)}{where}: {shown(item.why, 400)}")
+    for condition in draft.source.conditions:
+        lines += [f"# CONDITION {shown(line, 300)}" for line in condition.report()]
+    return [*lines, *(f"# NOTE {shown(note, 300)}" for note in draft.notes)]
+
+
+def _emit(out: list[str], places: dict[int, str], name: str, node: Any, depth: int) -> None:
+    indent = "  " * depth
+    if isinstance(node, dict):
+        if depth == 0 and out:
+            out.append("")
+        out.append(f"{indent}{name}:")
+        # Values first: a section in between would look as if it held those after it.
+        for key, inner in sorted(node.items(), key=lambda item: (isinstance(item[1], dict), _place(item[1]))):
+            _emit(out, places, key, inner, depth + 1)
+        return
+    path, line = node
+    assert isinstance(line, RecipeLine)
+    comment = f"  # {shown(line.comment, 200)}" if line.comment else ""
+    if depth == 0 and len(out) and out[-1].startswith("#"):
+        out.append("")
+    out.append(f"{indent}{name}: {_value(line.value)}{comment}")
+    places[len(out)] = path
+
+
+def _place(node: Any) -> int:
+    """The place of a field in the schema; of a section, that of its first field."""
+    return min(map(_place, node.values())) if isinstance(node, dict) else _ORDER.get(node[0], 0)
+
+
+def _value(value: Any) -> str:
+    """One value on one line."""
+    if isinstance(value, float) and value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return re.sub(r"e([+-])0*(\d)", r"e\1\2", repr(value)).replace("e+", "e")
+    text = yaml.dump(value, Dumper=RecipeDumper, default_flow_style=True, allow_unicode=True, width=10**9)
+    return str(text).removesuffix("\n").removesuffix("\n...").removesuffix("...").strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from isotrain.recipe.fields import leaves
 from isotrain.recipe.schema import Recipe
 from isotrain.recipe.section import Affects
 from isotrain.tools.imports.hydra import resolve, shown
-from isotrain.tools.imports.rules import NONE, KeyRule, KeyTable, default_of, expanded
+from isotrain.tools.imports.keys import NONE, KeyRule, KeyTable, as_flag, as_number, as_whole, expanded
 from isotrain.tools.imports.source import (
     SECRET,
     ImportSource,
@@ -53,7 +52,6 @@ class Draft:
     source: ImportSource
     table: KeyTable
     framework: str
-    versions: tuple[str, ...]
     version: str
     rows: int | None = None
     lines: dict[str, RecipeLine] = field(default_factory=dict)
@@ -94,7 +92,7 @@ class Draft:
         return without_secrets(value)
 
     def _default(self, rule: KeyRule | None) -> Any:
-        return default_of(rule, self.versions.index(self.version)) if rule else NONE
+        return rule.default(self.table.versions.index(self.version)) if rule else NONE
 
     def _lookup(self, key: str) -> Any:
         if key in self.source.settings:
@@ -236,10 +234,10 @@ class Draft:
     def simple(self) -> None:
         """Write all fields that are one key each."""
         for rule in self.table.exact.values():
-            if rule.kind != "mapped" or rule.together or (value := self.value(rule.key)) is None:
+            if rule.read is None or (value := self.value(rule.key)) is None:
                 continue
             try:
-                value = rule.convert(value) if rule.convert is not None else value
+                value = rule.read(value)
             except (ValueError, TypeError, OverflowError) as error:
                 self.refuse(rule.key, f"{shown(str(error))}: set {rule.field} yourself")
                 continue
@@ -269,64 +267,3 @@ def _safe(key: str, value: Any) -> str:
     if isinstance(value, Unknown):
         return value.why
     return SECRET if secret_name(key) else shown(str(without_secrets(value)), 60)
-
-
-def as_whole(value: Any) -> int | None:
-    number = as_number(value)
-    return int(number) if number is not None and number == int(number) else None
-
-
-def as_number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) and abs(number) < 2**53 else None
-
-
-def as_flag(value: Any) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    return {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
-
-
-def whole(value: Any) -> int:
-    number = as_whole(value)
-    if number is None:
-        raise ValueError(f"{value} is not a whole number")
-    return number
-
-
-def number(value: Any) -> float:
-    result = as_number(value)
-    if result is None:
-        raise ValueError(f"{value} is not a number")
-    return result
-
-
-def flag(value: Any) -> bool:
-    result = as_flag(value)
-    if result is None:
-        raise ValueError(f"{value} is neither true nor false")
-    return result
-
-
-def text(value: Any) -> str:
-    if isinstance(value, dict | list):
-        raise ValueError(f"{value} is not text")
-    return str(value)
-
-
-def texts(value: Any) -> str | list[str]:
-    """One name, or a list of them."""
-    if isinstance(value, list):
-        names = [text(item) for item in value]
-        return names[0] if len(names) == 1 else names
-    return text(value)
-
-
-def every(value: Any) -> int:
-    """Steps between two events: -1 (never) is 0 here."""
-    return max(0, whole(value))

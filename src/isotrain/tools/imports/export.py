@@ -15,8 +15,7 @@ from isotrain.tools.imports.convert import from_source
 from isotrain.tools.imports.draft import changes
 from isotrain.tools.imports.source import ImportSource, ImportSourceError, flatten
 from isotrain.tools.imports.verl import CUTS
-from isotrain.tools.imports.verl_algorithm import ESTIMATORS, LOSSES
-from isotrain.tools.imports.verl_keys import OPTIM, A, M, R
+from isotrain.tools.imports.verl_algorithm import ESTIMATORS, LOSSES, OPTIM, A, M, R
 
 PER_MACHINE = 8
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from isotrain.tools.imports.draft import Draft, Off, as_number, as_whole
+from isotrain.tools.imports.draft import Draft, Off
 from isotrain.tools.imports.hydra import shown
-from isotrain.tools.imports.rules import expanded
+from isotrain.tools.imports.keys import as_number, as_whole, expanded
 from isotrain.tools.imports.verl import run_name
 
 ESTIMATORS = {

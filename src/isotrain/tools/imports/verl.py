@@ -6,10 +6,16 @@ import re
 from typing import Any
 
 from isotrain.observe.loggers import LOGGERS
-from isotrain.tools.imports.draft import Draft, Off, as_flag, as_whole
+from isotrain.tools.imports.draft import Draft, Off
 from isotrain.tools.imports.hydra import OWN_CONFIGS, shown
+from isotrain.tools.imports.keys import as_flag, as_whole, verl_ppo
 from isotrain.tools.imports.source import Stray, Unknown
 from isotrain.tools.imports.verl_algorithm import (
+    OPTIM,
+    REF,
+    A,
+    M,
+    R,
     algorithm,
     batch_size,
     correction,
@@ -19,7 +25,6 @@ from isotrain.tools.imports.verl_algorithm import (
     optimizer,
     reward_manager,
 )
-from isotrain.tools.imports.verl_keys import ASYNC, IMAGES, OPTIM, REF, A, M, R
 
 CUTS = {"error": "error", "left": "truncate-left", "right": "truncate", "middle": "truncate-middle"}
 OVERLONG = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model")
@@ -69,7 +74,8 @@ def program(d: Draft) -> None:
         why = "a program whose training loop and defaults are not known"
         d.source.strays.append(Stray(shown(name), why, 0))
     if asynchronous:
-        d.refuse("program", f"{shown(name)}: {ASYNC}")
+        why = d.table.exact["async_training.staleness_threshold"].why
+        d.refuse("program", f"{shown(name)}: {why}")
         if not d.given("algorithm.rollout_correction.bypass_mode"):
             why = "on by default there; isotrain always computes old log-probs with the trained model"
             d.refuse("algorithm.rollout_correction.bypass_mode", why)
@@ -91,18 +97,19 @@ def own_config(d: Draft) -> bool:
 
 def multimodal(d: Draft) -> None:
     """Images, video and audio: isotrain trains on text."""
+    why = verl_ppo().exact[f"{A}.freeze_vision_tower"].why
     saved = d.source.kind in ("config", "log")  # they hold the defaults too
     for key in ("image", "video", "audio"):
         column = d.value(f"data.{key}_key")
         if column and not (saved and column == f"{key}s"):
-            d.refuse(f"data.{key}_key", IMAGES)
+            d.refuse(f"data.{key}_key", why)
     keys = [f"{M}.path", "model.path", "model.partial_pretrain", "data.train_files", "data.val_files"]
     keys += ["actor.model_name_or_path", "model.model_name_or_path", "data.prompt_dataset", "data.dataset"]
     for key in keys:
         value = d.raw(key)
         text = value.text if isinstance(value, Unknown) else str(value)
         if name := MULTIMODAL.search(text):
-            d.refuse(key, f"{shown(name[0])}: {IMAGES}; if all rows are text, use a text model")
+            d.refuse(key, f"{shown(name[0])}: {why}; if all rows are text, use a text model")
 
 
 def unused(d: Draft) -> list[Off]:

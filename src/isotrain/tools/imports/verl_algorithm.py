@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from isotrain.tools.imports.draft import Draft, as_number, as_whole, number
+from isotrain.tools.imports.draft import Draft
 from isotrain.tools.imports.hydra import shown
-from isotrain.tools.imports.rules import expanded
-from isotrain.tools.imports.verl_keys import OPTIM, A, R
+from isotrain.tools.imports.keys import as_number, as_whole, expanded, number
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+REF, OPTIM = "actor_rollout_ref.ref", f"{A}.optim"
 
 ESTIMATORS = {
     "gae": "ppo",
