@@ -26,7 +26,7 @@ from smollm2 import smollm2
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import choose_device
-from isotrain.environments.episode import Generate, Task
+from isotrain.environments.episode import EpisodeTask, Generate
 from isotrain.environments.players import Player
 from isotrain.environments.processes import EnvironmentProcess
 from isotrain.recipe.schema import Recipe
@@ -82,7 +82,9 @@ class InRounds:
         self._player, self._live = player, episodes
         self._waiting: list[asyncio.Future[None]] = []
 
-    async def play(self, process: EnvironmentProcess, task: Task, generate: Generate) -> list[Trajectory]:
+    async def play(
+        self, process: EnvironmentProcess, task: EpisodeTask, generate: Generate
+    ) -> list[Trajectory]:
         async def together(tokens: Sequence[int], room: int, turn: int) -> Trajectory:
             here = asyncio.get_running_loop().create_future()
             self._waiting.append(here)

@@ -78,7 +78,7 @@ def _missing(file: Path, name: str, kind: str, field: str, known: list[str]) -> 
     return f"{field}: {file} has no {kind} {name}{has}"
 
 
-class _Given(SourceFileLoader):
+class _SourceInPlace(SourceFileLoader):
     """Imports a text in place of its file, which may have changed since it was read."""
 
     def __init__(self, file: Path, source: str) -> None:
@@ -94,7 +94,7 @@ def _import(file: Path, source: str, error: Error) -> ModuleType:
     # As for a script: files beside it can be imported, and what is in the working directory, too.
     sys.path.insert(0, str(file.parent.resolve()))
     sys.path.append(os.getcwd())
-    spec = importlib.util.spec_from_file_location(MODULE, file, loader=_Given(file, source))
+    spec = importlib.util.spec_from_file_location(MODULE, file, loader=_SourceInPlace(file, source))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module

@@ -14,7 +14,7 @@ import pytest
 from templates import tokenizer_with
 
 from isotrain.data.trajectory import Trajectory
-from isotrain.environments.episode import Episode, Limits, Task, play_steps, play_tools
+from isotrain.environments.episode import Episode, EpisodeLimits, EpisodeTask, play_steps, play_tools
 from isotrain.environments.processes import EnvironmentProcesses
 from isotrain.environments.template import TurnTemplate
 from isotrain.environments.tool_calls import hermes
@@ -56,8 +56,8 @@ def play(
     async def run() -> list[Trajectory]:
         process = await processes.open()
         row = {"prompt": [{"role": "user", "content": "6 * 7?"}], "answer": answer}
-        task = Task(0, 0, 0, 5, row["prompt"], row, answer)  # type: ignore[arg-type]
-        limits = Limits(turns=4, turn=200, prompt=900, response=900, history="split", vocabulary=512)
+        task = EpisodeTask(0, 0, 0, 5, row["prompt"], row, answer)  # type: ignore[arg-type]
+        limits = EpisodeLimits(turns=4, turn=200, prompt=900, response=900, history="split", vocabulary=512)
         episode = Episode(task, template, process, generate, limits)
         known = processes.known
         if known["kind"] == "tools":

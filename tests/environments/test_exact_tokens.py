@@ -16,7 +16,7 @@ import pytest
 from templates import TEMPLATES, tokenizer_with
 
 from isotrain.data.trajectory import Trajectory, with_common_prompt
-from isotrain.environments.episode import Episode, Limits, Task, play_tools
+from isotrain.environments.episode import Episode, EpisodeLimits, EpisodeTask, play_tools
 from isotrain.environments.interfaces import Factory, ToolEnvironment, load_environment
 from isotrain.environments.template import TurnTemplate
 from isotrain.environments.tool_calls import hermes
@@ -109,8 +109,8 @@ def play(tiny: Path, name: str, number: int, history: str = "split") -> tuple[li
     factory, known = lookup()
     sampler = Sampler(template, len(tokenizer), number)
     row = {"hint": " (look it up)" if number % 2 else None}
-    task = Task(0, 7, number % 4, number, [{"role": "user", "content": "Wo?"}], row, None)
-    limits = Limits(6, turn=300, prompt=512, response=400, history=history, vocabulary=512)  # type: ignore[arg-type]
+    task = EpisodeTask(0, 7, number % 4, number, [{"role": "user", "content": "Wo?"}], row, None)
+    limits = EpisodeLimits(6, turn=300, prompt=512, response=400, history=history, vocabulary=512)  # type: ignore[arg-type]
     environment = factory()
     assert isinstance(environment, ToolEnvironment)
     episode = Episode(task, template, Here(environment), sampler, limits)  # type: ignore[arg-type]

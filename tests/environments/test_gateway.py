@@ -15,7 +15,7 @@ import pytest
 from templates import tokenizer_with
 
 from isotrain.data.trajectory import Trajectory
-from isotrain.environments.episode import Limits, Task
+from isotrain.environments.episode import EpisodeLimits, EpisodeTask
 from isotrain.environments.gateway import Gateway
 from isotrain.environments.session import Session
 from isotrain.environments.template import TurnTemplate
@@ -65,12 +65,12 @@ class Policy:
         return Trajectory(0, 0, 0, 0, len(tokens), whole, ones == 1, -ones.astype(np.float32), versions, True)
 
 
-def limits(**others: Any) -> Limits:
+def limits(**others: Any) -> EpisodeLimits:
     usual = {"turns": 6, "turn": 400, "prompt": 900, "response": 900, "history": "split"}
-    return Limits(**{**usual, "vocabulary": VOCABULARY, **others})
+    return EpisodeLimits(**{**usual, "vocabulary": VOCABULARY, **others})
 
 
-TASK = Task(0, 0, 0, 5, ASKED, {"question": "Wo?", "answer": "a"}, "a")
+TASK = EpisodeTask(0, 0, 0, 5, ASKED, {"question": "Wo?", "answer": "a"}, "a")
 
 
 def with_gateway(tiny: Path, sayings: Sequence[str], play: Play, **others: Any) -> tuple[Session, Policy]:

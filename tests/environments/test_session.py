@@ -16,7 +16,7 @@ from templates import TEMPLATES, tokenizer_with
 from test_exact_tokens import Sampler
 
 from isotrain.data.trajectory import Trajectory, with_common_prompt
-from isotrain.environments.episode import Limits, Task
+from isotrain.environments.episode import EpisodeLimits, EpisodeTask
 from isotrain.environments.openai_messages import Completion, Refused, chat_reply, chat_request
 from isotrain.environments.processes import EpisodeFailed
 from isotrain.environments.session import Session
@@ -36,10 +36,10 @@ def run(play: Coroutine[Any, Any, _T]) -> _T:
 
 def session_of(tiny: Path, name: str, sampler: Any, **limits: Any) -> Session:
     template = TurnTemplate(tokenizer_with(tiny / "model", name))
-    task = Task(0, 7, 1, 5, [{"role": "user", "content": "Wo?"}], {}, None)
+    task = EpisodeTask(0, 7, 1, 5, [{"role": "user", "content": "Wo?"}], {}, None)
     given = {"turns": 40, "turn": 300, "prompt": 512, "response": 2000, "history": "split"}
     given |= {"vocabulary": 512, **limits}
-    return Session(task, template, lambda tools: hermes, sampler, Limits(**given))
+    return Session(task, template, lambda tools: hermes, sampler, EpisodeLimits(**given))
 
 
 async def ask(session: Session, messages: Sequence[Any], **options: Any) -> tuple[dict[str, Any], Completion]:

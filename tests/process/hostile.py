@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isotrain.process.bubblewrap import Bubblewrap
-from isotrain.process.sandbox import MIB, Limits, Outcome
+from isotrain.process.sandbox import MIB, Limits, ProgramOutcome
 
 # Programs bound themselves a little above these limits: a broken sandbox must fail a test, not the machine.
 LIMITS = Limits(seconds=4.0, memory=512 * MIB, output=MIB, disk=8 * MIB)
@@ -17,7 +17,7 @@ BOUND = LIMITS.seconds + 15
 SECRET = "correct horse battery staple"
 
 
-def run(sandbox: Bubblewrap, program: str, stdin: str = "") -> Outcome:
+def run(sandbox: Bubblewrap, program: str, stdin: str = "") -> ProgramOutcome:
     begun = time.monotonic()
     outcome = sandbox.run(program, stdin)
     assert time.monotonic() - begun < BOUND

@@ -10,7 +10,7 @@ import pytest
 
 from isotrain.models.config import Positions
 from isotrain.recipe.online import RolloutSection
-from isotrain.rollout.build import Plan
+from isotrain.rollout.build import EngineArguments
 from isotrain.rollout.vllm import _reads_in_parts, prefill
 
 
@@ -20,7 +20,9 @@ from isotrain.rollout.vllm import _reads_in_parts, prefill
 )
 def test_engines_compile_where_it_pays_unless_told(device: str, written: bool | None, eager: bool) -> None:
     named: Any = SimpleNamespace(type=device)
-    plan = Plan(RolloutSection(eager=written), Path(), "float32", named, 1, Positions(None), 0, "e")
+    plan = EngineArguments(
+        RolloutSection(eager=written), Path(), "float32", named, 1, Positions(None), 0, "e"
+    )
     assert plan.eager is eager
 
 

@@ -63,7 +63,7 @@ class TokenSequence:
 
     def __init__(self, prompt: Sequence[int] | Tokens) -> None:
         self.all = prompt if isinstance(prompt, Tokens) else Tokens(prompt)
-        """What the policy continues."""
+        """All tokens of the sequence, which the policy continues."""
         self.prompt_length = len(self.all)
         self.turns: list[Turn] = []
         self._mask: list[bool] = []
@@ -72,7 +72,7 @@ class TokenSequence:
 
     @property
     def tokens(self) -> list[int]:
-        """What the policy continues."""
+        """All tokens of the sequence, which the policy continues."""
         tokens: list[int] = self.all.array().tolist()
         return tokens
 
@@ -86,17 +86,17 @@ class TokenSequence:
         self._versions += turn.version_N.tolist()
 
     def given(self, tokens: Sequence[int]) -> None:
-        """What the policy reads next and did not write."""
+        """Add tokens that the policy reads next and did not write."""
         version = self._versions[-1] if self._versions else 0
         self.all = Tokens(tokens, self.all)
         self._mask += [False] * len(tokens)
         self._logps += [0.0] * len(tokens)
         self._versions += [version] * len(tokens)
 
-    def came_of_it(
+    def add_outcome(
         self, turn: int = -1, *, reward: float = 0.0, calls: int = 0, failures: int = 0, seconds: float = 0.0
     ) -> None:
-        """What the environment made of a turn; added to what is known of it."""
+        """Add the environment's reward, tool calls and time to a turn."""
         known = self.turns[turn]
         self.turns[turn] = known._replace(
             reward=known.reward + reward,
@@ -110,7 +110,7 @@ class TokenSequence:
         self._end_at(self.turns.pop().start)
 
     def without_unanswered(self) -> None:
-        """What the policy was given last, and did not answer, is left out."""
+        """Leave out the last tokens that the policy was given and did not answer."""
         self._end_at(self.turns[-1].end if self.turns else 0)
 
     def _end_at(self, end: int) -> None:
@@ -144,26 +144,26 @@ class Conversation:
 
     @property
     def tokens(self) -> list[int]:
-        """What the policy continues: all tokens of the current sequence."""
+        """All tokens of the current sequence, which the policy continues."""
         return self.sequences[-1].tokens
 
     def wrote(self, turn: Trajectory) -> None:
         """A turn of the policy, as its engine gave it."""
         self.sequences[-1].wrote(turn)
 
-    def came_of_it(
+    def add_outcome(
         self, *, reward: float = 0.0, calls: int = 0, failures: int = 0, seconds: float = 0.0
     ) -> None:
-        """What the environment made of the last turn; added to what is known of it."""
+        """Add the environment's reward, tool calls and time to the last turn."""
         last = next(each for each in reversed(self.sequences) if each.turns)
-        last.came_of_it(reward=reward, calls=calls, failures=failures, seconds=seconds)
+        last.add_outcome(reward=reward, calls=calls, failures=failures, seconds=seconds)
 
     def given(self, tokens: Sequence[int]) -> None:
-        """What the policy reads next and did not write."""
+        """Add tokens that the policy reads next and did not write."""
         self.sequences[-1].given(tokens)
 
     def anew(self, prompt: Sequence[int]) -> None:
-        """What the policy reads next does not begin with what it read and wrote before."""
+        """Begin another sequence: the next prompt does not start with the tokens so far."""
         self.sequences.append(TokenSequence(prompt))
 
 
@@ -183,15 +183,15 @@ def as_trajectories(
 
     A failed episode has no rewards of turns: its score is the failed one.
     """
-    kept = [each for each in sequences if each.turns] or sequences[:1]
-    earlier, found = 0.0, []
-    for part, each in enumerate(kept):
-        each.without_unanswered()
-        turns = tuple(turn._replace(reward=0.0) if failure else turn for turn in each.turns)
+    kept = [sequence for sequence in sequences if sequence.turns] or sequences[:1]
+    earlier, trajectories = 0.0, []
+    for part, sequence in enumerate(kept):
+        sequence.without_unanswered()
+        turns = tuple(turn._replace(reward=0.0) if failure else turn for turn in sequence.turns)
         episode = EpisodePart(part, len(kept), turns, earlier, reward, failure, detail)
         earlier += sum(turn.reward for turn in turns)
-        found.append(
-            each.trajectory(
+        trajectories.append(
+            sequence.trajectory(
                 row=row,
                 prompt_index=prompt_index,
                 sample=sample,
@@ -200,4 +200,4 @@ def as_trajectories(
                 episode=episode,
             )
         )
-    return found
+    return trajectories

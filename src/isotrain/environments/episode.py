@@ -22,11 +22,11 @@ for it: the turn's seed comes from it."""
 
 
 History = Literal["split", "extend", "refuse"]
-"""What happens where the chat template rewrites earlier turns."""
+"""The behaviour where the chat template rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     turns: int
     turn: int
     """Most tokens of one turn."""
@@ -40,8 +40,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What an episode is about."""
+class EpisodeTask:
+    """The row, sample and seed that an episode is played for."""
 
     row: int
     prompt_index: int
@@ -61,7 +61,7 @@ class Task:
         reward: float | None,
         failed: EpisodeFailed | None,
     ) -> list[Trajectory]:
-        """What came of it."""
+        """The trajectories of the episode, with its reward or failure."""
         return as_trajectories(
             sequences,
             row=self.row,
@@ -80,11 +80,11 @@ class Episode:
 
     def __init__(
         self,
-        task: Task,
+        task: EpisodeTask,
         template: TurnTemplate,
         environment: EnvironmentProcess,
         generate: Generate,
-        limits: Limits,
+        limits: EpisodeLimits,
     ) -> None:
         self.task, self.template, self.environment = task, template, environment
         self.limits, self._generate = limits, generate
@@ -109,7 +109,7 @@ class Episode:
         return self.conversation
 
     async def turn(self) -> Trajectory | None:
-        """What the policy writes next; None if it has no turn or no room left."""
+        """Generate the policy's next turn; None if it has no turn or no room left."""
         assert self.conversation is not None
         room = min(self.limits.turn, self._longest - len(self.conversation.tokens))
         if self._turns == self.limits.turns or room <= 0:
@@ -126,7 +126,7 @@ class Episode:
             return await self.environment.ask(request, **values)
         finally:
             if self._turns and self.conversation is not None:
-                self.conversation.came_of_it(seconds=time.monotonic() - started)
+                self.conversation.add_outcome(seconds=time.monotonic() - started)
 
     def trajectories(self, reward: float | None, failed: EpisodeFailed | None = None) -> list[Trajectory]:
         if self.conversation is None:  # it failed before its prompt was known
@@ -135,7 +135,7 @@ class Episode:
 
 
 def plain_prompt(template: TurnTemplate, messages: Sequence[Message]) -> list[int]:
-    """Of the row alone; its words, where the template refuses them."""
+    """The prompt of the row alone; its plain words where the template refuses the messages."""
     try:
         return template.encode(template.prompt(messages, None))
     except DataError:
@@ -160,10 +160,10 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
             episode.finished = True
             break
         answers = [as_tool_message("", {"error": parsed.malformed})] if parsed.malformed else []
-        conversation.came_of_it(calls=max(1, len(parsed.calls)), failures=len(answers))
+        conversation.add_outcome(calls=max(1, len(parsed.calls)), failures=len(answers))
         for call in parsed.calls:
             reply = await episode.ask("call", name=call.name, arguments=dict(call.arguments))
-            conversation.came_of_it(failures=int("error" in reply))
+            conversation.add_outcome(failures=int("error" in reply))
             answers.append(as_tool_message(call.name, reply))
         messages += [{"role": "assistant", "content": words}, *answers]
         called += _with_calls(words, parsed, answers)
@@ -175,7 +175,7 @@ async def play_tools(episode: Episode, tools: Sequence[Message], parse: Parser) 
 
 
 def _with_calls(words: str, parsed: Parsed, answers: Sequence[Message]) -> list[Message]:
-    """What the policy said, with its calls apart from its words, and the answers to them."""
+    """The policy's message, with its calls apart from its words, and the answers to them."""
     if not parsed.calls:  # malformed ones: no tool has answered
         said = {"role": "assistant", "content": words}
         return [said, *({"role": "user", "content": answer["content"]} for answer in answers)]
@@ -246,11 +246,11 @@ async def play_steps(episode: Episode) -> float | None:
     while (wrote := await episode.turn()) is not None:
         action = template.spoken(wrote.response_N.tolist())
         states = {"observation_text": observation, "action_text": action, "label": task.answer}
-        told = await episode.ask("step", states=states)
-        reward, feedback = float(told["reward"] or 0.0), str(told["feedback"])
-        conversation.came_of_it(reward=reward)
+        reply = await episode.ask("step", states=states)
+        reward, feedback = float(reply["reward"] or 0.0), str(reply["feedback"])
+        conversation.add_outcome(reward=reward)
         total += reward
-        if told["done"]:
+        if reply["done"]:
             episode.finished = True
             break
         observation += action + feedback

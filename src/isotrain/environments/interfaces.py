@@ -31,7 +31,7 @@ LONGEST_RESULT = 1 << 19
 
 
 class Environment(Protocol):
-    """Of one episode. Requests and replies are plain values, as JSON has them."""
+    """The environment of one episode. Requests and replies are plain values, as JSON has them."""
 
     def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]: ...
 
@@ -47,7 +47,7 @@ def load(
     verifiers: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Factory, dict[str, Any]]:
-    """What `rollout.environment` or `rollout.agent` names, in the process that forks one for each episode."""
+    """Load `rollout.environment` or `rollout.agent`, in the process that forks one for each episode."""
     if section == "environment":
         return load_environment(path, source)
     if command:
@@ -65,26 +65,26 @@ def load_environment(path: str, source: str) -> tuple[Factory, dict[str, Any]]:
     OpenRLHF's agents have an async `reset`; that of TRL's environments is a plain method.
     """
     _provide_openrlhf()
-    file, found = user_file.load(path, source, "class", ENVIRONMENT_FIELD, EpisodeError)
+    file, loaded = user_file.load(path, source, "class", ENVIRONMENT_FIELD, EpisodeError)
     name = path.rpartition(":")[2]
-    agent = getattr(found, "agent_instance_cls", None) or _executed_class(found)
+    agent = getattr(loaded, "agent_instance_cls", None) or _executed_class(loaded)
     if agent is not None:
         return (lambda: SteppedAgent(agent)), {"kind": "steps", "tools": []}
-    reset = getattr(found, "reset", None)
+    reset = getattr(loaded, "reset", None)
     if not callable(reset):
         raise EpisodeError(f"{file}: {name} has no method reset")
     if inspect.iscoroutinefunction(reset):
-        if not callable(getattr(found, "step", None)):
+        if not callable(getattr(loaded, "step", None)):
             raise EpisodeError(f"{file}: {name} has an async reset, as an agent, but no method step")
-        return (lambda: SteppedAgent(found)), {"kind": "steps", "tools": []}
-    tools = _schemas(found, file, name)
-    return (lambda: ToolEnvironment(found)), {"kind": "tools", "tools": tools}
+        return (lambda: SteppedAgent(loaded)), {"kind": "steps", "tools": []}
+    tools = _schemas(loaded, file, name)
+    return (lambda: ToolEnvironment(loaded)), {"kind": "tools", "tools": tools}
 
 
-def _executed_class(found: Any) -> Any:
+def _executed_class(executor: Any) -> Any:
     """The agent of OpenRLHF's `AgentExecutor`, which is made without arguments and names it."""
-    if inspect.isclass(found) and hasattr(found, "execute") and not hasattr(found, "reset"):
-        return getattr(found(), "agent_instance_cls", None)
+    if inspect.isclass(executor) and hasattr(executor, "execute") and not hasattr(executor, "reset"):
+        return getattr(executor(), "agent_instance_cls", None)
     return None
 
 
@@ -149,13 +149,13 @@ class SteppedAgent:
 
     def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if request == "reset":
-            told = _awaited(self._loop, self._instance.reset({**values["states"]}))
-            return {"observation": _text(told["observation"], "observation")}
-        told = _awaited(self._loop, self._instance.step({**values["states"], "sampling_params": None}))
+            reply = _awaited(self._loop, self._instance.reset({**values["states"]}))
+            return {"observation": _text(reply["observation"], "observation")}
+        reply = _awaited(self._loop, self._instance.step({**values["states"], "sampling_params": None}))
         return {
-            "reward": as_number(told["rewards"]),
-            "feedback": _text(told["environment_feedback"], "environment_feedback"),
-            "done": bool(told["done"]),
+            "reward": as_number(reply["rewards"]),
+            "feedback": _text(reply["environment_feedback"], "environment_feedback"),
+            "done": bool(reply["done"]),
         }
 
 
@@ -182,7 +182,7 @@ def as_number(value: Any) -> float | None:
 
 
 def as_tool_message(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
-    """What the policy reads; an error as TRL writes it."""
+    """The result of a tool for the policy; an error as TRL writes it."""
     content = reply["result"] if "result" in reply else str({"error": reply["error"]})
     return {"role": "tool", "name": name, "content": content}
 
@@ -209,26 +209,26 @@ class _MultiTurnAgentExecutor:
 
 def load_function(path: str, source: str) -> tuple[Factory, dict[str, Any]]:
     """The function that `file.py:name` names."""
-    file, found = user_file.load(path, source, "function", AGENT_FIELD, EpisodeError)
-    accepted = inspect.signature(found).parameters.values()
+    file, function = user_file.load(path, source, "function", AGENT_FIELD, EpisodeError)
+    accepted = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
-    wanted = _GIVEN if takes_all else tuple(parameter.name for parameter in accepted)
+    names = _GIVEN if takes_all else tuple(parameter.name for parameter in accepted)
     unknown = [each.name for each in accepted if each.name not in _GIVEN and each.default is each.empty]
     if unknown and not takes_all:
         raise EpisodeError(
             f"{file}: {path.rpartition(':')[2]} has a parameter {unknown[0]!r}; agents are given "
             f"{', '.join(_GIVEN)}"
         )
-    return (lambda: _Function(found, [name for name in wanted if name in _GIVEN])), AGENT
+    return (lambda: _Function(function, [name for name in names if name in _GIVEN])), AGENT
 
 
 class _Function:
-    def __init__(self, function: Callable[..., Any], wanted: Sequence[str]) -> None:
-        self._function, self._wanted = function, wanted
+    def __init__(self, function: Callable[..., Any], parameters: Sequence[str]) -> None:
+        self._function, self._parameters = function, parameters
 
     def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
         os.environ.update(variables(values))
-        returned = self._function(**{name: values[name] for name in self._wanted})
+        returned = self._function(**{name: values[name] for name in self._parameters})
         if inspect.isawaitable(returned):
             returned = asyncio.run(_value_of(returned))
         return {"reward": as_number(returned)}
@@ -259,7 +259,7 @@ class _Program:
 
 
 def variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """What OpenAI's clients read; the endpoint is on this machine, which no proxy can reach."""
+    """Variables of OpenAI's clients; the endpoint is on this machine, which no proxy can reach."""
     return {
         "OPENAI_BASE_URL": values["base_url"],
         "OPENAI_API_BASE": values["base_url"],

@@ -53,7 +53,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy wrote in one call."""
+    """The policy's tokens and words of one call."""
 
     id: str
     prompt: Sequence[int]
@@ -132,17 +132,17 @@ def _message(message: Any, names: dict[str, str]) -> Message:
     role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
     if role is None:
         raise Refused(f"messages: each needs a role; these are known: {', '.join(_ROLES)}")
-    found: Message = {"role": role, "content": _text(message.get("content"))}
+    read: Message = {"role": role, "content": _text(message.get("content"))}
     if role == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         if name is not None and not isinstance(name, str):
             raise Refused("messages: the name of a tool is a text")
-        return {**found, "name": name} if name else found
+        return {**read, "name": name} if name else read
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise Refused("messages: tool_calls are a list")
-        found["tool_calls"] = [_call(call, names) for call in calls]
-    return found
+        read["tool_calls"] = [_call(call, names) for call in calls]
+    return read
 
 
 def _text(content: Any) -> str:
@@ -186,7 +186,7 @@ def identity(message: Message) -> tuple[str, ...]:
 
 
 def assistant_message(completion: Completion) -> Message:
-    """What the client sees, and sends back in its next call."""
+    """The message that the client gets, and sends back in its next call."""
     calls = [
         {
             "id": f"call_{completion.id.rpartition('-')[2]}_{number}",
@@ -242,11 +242,11 @@ def text_reply(completion: Completion, created: int, body: Mapping[str, Any]) ->
 def _reply(
     completion: Completion, created: int, kind: str, choice: dict[str, Any], body: Mapping[str, Any]
 ) -> dict[str, Any]:
-    found = {"id": completion.id, "object": kind, "created": created, "model": MODEL, "choices": [choice]}
+    reply = {"id": completion.id, "object": kind, "created": created, "model": MODEL, "choices": [choice]}
     if body.get("return_token_ids"):  # as vLLM's server has it
         choice["token_ids"] = list(completion.tokens)
-        (choice if kind == "text_completion" else found)["prompt_token_ids"] = list(completion.prompt)
-    return {**found, "usage": usage(completion)}
+        (choice if kind == "text_completion" else reply)["prompt_token_ids"] = list(completion.prompt)
+    return {**reply, "usage": usage(completion)}
 
 
 def _pieces(completion: Completion) -> list[str]:

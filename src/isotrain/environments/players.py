@@ -11,9 +11,9 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.environments.conversation import TokenSequence
 from isotrain.environments.episode import (
     Episode,
+    EpisodeLimits,
+    EpisodeTask,
     Generate,
-    Limits,
-    Task,
     plain_prompt,
     play_steps,
     play_tools,
@@ -32,7 +32,9 @@ class Player(Protocol):
     async def start(self) -> None:
         """Once, before the first episode."""
 
-    async def play(self, process: EnvironmentProcess, task: Task, generate: Generate) -> list[Trajectory]:
+    async def play(
+        self, process: EnvironmentProcess, task: EpisodeTask, generate: Generate
+    ) -> list[Trajectory]:
         """All sequences of one episode, also of a failed one; raises what ends all episodes."""
 
     async def close(self) -> None: ...
@@ -42,7 +44,7 @@ class EnvironmentPlayer:
     """The policy writes, and the environment answers."""
 
     def __init__(
-        self, known: Mapping[str, Any], template: TurnTemplate, limits: Limits, parse: Parser
+        self, known: Mapping[str, Any], template: TurnTemplate, limits: EpisodeLimits, parse: Parser
     ) -> None:
         """`known` of the environment by its process."""
         self._known, self._template, self._limits, self._parse = known, template, limits, parse
@@ -50,7 +52,9 @@ class EnvironmentPlayer:
     async def start(self) -> None:
         pass
 
-    async def play(self, process: EnvironmentProcess, task: Task, generate: Generate) -> list[Trajectory]:
+    async def play(
+        self, process: EnvironmentProcess, task: EpisodeTask, generate: Generate
+    ) -> list[Trajectory]:
         episode = Episode(task, self._template, process, generate, self._limits)
         try:
             if self._known["kind"] == "tools":
@@ -68,14 +72,18 @@ class EnvironmentPlayer:
 class AgentPlayer:
     """The agent calls the policy whenever it wants, through the gateway."""
 
-    def __init__(self, gateway: Gateway, template: TurnTemplate, limits: Limits, parser_of: ParserOf) -> None:
+    def __init__(
+        self, gateway: Gateway, template: TurnTemplate, limits: EpisodeLimits, parser_of: ParserOf
+    ) -> None:
         self._gateway, self._template, self._limits = gateway, template, limits
         self._parser_of = parser_of
 
     async def start(self) -> None:
         await self._gateway.start()
 
-    async def play(self, process: EnvironmentProcess, task: Task, generate: Generate) -> list[Trajectory]:
+    async def play(
+        self, process: EnvironmentProcess, task: EpisodeTask, generate: Generate
+    ) -> list[Trajectory]:
         session = Session(task, self._template, self._parser_of, generate, self._limits)
         key = self._gateway.open(session)
         asked: asyncio.Future[Any] = asyncio.ensure_future(
@@ -106,14 +114,14 @@ class AgentPlayer:
         await self._gateway.close()
 
 
-def unplayed(task: Task, template: TurnTemplate, failed: EpisodeFailed) -> list[Trajectory]:
-    """Of an episode that could not begin."""
+def unplayed(task: EpisodeTask, template: TurnTemplate, failed: EpisodeFailed) -> list[Trajectory]:
+    """The trajectories of an episode that could not begin."""
     prompt = TokenSequence(plain_prompt(template, task.messages))
     return task.trajectories([prompt], finished=False, reward=None, failed=failed)
 
 
 def _one_episode(error: Exception) -> EpisodeFailed:
-    """What is wrong with one episode; raises the error of what all episodes have."""
+    """The failure of one episode; raises an error that all episodes would have."""
     if isinstance(error, EpisodeFailed):
         return error
     if isinstance(error, (EpisodeError, RolloutError, OSError)):

@@ -19,7 +19,14 @@ import numpy as np
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.environments.conversation import Tokens, TokenSequence
-from isotrain.environments.episode import Generate, Limits, Task, plain_prompt, render, tokens_stay
+from isotrain.environments.episode import (
+    EpisodeLimits,
+    EpisodeTask,
+    Generate,
+    plain_prompt,
+    render,
+    tokens_stay,
+)
 from isotrain.environments.openai_messages import ChatRequest, Completion, Refused, identity, sent_back
 from isotrain.environments.processes import EpisodeFailed
 from isotrain.environments.template import Message, TextDigest, TurnTemplate
@@ -37,7 +44,7 @@ _Key = bytes
 
 
 @dataclass(eq=False)
-class _Call:
+class _CompletedCall:
     """An answered call: where others can go on."""
 
     sequence: TokenSequence
@@ -47,7 +54,7 @@ class _Call:
     text: TextDigest
     """The same as text."""
     words: str
-    """What it wrote."""
+    """The words of its response."""
     ended_by: str
     answered: float
     """When the agent got it."""
@@ -56,12 +63,12 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SequencePlace:
     """Where a call's turn will stand."""
 
     sequence: TokenSequence
     text: TextDigest
-    """What the policy reads there."""
+    """The text that the policy reads there."""
 
 
 class Session:
@@ -73,18 +80,18 @@ class Session:
 
     def __init__(
         self,
-        task: Task,
+        task: EpisodeTask,
         template: TurnTemplate,
         parser_of: ParserOf,
         generate: Generate,
-        limits: Limits,
+        limits: EpisodeLimits,
     ) -> None:
         self.task, self._template, self._limits = task, template, limits
         self._parser_of, self._generate = parser_of, generate
         self._sequences: list[TokenSequence] = []
         self._longest: dict[TokenSequence, int] = {}
-        self._calls: dict[str, _Call] = {}
-        self._by_messages: dict[_Key, _Call] = {}
+        self._calls: dict[str, _CompletedCall] = {}
+        self._by_messages: dict[_Key, _CompletedCall] = {}
         self._asked = 0
         self._numbers = itertools.count()
         self._prompts: Counter[bytes] = Counter()
@@ -124,10 +131,10 @@ class Session:
         if (unknown := next((token for token in tokens if not 0 <= token < known), None)) is not None:
             raise Refused(f"prompt: {unknown} is no token of the model, which has 0 to {known - 1}")
         sequence = self._continuing(tokens) or self._begin(Tokens(tokens))
-        return await self._turn(_Place(sequence, TextDigest()), longest, stop, None)
+        return await self._turn(_SequencePlace(sequence, TextDigest()), longest, stop, None)
 
     def reward(self, value: Any, completion: Any) -> None:
-        """Of the whole episode, or of one completion; rewards of completions add to that of the episode."""
+        """Reward the whole episode, or one completion; rewards of completions add to that of the episode."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST_REWARD:
             raise Refused(f"reward: a finite number is needed, at most {MOST_REWARD:g}")
         if completion is None:
@@ -135,7 +142,7 @@ class Session:
         elif not isinstance(completion, str) or (call := self._calls.get(completion)) is None:
             raise Refused(f"completion: this episode has none with the id {completion!r}")
         else:
-            call.sequence.came_of_it(call.turn, reward=float(value))
+            call.sequence.add_outcome(call.turn, reward=float(value))
 
     def unread(self, completion: Completion) -> None:
         """The agent had gone before it got this: it is no part of the episode."""
@@ -150,7 +157,7 @@ class Session:
         now = time.monotonic()
         for call in self._calls.values():
             if not call.continued:
-                call.sequence.came_of_it(call.turn, seconds=now - call.answered)
+                call.sequence.add_outcome(call.turn, seconds=now - call.answered)
         reward = self._reward if returned is None else returned
         turns = [turn.reward for sequence in self._sequences for turn in sequence.turns]
         if any(turns):
@@ -168,7 +175,9 @@ class Session:
                 403,
             )
 
-    def _place(self, request: ChatRequest, tools: list[Message] | None, keys: Sequence[_Key]) -> _Place:
+    def _place(
+        self, request: ChatRequest, tools: list[Message] | None, keys: Sequence[_Key]
+    ) -> _SequencePlace:
         template, messages = self._template, request.messages
         known = list(self._known(keys))
         said = [*messages]
@@ -182,16 +191,16 @@ class Session:
             if tokens_stay(self._limits.history, call.text, between, whole):
                 assert between is not None
                 sequence = self._continued(call, template.encode(between))
-                return _Place(sequence, call.text.then(between))
+                return _SequencePlace(sequence, call.text.then(between))
             after = call
         text = whole()
         tokens = template.encode(text)
         if after is None:
-            return _Place(self._begin(Tokens(tokens)), TextDigest(text))
+            return _SequencePlace(self._begin(Tokens(tokens)), TextDigest(text))
         # Where the template rewrites an earlier turn, what stands before it is the same.
-        return _Place(self._begin(after.tokens.changed_to(tokens), after.sequence), TextDigest(text))
+        return _SequencePlace(self._begin(after.tokens.changed_to(tokens), after.sequence), TextDigest(text))
 
-    def _known(self, keys: Sequence[_Key]) -> Iterator[tuple[int, _Call]]:
+    def _known(self, keys: Sequence[_Key]) -> Iterator[tuple[int, _CompletedCall]]:
         """The assistant's messages that this policy wrote, up to the last."""
         for number, key in enumerate(keys):
             if (call := self._by_messages.get(key)) is not None:
@@ -206,13 +215,13 @@ class Session:
         call = max(fitting, key=lambda each: (len(each.tokens), not each.continued))
         return self._continued(call, tokens[len(call.tokens) :])
 
-    def _continued(self, call: _Call, given: Sequence[int]) -> TokenSequence:
+    def _continued(self, call: _CompletedCall, given: Sequence[int]) -> TokenSequence:
         """Where two calls continue the same one, the second begins a sequence with its tokens."""
         if call.continued:
             return self._begin(Tokens(given, call.tokens), call.sequence)
         self._check_room(len(call.tokens) + len(given), self._longest[call.sequence])
         call.continued = True
-        call.sequence.came_of_it(call.turn, seconds=time.monotonic() - call.answered)
+        call.sequence.add_outcome(call.turn, seconds=time.monotonic() - call.answered)
         call.sequence.given(given)
         return call.sequence
 
@@ -237,7 +246,7 @@ class Session:
 
     async def _turn(
         self,
-        place: _Place,
+        place: _SequencePlace,
         longest: int | None,
         stop: Sequence[str],
         parse: Parser | None,
@@ -260,8 +269,8 @@ class Session:
         sequence.wrote(wrote)
         self._cut = self._cut or (not wrote.finished and room == left)
         tried = bool(parsed.malformed)
-        sequence.came_of_it(calls=len(parsed.calls) or int(tried), failures=int(tried))
-        self._calls[name] = call = _Call(
+        sequence.add_outcome(calls=len(parsed.calls) or int(tried), failures=int(tried))
+        self._calls[name] = call = _CompletedCall(
             sequence,
             turn=len(sequence.turns) - 1,
             tokens=sequence.all,
@@ -293,9 +302,9 @@ class Session:
         """
         tokens = wrote.response_N.tolist()
         said = self._template.decode(tokens)
-        found = [place for word in stop if (place := said.find(word)) >= 0]
-        if found:
-            place = min(found)
+        places = [place for word in stop if (place := said.find(word)) >= 0]
+        if places:
+            place = min(places)
             word = max((word for word in stop if said.startswith(word, place)), key=len)
             count = next(
                 count

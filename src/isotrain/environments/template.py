@@ -1,4 +1,4 @@
-"""What a chat template puts between two turns of the policy, without rendering the earlier ones again."""
+"""The tokens that a chat template puts between two turns, without rendering the earlier ones again."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ class TurnTemplate:
             text = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         except DataError:
             return None
-        _, found, tail = text.partition(_SENTINEL)
+        _, sentinel, tail = text.partition(_SENTINEL)
         answered = [str(message["content"]) for message in messages[2:] if message["content"]]
         # A template that knows no tools leaves out what they answer.
-        return tail if found and all(content.strip() in tail for content in answered) else None
+        return tail if sentinel and all(content.strip() in tail for content in answered) else None
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, *, add_generation_prompt: bool
@@ -127,7 +127,7 @@ class TextDigest:
         self._hash.update("".join(text.split()).encode("utf-8", "surrogatepass"))
 
     def then(self, text: str) -> TextDigest:
-        """Of this text and what follows it."""
+        """The digest of this text with `text` behind it."""
         return TextDigest(text, self)
 
     def __eq__(self, other: object) -> bool:

@@ -22,7 +22,7 @@ class ToolCall:
 class Parsed:
     calls: tuple[ToolCall, ...] = ()
     malformed: str = ""
-    """What is wrong, where the policy tried to call and did not succeed."""
+    """The problem, where the policy tried to call and did not succeed."""
     spoken: str = ""
     """Its words without the calls, where there are such."""
 

@@ -42,7 +42,7 @@ class Loaded(Protocol):
 
 
 def module_name(name: str) -> str:
-    """Of an environment's package: `owner/my-env@1.0` is imported as `my_env`."""
+    """The module of an environment's package: `owner/my-env@1.0` is imported as `my_env`."""
     return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
@@ -118,7 +118,7 @@ class _Rollout:
 
 
 class _Tasks:
-    """Of verifiers 0.4: tasks, which a harness plays."""
+    """Environments of verifiers 0.4: tasks, which a harness plays."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
         self._vf = vf = importlib.import_module("verifiers.v1")
@@ -160,19 +160,19 @@ class _Tasks:
             episode = await self._environment.run_slot(slot, vf.ModelContext(model="policy", client=client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            told = [f"{error.type}: {error.message}" for error in errors]
-            raise RuntimeError(told[-1] if told else "the episode ended without a result")
+            problems = [f"{error.type}: {error.message}" for error in errors]
+            raise RuntimeError(problems[-1] if problems else "the episode ended without a result")
         # A single agent has no name.
-        own = [trace for trace in episode.traces if trace.agent.name in (None, "", self._role)]
-        if len(own) != 1:
+        traces = [trace for trace in episode.traces if trace.agent.name in (None, "", self._role)]
+        if len(traces) != 1:
             raise RuntimeError(
-                f"{len(own)} rollouts of {self._role} in one episode; only one can be rewarded"
+                f"{len(traces)} rollouts of {self._role} in one episode; only one can be rewarded"
             )
-        return own[0].reward
+        return traces[0].reward
 
 
 class _Rubrics:
-    """Of verifiers up to 0.3: a data set, whose rollouts a rubric scores."""
+    """Environments of verifiers up to 0.3: a data set, whose rollouts a rubric scores."""
 
     def __init__(self, name: str, environment: Any) -> None:
         self._environment = environment
@@ -183,8 +183,8 @@ class _Rubrics:
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         environment = self._environment
-        found = environment.get_dataset() if split == "train" else _held_out(environment)
-        for row in found if found is not None else ():
+        rows = environment.get_dataset() if split == "train" else _held_out(environment)
+        for row in rows if rows is not None else ():
             task = {key: value for key, value in row.items() if value is not None}
             yield _row(_messages(task["prompt"]), task.get("answer"), task)
 

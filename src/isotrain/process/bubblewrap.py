@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 
 from isotrain.errors import SandboxError
-from isotrain.process.sandbox import Limits, Outcome
+from isotrain.process.sandbox import Limits, ProgramOutcome
 from isotrain.process.seccomp import MACHINES, seccomp_filter
 from isotrain.process.supervise import supervise
 
@@ -71,7 +71,7 @@ class Python:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What not every kernel or container allows; seccomp refuses nested namespaces in any case."""
+    """Options that not every kernel or container allows; seccomp refuses nested namespaces in any case."""
 
     proc: bool = True
     disable_userns: bool = True
@@ -84,14 +84,14 @@ class Bubblewrap:
     def __init__(self, limits: Limits, python: str | None = None) -> None:
         """`python`: the interpreter for programs, with the packages of its environment; by default the one
         that isotrain runs on, without those of a virtual environment, or else the system's."""
-        self._limits, self._wanted = limits, python
+        self._limits, self._executable = limits, python
         self._closing = Event()
         self._chosen: tuple[Python, Kernel] | None = None
 
     def start(self) -> None:
         self._choose()
 
-    def run(self, program: str, stdin: str = "", seconds: float | None = None) -> Outcome:
+    def run(self, program: str, stdin: str = "", seconds: float | None = None) -> ProgramOutcome:
         python, kernel = self._chosen or self._choose()
         most = self._limits.seconds if seconds is None else min(seconds, self._limits.seconds)
         return self._run(python, kernel, program, stdin, most)
@@ -103,7 +103,7 @@ class Bubblewrap:
         """The first interpreter that runs in the strictest sandbox that this kernel can make."""
         _check_installation()
         problem: SandboxError | None = None
-        for python in _interpreters(self._wanted):
+        for python in _interpreters(self._executable):
             for kernel in _KERNELS:
                 try:
                     outcome = self._run(python, kernel, f"print({_GREETING!r})", "", _FIRST_RUN)
@@ -115,8 +115,10 @@ class Bubblewrap:
                     self._check_memory(python, kernel)
                     self._chosen = python, kernel
                     return self._chosen
-                told = outcome.stderr.strip()[-300:] or f"it ended by {outcome.ended}"
-                problem = problem or SandboxError(f"{python.executable} does not run in the sandbox: {told}")
+                reason = outcome.stderr.strip()[-300:] or f"it ended by {outcome.ended}"
+                problem = problem or SandboxError(
+                    f"{python.executable} does not run in the sandbox: {reason}"
+                )
         assert problem is not None
         raise problem
 
@@ -142,13 +144,15 @@ class Bubblewrap:
         stdin: str,
         seconds: float,
         supervised: Limits | None = None,
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """`supervised`: other limits for what is measured from outside."""
         if self._closing.is_set():
             raise SandboxError("the sandbox is closed")
         source = program.encode("utf-8", "replace")
         if len(source) > LONGEST_PROGRAM:
-            return Outcome("memory", None, "", f"the program has more than {LONGEST_PROGRAM} bytes", 0.0)
+            return ProgramOutcome(
+                "memory", None, "", f"the program has more than {LONGEST_PROGRAM} bytes", 0.0
+            )
         rules = seccomp_filter(platform.machine())
         try:
             with contextlib.ExitStack() as ours:
@@ -271,33 +275,33 @@ def _check_installation() -> None:
     if shutil.which("prlimit", path=_SYSTEM) is None:
         raise SandboxError(f"there is no prlimit in {_SYSTEM}: install util-linux")
     try:
-        told = subprocess.run([bubblewrap, "--help"], capture_output=True, text=True, timeout=30, env={})
+        version = subprocess.run([bubblewrap, "--help"], capture_output=True, text=True, timeout=30, env={})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"bubblewrap does not run: {error}; {INSTALL}") from None
-    if told.returncode != 0:
-        raise SandboxError(f"bubblewrap does not run: {told.stderr.strip()[-300:]}")
-    lacking = [option for option in _NEEDED_OPTIONS if option not in told.stdout + told.stderr]
+    if version.returncode != 0:
+        raise SandboxError(f"bubblewrap does not run: {version.stderr.strip()[-300:]}")
+    lacking = [option for option in _NEEDED_OPTIONS if option not in version.stdout + version.stderr]
     if lacking:
         raise SandboxError(f"this bubblewrap has no {' and no '.join(lacking)}: {INSTALL}")
 
 
-def _interpreters(wanted: str | None) -> list[Python]:
-    if wanted is not None:
-        return [_environment(wanted)]
+def _interpreters(executable: str | None) -> list[Python]:
+    if executable is not None:
+        return [_environment(executable)]
     base = os.path.realpath(sys.executable)
-    found = [Python(base, _libraries(Path(sys.base_prefix)))]
+    pythons = [Python(base, _libraries(Path(sys.base_prefix)))]
     system = shutil.which("python3", path="/usr/bin")
     if system is not None and os.path.realpath(system) != base:
-        found.append(Python(os.path.realpath(system), ()))
-    return found
+        pythons.append(Python(os.path.realpath(system), ()))
+    return pythons
 
 
 def _environment(executable: str) -> Python:
     """An interpreter of the user's choice, asked where its parts are."""
     code = "import sys, json; print(json.dumps([sys.prefix, sys.base_prefix]))"
     try:
-        told = subprocess.run([executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
-        prefixes = json.loads(told.stdout)
+        answer = subprocess.run([executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+        prefixes = json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"{executable} is not a Python that runs here: {error}") from None
     directories = (directory for prefix in prefixes for directory in _libraries(Path(prefix)))

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from isotrain.errors import SandboxError, one_line
-from isotrain.process.sandbox import MIB, Limits, Outcome, ended_by_memory
+from isotrain.process.sandbox import MIB, Limits, ProgramOutcome, ended_by_memory
 
 ATTEMPTS = 3
 # Seconds before the second attempt; twice as many before the third.
@@ -46,10 +46,10 @@ class SandboxFusion:
     def start(self) -> None:
         outcome = self.run("print('isotrain')")
         if not outcome.succeeded or outcome.stdout != "isotrain\n":
-            told = outcome.stderr.strip()[-300:] or outcome.stdout[:300] or f"it ended by {outcome.ended}"
-            raise SandboxError(f"{self._address} did not run a program of one line: {told}")
+            reason = outcome.stderr.strip()[-300:] or outcome.stdout[:300] or f"it ended by {outcome.ended}"
+            raise SandboxError(f"{self._address} did not run a program of one line: {reason}")
 
-    def run(self, program: str, stdin: str = "", seconds: float | None = None) -> Outcome:
+    def run(self, program: str, stdin: str = "", seconds: float | None = None) -> ProgramOutcome:
         most = self._limits.seconds if seconds is None else min(seconds, self._limits.seconds)
         request = {
             "code": program,
@@ -130,30 +130,30 @@ class SandboxFusion:
             raise SandboxError(f"{self._address} sent a reply of more than {most} bytes")
         return reply.status, content
 
-    def _outcome(self, reply: Any) -> Outcome:
+    def _outcome(self, reply: Any) -> ProgramOutcome:
         """By the server's words: `status` is about the sandbox, `run_result` about the program."""
         reply = reply if isinstance(reply, dict) else {}
         status, result = reply.get("status"), reply.get("run_result")
         if status not in ("Success", "Failed") or not isinstance(result, dict):
-            told = str(reply.get("message") or f"status {status!r}")
-            raise SandboxError(f"{self._address} could not run the program: {one_line(told)}")
+            reason = str(reply.get("message") or f"status {status!r}")
+            raise SandboxError(f"{self._address} could not run the program: {one_line(reason)}")
         most = self._limits.output
         stdout, stderr = (_text(result.get(name)) for name in ("stdout", "stderr"))
         seconds = result.get("execution_time")
         seconds = float(seconds) if isinstance(seconds, (int, float)) else 0.0
         kept = stdout[:most], stderr[:most], seconds
         if result.get("status") == "TimeLimitExceeded":
-            return Outcome("time", None, *kept)
+            return ProgramOutcome("time", None, *kept)
         if result.get("status") != "Finished":
             raise SandboxError(
                 f"{self._address} could not run the program: {one_line(stderr or str(result))}"
             )
         if max(len(stdout.encode("utf-8", "replace")), len(stderr.encode("utf-8", "replace"))) > most:
-            return Outcome("output", None, *kept)
+            return ProgramOutcome("output", None, *kept)
         code = result.get("return_code")
         if not isinstance(code, int):  # how it ended is not known, and must not count as a wrong program
             raise SandboxError(f"{self._address} sent no return code: {one_line(str(result))}")
-        return Outcome("memory" if ended_by_memory(code, stderr) else "exit", code, *kept)
+        return ProgramOutcome("memory" if ended_by_memory(code, stderr) else "exit", code, *kept)
 
 
 def _cut_off(connected: socket.socket) -> None:

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Calls(Generic[Item, Result]):
-    """What children are asked, and how their replies are read."""
+    """The requests to children, and how their replies are read."""
 
     load: str
     """`module:function` that returns the function of requests, in the child."""
@@ -44,7 +44,7 @@ class Calls(Generic[Item, Result]):
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingCall:
     line: bytes
     future: Future[Any]
     identity: int
@@ -65,7 +65,7 @@ class _Worker:
     retiring: bool = False
     """It gets no more calls, and is ended once those in flight are done."""
     served: int = 0
-    calls: dict[int, _Call] = field(default_factory=dict)
+    calls: dict[int, _PendingCall] = field(default_factory=dict)
 
     def events(self) -> int:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.child.wants_to_write else 0)
@@ -108,9 +108,9 @@ class Pool(Generic[Item, Result]):
         os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._inbox: list[_Call] = []
-        self._waiting: deque[_Call] = deque()
-        self._suspects: deque[_Call] = deque()
+        self._inbox: list[_PendingCall] = []
+        self._waiting: deque[_PendingCall] = deque()
+        self._suspects: deque[_PendingCall] = deque()
         self._workers: list[_Worker] = []
         self._next_identity = 0
         self._asynchronous = False
@@ -119,7 +119,7 @@ class Pool(Generic[Item, Result]):
         self._start_seconds = 0.0
         self._failed_starts = 0
         self._next_start = 0.0
-        self._wanted = False
+        self._start_requested = False
         self._started: Future[None] = Future()
         self._closing = False
         self._error: IsotrainError | None = None
@@ -128,7 +128,7 @@ class Pool(Generic[Item, Result]):
     def start(self) -> None:
         """Wait until a first child is ready; raises what is wrong."""
         with self._lock:
-            self._wanted = True
+            self._start_requested = True
             self._wake()
         self._started.result()
 
@@ -148,7 +148,7 @@ class Pool(Generic[Item, Result]):
                     detail = one_line(f"cannot send the row to {self._calls.child}: {error}")
                     future.set_result(self._failed("error", detail))
                     continue
-                self._inbox.append(_Call(line, future, self._next_identity, time.monotonic()))
+                self._inbox.append(_PendingCall(line, future, self._next_identity, time.monotonic()))
                 self._next_identity += 1
             self._wake()
         return calls
@@ -239,8 +239,8 @@ class Pool(Generic[Item, Result]):
         """When a child is due: once a call has waited for longer than a child takes to start."""
         active = self._active()
         if not active:
-            wanted = self._waiting or self._suspects or (self._wanted and not self._started.done())
-            due = 0.0 if wanted else math.inf
+            needed = self._waiting or self._suspects or (self._start_requested and not self._started.done())
+            due = 0.0 if needed else math.inf
         elif not self._waiting or len(active) >= self._most or not all(worker.ready for worker in active):
             due = math.inf
         else:
@@ -265,7 +265,7 @@ class Pool(Generic[Item, Result]):
     def _active(self) -> list[_Worker]:
         return [worker for worker in self._workers if not worker.retiring]
 
-    def _send(self, worker: _Worker, call: _Call) -> None:
+    def _send(self, worker: _Worker, call: _PendingCall) -> None:
         grace = GRACE if self._asynchronous else 0.0
         call.deadline = time.monotonic() + self._timeout + grace
         call.begun = False

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use, with everything that it starts."""
+    """Limits of one program with everything that it starts."""
 
     seconds: float = 10.0
     """Wall-clock time, including the start of the sandbox."""
@@ -28,11 +28,11 @@ class Limits:
     disk: int = 64 * MIB
     """Bytes in all files in /tmp together."""
     open_files: int = 64
-    """Of one process."""
+    """Descriptors of one process."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     ended: Ending
     """`exit`: by itself; otherwise the limit at which it was killed, or `memory` after a MemoryError."""
     exit_code: int | None
@@ -50,7 +50,7 @@ class Sandbox(Protocol):
     def start(self) -> None:
         """Try it with a program of ours; raises `SandboxError` with what to change."""
 
-    def run(self, program: str, stdin: str = "", seconds: float | None = None) -> Outcome:
+    def run(self, program: str, stdin: str = "", seconds: float | None = None) -> ProgramOutcome:
         """Run Python source, for at most `seconds` if that is less than the limit; from any thread.
 
         Whatever the program does is an outcome; `SandboxError` means that the sandbox itself failed."""
@@ -86,7 +86,7 @@ class PythonTool:
         self._sandbox.start()
 
     def run(self, code: str) -> str:
-        """What the program printed, and how it failed if it did; `SandboxError` if the sandbox failed."""
+        """The program's output, and how it failed if it did; `SandboxError` if the sandbox failed."""
         outcome = self._sandbox.run(code)
         parts = [outcome.stdout, outcome.stderr, self._remark(outcome)]
         return "\n".join(part for text in parts if (part := self._cut(text.rstrip("\n"))))
@@ -94,7 +94,7 @@ class PythonTool:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _remark(self, outcome: Outcome) -> str:
+    def _remark(self, outcome: ProgramOutcome) -> str:
         if outcome.ended == "time":
             return f"[killed after {self._limits.seconds:g} s]"
         if outcome.ended == "memory":

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 from isotrain.errors import SandboxError
-from isotrain.process.sandbox import Ending, Limits, Outcome, ended_by_memory
+from isotrain.process.sandbox import Ending, Limits, ProgramOutcome, ended_by_memory
 
 # How often memory is measured and `closing` is looked at. Most programs end before the first time.
 INTERVAL = 0.1
@@ -32,7 +32,7 @@ def supervise(
     limits: Limits,
     closing: Event,
     seconds: float,
-) -> Outcome:
+) -> ProgramOutcome:
     """Wait for bubblewrap's end, or bring it about after `seconds`, at a limit or once `closing` is set.
 
     `pipes`: of stdout, stderr and `--json-status-fd`."""
@@ -56,7 +56,7 @@ class _Supervised:
         self._init: int | None = None
         self._init_pid: int | None = None
 
-    def outcome(self, seconds: float) -> Outcome:
+    def outcome(self, seconds: float) -> ProgramOutcome:
         begun = time.monotonic()
         try:
             for pipe in self._read:
@@ -75,13 +75,13 @@ class _Supervised:
                     os.close(descriptor)
         return self._tell(limit or self._too_much(), time.monotonic() - begun)
 
-    def _tell(self, limit: Ending | None, seconds: float) -> Outcome:
+    def _tell(self, limit: Ending | None, seconds: float) -> ProgramOutcome:
         most = self._limits.output
         stdout, stderr = (
             bytes(self._read[pipe][:most]).decode("utf-8", "replace") for pipe in (self._stdout, self._stderr)
         )
         if limit is not None:
-            return Outcome(limit, None, stdout, stderr, seconds)
+            return ProgramOutcome(limit, None, stdout, stderr, seconds)
         if self._closing.is_set():
             raise SandboxError("the sandbox was closed while a program ran in it")
         code = self._reported().get("exit-code")
@@ -89,9 +89,9 @@ class _Supervised:
             # bubblewrap reports a code only of a program that it could start.
             raise SandboxError(f"bubblewrap failed: {_last_line(stderr) or f'{self._process.returncode}'}")
         if code == 128 + signal.SIGXCPU:
-            return Outcome("time", None, stdout, stderr, seconds)
+            return ProgramOutcome("time", None, stdout, stderr, seconds)
         ended: Ending = "memory" if ended_by_memory(code, stderr) else "exit"
-        return Outcome(ended, code, stdout, stderr, seconds)
+        return ProgramOutcome(ended, code, stdout, stderr, seconds)
 
     def _watch(self, deadline: float) -> Ending | None:
         """Read until bubblewrap ends; otherwise the limit that the program has reached."""
@@ -131,12 +131,12 @@ class _Supervised:
         return True
 
     def _reported(self) -> dict[str, Any]:
-        """What bubblewrap has said so far, one JSON object a line."""
-        found: dict[str, Any] = {}
+        """Bubblewrap's messages so far, one JSON object a line."""
+        report: dict[str, Any] = {}
         for line in bytes(self._read[self._status]).split(b"\n"):
             with contextlib.suppress(ValueError):
-                found.update(json.loads(line))
-        return found
+                report.update(json.loads(line))
+        return report
 
     def _find_init(self) -> None:
         """Hold on to the first process of the program's PID namespace: all others end with it."""

@@ -210,7 +210,7 @@ def _seed(seed: int) -> None:
 
 
 def _silence() -> None:
-    """What the user's code prints is shown up to a limit; what its own processes print is not."""
+    """Show the output of the user's code up to a limit, and nothing of processes that it starts."""
     shown = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

@@ -21,7 +21,7 @@ class RewardInput:
     """The reference answer of the row."""
     row: Mapping[str, Any] = field(default_factory=dict)
     environment: Scored | None = None
-    """What the environment gave, where the policy acted in one and that tells."""
+    """The environment's reward, where the policy acted in one that gives rewards."""
 
 
 @dataclass(frozen=True)

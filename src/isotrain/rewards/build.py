@@ -64,11 +64,11 @@ def score_gsm8k(item: RewardInput, method: Literal["strict", "flexible"], format
 
 
 def score_of_environment(item: RewardInput) -> Scored:
-    """What the environment itself gave for an episode."""
+    """The reward that the environment itself gave for an episode."""
     return item.environment or Scored(0.0, failure="error", detail="the environment gave no reward")
 
 
-class Part(Protocol):
+class RewardPart(Protocol):
     """One reward of several."""
 
     def start(self) -> None: ...
@@ -81,7 +81,7 @@ class Part(Protocol):
 class WeightedSum:
     """Runs its parts concurrently; if one fails, or the environment has, the response gets `failed_score`."""
 
-    def __init__(self, parts: dict[str, tuple[Part, float]], failed_score: float) -> None:
+    def __init__(self, parts: dict[str, tuple[RewardPart, float]], failed_score: float) -> None:
         self._parts, self._failed_score = parts, failed_score
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ def reward_source(reward: RewardSection) -> str | None:
 def build_scorer(reward: RewardSection, source: str | None) -> Scorer:
     """All rewards but those of models; `source` is what `reward_source` gave."""
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    parts: dict[str, tuple[Part, float]] = {}
+    parts: dict[str, tuple[RewardPart, float]] = {}
     if environment := reward.environment:
         parts["environment"] = Immediate(score_of_environment), environment.weight
     if gsm8k := reward.gsm8k:

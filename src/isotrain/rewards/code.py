@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isotrain.errors import RewardError, SandboxError, one_line
-from isotrain.process.sandbox import Outcome, Sandbox
+from isotrain.process.sandbox import ProgramOutcome, Sandbox
 from isotrain.rewards.base import RewardInput, Scored
 from isotrain.rewards.code_tests import (
     CallTest,
@@ -35,17 +35,17 @@ _FENCE = re.compile(r"[ \t]*(`{3,})[^`]*")
 
 def last_block(response: str) -> str | None:
     """The last fenced code block that is closed; None where there is none."""
-    found, fence = None, ""
+    last, fence = None, ""
     block: list[str] = []
     for line in response.split("\n"):
         if not fence:
             opened = _FENCE.fullmatch(line)
             fence, block = opened[1] if opened else "", []
         elif (closing := line.strip()).startswith(fence) and not closing.strip("`"):
-            found, fence = "\n".join(block), ""
+            last, fence = "\n".join(block), ""
         else:
             block.append(line)
-    return found
+    return last
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class CodeReward:
         )
         return passed, outcome.ended == "time"
 
-    def _run(self, program: str, stdin: str, deadline: float) -> Outcome:
+    def _run(self, program: str, stdin: str, deadline: float) -> ProgramOutcome:
         left = deadline - time.monotonic()
         if left <= 0:
-            return Outcome("time", None, "", "", 0.0)
+            return ProgramOutcome("time", None, "", "", 0.0)
         return self._sandbox.run(program, stdin, min(left, self._timeout))
 
 
@@ -154,14 +154,14 @@ def is_ready(stdout: str, word: str) -> bool:
 
 
 def read_results(stdout: str, word: str) -> dict[int, Any]:
-    """What the tests returned, by their index; those that failed are not in it."""
-    found: dict[int, Any] = {}
+    """Results of the tests by their index; those that failed are not in it."""
+    results: dict[int, Any] = {}
     for line in stdout.split("\n"):
         if line.startswith(f"{word} "):
             try:
-                index, told = json.loads(line[len(word) :])
+                index, result = json.loads(line[len(word) :])
             except (ValueError, TypeError, RecursionError):
                 continue
             if isinstance(index, int):
-                found[index] = told
-    return found
+                results[index] = result
+    return results

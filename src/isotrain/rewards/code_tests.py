@@ -59,14 +59,14 @@ def read_tests(answer: Any, row: Mapping[str, Any]) -> CodeTests:
     if isinstance(answer, str):
         answer = _read_text(answer, row)
     if isinstance(answer, Mapping):
-        found = _from_mapping(answer, row)
+        tests = _from_mapping(answer, row)
     elif isinstance(answer, Sequence) and answer and not isinstance(answer, (str, bytes)):
-        found = _from_list(answer, row)
+        tests = _from_list(answer, row)
     else:
-        found = None
-    if found is None or not found.tests:
+        tests = None
+    if tests is None or not tests.tests:
         raise ValueError(f"the row has no tests; check reward.answer_key, which may hold {FORMS}")
-    return found
+    return tests
 
 
 def _read_text(text: str, row: Mapping[str, Any]) -> Any:
@@ -93,17 +93,17 @@ def _from_mapping(answer: Mapping[str, Any], row: Mapping[str, Any]) -> CodeTest
 
 
 def _from_list(answer: Sequence[Any], row: Mapping[str, Any]) -> CodeTests | None:
-    if all(isinstance(one, str) for one in answer):
+    if all(isinstance(test, str) for test in answer):
         imports = row.get("test_imports")
         lines = [row.get("test_setup_code"), *(imports if isinstance(imports, Sequence) else ())]
         setup = "\n".join(line for line in lines if isinstance(line, str))
-        return CodeTests(tuple(SourceTest(one) for one in answer), setup)
-    if all(isinstance(one, Mapping) and "input" in one and "output" in one for one in answer):
+        return CodeTests(tuple(SourceTest(test) for test in answer), setup)
+    if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in answer):
         name = _function_name(row)
         return CodeTests(
             tuple(
-                _pair(one["input"], one["output"], name if one.get("testtype") == "functional" else None)
-                for one in answer
+                _pair(test["input"], test["output"], name if test.get("testtype") == "functional" else None)
+                for test in answer
             )
         )
     return None

@@ -37,7 +37,7 @@ class RewardFunction:
     asynchronous: bool
 
     def call(self, response: str, answer: Any, row: Mapping[str, Any]) -> Any:
-        """What the function returns; for an async one, what is to be awaited."""
+        """Call the user's function; an async one returns a coroutine."""
         return self.function(**{name: ARGUMENTS[name](response, answer, row) for name in self.names})
 
 
@@ -84,20 +84,20 @@ def read_source(path: str) -> str:
 def _names(function: Callable[..., Any], name: str, file_name: str) -> tuple[str, ...]:
     code = getattr(function, "__code__", None)
     place = f"{file_name}:{code.co_firstlineno}" if code else file_name
-    wanted = []
+    names = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name in ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
-            wanted.append(parameter.name)
+            names.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise RewardError(
                 f"{place}: {name} has an unknown parameter {parameter.name}; "
                 f"give it a default, or use some of {', '.join(ARGUMENTS)}"
             )
-    if not wanted:
+    if not names:
         raise RewardError(f"{place}: {name} must have at least one of the parameters {', '.join(ARGUMENTS)}")
-    return tuple(wanted)
+    return tuple(names)
 
 
 def read_result(result: Any) -> tuple[float, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-# Only the end is read: it bounds the work, and an answer given early and then doubted does not count.
+# Only the end is read: it bounds the work, and an answer answered early and then doubted does not count.
 TAIL = 300
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
@@ -34,7 +34,7 @@ def gsm8k_score(
     response: str, answer: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
 ) -> float:
     """1 for the right answer, `format_score` for another one, 0 for none."""
-    found = find_answer(response, method)
-    if found is None:
+    answered = find_answer(response, method)
+    if answered is None:
         return 0.0
-    return 1.0 if found == answer else format_score
+    return 1.0 if answered == answer else format_score

@@ -59,8 +59,8 @@ def load_math() -> Callable[[str, Any], float]:
             raise ValueError(
                 f"no answer in the reference answer {gold_text[-60:]!r}; check reward.answer_key"
             )
-        found = math_verify.parse(response[-TAIL:], parsing_timeout=None)
-        return float(math_verify.verify(gold, found, timeout_seconds=None))
+        given = math_verify.parse(response[-TAIL:], parsing_timeout=None)
+        return float(math_verify.verify(gold, given, timeout_seconds=None))
 
     # The grammar's tables are built at its first use, which should not count against an answer's time.
     score("so \\boxed{\\frac{1}{2}}, which is 3/4 - 1/4", "0.5")

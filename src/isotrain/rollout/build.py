@@ -16,8 +16,8 @@ from isotrain.rollout.base import RolloutEngine
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every engine is made from."""
+class EngineArguments:
+    """The arguments that every engine is made from."""
 
     rollout: RolloutSection
     directory: Path
@@ -26,7 +26,7 @@ class Plan:
     longest: int
     """Tokens of the longest prompt with the longest response."""
     positions: Positions
-    """Of the model."""
+    """The model's positions."""
     seed: int
     name: str
 
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def server(self) -> dict[str, Any]:
-        """What both engines with processes of their own are told."""
+        """Arguments of both engines that have processes of their own."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -69,19 +69,21 @@ def build_rollout(
 ) -> RolloutEngine:
     directory = model_directory(model_path)
     longest = max_prompt + rollout.max_tokens
-    found = positions(read_config(directory))
-    if (limit := found.limit) is not None and longest > limit:
+    usable = positions(read_config(directory))
+    if (limit := usable.limit) is not None and longest > limit:
         raise RolloutError(
             f"rollout.max_tokens: prompts of {max_prompt} and responses of {rollout.max_tokens} tokens make "
             f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
         )
-    return ENGINES[rollout.engine](Plan(rollout, directory, dtype, device, longest, found, seed, name))
+    return ENGINES[rollout.engine](
+        EngineArguments(rollout, directory, dtype, device, longest, usable, seed, name)
+    )
 
 
 # Engines are imported when they are asked for: each brings packages that the others do not need.
 
 
-def _vllm(plan: Plan) -> RolloutEngine:
+def _vllm(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.vllm import VllmEngine
 
     max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
@@ -89,7 +91,7 @@ def _vllm(plan: Plan) -> RolloutEngine:
     return VllmEngine(plan.directory, max_length=max_length, load_format=load_format, **plan.server)
 
 
-def _sglang(plan: Plan) -> RolloutEngine:
+def _sglang(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.sglang import SglangEngine
 
     max_length = plan.room(8)  # it cuts responses 2 before the end, and refuses prompts of the last 7
@@ -98,7 +100,7 @@ def _sglang(plan: Plan) -> RolloutEngine:
     )
 
 
-def _hf(plan: Plan) -> RolloutEngine:
+def _hf(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.hf import HfEngine
 
     return HfEngine(
@@ -110,4 +112,4 @@ def _hf(plan: Plan) -> RolloutEngine:
     )
 
 
-ENGINES: dict[str, Callable[[Plan], RolloutEngine]] = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}
+ENGINES: dict[str, Callable[[EngineArguments], RolloutEngine]] = {"vllm": _vllm, "sglang": _sglang, "hf": _hf}

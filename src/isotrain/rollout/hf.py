@@ -61,11 +61,11 @@ class _Parts:
         return published in self._conversions
 
     def add(self, published: str, tensor: torch.Tensor) -> _Whole | None:
-        """What is whole with this tensor."""
+        """Take a tensor; returns the parameter that is complete with it, if one is."""
         conversion = self._conversions[published]
-        found = self._waiting.setdefault(conversion.target, {})
-        found[published] = tensor
-        if any(name not in found for names in conversion.sources.values() for name in names):
+        sources = self._waiting.setdefault(conversion.target, {})
+        sources[published] = tensor
+        if any(name not in sources for names in conversion.sources.values() for name in names):
             return None
         return conversion, self._waiting.pop(conversion.target)
 
@@ -108,7 +108,7 @@ class HfEngine:
         waiting = self._checked(requests)
 
         def ask() -> None:
-            """What comes while a batch is written waits for the next one."""
+            """Ask for requests between two tokens; new ones wait for the next batch."""
             self._between_tokens = True
             try:
                 waiting.extend(self._checked(more()))
@@ -131,45 +131,45 @@ class HfEngine:
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         self._check_usable()
         check_tokens(sequences, self._vocabulary, self.name)
-        found = []
+        logps = []
         for tokens_T in sequences:
             ids_T = torch.from_numpy(tokens_T.astype(np.int64)).to(self._device)
             logits_TV = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
             logp_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
-            found.append(logp_T.cpu().numpy())
-        return found
+            logps.append(logp_T.cpu().numpy())
+        return logps
 
     @torch.no_grad()
     def update_weights(self, update: WeightUpdate) -> None:
         check_idle(self.name, self._running and not self._between_tokens, WeightUpdateError)
         self._unusable = f"weight update {update.version} was not finished"
-        own, buffers = self._own(), stored_buffers(self._model)
+        weights, buffers = self._own(), stored_buffers(self._model)
         missing = {name for name, _ in self._model.named_parameters()} | buffers.keys()
         parts = _Parts(self._plan)
         with open_incoming(update, self.name, self._timeout, self._device) as contents:
-            erase(own.values())
+            erase(weights.values())
             for published, tensor in contents.tensors:
                 if published not in parts:
                     raise self._unfit(update, published, tensor, "no such parameter")
                 for name, converted in self._converted(parts.add(published, tensor), update).items():
-                    if name not in own or own[name].shape != converted.shape:
-                        shape = f"{tuple(own[name].shape)}" if name in own else "no such parameter"
+                    if name not in weights or weights[name].shape != converted.shape:
+                        shape = f"{tuple(weights[name].shape)}" if name in weights else "no such parameter"
                         raise self._unfit(update, name, converted, shape)
-                    own[name].copy_(converted)
+                    weights[name].copy_(converted)
                     missing.discard(name)
         if missing:
             raise WeightUpdateError(
                 f"{self.name}: weight update {update.version} lacks weights of {len(missing)} parameters: "
                 f"{', '.join(sorted(missing)[:5])}"
             )
-        check_written(update, self.name, unwritten(own), len(own))
+        check_written(update, self.name, unwritten(weights), len(weights))
         self.version, self._unusable = update.version, ""
 
     @cached_property
     def _plan(self) -> list[Conversion]:
         """How its tensors come from published ones, which does not change with their values."""
-        own = self._own()
-        return conversions(self._model, own, published_shapes(self._model, own))
+        tensors = self._own()
+        return conversions(self._model, tensors, published_shapes(self._model, tensors))
 
     def _own(self) -> dict[str, torch.Tensor]:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))

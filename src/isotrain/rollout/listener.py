@@ -39,10 +39,10 @@ def _members(group: int) -> Iterator[int]:
 
 
 def _sockets(pid: int) -> set[str]:
-    found = set()
+    sockets = set()
     # It may end meanwhile; one of another user cannot be looked into, and is not ours.
     with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                found.add(os.readlink(descriptor))
-    return found
+                sockets.add(os.readlink(descriptor))
+    return sockets

@@ -172,13 +172,13 @@ def _json(engine: str, path: str, text: bytes) -> Any:
 
 
 def _complaint(text: bytes) -> str:
-    """What a refusal says, whichever of the usual forms it has."""
+    """The message of a refusal, whichever of the usual forms it has."""
     said: Any = text.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
+        reply = json.loads(text)
     except ValueError:
-        found = None
-    if isinstance(found, dict):
-        inner = found.get("error")
-        said = inner.get("message", said) if isinstance(inner, dict) else found.get("message", said)
+        reply = None
+    if isinstance(reply, dict):
+        inner = reply.get("error")
+        said = inner.get("message", said) if isinstance(inner, dict) else reply.get("message", said)
     return str(said)[:LONGEST_COMPLAINT] or "no reason given"

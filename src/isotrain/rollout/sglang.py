@@ -94,11 +94,11 @@ class SglangEngine:
         self._unusable, self._lost, self._running, self._asleep = "", "", False, False
         self._ends = stop_tokens(directory)
         model = build_causal_lm(directory, "padded")
-        own = {**dict(model.named_parameters()), **stored_buffers(model)}
+        tensors = {**dict(model.named_parameters()), **stored_buffers(model)}
         self._vocabulary = vocabulary_size(model)
-        self._needed = set(published_shapes(model, own))
+        self._needed = set(published_shapes(model, tensors))
         # Tied ones have several names.
-        self._shapes = published_shapes(model, own | dict(model.named_parameters(remove_duplicate=False)))
+        self._shapes = published_shapes(model, tensors | dict(model.named_parameters(remove_duplicate=False)))
         self._directory = Path(tempfile.mkdtemp(prefix="sglang-", dir=private_directory()))
         port, key = free_port(), secrets.token_hex(32)
         chosen = _options(device_type, eager)
@@ -158,11 +158,11 @@ class SglangEngine:
 
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         check_tokens(sequences, self._vocabulary, self.name)
-        found = {
+        logps = {
             index: read_logps(reply, sequences[index], self._vocabulary, self.version, self.name)
             for index, reply in self._run([ask_logps(tokens_T) for tokens_T in sequences])
         }
-        return [found[index] for index in range(len(sequences))]
+        return [logps[index] for index in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> None:
         self._check_idle(WeightUpdateError)
@@ -317,9 +317,9 @@ class SglangEngine:
 
     def _check_complete(self, update: WeightUpdate, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """SGLang takes what it knows and says nothing of what is missing or left over."""
-        found = {key: tuple(tensor.shape) for key, tensor in tensors}
-        wrong = {key for key, shape in found.items() if self._shapes.get(key) != shape}
-        missing = self._needed - found.keys()
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors}
+        wrong = {key for key, shape in shapes.items() if self._shapes.get(key) != shape}
+        missing = self._needed - shapes.keys()
         for what, keys in (
             ("has tensors that do not match", wrong),
             ("lacks weights of parameters", missing),
@@ -356,13 +356,13 @@ class SglangEngine:
 
 
 def _environment(device_type: str) -> dict[str, str]:
-    """Of the server: this process's own without keys; it has the devices that are the engine's."""
+    """Variables of the server: this process's own without keys; it has the devices of the engine."""
     defaults = DEFAULTS | find_device(device_type).port_variables(os.environ)
     return {**defaults, **child_environment(os.environ), **FIXED}
 
 
 def _options(device_type: str, eager: bool) -> dict[str, str]:
-    """What every server is started with on such a device; a flag has no value."""
+    """Options of every server on such a device; a flag has no value."""
     options = {
         "device": device_type,
         "skip-tokenizer-init": "",
@@ -384,7 +384,7 @@ def _options(device_type: str, eager: bool) -> dict[str, str]:
 
 
 def _bytes_per_token(config: Any, dtype: str) -> int:
-    """Of keys and values in all layers."""
+    """Bytes of keys and values in all layers."""
     numbers = sum(2 * shape.key_heads * shape.head_size for shape in attention_shapes(config))
     return int(numbers * getattr(torch, dtype).itemsize)
 

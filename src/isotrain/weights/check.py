@@ -39,7 +39,7 @@ class Tolerance:
     later: float
     """After it, or three times what was found at it if that is more."""
     share: float = 0.0
-    """Of how far the trained model has moved since the first update; this much comes on top."""
+    """The part of the trained model's movement since the first update that comes on top."""
 
     @classmethod
     def fixed(cls, limit: float) -> Tolerance:
@@ -66,7 +66,7 @@ class WeightCheck:
         self._first: dict[int, tuple[int, float, Logps]] = {}
 
     def problem(self, engine: int, version: int, logp_T: Logps, trained_T: Logps) -> str:
-        """What is wrong with an engine's log-probs after an update; nothing if they are as they should be."""
+        """The problem with an engine's log-probs after an update; empty if they are as they should be."""
         difference = mean_difference(logp_T, trained_T)
         allowed, since = self.tolerance.first, ""
         if engine in self._first:

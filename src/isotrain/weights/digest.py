@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 
 @dataclass
 class Contents:
-    """What an update was found to hold, not what was announced."""
+    """The tensors and digest that an update really holds, not those that were announced."""
 
     tensors: Iterable[Weight]
     version: int
@@ -83,7 +83,7 @@ _FACTOR = 0x9E3779B97F4A7C15
 
 
 def checksum(data: memoryview) -> int:
-    """Of all bytes and, row by row, of their places; four times as fast as a CRC, for which memory waits.
+    """A sum over all bytes and, row by row, over their places; four times as fast as a CRC.
 
     A flipped bit changes it, and so do rows that are shifted or exchanged; it is no defence against people.
     """
@@ -101,7 +101,7 @@ _WRAPPED_FACTOR = _FACTOR - 2**64
 
 
 def checksums(bucket: torch.Tensor, places: Sequence[tuple[int, int]]) -> list[int]:
-    """Of parts of a flat tensor of bytes, given as starts and sizes; computed where the bytes are.
+    """Checksums of parts of a flat tensor of bytes, given as starts and sizes; computed where the bytes are.
 
     Starts are multiples of 8.
     """

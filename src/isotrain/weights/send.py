@@ -27,7 +27,7 @@ _WRAPPED = ".base_layer.weight"
 
 @dataclass(frozen=True)
 class SendOrder:
-    """What the controller asks of one rank."""
+    """The controller's order to one rank."""
 
     version: int
     """Or `REHEARSAL`."""
@@ -38,7 +38,7 @@ class SendOrder:
     """How many take the weights from this rank; without any it only helps to gather them."""
     timeout: float
     check_prompts: Sequence[npt.NDArray[np.int32]] | None = None
-    """Of the weight check, if the rank shall compute their log-probs."""
+    """Prompts of the weight check, if the rank shall compute their log-probs."""
     offloads: bool = False
     """Whether the device is the engines' afterwards."""
     written: WeightUpdate | None = None
@@ -49,11 +49,11 @@ class Sent(NamedTuple):
     """A rank's reply; empty of a rank without receivers."""
 
     update: WeightUpdate | None = None
-    """What to tell the engines."""
+    """The update to announce to the engines."""
     logps: npt.NDArray[np.float32] | None = None
-    """Of all tokens of the weight check but the first of each prompt, at temperature 1."""
+    """Log-probs of all tokens of the weight check but the first of each prompt, at temperature 1."""
     error: str = ""
-    """Of a rehearsal, or why it cannot be a sender."""
+    """The error of a rehearsal, or why it cannot be a sender."""
 
 
 class WeightSender:

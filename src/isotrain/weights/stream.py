@@ -76,7 +76,7 @@ class Carrier(Protocol):
         """For the sender: bytes to be filled; those of the bucket before may be the same."""
 
     def describe(self) -> dict[str, Any]:
-        """What receivers must know of the filled buffer to take a bucket from it; plain values."""
+        """Plain values from which receivers take a bucket out of the filled buffer."""
 
     def send(self, bucket: torch.Tensor) -> None:
         """Returns when all receivers have taken it, or never will."""
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
 
 
 class StreamTransport(ABC):
-    """What transports have in common whose receivers take the weights while they are sent."""
+    """Base of transports whose receivers take the weights while they are sent."""
 
     name: str
     together = True
@@ -215,7 +215,7 @@ class StreamSender:
         )
 
     def announce(self, version: int, size: int, timeout: float) -> WeightUpdate:
-        """What to tell the engines before `send`; counts and digest come with the weights themselves.
+        """The update to announce before `send`; counts and digest come with the weights themselves.
 
         `size` is about how many bytes there are: limits of time grow with them.
         """

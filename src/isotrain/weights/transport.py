@@ -22,7 +22,7 @@ class Sender(Protocol):
     """A rank's end of a transport."""
 
     def announce(self, version: int, size: int, timeout: float) -> WeightUpdate | None:
-        """What engines are told before `send`; None where they are told what `send` returns.
+        """The update that engines are told before `send`; None where they are told what `send` returns.
 
         `size` is about how many bytes there are.
         """

@@ -42,7 +42,7 @@ SOURCES = {"file": FileSource, "broadcast": StoreSource, "ipc": StoreSource}
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What an engine is told. Plain values only: it goes to engines in other processes as JSON."""
+    """An update as an engine is told it. Plain values only: it goes to other processes as JSON."""
 
     version: int
     """The step of the run after which these weights were taken; a step may have several updates."""
@@ -55,7 +55,7 @@ class WeightUpdate:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> WeightUpdate:
-        """Of what `asdict` gives."""
+        """The inverse of `asdict`, after JSON."""
         sources = tuple(SOURCES[source["transport"]](**source) for source in values["sources"])
         return cls(**{**values, "sources": sources})
 

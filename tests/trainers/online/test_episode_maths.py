@@ -186,7 +186,7 @@ def test_an_episode_counts_once_however_many_sequences_it_has() -> None:
     kl_E, mean = episode_penalties([[(0, 1.0, 0.5), (1, 2.0, 1.0)], [(3, 4.0, 2.0)]], groups)
     assert kl_E.tolist() == [3.0, 0.0, 4.0] and mean == pytest.approx(3.5 / 3)
     plan = plan_step(groups, 2, 512, 1, share_prompts=True)
-    assert sorted(plan.own[0]) == [0, 1, 2, 3] and plan.ranks[0].totals == [Totals(7, 4)]
+    assert sorted(plan.of_ranks[0]) == [0, 1, 2, 3] and plan.ranks[0].totals == [Totals(7, 4)]
     metrics = episode_metrics(groups)
     assert metrics["episode/turns/mean"] == pytest.approx(4 / 3) and metrics["episode/turns/max"] == 2.0
     assert metrics["episode/sequences/mean"] == pytest.approx(4 / 3)

@@ -19,7 +19,7 @@ from isotrain.recipe.online import GrpoSection, RolloutSection, ValidationSectio
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN, VALIDATION
 from isotrain.trainers.job import Job, SaveSchedule
-from isotrain.trainers.online.loop import OnlineTrainer, Progress
+from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollouts import BatchMaker
@@ -86,7 +86,7 @@ def trainer(
         weights=WeightSync(ranks, engines, nobody, [files], colocated=False),
         collector=collector,
         maker=BatchMaker(collector, Sampler(10, 4, seed=1), N, Sampling(8), attempts=0, greedy=False),
-        progress=Progress(FixedKl(0.0)),
+        progress=OnlineProgress(FixedKl(0.0)),
         share_prompts=False,
         context=1,
         devices=1,

@@ -13,7 +13,7 @@ from isotrain.algorithms.kl import FixedKl
 from isotrain.cluster.failures import Overdue
 from isotrain.cluster.replaceable import Died, WorkerTask
 from isotrain.errors import WeightUpdateError
-from isotrain.trainers.online.loop import OnlineTrainer, Progress
+from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.rollouts import SyncBatches
 from isotrain.trainers.online.weight_sync import Weights, WeightSync
 from isotrain.weights.send import SendOrder, Sent
@@ -58,7 +58,7 @@ def test_every_part_of_an_update_has_a_limit(method: str | None) -> None:
     trainer.rollout = SimpleNamespace(generates=True)
     trainer.weights = WeightSync(late, late, late, [FILES], colocated=True)
     trainer.batches = SyncBatches(lambda: None)  # type: ignore[arg-type, return-value]
-    trainer.progress = Progress(FixedKl(0.0))
+    trainer.progress = OnlineProgress(FixedKl(0.0))
     if method is None:
         assert trainer.send_weights(3)["rollout/version"] == 3.0
         return

@@ -21,7 +21,7 @@ from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN, VALIDATION, total_steps
 from isotrain.trainers.job import ResumeState, build_job
 from isotrain.trainers.online.build_rank import advantage_settings
-from isotrain.trainers.online.loop import OnlineTrainer, Progress
+from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description
 from isotrain.trainers.online.recording import Replayed, trajectories
 from isotrain.trainers.online.rollouts import (
@@ -96,7 +96,7 @@ def build_trainer(
         critic_schedule=(
             _schedule(recipe, algorithm.critic.lr, steps) if isinstance(algorithm, PpoSection) else None
         ),
-        progress=Progress(
+        progress=OnlineProgress(
             kl_controller(algorithm.kl, float(state["kl_coefficient"])),
             taken=int(state["taken"]),
             skipped=int(state["skipped"]),

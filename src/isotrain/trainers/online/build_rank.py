@@ -230,13 +230,13 @@ def _checked(plugin: Plugin, estimator: Estimator) -> Callable[..., Any]:
     count = 1 if estimator.per == "trajectory" else 2
 
     def function(rewards: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        found = estimator.function(rewards, *rest, **options)
-        parts = (found,) if count == 1 else found
+        result = estimator.function(rewards, *rest, **options)
+        parts = (result,) if count == 1 else result
         fits = isinstance(parts, tuple) and len(parts) == count
         if not fits or any(getattr(part, "shape", None) != rewards.shape for part in parts):
-            wanted = "advantages_R" if count == 1 else "(advantages_N, returns_N)"
-            raise plugin.wrong(f"must return {wanted}, as long as the {len(rewards)} rewards it was given")
-        return found
+            expected = "advantages_R" if count == 1 else "(advantages_N, returns_N)"
+            raise plugin.wrong(f"must return {expected}, as long as the {len(rewards)} rewards it was given")
+        return result
 
     return function
 
@@ -251,10 +251,10 @@ def plugin_loss(section: PluginSection) -> Callable[..., Loss]:
     plugin.check_options(loss, {**section.options, "aggregation": "token-mean", "correction_N": None})
 
     def function(*tensors: Any, **options: Any) -> Loss:
-        found = loss(*tensors, **options)
-        pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
-        if not pair or getattr(found[0], "shape", None) != torch.Size([]):
+        result = loss(*tensors, **options)
+        pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+        if not pair or getattr(result[0], "shape", None) != torch.Size([]):
             raise plugin.wrong("must return (loss, metrics): a single number and a dict of numbers")
-        return found[0], found[1]
+        return result[0], result[1]
 
     return function

@@ -26,7 +26,7 @@ _LARGEST = 25_000_000
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What is needed to test a sampler, read from a run directory that may come from elsewhere."""
+    """The inputs of a sampler test, read from a run directory that may come from elsewhere."""
 
     model: Path
     dtype: str

@@ -24,7 +24,7 @@ class _Abandoned(Exception):
     """Nobody waits for the responses that are being generated."""
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Where finished responses go."""
 
     def put(self, group: list[Trajectory] | BaseException | None, /) -> None: ...
@@ -71,7 +71,7 @@ class TurnSupply:
 
 @dataclass(eq=False)
 class Prompts:
-    """What one call asks for."""
+    """The prompts of one call, and the responses to them so far."""
 
     supply: Supply | TurnSupply
     requests: Callable[[Sequence[PromptRequest]], list[Request]]
@@ -83,8 +83,8 @@ class Prompts:
     urgent: bool = False
     """Whether it goes before calls that came earlier."""
     groups: dict[int, list[Trajectory]] = field(default_factory=dict)
-    """Of each draw that is begun and not finished, the responses that are there."""
-    finished: Sink = field(default_factory=lambda: cast(Sink, queue.SimpleQueue()))
+    """The responses so far to each prompt sample that is begun and not finished."""
+    finished: ResponseSink = field(default_factory=lambda: cast(ResponseSink, queue.SimpleQueue()))
     """All responses to a draw each; then None, or an error."""
 
 
@@ -105,18 +105,18 @@ class EngineLoop:
         self._calls: list[Prompts] = []
         self._acts: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._owners: dict[int, Prompts] = {}
-        """Of the draws that are begun and not finished."""
+        """The call of each prompt sample that is begun and not finished."""
         self._unfinished = 0
         """Responses that the engine has to generate."""
         self._version = 0
-        """Of the last update. Also of one that failed: the engine itself refuses to generate after it."""
+        """The last update, also one that failed: the engine itself refuses to generate after it."""
         self.in_flight = False
         threading.Thread(target=self._work, name="engine", daemon=True).start()
         self.engine = self.run(build)
         self.in_flight = in_flight and self.engine.updates_in_flight
 
     def run(self, act: Callable[[], T]) -> T:
-        """What `act` returns or raises, called in the engine's thread."""
+        """Call `act` in the engine's thread; returns or raises as it does."""
         future: Future[T] = Future()
         with self._changed:
             self._acts.append((act, future))

@@ -16,7 +16,7 @@ import numpy as np
 from isotrain.data.formats import ChatRow, prompt_of, value_at
 from isotrain.data.rows import Row
 from isotrain.data.trajectory import Trajectory, sample_seed, with_common_prompt
-from isotrain.environments.episode import Limits, Task
+from isotrain.environments.episode import EpisodeLimits, EpisodeTask
 from isotrain.environments.players import AgentPlayer, EnvironmentPlayer, Player, unplayed
 from isotrain.environments.processes import EnvironmentProcesses, EpisodeFailed
 from isotrain.environments.session import ParserOf
@@ -71,7 +71,7 @@ class Episodes:
     ) -> Iterator[list[Trajectory]]:
         """All sequences of the `n` episodes of a draw together, as soon as the last of them has ended."""
         turns = TurnSupply(max(1, self._loop.engine.at_once - self._loop.in_flight))
-        call = _Call(self._loop, turns, sampling, self._turn_numbers)
+        call = _EpisodeTurns(self._loop, turns, sampling, self._turn_numbers)
         self._loop.serve(Prompts(turns, turns.requests, 1, sampling, version, urgent, finished=call))
         ended: queue.SimpleQueue[list[Trajectory] | BaseException] = queue.SimpleQueue()
         groups = 0
@@ -100,15 +100,15 @@ class Episodes:
         draw: PromptRequest,
         n: int,
         read_row: ReadRow,
-        call: _Call,
+        call: _EpisodeTurns,
         ended: Callable[[list[Trajectory] | BaseException], None],
     ) -> None:
         async def group() -> None:
             try:
                 values = read_row(draw.row)
                 episodes = [self._play(draw, sample, values, call) for sample in range(n)]
-                found = await asyncio.gather(*episodes)
-                ended(with_common_prompt([t for sequences in found for t in sequences]))
+                played = await asyncio.gather(*episodes)
+                ended(with_common_prompt([t for sequences in played for t in sequences]))
             except BaseException as error:
                 ended(error)
 
@@ -117,11 +117,11 @@ class Episodes:
         asyncio.run_coroutine_threadsafe(group(), self._events)
 
     async def _play(
-        self, draw: PromptRequest, sample: int, values: dict[str, Any], call: _Call
+        self, draw: PromptRequest, sample: int, values: dict[str, Any], call: _EpisodeTurns
     ) -> list[Trajectory]:
         seed = sample_seed(self._seed, draw.prompt_index, sample)
         answer = value_at(values, self._answer_key)
-        task = Task(draw.row, draw.prompt_index, sample, seed, self._messages(values), values, answer)
+        task = EpisodeTask(draw.row, draw.prompt_index, sample, seed, self._messages(values), values, answer)
 
         async def generate(tokens: Sequence[int], room: int, turn: int) -> Trajectory:
             return await call.turn(task, tokens, room, turn)
@@ -163,9 +163,9 @@ class Episodes:
 
 def _limits(
     section: EnvironmentSection | AgentSection, prompt: int, response: int, vocabulary: int
-) -> Limits:
+) -> EpisodeLimits:
     turn = section.max_turn_tokens or response
-    return Limits(section.max_turns, turn, prompt, response, section.history, vocabulary)
+    return EpisodeLimits(section.max_turns, turn, prompt, response, section.history, vocabulary)
 
 
 def _concurrency(section: EnvironmentSection | AgentSection) -> int | None:
@@ -191,7 +191,7 @@ def _player(
     section: EnvironmentSection | AgentSection,
     known: Mapping[str, Any],
     template: TurnTemplate,
-    limits: Limits,
+    limits: EpisodeLimits,
     parser_of: ParserOf,
 ) -> Player:
     if isinstance(section, AgentSection):
@@ -243,7 +243,7 @@ def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) 
     return parse
 
 
-class _Call:
+class _EpisodeTurns:
     """Between episodes and the engine's thread: each turn is asked for, and waits for what comes."""
 
     def __init__(
@@ -254,7 +254,7 @@ class _Call:
         self._lock = threading.Lock()
         self._over: BaseException | None = None
 
-    async def turn(self, task: Task, tokens: Sequence[int], room: int, turn: int) -> Trajectory:
+    async def turn(self, task: EpisodeTask, tokens: Sequence[int], room: int, turn: int) -> Trajectory:
         future: Future[Trajectory] = Future()
         number = next(self._numbers)
         with self._lock:
@@ -291,5 +291,5 @@ class _Call:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """What a later turn is sampled with: its own numbers, from the episode and the turn alone."""
+    """The seed of a later turn, from the episode's seed and the turn alone."""
     return int.from_bytes(hashlib.sha256(f"{seed} {turn}".encode()).digest()[:4], "big") >> 1

@@ -42,7 +42,7 @@ from isotrain.trainers.online.messages import (
 from isotrain.trainers.online.metrics import (
     Failures,
     Numbers,
-    Scored,
+    TotalScores,
     Warnings,
     advantage_metrics,
     episode_penalties,
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Progress:
+class OnlineProgress:
     """How far the loop is: what a checkpoint keeps of it, then what only this start needs."""
 
     kl: FixedKl | AdaptiveKl
@@ -106,7 +106,7 @@ class OnlineTrainer:
     batches: SyncBatches | AsyncBatches
     schedule: Schedule
     critic_schedule: Schedule | None
-    progress: Progress
+    progress: OnlineProgress
     share_prompts: bool
     """Whether the ranks compute a prompt once for all responses to it that they have."""
     context: int
@@ -292,7 +292,7 @@ class OnlineTrainer:
             for record in (RankRecord(where, step, rank_marks, scores.advantages, others), *nothing)
         ]
 
-    def _scores(self, groups: Sequence[Group]) -> Scored:
+    def _scores(self, groups: Sequence[Group]) -> TotalScores:
         """Scores of the loaded responses from all rewards. One that could not be scored stays at that."""
         model_scores = {}
         for name in self.reward.reward_models:

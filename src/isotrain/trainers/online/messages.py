@@ -45,8 +45,8 @@ class EpisodeFacts(NamedTuple):
 
 def episode_facts(sequences: Sequence[Trajectory]) -> EpisodeFacts:
     by_sequence = [t.episode.turns for t in sequences if t.episode is not None and t.episode.turns]
-    turns = [turn for own in by_sequence for turn in own]
-    lengths = [own[-1].end - own[0].start for own in by_sequence]
+    turns = [turn for turns_of_one in by_sequence for turn in turns_of_one]
+    lengths = [turns_of_one[-1].end - turns_of_one[0].start for turns_of_one in by_sequence]
     return EpisodeFacts(
         sequences=len(sequences),
         turns=len(turns),
@@ -92,7 +92,7 @@ def describe(group: Sequence[Trajectory]) -> Responses:
     first = group[0]
     assert all(t.prompt_length == first.prompt_length for t in group)
     version_N = np.concatenate([t.version_N[t.mask_N] for t in group])
-    episodes = [list(own) for _, own in groupby(group, lambda t: t.sample)] if first.episode else []
+    episodes = [list(episode) for _, episode in groupby(group, lambda t: t.sample)] if first.episode else []
     return Responses(
         prompt_index=first.prompt_index,
         row=first.row,
@@ -208,14 +208,14 @@ class StepPlan:
     """Trajectories are numbered through the groups of the step, in order."""
 
     ranks: list[RankPlan]
-    own: list[list[int]]
+    of_ranks: list[list[int]]
     """Trajectories of each rank."""
     tokens: int
     """Prompt and response tokens of the step."""
 
     def split(self, values: Mapping[int, Value] | Sequence[Value]) -> list[dict[int, Value]]:
         """Values by trajectory, as each rank needs them."""
-        return [{i: values[i] for i in own} for own in self.own]
+        return [{i: values[i] for i in numbers} for numbers in self.of_ranks]
 
 
 def plan_step(
@@ -235,10 +235,10 @@ def plan_step(
     for mini in minis:
         counts = [written[i] for micros in mini for micro in micros for i in micro]
         totals.append(Totals(sum(counts), sum(count > 0 for count in counts)))
-    own = [[i for mini in minis for micro in mini[rank] for i in micro] for rank in range(ranks)]
+    by_rank = [[i for mini in minis for micro in mini[rank] for i in micro] for rank in range(ranks)]
     plans = []
     for rank in range(ranks):
-        needed = sorted({group_of[i] for i in own[rank]})
+        needed = sorted({group_of[i] for i in by_rank[rank]})
         plans.append(
             RankPlan(
                 groups=[(groups[number].handle, firsts[number]) for number in needed],
@@ -251,4 +251,4 @@ def plan_step(
         group.responses.prompt_length * len(group.responses.written) + sum(group.responses.response_lengths)
         for group in groups
     )
-    return StepPlan(plans, own, tokens)
+    return StepPlan(plans, by_rank, tokens)

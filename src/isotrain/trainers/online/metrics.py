@@ -108,7 +108,7 @@ def advantage_metrics(parts: Sequence[AdvantageMetrics]) -> dict[str, float]:
 Numbers = npt.NDArray[np.float64]
 
 
-class Scored(NamedTuple):
+class TotalScores(NamedTuple):
     scores_E: Numbers
     failures: Failures
     metrics: dict[str, float]
@@ -120,7 +120,7 @@ def total_scores(
     model_scores: Mapping[str, Numbers],
     weights: Mapping[str, float],
     failed_score: float,
-) -> Scored:
+) -> TotalScores:
     """Workers' scores plus those of the models, weighted; where one failed, it has `failed_score`."""
     scores_E = np.array([score.value for group in groups for score in group.scores])
     failed_E = np.array([score.failure is not None for group in groups for score in group.scores])
@@ -138,11 +138,11 @@ def total_scores(
             metrics[f"reward/{name}/mean"] = float(model_scores_E[~failed_E].mean())
         scores_E = np.where(failed_E, scores_E, total_E)
         scores_E[broken_E] = failed_score
-    return Scored(scores_E, failures, metrics)
+    return TotalScores(scores_E, failures, metrics)
 
 
 # The first few show what is wrong. Later only much worse steps are reported; the metrics count all.
-TOLD_FIRST = 3
+REPORTS_BEFORE_PAUSES = 3
 STEPS_BETWEEN = 10
 
 
@@ -196,7 +196,7 @@ def recorded_failures(counts: Mapping[str, int]) -> Failures:
 class Warnings:
     """When failures of one kind of response are reported: the first few, then twice as many, or all."""
 
-    told: int = 0
+    reports: int = 0
     worst: float = 0.0
     """The largest reported fraction."""
     last: int = 0
@@ -205,24 +205,24 @@ class Warnings:
     def is_due(self, step: int, failures: Failures) -> bool:
         """Whether to report this step's failures now; remembers it if so."""
         worse = failures.share == 1.0 or failures.share >= 2 * self.worst
-        soon = self.told >= TOLD_FIRST and step < self.last + STEPS_BETWEEN
-        if not failures.count or soon or (self.told >= TOLD_FIRST and not worse):
+        soon = self.reports >= REPORTS_BEFORE_PAUSES and step < self.last + STEPS_BETWEEN
+        if not failures.count or soon or (self.reports >= REPORTS_BEFORE_PAUSES and not worse):
             return False
-        self.told, self.last = self.told + 1, step
+        self.reports, self.last = self.reports + 1, step
         self.worst = max(self.worst, failures.share)
         return True
 
 
 def episode_penalties(
-    told: Sequence[Sequence[tuple[int, float, float]]], groups: Sequence[Group]
+    divergences: Sequence[Sequence[tuple[int, float, float]]], groups: Sequence[Group]
 ) -> tuple[Numbers, float]:
     """Summed divergences by episode, and the mean over trajectories of their means over tokens.
 
-    `told` has number, sum and mean of each trajectory, as the ranks tell them.
+    `divergences` has number, sum and mean of each trajectory, as the ranks tell them.
     """
     episode_R = episode_numbers(groups)
     kl_R, means = np.zeros(len(episode_R)), []
-    for part in told:
+    for part in divergences:
         for number, total, mean in part:
             kl_R[number] = total
             means.append(mean)

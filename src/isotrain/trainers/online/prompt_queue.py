@@ -33,7 +33,7 @@ class PromptQueue:
 
 @dataclass(frozen=True)
 class Draws:
-    """What an engine is given in place of prompts."""
+    """An engine's access to the queue, in place of prompts."""
 
     queue: WorkerPeer[PromptQueue]
     number: int

@@ -52,7 +52,7 @@ def frozen_models(recipe: Recipe) -> list[str]:
 
 
 def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, str]:
-    """Of all models that a step is computed with, by their sections; only of these `sections`, if given."""
+    """Digests of all models of a step by their sections; only of these `sections`, if given."""
     assert recipe.reward is not None
     model, process = recipe.reward.model, recipe.reward.process
     critic = recipe.algorithm.critic.path if isinstance(recipe.algorithm, PpoSection) else None
@@ -70,16 +70,16 @@ def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> di
 
 
 def function_digests(recipe: Recipe, files: UserFiles) -> dict[str, str]:
-    """Of the user's reward function, and environment or agent, where there are such."""
+    """Digests of the user's reward function, and environment or agent, where there are such."""
     assert recipe.rollout is not None and recipe.reward is not None
     function, named = recipe.reward.function, named_file(recipe.rollout)
-    found = {}
+    digests = {}
     if function is not None and files.reward is not None:
-        found["reward.function"] = _function_digest(function.path, files.reward)
+        digests["reward.function"] = _function_digest(function.path, files.reward)
     if named is not None and files.episodes is not None:
         path, field = named
-        found[field.removesuffix(".path")] = _function_digest(path, files.episodes)
-    return found
+        digests[field.removesuffix(".path")] = _function_digest(path, files.episodes)
+    return digests
 
 
 def _function_digest(path: str, text: str) -> str:
@@ -98,8 +98,8 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
     """Refuse a recording that this recipe cannot be trained from, before any worker is started."""
     path = trajectories(run) / DESCRIPTION
     described = _read(path)
-    recorded, wanted = described["recipe"], _fields(recipe)
-    for name, value in wanted.items():
+    recorded, expected = described["recipe"], _fields(recipe)
+    for name, value in expected.items():
         if recorded.get(name) != value:
             raise DataError(f"{name} is {value!r}, but {path} was recorded with {recorded.get(name)!r}")
     for name, digest in digests.items():
@@ -116,19 +116,19 @@ def check_recording(run: str, recipe: Recipe, digests: Mapping[str, str], steps:
 
 
 def recorded_digests(run: str | Path) -> dict[str, Any]:
-    """Of data and models that a recording was made with."""
+    """Digests of the data and models that a recording was made with."""
     digests: dict[str, Any] = _read(trajectories(run) / DESCRIPTION)["digests"]
     return digests
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    found = {}
+    fields = {}
     for name in FIXED_BY_RECORDING:
         value: Any = resolved(recipe)
         for part in name.split("."):
             value = value[part]
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -186,9 +186,9 @@ class Replayed:
 
     def _make(self) -> Batch:
         groups, greedy = self._groups()
-        wanted = len(replace(self.sampler).next_batch())
-        if len(groups) != wanted:
-            raise self._wrong(f"has {len(groups)} prompts instead of {wanted}")
+        count = len(replace(self.sampler).next_batch())
+        if len(groups) != count:
+            raise self._wrong(f"has {len(groups)} prompts instead of {count}")
         self.taken = groups[-1].responses.prompt_index + 1
         return Batch(
             groups,
@@ -196,7 +196,7 @@ class Replayed:
             taken=self.taken,
             seconds=Seconds(0.0, 0.0),
             # A draw that was replaced by another has left a gap.
-            resampled=self.taken - self.sampler.taken - wanted,
+            resampled=self.taken - self.sampler.taken - count,
             others=recorded_failures(read_others(self.directory, self.step)),
         )
 

@@ -43,7 +43,9 @@ def _micro_batches(
     counts = world.sum([len(plan) if rank == world.rank else 0 for rank in range(world.size)])
     plan += [[]] * (int(max(counts)) - len(plan))
     chosen = [([samples[i] for i in micro], [prompts[i] for i in micro]) for micro in plan]
-    return plan, [pack_shared(*own) if share else pack(own[0]) for own in chosen]
+    return plan, [
+        pack_shared(*chosen_samples) if share else pack(chosen_samples[0]) for chosen_samples in chosen
+    ]
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,17 @@ class ResponseRewardModel:
     model: InferenceModel
     budget: int
     closing: Sequence[int]
-    """What comes after a response."""
+    """Tokens after a response."""
     ends: Sequence[int]
     """Tokens with which a policy ends a response."""
 
     def scores(self, trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
-        numbers, told = list(trajectories), list(trajectories.values())
+        numbers, conversations = list(trajectories), list(trajectories.values())
         plan, batches = _micro_batches(
-            self.model, [self._sample(t) for t in told], [t.prompt_length for t in told], self.budget
+            self.model,
+            [self._sample(t) for t in conversations],
+            [t.prompt_length for t in conversations],
+            self.budget,
         )
         return {
             numbers[i]: score
@@ -99,20 +104,20 @@ class ProcessRewardModel:
     aggregate: Callable[[torch.Tensor], torch.Tensor]
 
     def scores(self, trajectories: Mapping[int, Trajectory]) -> dict[int, float]:
-        numbers, told = list(trajectories), [self._sample(t) for t in trajectories.values()]
+        numbers, solutions = list(trajectories), [self._sample(t) for t in trajectories.values()]
         # The prompt's last token stays with each response: a step may end right after it, and the token
         # before an end must be the one that is stored before it.
         shared = [t.prompt_length - 1 for t in trajectories.values()]
-        plan, batches = _micro_batches(self.model, [sample for sample, _ in told], shared, self.budget)
-        found = {}
+        plan, batches = _micro_batches(self.model, [sample for sample, _ in solutions], shared, self.budget)
+        scores = {}
         for micro, good_N in zip(plan, score_steps(self.model, batches, self.step_scores), strict=True):
-            own = good_N.float().cpu().split([int(told[i][0].mask_T.sum()) for i in micro])
-            for i, good_S in zip(micro, own, strict=True):
-                found[numbers[i]] = self.aggregate(good_S).item() if told[i][1] else 0.0
-        return found
+            by_sample = good_N.float().cpu().split([int(solutions[i][0].mask_T.sum()) for i in micro])
+            for i, good_S in zip(micro, by_sample, strict=True):
+                scores[numbers[i]] = self.aggregate(good_S).item() if solutions[i][1] else 0.0
+        return scores
 
     def _sample(self, trajectory: Trajectory) -> tuple[Sample, int]:
-        """What the model reads, and how many steps there are; without one, the score is 0."""
+        """The input of the model and its number of steps; without one, the score is 0."""
         text = self.tokenizer.decode(trajectory.response_N.tolist(), skip_special_tokens=True)
         assert isinstance(text, str)
         steps = split_steps(text, self.separator)

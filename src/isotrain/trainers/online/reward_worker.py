@@ -35,7 +35,7 @@ class RewardWorker:
         self.answer_key = self.recipe.reward.answer_key
 
     def score(self, store: str, items: Sequence[tuple[int, TrajectoriesHandle]]) -> list[ScoredGroup | None]:
-        """Of each group, given by its row; None if it is lost."""
+        """Score each group, given by its row; None if it is lost."""
         assert self.scorer is not None
         groups = fetch([handle for _, handle in items])
         rows = [self.stores[store][row].row for row, _ in items]
@@ -43,18 +43,20 @@ class RewardWorker:
             None if group is None else self._samples(group, values)
             for group, values in zip(groups, rows, strict=True)
         ]
-        scored = iter(self.scorer.score([sample for own in samples for sample in own or ()]))
+        scored = iter(
+            self.scorer.score([sample for group_samples in samples for sample in group_samples or ()])
+        )
         return [
             None
-            if own is None
+            if group_samples is None
             else (
                 str(values.get("data_source", "data")),
                 tuple(
                     Score(s.score, s.parts, s.failure, _with_row(s, store, row))
-                    for s in islice(scored, len(own))
+                    for s in islice(scored, len(group_samples))
                 ),
             )
-            for own, values, (row, _) in zip(samples, rows, items, strict=True)
+            for group_samples, values, (row, _) in zip(samples, rows, items, strict=True)
         ]
 
     def _samples(self, group: Sequence[Trajectory], values: dict[str, Any]) -> list[RewardInput]:
@@ -67,7 +69,7 @@ class RewardWorker:
         )
         answer = value_at(values, self.answer_key)
         return [
-            RewardInput(text, answer, values, None if t.episode is None else _told(t.episode))
+            RewardInput(text, answer, values, None if t.episode is None else _environment_reward(t.episode))
             for text, t in zip(texts, last, strict=True)
         ]
 
@@ -83,8 +85,8 @@ def _with_row(scored: Scored, store: str, row: int) -> str:
     return f"{scored.detail} (row {row} of the {store} prompts)" if of_row else scored.detail
 
 
-def _told(episode: EpisodePart) -> Scored | None:
-    """What the environment gave for an episode, or how it failed."""
+def _environment_reward(episode: EpisodePart) -> Scored | None:
+    """The environment's reward for an episode, or how the episode failed."""
     if episode.failure is not None:
         failure = next((known for known in FAILURES if known == episode.failure), FAILURES[-1])
         return Scored(0.0, failure=failure, detail=episode.detail)

@@ -104,10 +104,10 @@ class RolloutWorker:
             return self._episodes.generate(
                 supply, lambda row: rows[row].row, n, sampling, version, urgent=urgent
             )
-        wanted = Prompts(
+        prompts = Prompts(
             supply, lambda taken: self._requests(store, taken, n), n, sampling, version, urgent=urgent
         )
-        return self.loop.generate(wanted)
+        return self.loop.generate(prompts)
 
     def release(self, done: int) -> None:
         """Forget the responses to draws before `done`; those of validation are before all of them."""

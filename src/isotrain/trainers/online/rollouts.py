@@ -123,7 +123,7 @@ class _Round:
     def __init__(
         self,
         collector: Collector,
-        request: Request,
+        request: RoundRequest,
         store: str,
         n: int,
         sampling: Sampling,
@@ -196,10 +196,10 @@ class _Round:
         if isinstance(scored, Died):
             self.backlog += work
             return
-        for (responses, handle), told in zip(work, scored, strict=True):
+        for (responses, handle), scored_group in zip(work, scored, strict=True):
             # None where the responses died with their engine: the draw is missing, and generated again.
-            if told is not None:
-                source, scores = told
+            if scored_group is not None:
+                source, scores = scored_group
                 self.done[responses.prompt_index] = Group(responses, handle, scores, source)
                 self.request.scored += self.n
 
@@ -208,7 +208,7 @@ class _Round:
 PATIENCE_SECONDS = 300.0
 
 
-class Request:
+class RoundRequest:
     """Responses that were requested together."""
 
     def __init__(self, what: str, total: int, begun: float) -> None:
@@ -228,16 +228,16 @@ class RolloutProgress:
     ) -> None:
         """`show` replaces what it was given before, and is given nothing at the end; `tell` is a warning."""
         self._show, self._tell, self._clock = show, tell, clock
-        self._open: list[Request] = []
-        self._heard: dict[int, float] = {}
+        self._open: list[RoundRequest] = []
+        self._last_response: dict[int, float] = {}
         """When each engine was asked for something, or gave something, last."""
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
         self._patience = PATIENCE_SECONDS
 
     @contextmanager
-    def request(self, what: str, total: int) -> Iterator[Request]:
+    def request(self, what: str, total: int) -> Iterator[RoundRequest]:
         """Batches that are made ahead overlap: the newest is shown."""
-        request = Request(what, total, self._clock())
+        request = RoundRequest(what, total, self._clock())
         self._open.append(request)
         try:
             yield request
@@ -247,25 +247,25 @@ class RolloutProgress:
                 self._show("")
 
     def asked(self, engine: int) -> None:
-        self._heard[engine] = self._clock()
-        self._told.discard(engine)
+        self._last_response[engine] = self._clock()
+        self._warned.discard(engine)
 
     def heard_from(self, engine: int) -> None:
         now = self._clock()
-        if engine in self._told:  # it was slow and not stuck: the warning comes later from now on
-            self._told.discard(engine)
-            self._patience = max(self._patience, 2 * (now - self._heard[engine]))
-        self._heard[engine] = now
+        if engine in self._warned:  # it was slow and not stuck: the warning comes later from now on
+            self._warned.discard(engine)
+            self._patience = max(self._patience, 2 * (now - self._last_response[engine]))
+        self._last_response[engine] = now
 
-    def look(self, request: Request, writing: Collection[int]) -> None:
+    def look(self, request: RoundRequest, writing: Collection[int]) -> None:
         """Show how far a request is, and warn of engines that should be writing and give nothing."""
         now = self._clock()
         if self._open[-1:] == [request]:
             self._show(request.describe(now))
         for engine in writing:
-            silent = now - self._heard[engine]
-            if silent >= self._patience and engine not in self._told:
-                self._told.add(engine)
+            silent = now - self._last_response[engine]
+            if silent >= self._patience and engine not in self._warned:
+                self._warned.add(engine)
                 self._tell(
                     f"warning: {engine_name(engine)} has finished no response for {silent:.0f} s: "
                     "its responses are very long, or it hangs"

@@ -49,7 +49,7 @@ class AdvantageSettings:
     options: dict[str, Any]
     whitening: Literal["verl", "openrlhf"]
     environment_weight: float = 0.0
-    """Of what environments give for turns, in the scores."""
+    """The weight of environments' rewards for turns in the scores."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class AdvantageMetrics(NamedTuple):
 
 
 def penalties(micro: Micro, logp_N: torch.Tensor, estimator: str) -> list[tuple[int, float, float]]:
-    """Of each trajectory: its number, its summed divergence from the reference, and the mean of a token."""
+    """Number, summed divergence from the reference, and its mean over tokens, for each trajectory."""
     assert micro.ref_logp_N is not None
     kl_N = divergence(micro, logp_N, estimator)
     sums_R = sums(kl_N, micro.batch.lengths).tolist()
@@ -171,7 +171,7 @@ def estimate(
 
 
 def _by_turn(batch: PolicyBatch, weight: float) -> dict[str, torch.Tensor]:
-    """What of the scores belongs to single turns of episodes."""
+    """The parts of the scores that belong to single turns of episodes."""
     if batch.turn_rewards_N is None or not weight:
         return {}
     earlier_R = torch.tensor(batch.earlier, dtype=torch.float32)
@@ -186,8 +186,8 @@ def _estimate_tokens(
     rewards_N, mask_N, *extra = (torch.cat(list(columns[name])) for name in needed)
     lengths = [length for micro in micros for length in micro.batch.lengths]
     sizes = [len(micro.batch.mask_N) for micro in micros]
-    found = settings.estimator.function(rewards_N, mask_N, lengths, *extra, **settings.options)
-    advantages, returns = (whole_N.split(sizes) for whole_N in found)
+    estimates = settings.estimator.function(rewards_N, mask_N, lengths, *extra, **settings.options)
+    advantages, returns = (whole_N.split(sizes) for whole_N in estimates)
     for micro, advantages_N, returns_N in zip(micros, advantages, returns, strict=True):
         micro.advantages_N, micro.returns_N = advantages_N, returns_N
 
@@ -202,8 +202,8 @@ def whiten_all(
     micros: Sequence[Micro], settings: AdvantageSettings, total: Callable[[Sequence[float]], list[float]]
 ) -> None:
     """Whiten the advantages over the tokens of the whole step; `total` sums over ranks."""
-    own = [moments(m.advantages_N, m.batch.mask_N) for m in micros if m.advantages_N is not None]
-    of = Moments(*total(list(combine(own))))
+    by_micro = [moments(m.advantages_N, m.batch.mask_N) for m in micros if m.advantages_N is not None]
+    of = Moments(*total(list(combine(by_micro))))
     for micro in micros:
         assert micro.advantages_N is not None
         micro.advantages_N = whitened(
@@ -239,7 +239,7 @@ def policy_objective(
                 old_logp_N, micro.batch.rollout_logp_N, share, **settings.correction
             )
         assert micro.advantages_N is not None
-        loss, told = settings.loss(
+        loss, term_metrics = settings.loss(
             logp_N,
             old_logp_N,
             micro.advantages_N,
@@ -248,7 +248,7 @@ def policy_objective(
             correction_N=weights_N,
             **settings.loss_options,
         )
-        metrics |= told
+        metrics |= term_metrics
         # Without a bonus the entropy is only looked at: no second pass over the logits for its gradient.
         entropy_N = entropy_N if settings.entropy else entropy_N.detach()
         terms = [
@@ -266,8 +266,8 @@ def policy_objective(
                     aggregation=settings.aggregation,
                 )
             )
-        for term, told in terms:
-            loss, metrics = loss + term, metrics | told
+        for term, term_metrics in terms:
+            loss, metrics = loss + term, metrics | term_metrics
         return loss, metrics
 
     return objective
@@ -296,10 +296,10 @@ def update_means(results: Sequence[UpdateResult], name: str) -> dict[str, float]
     """Metrics averaged over the updates of a step."""
     total: dict[str, float] = {}
     for result in results:
-        own = {f"{name}/grad_norm": result.grad_norm}
+        metrics = {f"{name}/grad_norm": result.grad_norm}
         if result.router_aux_loss is not None:
-            own[f"{name}/router_aux_loss"] = result.router_aux_loss
-        for key, value in {**result.metrics, **own}.items():
+            metrics[f"{name}/router_aux_loss"] = result.router_aux_loss
+        for key, value in {**result.metrics, **metrics}.items():
             total[key] = total.get(key, 0.0) + value / len(results)
     total[f"{name}/skipped"] = float(sum(not result.applied for result in results))
     return total

@@ -80,26 +80,26 @@ class Engines(Replaceable[RolloutWorker]):
         self.newest: Weights | None = None
         self.under_way: list[Delivery] = []
         self._verification: Future[float] | None = None
-        """Of what is under way, once somebody watches it."""
+        """The verification of updates under way, once somebody waits for it."""
         self.difference = 0.0
-        """In the weight check, of the update that was verified last."""
+        """The weight check's difference at the update that was verified last."""
         self.write_again: Callable[[Weights], Weights] | None = None
         """Writes weights that were sent to where they can be found."""
 
     def verify(self) -> float:
         """Check that all engines have the newest weights; returns the largest difference."""
-        weights, found = self.newest, []
+        weights, differences = self.newest, []
         assert weights is not None
         method = RolloutWorker.version_and_check
         for task in [self.submit(index, method, self.check_prompts) for index in range(len(self))]:
-            told = self.result(task, self.timeout)
-            if not isinstance(told, Died):  # a successor was verified when it was given them
-                found.append(self._compared(task.index, *told, weights))
-        return self._noted(found)
+            check = self.result(task, self.timeout)
+            if not isinstance(check, Died):  # a successor was verified when it was given them
+                differences.append(self._compared(task.index, *check, weights))
+        return self._noted(differences)
 
     @property
     def first_version(self) -> int:
-        """What responses that are asked for now must begin with; 0 where calls keep their order anyway."""
+        """The version that responses must begin with from now on; 0 where calls keep their order anyway."""
         return self.newest.version if self.in_flight and self.newest else 0
 
     def send(self, weights: Weights) -> None:
@@ -121,7 +121,7 @@ class Engines(Replaceable[RolloutWorker]):
         return self._settle() if self._verification is None else self._verification.result()
 
     def verifying(self) -> Future[float]:
-        """What `settle` will return or raise, without waiting for it."""
+        """A future of what `settle` returns or raises."""
         if self._verification is None:
             self._verification = in_background(self._settle)
         return self._verification
@@ -142,15 +142,15 @@ class Engines(Replaceable[RolloutWorker]):
         if delivery.free is not None:
             self.result(delivery.free)
         try:
-            found = self.result(delivery.update, self.timeout)
+            check = self.result(delivery.update, self.timeout)
         except Overdue as error:
             raise WeightUpdateError(
                 f"{name}: weight update {weights.version} did not end within {self.timeout:g} s "
                 "(rollout.update_timeout)"
             ) from error
-        if isinstance(found, Died):
+        if isinstance(check, Died):
             return None  # its successor has been given the newest weights, and they were verified
-        return self._compared(delivery.update.index, *found, weights)
+        return self._compared(delivery.update.index, *check, weights)
 
     def _compared(self, index: int, version: int, logps: npt.NDArray[np.float32], weights: Weights) -> float:
         name = engine_name(index)
@@ -168,10 +168,10 @@ class Engines(Replaceable[RolloutWorker]):
                 weights = self.newest = self.write_again(weights)
             assert weights.updates is not None
             engine = self.group.within(self.timeout)
-            found = engine.call_on(
+            check = engine.call_on(
                 index, RolloutWorker.update_and_check, weights.updates[index], self.check_prompts
             )
-            self._compared(index, *found, weights)
+            self._compared(index, *check, weights)
 
 
 def engine_name(index: int) -> str:
@@ -180,12 +180,12 @@ def engine_name(index: int) -> str:
 
 def possible_routes(placement: Placement, tensor_parallel: int, *, together: bool) -> list[Routes]:
     """Best first; the last works everywhere. `together`: whether engines can take weights as they come."""
-    found = [
+    routes_by_transport = [
         transport.routes(placement, tensor_parallel)
         for transport in TRANSPORTS.values()
         if together or not transport.together
     ]
-    return [routes for routes in found if routes is not None]
+    return [routes for routes in routes_by_transport if routes is not None]
 
 
 @dataclass
@@ -326,7 +326,7 @@ class WeightSync:
         ]
 
     def _updates(self, routes: Routes, of_ranks: Sequence[WeightUpdate | None]) -> list[WeightUpdate]:
-        """What each engine is told: where its workers take the weights."""
+        """The update of each engine: where its workers take the weights."""
         at = {rank: update for rank, update in enumerate(of_ranks) if update is not None}
         if len(digests := {update.digest for update in at.values()}) > 1:
             ranks = ", ".join(map(str, at))

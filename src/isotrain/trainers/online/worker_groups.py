@@ -64,7 +64,7 @@ class WorkerGroups:
     colocated: bool
     """Whether ranks and engines use the same device memory one after the other."""
     routes: Sequence[Routes]
-    """Of weights: best first, and the last works everywhere."""
+    """Routes of the weights: best first, and the last works everywhere."""
 
     def start(self, timeout: float) -> tuple[Sequence[Description], dict[str, str]]:
         """Load all models; returns the ranks' descriptions and the engines' settings.
@@ -123,8 +123,8 @@ def assemble(
         run = f"{secrets.token_hex(4)}-"
         stack.push(partial(_remove_shared_memory, run))
 
-        def group(name: str, worker: type[W], members: list[Member], **own: Any) -> WorkerGroup[W]:
-            return stack.enter_context(WorkerGroup(name, worker, members, **options, **own))
+        def group(name: str, worker: type[W], members: list[Member], **group_options: Any) -> WorkerGroup[W]:
+            return stack.enter_context(WorkerGroup(name, worker, members, **options, **group_options))
 
         here = find_device(recipe.device.type)
         keep_logs = Path(recipe.output).absolute() / "logs"
@@ -196,11 +196,12 @@ def _members(
     of_ranks = rank_environments(placement.ranks, device, determinism, beside[0])
     of_engines = engine_environments(placement.engines, device, determinism, beside[1])
     learners = [
-        Member((values,), common | own, slot) for own, slot in zip(of_ranks, placement.ranks, strict=True)
+        Member((values,), common | environment, slot)
+        for environment, slot in zip(of_ranks, placement.ranks, strict=True)
     ]
     writers = [
-        Member((values, engine_name(index), episodes), common | own, slot)
-        for index, (own, slot) in enumerate(zip(of_engines, placement.engines, strict=True))
+        Member((values, engine_name(index), episodes), common | environment, slot)
+        for index, (environment, slot) in enumerate(zip(of_engines, placement.engines, strict=True))
     ]
     return learners, writers
 
@@ -249,7 +250,7 @@ def _remove_shared_memory(run: str, _: object, error: BaseException | None, __: 
 
 
 def _passed_on(device: Device) -> dict[str, str]:
-    """What the user has set that changes numbers: a joined cluster has the variables of `ray start`."""
+    """The user's variables that change numerics: a joined cluster has those of `ray start`."""
     hides = device.visible_devices_variable
-    found = numerics(os.environ, device.numerics_variables)
-    return {name: value for name, value in found.items() if name != hides}
+    variables = numerics(os.environ, device.numerics_variables)
+    return {name: value for name, value in variables.items() if name != hides}

@@ -1,4 +1,4 @@
-"""What every task of a supervised run offers the loop, with supervised fine-tuning as the simplest."""
+"""The interface between the supervised loop and its tasks; supervised fine-tuning is the simplest."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class PreferenceTask:
     metrics: Callable[[dict[str, float]], dict[str, float]]
     """From summed shares to metrics."""
     size: Callable[[StepData], int] = lambda data: data.items
-    """What the shares of a step are divided by."""
+    """The divisor of the shares of a step."""
 
     def update(self, data: StepData, lr: float) -> UpdateResult:
         result = self.engine.update(partial(self.work, data), lr)

@@ -28,8 +28,8 @@ Reference = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
 
 def response_logps(model: InferenceModel, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
     """The summed log-probs of each sample's response; ranks must bring equally many micro-batches."""
-    found = model.infer([batch.packed for batch in batches], lambda head: head.logps())
-    return [sums(logp_N, batch.lengths) for batch, logp_N in zip(batches, found, strict=True)]
+    logps = model.infer([batch.packed for batch in batches], lambda head: head.logps())
+    return [sums(logp_N, batch.lengths) for batch, logp_N in zip(batches, logps, strict=True)]
 
 
 def without_adapters(engine: TrainingEngine) -> Reference:
@@ -51,8 +51,8 @@ def precomputed(device: torch.device) -> Reference:
     """The loader's cached log-probs."""
 
     def reference(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        found = [batch.ref_logp_S for batch in batches]
-        return [logp_S.to(device) for logp_S in found if logp_S is not None]
+        logps = [batch.ref_logp_S for batch in batches]
+        return [logp_S.to(device) for logp_S in logps if logp_S is not None]
 
     return reference
 
@@ -83,12 +83,12 @@ def precompute_reference(
     known = np.array(world.sum(table.known().astype(float).tolist())) == world.size
     sampler = replace(loader.sampler, taken=0)
     draws = min(steps, -(-sampler.rows // sampler.batch_size))
-    wanted = [sampler.next_batch() for _ in range(draws)]
-    missing = int((~known[np.unique(np.concatenate(wanted))]).sum())
+    batches = [sampler.next_batch() for _ in range(draws)]
+    missing = int((~known[np.unique(np.concatenate(batches))]).sum())
     if missing:
         console.message(f"computing reference log-probs of {missing:,} items, to be cached in {path}")
-    told, done = time.monotonic(), 0
-    for drawn in wanted:
+    reported, done = time.monotonic(), 0
+    for drawn in batches:
         # A batch that crosses into the next epoch may have an item twice.
         numbers = list(dict.fromkeys(int(number) for number in drawn if not known[number]))
         known[numbers] = True
@@ -98,8 +98,8 @@ def precompute_reference(
         if world.local_rank == 0:
             table.put(numbers, logps_IC)
         done += len(numbers)
-        if time.monotonic() - told > SECONDS_BETWEEN_LINES:
-            told = time.monotonic()
+        if time.monotonic() - reported > SECONDS_BETWEEN_LINES:
+            reported = time.monotonic()
             console.message(f"reference log-probs: {done:,} of {missing:,} items")
     if world.local_rank == 0:
         table.flush()
