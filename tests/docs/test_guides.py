@@ -21,7 +21,7 @@ from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
 from isotrain.recipe.schema import Recipe
 
-GUIDES = ("architecture", "choosing-an-algorithm", "memory-and-speed", "writing-a-reward")
+GUIDES = ("architecture", "choosing-an-algorithm", "first-day", "memory-and-speed", "writing-a-reward")
 TEXTS = {name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in GUIDES}
 FIELD = re.compile(
     r"((?:device|model|data|algorithm|rollout|reward|cluster|optimizer|trainer|observe)(?:\.\w+)+)"
