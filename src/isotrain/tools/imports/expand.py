@@ -1,4 +1,4 @@
-"""WordExpander of a shell script with their variables expanded as bash would, as far as the text tells.
+"""Words of a shell script with their variables expanded as bash would, as far as the text tells.
 
 A part of a word that only running the script would tell is a *gap*: its number stands in the text between two
 marks, so that it survives joining, splitting and appending. A word of a list that is there under a condition
@@ -51,8 +51,8 @@ class Label:
 
 
 @dataclass
-class WordExpander:
-    """The variables of a script, and the words that its nodes become."""
+class ScriptState:
+    """Variables, functions and conditions of a script up to a node, and the words that its nodes become."""
 
     variables: dict[str, Value] = field(default_factory=dict)
     pinned: dict[str, str] = field(default_factory=dict)
@@ -61,11 +61,24 @@ class WordExpander:
     reasons: list[Reason] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
     conditions: list[ScriptCondition] = field(default_factory=list)
+    functions: dict[str, Any] = field(default_factory=dict)
+    # Labels of the branches that are being walked.
+    under: list[int] = field(default_factory=list)
+    # States in which functions may have returned, with their conditions.
+    returned: list[list[tuple[int, dict[str, Value]]]] = field(default_factory=list)
     # Why variables that the script does not set may have a value all the same.
     others_set: str = ""
     testing: bool = False
     steps: int = 0
     depth: int = 0
+
+    def walk(self, node: Any) -> None:
+        """Follow one statement."""
+        raise NotImplementedError
+
+    def walk_all(self, nodes: list[Any]) -> None:
+        for node in nodes:
+            self.walk(node)
 
     # Gaps
 
@@ -450,10 +463,10 @@ _CASES: dict[str, Callable[[str], str]] = {
     "^": lambda text: text[:1].upper() + text[1:],
     ",": lambda text: text[:1].lower() + text[1:],
 }
-_EXPANSIONS: dict[str, Callable[[WordExpander, Any], Value]] = {
-    "simple_expansion": WordExpander.expand,
-    "expansion": WordExpander.expand,
-    "command_substitution": WordExpander._substitution,
-    "process_substitution": WordExpander._substitution,
-    "arithmetic_expansion": WordExpander._arithmetic,
+_EXPANSIONS: dict[str, Callable[[ScriptState, Any], Value]] = {
+    "simple_expansion": ScriptState.expand,
+    "expansion": ScriptState.expand,
+    "command_substitution": ScriptState._substitution,
+    "process_substitution": ScriptState._substitution,
+    "arithmetic_expansion": ScriptState._arithmetic,
 }

@@ -22,7 +22,7 @@ from isotrain.tools.imports.branches import (
     walk_case,
     walk_if,
 )
-from isotrain.tools.imports.expand import MARKS, MOST_DEPTH, MOST_STEPS, Value, WordExpander, loose, uncertain
+from isotrain.tools.imports.expand import MARKS, MOST_DEPTH, MOST_STEPS, ScriptState, Value, loose, uncertain
 from isotrain.tools.imports.source import SECRET, ImportSourceError, Unknown, holds_secret
 
 LONGEST_SCRIPT = 1024 * 1024
@@ -48,15 +48,11 @@ class ShellCommand:
 
 
 @dataclass
-class Shell(WordExpander):
+class Shell(ScriptState):
     """Walks a script from its first line to its last and keeps what the variables hold."""
 
     commands: list[ShellCommand] = field(default_factory=list)
-    functions: dict[str, Any] = field(default_factory=dict)
-    under: list[int] = field(default_factory=list)
     frames: list[dict[str, Value | None]] = field(default_factory=list)
-    # States in which functions may have returned, with their conditions.
-    returned: list[list[tuple[int, dict[str, Value]]]] = field(default_factory=list)
     exported: set[str] = field(default_factory=set)
     broken_lines: list[int] = field(default_factory=list)
 
@@ -70,12 +66,8 @@ class Shell(WordExpander):
         finally:
             self.depth -= 1
 
-    def _all(self, nodes: list[Any]) -> None:
-        for node in nodes:
-            self.walk(node)
-
     def _children(self, node: Any) -> None:
-        self._all(node.named_children)
+        self.walk_all(node.named_children)
 
     # Assignments
 
@@ -171,7 +163,7 @@ class Shell(WordExpander):
         name = words[0]
         if name in self.functions and self.depth < MOST_DEPTH - 10:
             saved = dict(self.variables) if before else None
-            self._all(before)
+            self.walk_all(before)
             self._call(name, words[1:])
             if saved is not None:
                 self.variables = saved
@@ -323,7 +315,7 @@ class Shell(WordExpander):
         for part in parts:
             outside = dict(self.variables)
             try:
-                self._all(part)
+                self.walk_all(part)
             except (ScriptEnded, FunctionReturned):
                 pass
             finally:
