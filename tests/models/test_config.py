@@ -26,8 +26,8 @@ from isotrain.models.config import (
     vocabulary_size,
 )
 from isotrain.recipe.schema import ModelSection, Recipe
-from isotrain.tools.plan.child import with_layers
-from isotrain.tools.plan.shape import Shape
+from isotrain.tools.plan.estimate import Shape
+from isotrain.tools.plan.memory import with_layers
 from small_models import small_config
 
 

@@ -16,7 +16,7 @@ from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
 
 if TYPE_CHECKING:
-    from isotrain.tools.plan.plan import Plan
+    from isotrain.tools.plan.plan import StepPlan
 
 
 def plan(
@@ -69,7 +69,7 @@ def _gigabytes(text: str) -> float:
     return float(size[1])
 
 
-def _show(result: Plan, searched: bool) -> None:
+def _show(result: StepPlan, searched: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -27,7 +27,7 @@ A3 = """\
 """
 
 
-def test_a2_with_a_gap() -> None:
+def test_reads_the_table_of_an_a2_with_a_gap() -> None:
     assert parse_devices(A2) == [
         Npu(0, 0, 0, "910B3", "OK"),
         Npu(4, 0, 4, "910B3", "Warning"),
@@ -35,7 +35,7 @@ def test_a2_with_a_gap() -> None:
     assert parse_driver(A2) == "25.2.0"
 
 
-def test_a3_counts_dies() -> None:
+def test_devices_of_an_a3_are_dies() -> None:
     assert parse_devices(A3) == [
         Npu(0, 0, 0, "Ascend910", "OK"),
         Npu(0, 1, 1, "Ascend910", "OK"),
@@ -52,12 +52,12 @@ def test_a_wider_table_is_read_alike() -> None:
     assert max(map(len, texts[1].splitlines())) > max(map(len, texts[0].splitlines()))
 
 
-def test_processes() -> None:
+def test_reads_the_processes_that_hold_devices() -> None:
     text = (MACHINES / "unhealthy-and-in-use" / "commands" / "npu-smi_info.txt").read_text()
     assert parse_processes(text) == [(0, 4711), (1, 4711)]
     assert parse_processes(A2) == []
 
 
-def test_anything_else_has_no_devices() -> None:
+def test_reads_no_devices_from_other_text() -> None:
     assert parse_devices("dcmi module initialize failed. ret is -8005\n") == []
     assert parse_devices("| a | b | c |\n| 0 1 | x | y / z |\n" * 1000) == []

@@ -92,7 +92,7 @@ def test_every_machine_is_listed() -> None:
 
 
 @pytest.mark.parametrize("machine", FOUND)
-def test_findings(machine: str) -> None:
+def test_each_machine_has_its_findings_only(machine: str) -> None:
     start = time.monotonic()
     report = examined(machine)
     assert time.monotonic() - start < 30
@@ -102,7 +102,7 @@ def test_findings(machine: str) -> None:
 
 
 @pytest.mark.parametrize(("machine", "recipe"), FOUND_FOR)
-def test_what_a_recipe_needs(machine: str, recipe: str) -> None:
+def test_a_recipe_that_a_machine_cannot_run_is_an_error(machine: str, recipe: str) -> None:
     errors = {finding.id for finding in examined(machine, recipe).errors}
     assert errors == set(FOUND_FOR[machine, recipe])
 
@@ -123,7 +123,7 @@ def test_what_a_recipe_needs(machine: str, recipe: str) -> None:
         ),
     ],
 )
-def test_devices_of_other_machines(address: str, level: str, remedy: str) -> None:
+def test_devices_of_other_machines_of_a_cluster_count(address: str, level: str, remedy: str) -> None:
     recipe = load_recipe(locate("gsm8k-grpo-8x"), ["device.ranks=16", f"cluster.address={address}"])
     report = examine(RecordedMachine(MACHINES / "good-cuda"), recipe=recipe)
     (found,) = [finding for finding in report.findings if finding.id == "too-few-devices"]
@@ -131,12 +131,12 @@ def test_devices_of_other_machines(address: str, level: str, remedy: str) -> Non
     assert found.problem.startswith("the recipe needs 16 devices, but 8 are visible")
 
 
-def test_little_shared_memory() -> None:
+def test_little_shared_memory_names_the_size_to_set() -> None:
     found = {finding.id: finding for finding in examined("small-shared-memory", "gsm8k-grpo-8x").findings}
     assert found["little-shared-memory"].remedy == "start the container with --shm-size=16g"
 
 
-def test_settings_that_matter_to_sleeping_engines() -> None:
+def test_warns_of_settings_that_break_sleeping_engines() -> None:
     found = examined("expandable-segments", "gsm8k-grpo-8x").findings
     warnings = {finding.id for finding in found if finding.level == "warning"}
     assert {"expandable-segments-with-sleep", "nz-weights", "engine-meets-on-all-interfaces"} <= warnings
@@ -145,7 +145,7 @@ def test_settings_that_matter_to_sleeping_engines() -> None:
     assert "expandable-segments-with-sleep" not in {finding.id for finding in found}
 
 
-def test_settings_that_matter_to_several_ranks() -> None:
+def test_warns_of_settings_that_matter_to_several_ranks() -> None:
     report = examined("hccl-settings", "gsm8k-sft-lora-8x")
     warnings = {finding.id for finding in report.findings if finding.level == "warning"}
     assert warnings == {
@@ -176,7 +176,9 @@ def test_free_ports_are_chosen_unless_the_user_sets_the_first(
 @pytest.mark.parametrize(
     ("ranks", "hard", "warned"), [(1024, 1024, True), (1024, 4096, False), (8, 1024, False)]
 )
-def test_a_limit_of_open_files(tmp_path: Path, ranks: int, hard: int, warned: bool) -> None:
+def test_warns_of_a_limit_of_open_files_below_the_connections(
+    tmp_path: Path, ranks: int, hard: int, warned: bool
+) -> None:
     """Each rank may connect to all others; the soft limit is raised by the ranks themselves."""
     shutil.copytree(MACHINES / "good-a2", tmp_path / "machine")
     limits = tmp_path / "machine" / "files" / "proc" / "self" / "limits"
@@ -204,7 +206,7 @@ def test_a_limit_of_open_files(tmp_path: Path, ranks: int, hard: int, warned: bo
         (None, [], None),
     ],
 )
-def test_a_sandbox_for_code(
+def test_code_rewards_need_a_sandbox_that_works(
     tmp_path: Path, said: str | None, overrides: list[str], problem: str | None
 ) -> None:
     shutil.copytree(MACHINES / "good-cpu", tmp_path / "machine")
@@ -218,7 +220,7 @@ def test_a_sandbox_for_code(
     assert all("apt-get install bubblewrap" in finding.remedy for finding in report.errors)
 
 
-def test_an_odd_number_of_dies() -> None:
+def test_warns_of_an_odd_number_of_dies_on_an_a3() -> None:
     recipe = load_recipe(locate("gsm8k-sft-lora"), ["device.ranks=3"])
     found = examine(RecordedMachine(MACHINES / "good-a3"), recipe=recipe).findings
     assert [finding.id for finding in found if finding.level == "warning"] == ["half-a-module"]
@@ -231,7 +233,7 @@ def test_the_remedy_is_a_command() -> None:
     assert finding.remedy == "export ASCEND_RT_VISIBLE_DEVICES=0,1,2"
 
 
-def test_the_nearest_stack() -> None:
+def test_names_the_nearest_stack_and_the_way_there() -> None:
     """One with a torch that isotrain can train on, and what was published for the toolkit that is there."""
     report = examined("openrlhf-0.6.2")
     assert report.nearest and report.nearest.stack.name == "vllm-ascend 0.23.0"
@@ -248,7 +250,7 @@ def test_no_stack_is_named_where_versions_are_not_the_trouble() -> None:
     assert examined("good-a2").nearest is None
 
 
-def test_isotrain_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warns_where_isotrain_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clone on PYTHONPATH has no metadata."""
 
     def absent(name: str) -> list[str]:

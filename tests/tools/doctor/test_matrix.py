@@ -43,12 +43,12 @@ def test_toolkits_are_in_order() -> None:
     assert toolkits == sorted(toolkits, key=order)
 
 
-def test_which_stacks_carry_isotrain() -> None:
+def test_stacks_with_an_old_torch_carry_no_isotrain() -> None:
     carried = {stack.name for stack in matrix().stacks if carries_isotrain(stack)}
     assert "verl, 2026" in carried and "OpenRLHF 0.7.5" not in carried
 
 
-def test_own_rows_are_our_bounds() -> None:
+def test_rows_of_isotrain_are_within_its_own_bounds() -> None:
     bounds = {one.name: one.specifier for _, one in requirements()}
     own = [stack for stack in matrix().stacks if stack.name.startswith("isotrain on")]
     ranges = [
@@ -62,13 +62,13 @@ def test_own_rows_are_our_bounds() -> None:
         assert specifier(text) == bounds[name], (stack_name, name)
 
 
-def test_versions_of_packages() -> None:
+def test_builds_of_one_version_are_the_same() -> None:
     assert fits("2.10.0+cpu", "2.10.0") and fits("2.5.1rc1", "2.5.1.RC1") and not fits("2.5.1", "2.5.1rc1")
     with pytest.raises(ValidationError, match="Invalid version"):
         Stack(name="x", device="cpu", packages={"torch": "new"}, status="verified", source="y")
 
 
-def test_rules_are_told_apart() -> None:
+def test_rules_have_different_names() -> None:
     names = [rule.id for rule in rules()]
     assert len(set(names)) == len(names)
 

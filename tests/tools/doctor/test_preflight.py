@@ -27,12 +27,12 @@ def preflight(machine: str, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("machine", ["good-a2", "good-a3", "good-cuda", "good-cpu", "vllm-ascend-0.23-a2"])
-def test_good_machines_train(machine: str) -> None:
+def test_good_machines_pass_without_a_warning(machine: str) -> None:
     for device in ("auto", machine.partition("-")[2] if machine in ("good-cuda", "good-cpu") else "npu"):
         assert preflight(machine, f"device.type={device}") == []
 
 
-def test_the_same_words_as_the_doctor() -> None:
+def test_refuses_with_the_words_of_the_doctor() -> None:
     with pytest.raises(
         DeviceError, match=r"not strictly ascending.*\n  -> export ASCEND_RT_VISIBLE_DEVICES=0,1,2"
     ):
@@ -52,7 +52,7 @@ def test_auto_may_take_another_device() -> None:
     assert "without a CANN toolkit" in warning
 
 
-def test_a_replay_asks_nothing_of_an_engine() -> None:
+def test_a_replay_needs_no_engine() -> None:
     machine = RecordedMachine(MACHINES / "engine-mismatch")
     with pytest.raises(DeviceError, match=r"was published with vllm 0\.23\.0"):
         look(load_recipe(locate("tiny-grpo"), ["device.type=npu"]), machine)
@@ -60,7 +60,7 @@ def test_a_replay_asks_nothing_of_an_engine() -> None:
     assert "was published with vllm 0.23.0" in warning
 
 
-def test_a_toolkit_without_its_version_file_is_there(tmp_path: Path) -> None:
+def test_finds_a_toolkit_without_its_version_file(tmp_path: Path) -> None:
     described = {
         "machine": "aarch64",
         "python": "3.11.9",

@@ -47,7 +47,7 @@ def test_the_matrix_is_what_the_wheel_asks_for(version: str) -> None:
     assert fits(version, stack.packages["vllm-ascend"])
 
 
-def test_what_the_adapter_relies_on() -> None:
+def test_the_wheel_has_what_the_adapter_calls() -> None:
     package = wheel("0.23.0") / "vllm_ascend"
     worker = (package / "worker" / "worker.py").read_text()
     assert "class NPUWorker(WorkerBase)" in worker, "our method is added to its workers"
@@ -78,7 +78,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "installed"])
-def test_calls_into_vllm(version: str) -> None:
+def test_vllm_has_the_functions_that_are_called(version: str) -> None:
     if version == "installed":
         found = find_spec("vllm")
         if found is None or found.origin is None:

@@ -33,7 +33,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command(*arguments), env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_doctor_explains_it(environment: dict[str, str]) -> None:
+def test_the_doctor_explains_a_plugin_without_cann(environment: dict[str, str]) -> None:
     done = run(environment, "doctor", "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 1 and report["device"] == "npu"
@@ -44,7 +44,9 @@ def test_the_doctor_explains_it(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_cpu_still_trains(environment: dict[str, str], tiny: Path, tmp_path: Path, ranks: int) -> None:
+def test_the_cpu_trains_beside_a_plugin_without_cann(
+    environment: dict[str, str], tiny: Path, tmp_path: Path, ranks: int
+) -> None:
     device = {"ranks": ranks, "type": "cpu"}
     recipe = tiny_recipe(tiny, tmp_path / "run", "cpu", device=device, trainer={"steps": 2})
     done = run(environment, "train", str(write_recipe(recipe, tmp_path / "recipe.yaml")))
@@ -52,7 +54,9 @@ def test_the_cpu_still_trains(environment: dict[str, str], tiny: Path, tmp_path:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_device_itself_is_refused(environment: dict[str, str], tiny: Path, tmp_path: Path) -> None:
+def test_refuses_a_device_whose_plugin_cannot_load(
+    environment: dict[str, str], tiny: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(tiny, tmp_path / "run", "npu", trainer={"steps": 2})
     done = run(environment, "train", str(write_recipe(recipe, tmp_path / "recipe.yaml")))
     assert done.returncode == 1

@@ -20,13 +20,13 @@ MACHINES = Path(__file__).parent / "machines"
 @pytest.mark.parametrize(
     "machine", ["good-a3", "unhealthy-and-in-use", "plugin-without-cann", "hccl-settings"]
 )
-def test_a_copy_is_found_to_be_the_same(machine: str, tmp_path: Path) -> None:
+def test_a_recording_of_a_recording_has_the_same_report(machine: str, tmp_path: Path) -> None:
     original = examine(Recording(RecordedMachine(MACHINES / machine), tmp_path))
     assert examine(RecordedMachine(tmp_path)) == original
 
 
 @pytest.mark.heavy
-def test_this_machine_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_this_machine_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("AWS_REGION", "not ours")
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "600")
@@ -71,7 +71,7 @@ def test_what_a_folder_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
         ("files/usr/local/Ascend/driver/version.info", "Version=" + "9" * 5000 + "\n"),
     ],
 )
-def test_odd_texts(tmp_path: Path, name: str, text: str) -> None:
+def test_odd_texts_end_in_a_report(tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
     file.parent.mkdir(parents=True)
     file.write_text(text)
@@ -92,7 +92,7 @@ def test_odd_texts(tmp_path: Path, name: str, text: str) -> None:
         '{"machine": "a", "python": "3", "packages": {"torch": 2}}',
     ],
 )
-def test_damaged_folders(tmp_path: Path, text: str) -> None:
+def test_refuses_damaged_folders(tmp_path: Path, text: str) -> None:
     (tmp_path / "machine.json").write_text(text)
     with pytest.raises(DataError, match="machine"):
         RecordedMachine(tmp_path)

@@ -41,7 +41,7 @@ def refused(result: Imported) -> dict[str, bool]:
     return {item.key: item.changes for item in result.refused}
 
 
-def test_grpo_script() -> None:
+def test_imports_a_grpo_script() -> None:
     result = script("verl-grpo.sh")
     found = fields(result)
     expected = {
@@ -77,7 +77,7 @@ def test_grpo_script() -> None:
     assert "256 prompts = 4 updates of 64 prompts, each with 8 responses" in result.recipe
 
 
-def test_ppo_script() -> None:
+def test_imports_a_ppo_script() -> None:
     found = fields(script("verl-ppo.sh"))
     expected = {
         "algorithm.name": "ppo",
@@ -116,7 +116,7 @@ def test_the_critic_aggregates_as_the_actors_key_says_or_its_own(
     assert not [key for key in refused(result) if "agg_mode" in key]
 
 
-def test_dapo_script() -> None:
+def test_imports_a_dapo_script() -> None:
     result = script("verl-dapo.sh")
     found = fields(result)
     expected = {
@@ -135,7 +135,7 @@ def test_dapo_script() -> None:
     assert any("filter_groups.metric acc" in note for note in result.notes)
 
 
-def test_other_scripts() -> None:
+def test_imports_other_scripts() -> None:
     plus = fields(script("verl-reinforce++.sh"))
     assert plus["algorithm.name"] == "reinforce++" and plus["rollout.engine"] == "sglang"
     assert plus["algorithm.rollout_correction.level"] == "token"
@@ -165,7 +165,7 @@ def test_saved_configuration_resolves_its_references() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpg-qwen2-7b-fsdp.log", "gpg-qwen2-7b-megatron.log"])
-def test_real_logs(name: str, shared_data: Path, tmp_path: Path) -> None:
+def test_imports_real_logs(name: str, shared_data: Path, tmp_path: Path) -> None:
     """Both print their configuration; GPG's advantages are the only thing that isotrain does not have."""
     result = convert((shared_data / "verl-logs" / name).read_bytes(), "verl")
     assert result.kind == "log" and not result.unknown
@@ -179,7 +179,7 @@ def test_real_logs(name: str, shared_data: Path, tmp_path: Path) -> None:
     assert RUNNER.invoke(app, ["train", str(path), "--dry-run"]).exit_code == 0
 
 
-def test_published_scripts(shared_data: Path) -> None:
+def test_published_scripts_equal_our_recipes(shared_data: Path) -> None:
     """The two runs that verl's first Ascend support was published with equal our recipes for them."""
     pytest.importorskip("tree_sitter_bash")
     pages = list((shared_data.parent / "seeds").glob("004*"))
@@ -421,7 +421,7 @@ def test_a_variable_that_is_given_decides_a_condition(device: str, high: float) 
     assert fields(result)["algorithm.loss.clip_ratio_high"] == high
 
 
-def test_variables_of_the_command_line(tmp_path: Path) -> None:
+def test_variables_can_be_given_on_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("tree_sitter_bash")
     path = tmp_path / "run.sh"
     path.write_text(CONDITION)

@@ -29,7 +29,7 @@ def grpo_script(shared_data: Path, page: int) -> str:
 @needs_vllm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", range(len(MAPPED)))
-def test_it_learns(shared_data: Path, tiny: Path, tmp_path: Path, page: int) -> None:
+def test_an_imported_recipe_learns(shared_data: Path, tiny: Path, tmp_path: Path, page: int) -> None:
     pytest.importorskip("tree_sitter_bash")
     script, recipe, run = tmp_path / "grpo.sh", tmp_path / "grpo.yaml", tmp_path / "run"
     script.write_text(grpo_script(shared_data, page))

@@ -86,13 +86,15 @@ ONLINE = {
         ),
     ],
 )
-def test_it_equals_the_devices_counter(model: str, sections: dict[str, Any], within: float) -> None:
+def test_planned_memory_equals_the_devices_counter(
+    model: str, sections: dict[str, Any], within: float
+) -> None:
     planned = training_memory(recipe(model, **sections), LAYERS, ranks=1, micro_batches=2)
     assert planned.peak == pytest.approx(counted(recipe(model, **sections)), rel=within)
 
 
 @pytest.mark.slow
-def test_what_is_sharded_over_ranks(model: str) -> None:
+def test_weights_and_moments_are_divided_by_the_ranks(model: str) -> None:
     """Float32 weights and two moments of the same size, over 1,024 ranks as over 2."""
     given = recipe(model)
     few, many = (training_memory(given, LAYERS, ranks, micro_batches=2) for ranks in (2, 1024))
@@ -116,21 +118,21 @@ def test_experts_are_not_padded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fewer_layers_tell_of_more(model: str) -> None:
+def test_memory_of_all_layers_follows_from_few(model: str) -> None:
     """The peak of all layers, from a step with three and one with five of them."""
     given = recipe(model)
     told = training_memory(given, LAYERS, ranks=2, micro_batches=2)
-    whole = memory._ask(given, LAYERS, ranks=2, micro_batches=2)
+    whole = memory.run_fake_step(given, LAYERS, ranks=2, micro_batches=2)
     assert told.peak == max(sum(parts.values()) for parts in whole["peaks"].values())
 
 
-def test_a_step_that_cannot_be_planned(model: str) -> None:
+def test_names_the_reason_why_a_step_cannot_be_planned(model: str) -> None:
     padded = {"device": {"ranks": 2, "mesh": {"context": 2}}, "model": {"attention": "padded"}}
     with pytest.raises(PlanError, match=r"cannot be planned: .*cannot be split over ranks"):
         training_memory(recipe(model, **padded), LAYERS, ranks=2, micro_batches=1)
 
 
-def test_a_step_that_does_not_end(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fake_step_has_a_time_limit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "TIMEOUT_SECONDS", 0.1)
     with pytest.raises(PlanError, match="not planned within"):
         training_memory(recipe(model), LAYERS, ranks=1, micro_batches=1)

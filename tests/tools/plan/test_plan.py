@@ -12,7 +12,7 @@ from isotrain.errors import PlanError
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.plan import plan as plans
 from isotrain.tools.plan.memory import TrainingMemory
-from isotrain.tools.plan.plan import Plan, alternatives, device_named, make_plan, search
+from isotrain.tools.plan.plan import StepPlan, alternatives, device_named, make_plan, search
 
 GB = 2**30
 A2 = device_named("a2")
@@ -45,7 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return asked
 
 
-def test_it_fits_or_not(tiny: object, measured: dict[str, float]) -> None:
+def test_fits_when_the_device_has_the_memory_of_the_peak(tiny: object, measured: dict[str, float]) -> None:
     given = recipe(f"{tiny}/model")
     plan = make_plan(given, 8, A2, 64)
     assert plan.fits and plan.ranks == 8 and measured["ranks"] == 8
@@ -66,12 +66,12 @@ def test_the_first_change_that_is_enough_is_proposed(tiny: object, measured: dic
     assert not list(search(given, 8, A2, 1.0))[-1].fits, "all were tried"
 
 
-def test_contexts_that_devices_allow(tiny: object) -> None:
+def test_proposes_only_contexts_that_divide_the_ranks(tiny: object) -> None:
     changes = [change for way in alternatives(recipe(f"{tiny}/model"), 6) for change in way]
     assert "device.mesh.context=2" in changes and "device.mesh.context=4" not in changes
 
 
-def test_devices_of_engines(tiny: object, measured: dict[str, float]) -> None:
+def test_separate_engines_take_their_devices_from_training(tiny: object, measured: dict[str, float]) -> None:
     online = {
         "algorithm": {"name": "grpo"},
         "rollout": {"n": 8, "max_tokens": 256, "engines": 2, "tensor_parallel": 2},
@@ -95,7 +95,7 @@ ONLINE: dict[str, Any] = {
 
 def planned(
     path: str, monkeypatch: pytest.MonkeyPatch, dtype: str, devices: int = 8, gb: float = 64, **algorithm: Any
-) -> Plan:
+) -> StepPlan:
     """4e9 weights, of which 3e9 are multiplied and 1.5e9 trained; steps of 64 prompts with 4 responses.
 
     The tiny model has 2 layers, 2 heads and one key head of 32: a token's cache has 2 x 2 x 32 numbers.
@@ -110,7 +110,9 @@ def planned(
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
-def test_engines_by_hand(tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int) -> None:
+def test_engine_memory_equals_a_sum_by_hand(
+    tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
+) -> None:
     """Weights and cache have the type of the model; each device of an engine has half of the weights."""
     engines = planned(f"{tiny}/model", monkeypatch, dtype).engines
     assert engines is not None and (engines.engines, engines.tensor_parallel) == (4, 2)
@@ -123,7 +125,7 @@ def test_engines_by_hand(tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: s
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
-def test_seconds_of_a_step_by_hand(
+def test_step_time_equals_a_sum_by_hand(
     tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
 ) -> None:
     kl = {"place": "loss"}
@@ -144,7 +146,9 @@ def test_seconds_of_a_step_by_hand(
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
-def test_links_by_hand(tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int) -> None:
+def test_time_on_links_equals_a_sum_by_hand(
+    tiny: object, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
+) -> None:
     """More than one machine: the slow link carries weights to engines, and layers to ranks."""
     plan = planned(f"{tiny}/model", monkeypatch, dtype, devices=128, ppo_epochs=2)
     assert plan.time.seconds["weight sync"] == pytest.approx(size * 4e9 / 2 / (10e9 * 0.7))
@@ -177,7 +181,7 @@ def test_a_small_cache_makes_responses_wait(tiny: object, monkeypatch: pytest.Mo
         ({"name": "ppo", "kl": {"place": "loss"}, "mini_batch_size": 1}, 3),
     ],
 )
-def test_passes_before_the_updates(
+def test_counts_the_forward_passes_before_the_updates(
     tiny: object, measured: dict[str, float], algorithm: dict[str, object], passes: int
 ) -> None:
     """As the loop makes them: no old log-probs for a single update."""
@@ -191,7 +195,7 @@ def test_passes_before_the_updates(
     assert one > 0 and seconds(algorithm) == pytest.approx(passes * one)
 
 
-def test_engines_that_stay_awake(tiny: object, measured: dict[str, float]) -> None:
+def test_engines_that_stay_awake_add_their_memory(tiny: object, measured: dict[str, float]) -> None:
     """With `cluster.offload: false`, training and engines need their memory at the same time."""
     online = {
         "algorithm": {"name": "grpo"},
@@ -206,7 +210,7 @@ def test_engines_that_stay_awake(tiny: object, measured: dict[str, float]) -> No
 
 
 @pytest.mark.parametrize("name", ["replicas", "expert"])
-def test_a_mesh_that_cannot_be_planned(tiny: object, measured: dict[str, float], name: str) -> None:
+def test_refuses_a_mesh_that_cannot_be_planned(tiny: object, measured: dict[str, float], name: str) -> None:
     given = recipe(f"{tiny}/model", device={"ranks": 8, "mesh": {name: 2}})
     with pytest.raises(PlanError, match=rf"device\.mesh\.{name} cannot be planned.*: set it to 1"):
         make_plan(given, 8, A2, 64)
@@ -235,6 +239,6 @@ def test_a_fake_step_is_not_fused(
     assert (plan.recipe.model.attention, plan.recipe.model.fused) == ("flash", "on")
 
 
-def test_a_device_that_is_not_known() -> None:
+def test_refuses_a_device_that_is_not_known() -> None:
     with pytest.raises(PlanError, match="known are a2"):
         device_named("tpu")

@@ -101,10 +101,10 @@ def check_all(address: str, profile: Path) -> None:
     assert "Not scored: timeout" in failed and "document.title" in failed
 
 
-def test_the_page_of_the_server(run: Path, tmp_path: Path, serve: Callable[..., Any]) -> None:
+def test_the_servers_page_works_in_a_browser(run: Path, tmp_path: Path, serve: Callable[..., Any]) -> None:
     check_all(serve(run).server.url, tmp_path / "profile")
 
 
-def test_the_exported_page(run: Path, tmp_path: Path) -> None:
+def test_the_exported_page_works_in_a_browser(run: Path, tmp_path: Path) -> None:
     export([RunView(run)], tmp_path / "page.html", 10)
     check_all((tmp_path / "page.html").as_uri(), tmp_path / "profile")

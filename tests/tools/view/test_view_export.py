@@ -43,7 +43,7 @@ def exported(run: Path, out: Path, trajectories: int) -> tuple[str, dict[str, An
     return page, json.loads(data[1])["runs"][0]
 
 
-def test_it_loads_nothing_and_runs_only_its_own_script(run: Path, tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_runs_only_its_own_script(run: Path, tmp_path: Path) -> None:
     page, _ = exported(run, tmp_path / "page.html", 20)
     # The name of SVG is not an address that is loaded.
     assert re.findall(r"\b(?:https?|wss?|ftp)://[^\"']*", page) == ["http://www.w3.org/2000/svg"]
@@ -76,12 +76,12 @@ def test_whole_groups_spread_over_the_run(run: Path, tmp_path: Path, most: int, 
     assert all(groups.count(group) == 4 for group in groups)
 
 
-def test_never_more_than_asked(run: Path, tmp_path: Path) -> None:
+def test_exports_at_most_as_many_episodes_as_asked(run: Path, tmp_path: Path) -> None:
     assert export([RunView(run)], tmp_path / "page.html", 6) == (6, 84)
     assert export([RunView(run), RunView(run)], tmp_path / "page.html", 0) == (0, 168)
 
 
-def test_curves_and_pieces_are_in_it(run: Path, tmp_path: Path) -> None:
+def test_the_page_has_curves_and_pieces_of_text(run: Path, tmp_path: Path) -> None:
     _, data = exported(run, tmp_path / "page.html", 4)
     assert data["curves"]["critic/score/mean"]["steps"] == list(range(1, 8))
     assert data["curves"]["val-core/data/reward/mean@1"]["steps"] == [2, 4, 6]
@@ -91,7 +91,7 @@ def test_curves_and_pieces_are_in_it(run: Path, tmp_path: Path) -> None:
     assert text.startswith("</script>")
 
 
-def test_a_place_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
+def test_refuses_a_path_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--export: .*cannot be written"):
         export([RunView(run)], tmp_path / "no" / "page.html", 1)
 
@@ -108,7 +108,7 @@ print(export([run], Path(sys.argv[2]), 10), run.state()["metrics"]["rows"], run.
 """
 
 
-def test_curves_without_the_packages_of_training(run: Path, tmp_path: Path) -> None:
+def test_shows_curves_without_the_packages_of_training(run: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(run), str(tmp_path / "page.html")],
         capture_output=True,

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
     )
 
 
-def test_what_is_known_of_a_row(run: Path) -> None:
+def test_a_row_has_lengths_rewards_and_its_prompt(run: Path) -> None:
     found = rows(index_of(run), Condition("step", "eq", "1"))
     assert len(found) == 4
     first, second, empty, other = found
@@ -64,7 +64,7 @@ def test_sorting_puts_what_is_not_known_last(run: Path, down: bool) -> None:
     assert rewards[:-1] == sorted(rewards[:-1], reverse=down)
 
 
-def test_sorting_by_a_text(run: Path) -> None:
+def test_sorts_by_a_text(run: Path) -> None:
     assert [row["source"] for row in rows(index_of(run), sort="source")] == ["math", *["data"] * 4]
     assert rows(index_of(run), sort="failure")[0]["failure"] == "timeout"
 
@@ -85,7 +85,7 @@ def test_sorting_by_a_text(run: Path) -> None:
         (Condition("row", "eq", "101"), 2),
     ],
 )
-def test_conditions(run: Path, condition: Condition, found: int) -> None:
+def test_conditions_select_rows(run: Path, condition: Condition, found: int) -> None:
     assert len(rows(index_of(run), condition)) == found
 
 
@@ -96,12 +96,12 @@ def test_pages_hold_each_row_once(run: Path) -> None:
     assert len(seen) == len(set(seen)) == 5 and pages[0]["found"] == 5
 
 
-def test_a_group_over_two_ranks(run: Path) -> None:
+def test_a_group_may_be_on_two_ranks(run: Path) -> None:
     group = index_of(run).group(1, 1, 10)
     assert [(row["sample"], row["rank"]) for row in group] == [(0, 0), (1, 1)]
 
 
-def test_new_replaced_and_removed_files(run: Path) -> None:
+def test_follows_new_replaced_and_removed_files(run: Path) -> None:
     index = index_of(run)
     before = index.revision
     index.refresh()
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_shown(run: Path) -> 
     assert any("step-000008" in problem and "'prompt_index'" in problem for problem in problems)
 
 
-def test_columns_of_other_versions(run: Path) -> None:
+def test_reads_files_with_the_columns_of_other_versions(run: Path) -> None:
     path = step_file(run / "trajectories", 1, 0)
     table = pyarrow.parquet.read_table(path)
     later = table.append_column("turns", pyarrow.array([[1, 2]] * 3)).drop_columns(["detail", "mask", "row"])
@@ -153,7 +153,7 @@ def test_only_files_of_the_index_are_opened(run: Path) -> None:
         index_of(run).file(1, 4)
 
 
-def test_a_run_without_recordings(tmp_path: Path) -> None:
+def test_a_run_without_recordings_has_no_rows(tmp_path: Path) -> None:
     index = index_of(make_run(tmp_path / "run", "nowhere"))
     assert rows(index) == [] and index.summary()["rows"] == 0 and index.groups() == []
 
@@ -241,7 +241,9 @@ def test_a_small_file_that_decodes_to_a_large_one_is_refused(tmp_path: Path, mak
     assert "at most" in done.stdout or "may take more than" in done.stdout
 
 
-def test_a_page_header_decides_and_not_the_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_is_taken_from_page_headers_and_not_the_footer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bound is the same whatever encoding the pages are in, and grows with their values."""
     for settings in ({}, {"use_dictionary": False}, {"data_page_version": "2.0"}, {"compression": "none"}):
         path = tmp_path / "rows.parquet"

@@ -24,7 +24,7 @@ def test_only_new_rows_are_given(tmp_path: Path) -> None:
     assert tail.epoch == 0, "nothing that was read has changed"
 
 
-def test_a_metric_that_few_steps_have(tmp_path: Path) -> None:
+def test_a_metric_has_only_the_steps_that_wrote_it(tmp_path: Path) -> None:
     write_metrics(tmp_path, 1, 6)
     tail = MetricsTail(tmp_path / "metrics.jsonl")
     tail.refresh()
@@ -69,7 +69,7 @@ def test_a_torn_line_waits_and_a_broken_one_is_named(tmp_path: Path) -> None:
     assert tail.problem is not None and "line 3" in tail.problem
 
 
-def test_a_run_without_metrics_yet(tmp_path: Path) -> None:
+def test_a_run_without_metrics_has_no_rows(tmp_path: Path) -> None:
     tail = MetricsTail(tmp_path / "metrics.jsonl")
     tail.refresh()
     assert tail.summary() == {"epoch": 0, "rows": 0, "names": 0, "last": None, "problem": None}

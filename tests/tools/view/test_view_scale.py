@@ -59,7 +59,7 @@ def peak_megabytes(process: int) -> float:
 
 
 @pytest.mark.heavy
-def test_a_hundred_thousand_trajectories(tiny: Path, tmp_path: Path) -> None:
+def test_shows_a_hundred_thousand_trajectories_in_time(tiny: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tiny / "model")
     write_many(run)
     process = subprocess.Popen(

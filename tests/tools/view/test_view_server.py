@@ -69,7 +69,7 @@ def test_the_key_is_needed_for_everything(run: Path, serve: Serve) -> None:
         ("", 403),
     ],
 )
-def test_other_names_for_this_machine(run: Path, serve: Serve, host: str, status: int) -> None:
+def test_answers_only_to_names_of_this_machine(run: Path, serve: Serve, host: str, status: int) -> None:
     client = serve(run)
     assert client.send(f"/{client.server.key}/api/state", host=host).status == status
 
@@ -82,7 +82,7 @@ def test_pages_of_other_sites_may_not_ask(run: Path, serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
-def test_only_get(run: Path, serve: Serve, method: str) -> None:
+def test_refuses_all_methods_but_get(run: Path, serve: Serve, method: str) -> None:
     client = serve(run)
     assert client.send(f"/{client.server.key}/api/state", method).status == 501
 
@@ -100,7 +100,7 @@ def test_no_other_file_can_be_read(run: Path, serve: Serve, path: str) -> None:
     assert reply.status in (400, 404) and len(reply.body) < 200
 
 
-def test_what_the_browser_is_told(run: Path, serve: Serve) -> None:
+def test_headers_forbid_scripts_and_frames_of_others(run: Path, serve: Serve) -> None:
     client = serve(run)
     for path in ("", "static/page.js", "api/state", "nothing"):
         headers = client.send(f"/{client.server.key}/{path}").headers
@@ -118,7 +118,7 @@ def test_it_listens_on_this_machine_only(run: Path, serve: Serve) -> None:
     assert client.server.server_address[0] == ADDRESS == "127.0.0.1"
 
 
-def test_a_port_that_is_taken(run: Path) -> None:
+def test_names_a_port_that_is_taken(run: Path) -> None:
     with socket.socket() as taken:
         taken.bind((ADDRESS, 0))
         taken.listen()
@@ -149,25 +149,27 @@ def test_a_port_that_is_taken(run: Path) -> None:
         ("nothing", {"run": 0}),
     ],
 )
-def test_questions_that_make_no_sense(run: Path, serve: Serve, name: str, query: dict[str, object]) -> None:
+def test_refuses_queries_that_make_no_sense(
+    run: Path, serve: Serve, name: str, query: dict[str, object]
+) -> None:
     reply = serve(run).ask(name, **query)
     assert reply.status == 400 and reply.json["error"]
 
 
-def test_too_many_of_something(run: Path, serve: Serve) -> None:
+def test_refuses_too_many_conditions_or_names(run: Path, serve: Serve) -> None:
     client = serve(run)
     assert client.ask("rows", *[("where", "step:gt:0")] * 17, run=0).status == 400
     assert client.ask("metrics", *[("name", "a")] * 65, run=0, epoch=0).status == 400
     assert client.ask("metrics", *[("name", "a")] * 500, run=0, epoch=0).status == 400
 
 
-def test_rows_that_are_not_there(run: Path, serve: Serve) -> None:
+def test_names_rows_that_are_not_there(run: Path, serve: Serve) -> None:
     client = serve(run)
     assert client.ask("episode", run=0, step=7, rank=0, index=0).status == 404
     assert "has no row 50" in client.ask("episode", run=0, step=1, rank=0, index=50).json["error"]
 
 
-def test_an_episode_token_by_token(run: Path, serve: Serve) -> None:
+def test_shows_an_episode_token_by_token(run: Path, serve: Serve) -> None:
     shown = serve(run).get("episode", run=0, step=1, rank=0, index=0)
     told = shown["response"]
     pieces = [
@@ -197,12 +199,12 @@ def test_hostile_words_are_spelled_out_everywhere(run: Path, serve: Serve) -> No
     assert replies[1].json["parts"][0][1] == "nan"
 
 
-def test_the_group_with_the_ends_of_its_responses(run: Path, serve: Serve) -> None:
+def test_shows_a_group_with_the_ends_of_its_responses(run: Path, serve: Serve) -> None:
     rows = serve(run).get("group", run=0, step=2, prompt_index=1)["rows"]
     assert [(row["sample"], row["end"]) for row in rows] == [(0, "call(2)"), (1, "")]
 
 
-def test_more_tokens_of_a_long_episode(tiny: Path, tmp_path: Path, serve: Serve) -> None:
+def test_a_long_episode_comes_in_parts(tiny: Path, tmp_path: Path, serve: Serve) -> None:
     long = response(list(range(10, 110)) * 90, list(range(10, 60)) * 50)
     shown = serve(make_run(tmp_path / "run", tiny / "model", step_1=[long]))
     first = shown.get("episode", run=0, step=1, rank=0, index=0)
@@ -225,7 +227,7 @@ def test_without_a_tokenizer_ids_are_shown(tmp_path: Path, serve: Serve) -> None
     assert "--tokenizer" in told["no_text"]
 
 
-def test_a_run_that_goes_on(run: Path, serve: Serve) -> None:
+def test_follows_a_run_that_goes_on(run: Path, serve: Serve) -> None:
     client = serve(run)
     before = client.get("state")["runs"][0]
     assert (before["metrics"]["rows"], before["trajectories"]["rows"]) == (3, 4)
@@ -244,7 +246,7 @@ def test_a_run_that_goes_on(run: Path, serve: Serve) -> None:
     assert len(whole["curves"]["actor/entropy"]["steps"]) == 6
 
 
-def test_two_runs(run: Path, tmp_path: Path, serve: Serve) -> None:
+def test_shows_two_runs_side_by_side(run: Path, tmp_path: Path, serve: Serve) -> None:
     second = make_run(tmp_path / "second", "nowhere", steps=5)
     client = serve(run, second)
     assert [state["metrics"]["rows"] for state in client.get("state")["runs"]] == [3, 5]
@@ -252,7 +254,7 @@ def test_two_runs(run: Path, tmp_path: Path, serve: Serve) -> None:
     assert client.get("rows", run=1)["found"] == 0
 
 
-def test_a_directory_without_a_run(tmp_path: Path) -> None:
+def test_refuses_a_directory_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run directory: give the `output`"):
         RunView(tmp_path)
 
@@ -267,7 +269,7 @@ def test_no_script_makes_markup_or_code_of_text() -> None:
         assert not unsafe.findall(static_file(path).decode()), path
 
 
-def test_episodes_of_agents(run: Path, serve: Serve) -> None:
+def test_shows_the_turns_of_an_agents_episode(run: Path, serve: Serve) -> None:
     """A recording says of an episode which sequence of it a row is, and its turns."""
     path = step_file(run / "trajectories", 2, 0)
     table = pyarrow.parquet.read_table(path)

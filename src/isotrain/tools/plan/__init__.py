@@ -1,1 +1,1 @@
-"""What a recipe needs of devices, before one is taken."""
+"""Needs of a recipe on devices, before one is taken."""

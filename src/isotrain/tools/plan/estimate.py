@@ -1,35 +1,84 @@
-"""Time of a step and memory of engines, from data sheets and stated guesses."""
+"""Time of a step and memory of engines, from a model's configuration, data sheets and stated guesses."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PretrainedConfig
 
 from isotrain.device.vendors import DataSheet
-from isotrain.models.config import training_flops
+from isotrain.errors import ModelError
+from isotrain.models.config import AttentionShape, attention_shapes, training_flops
+from isotrain.models.load import read_config
 from isotrain.recipe.online import ClusterSection, OnlineSection, PpoSection
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.plan.memory import TrainingMemory
-from isotrain.tools.plan.shape import Shape
 from isotrain.tools.plan.workload import step_samples
 
 GB = 2**30
 
 # Guesses, each of which a plan prints.
 TRAINING_EFFICIENCY = 0.40
-"""Of the peak, in matrix products of training."""
+"""Share of the peak, in matrix products of training."""
 BANDWIDTH_EFFICIENCY = 0.70
-"""Of memory while tokens are generated, and of links."""
+"""Share of the bandwidth of memory while tokens are generated, and of links."""
 MEAN_OF_LONGEST = 0.5
 """Mean length of samples and responses, of the longest that the recipe allows."""
 DECODING_STEP_SECONDS = 0.004
-"""Of one token of all running responses, beside reading memory."""
+"""Time for one token of all running responses, beside reading memory."""
 ENGINE_RESERVE_GB = 3.0
-"""Of an engine's memory, for graphs and activations."""
+"""Part of an engine's memory for graphs and activations."""
+
+
+def config_directory(path: str) -> Path:
+    """A directory with the model's config.json; of a Hub model, nothing else is downloaded."""
+    local = Path(path).expanduser()
+    if (local / "config.json").is_file():
+        return local
+    if local.exists() or path.startswith((".", "/", "~")):
+        raise ModelError(f"model.path: '{path}' has no config.json; set a Hugging Face model directory")
+    from huggingface_hub import constants, hf_hub_download
+
+    name, _, revision = path.partition("@")
+    try:
+        file = hf_hub_download(
+            name, "config.json", revision=revision or None, local_files_only=constants.HF_HUB_OFFLINE
+        )
+    except Exception as error:  # the Hub client raises many kinds; all mean the same to the user
+        raise ModelError(
+            f"model.path: '{path}' is neither a local directory with a config.json nor reachable on the Hub "
+            f"({error})"
+        ) from error
+    return Path(file).parent
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Configuration of a model, without its weights."""
+
+    config: PretrainedConfig
+    attention: list[AttentionShape]
+    """One of each layer."""
+
+    @classmethod
+    def of(cls, directory: Path) -> Shape:
+        config = read_config(directory)
+        return cls(config, attention_shapes(config))
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention)
+
+    def cache_bytes(self, tensor_parallel: int, element_bytes: int) -> int:
+        """Keys and values of all layers for one token, on one device of an engine."""
+        heads = (max(1, layer.key_heads // tensor_parallel) * layer.head_size for layer in self.attention)
+        return 2 * element_bytes * sum(heads)
 
 
 def element_bytes(recipe: Recipe) -> int:
-    """Of a weight or a cached value: engines, and gathered layers, have the model's own type."""
+    """Size of a weight or a cached value: engines, and gathered layers, have the model's own type."""
     return {"bfloat16": 2, "float32": 4}[recipe.model.dtype]
 
 
@@ -42,7 +91,7 @@ class EnginePlan:
     weights_gb: float
     cache_gb: float
     responses: int
-    """Of the longest kind that fit into the cache at one time."""
+    """How many of the longest kind fit into the cache at one time."""
 
 
 @dataclass
@@ -107,7 +156,7 @@ def step_time(
 
 
 def _lengths(recipe: Recipe) -> list[int]:
-    """Of the samples of a step, all of the assumed mean."""
+    """Lengths of the samples of a step, all of the assumed mean."""
     rows, longest = step_samples(recipe)
     return [max(1, round(longest * MEAN_OF_LONGEST))] * rows
 
@@ -145,7 +194,7 @@ def _generation(recipe: Recipe, shape: Shape, device: DataSheet, engines: Engine
 
 
 def _forward_passes(recipe: Recipe, algorithm: OnlineSection) -> int:
-    """Of a step before its updates: old log-probs, those of a reference, values of a critic."""
+    """Passes of a step before its updates: old log-probs, those of a reference, values of a critic."""
     # With one update per step, the old log-probs are those of the update itself.
     several = algorithm.updates_per_step(recipe.data.batch_size) > 1
     old = several or algorithm.kl.place == "reward"

@@ -64,7 +64,7 @@ def _register() -> None:
             "torch 2.13 (its CPU build on any machine is enough)"
         )
 
-    class Module(backend_registration._DummyBackendModule):
+    class BackendModule(backend_registration._DummyBackendModule):
         Stream, Event = _Stream, _Event
 
         def current_stream(self, *_: Any) -> _Stream:
@@ -97,7 +97,7 @@ def _register() -> None:
         def set_rng_state(self, *_: Any) -> None:
             pass
 
-    backend_registration._setup_privateuseone_for_python_backend(TYPE, Module())
+    backend_registration._setup_privateuseone_for_python_backend(TYPE, BackendModule())
     # Devices have kernels for these; without one, torch would take several operators, and memory for each.
     _kernels.impl("silu_backward", lambda grad, _: torch.empty_like(grad))
 

@@ -51,7 +51,7 @@ class Ledger(TorchDispatchMode):
         self._muted = False
 
     def enter(self, phase: str) -> None:
-        """What is made from now on belongs to this phase."""
+        """Count from now on for this phase."""
         self.phase = self.purpose = phase
         self._compare()
 

@@ -1,15 +1,24 @@
-"""Device memory of a recipe's training step, from fake steps with few layers."""
+"""Device memory of a recipe's training step, from fake steps with few layers.
+
+Each runs in a process of its own, `python -m isotrain.tools.plan.memory` with JSON in and out: torch has room
+for one device that it does not know, and a vendor's package takes that room when torch is imported.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from isotrain.device.vendors import hide_packages
 from isotrain.errors import PlanError
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
@@ -32,7 +41,7 @@ class TrainingMemory:
     """When that is."""
     host: int
     parameters: int
-    """That take part in matrix products of a token."""
+    """Weights that take part in matrix products of a token."""
     trained: int
     all_parameters: int
 
@@ -42,10 +51,10 @@ class TrainingMemory:
 
 
 def training_memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> TrainingMemory:
-    """Of a model with so many layers."""
+    """Memory for a model with so many layers."""
     depths = [min(depth, layers) for depth in DEPTHS]
     with ThreadPoolExecutor(len(depths)) as pool:
-        few, more = pool.map(lambda depth: _ask(recipe, depth, ranks, micro_batches), depths)
+        few, more = pool.map(lambda depth: run_fake_step(recipe, depth, ranks, micro_batches), depths)
 
     def at_depth(first: float, second: float) -> int:
         per_layer = (second - first) / (depths[1] - depths[0]) if depths[1] > depths[0] else 0.0
@@ -53,19 +62,20 @@ def training_memory(recipe: Recipe, layers: int, ranks: int, micro_batches: int)
 
     phases = {}
     for phase in more["peaks"]:
-        one, two = few["peaks"].get(phase, {}), more["peaks"][phase]
-        parts = {name: at_depth(one.get(name, 0), two.get(name, 0)) for name in {**one, **two}}
+        first, second = few["peaks"].get(phase, {}), more["peaks"][phase]
+        parts = {name: at_depth(first.get(name, 0), second.get(name, 0)) for name in {**first, **second}}
         phases[phase] = {name: size for name, size in parts.items() if size > 0}
     worst = max(phases, key=lambda phase: sum(phases[phase].values()))
     counts = [at_depth(a, b) for a, b in zip(few["parameters"], more["parameters"], strict=True)]
     return TrainingMemory(phases[worst], worst, at_depth(few["host"], more["host"]), *counts)
 
 
-def _ask(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> dict[str, Any]:
+def run_fake_step(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> dict[str, Any]:
+    """Reply of the process that runs a fake step."""
     question = {"recipe": resolved(recipe), "layers": layers, "ranks": ranks, "micro_batches": micro_batches}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "isotrain.tools.plan.child"],
+            [sys.executable, "-m", "isotrain.tools.plan.memory"],
             input=json.dumps(question),
             env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -79,5 +89,49 @@ def _ask(recipe: Recipe, layers: int, ranks: int, micro_batches: int) -> dict[st
     if done.returncode:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
         raise PlanError(f"the step of this recipe cannot be planned: {last.strip()}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    content: dict[str, Any] = json.loads(done.stdout)
+    return content
+
+
+def with_layers(recipe: Recipe, layers: int, directory: Path) -> Recipe:
+    """The recipe with a model of fewer layers, of which only the configuration exists."""
+    from isotrain.models.config import text_part
+    from isotrain.models.load import model_directory
+
+    source = model_directory(recipe.model.path)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            shutil.copyfile(file, directory / file.name)  # some algorithms ask the tokenizer
+    config = json.loads((source / "config.json").read_text())
+    text = text_part(config)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(text.get(name), list):
+            text[name] = text[name][:layers]
+    text["num_hidden_layers"] = layers
+    (directory / "config.json").write_text(json.dumps(config))
+    model = recipe.model.model_copy(update={"path": str(directory)})
+    return recipe.model_copy(update={"model": model})
+
+
+def reply(question: dict[str, Any]) -> dict[str, Any]:
+    from isotrain.tools.plan.step import fake_step
+
+    recipe = Recipe.model_validate(question["recipe"])
+    with tempfile.TemporaryDirectory() as directory:
+        fewer = with_layers(recipe, question["layers"], Path(directory))
+        usage = fake_step(fewer, question["ranks"], question["micro_batches"])
+    return {
+        "peaks": {phase: peak.parts for phase, peak in usage.peaks.items()},
+        "host": usage.host,
+        "parameters": usage.parameters,
+    }
+
+
+def main() -> None:
+    hide_packages()
+    logging.disable(logging.WARNING)
+    json.dump(reply(json.load(sys.stdin)), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,9 +13,16 @@ from isotrain.errors import PlanError, RecipeError
 from isotrain.recipe.load import check_values, path_override, resolved
 from isotrain.recipe.online import ClusterSection, PpoSection
 from isotrain.recipe.schema import Recipe
-from isotrain.tools.plan.estimate import GB, EnginePlan, StepTime, plan_engines, step_time
+from isotrain.tools.plan.estimate import (
+    GB,
+    EnginePlan,
+    Shape,
+    StepTime,
+    config_directory,
+    plan_engines,
+    step_time,
+)
 from isotrain.tools.plan.memory import TrainingMemory, training_memory
-from isotrain.tools.plan.shape import Shape, config_directory
 from isotrain.tools.plan.workload import step_samples
 
 # Guesses: what a process takes by itself, and what an allocator cannot use.
@@ -24,10 +31,10 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     recipe: Recipe
     changes: tuple[str, ...]
-    """To the recipe that was given."""
+    """Overrides of the recipe that was given."""
     device: DataSheet
     device_gb: float
     devices: int
@@ -46,15 +53,15 @@ class Plan:
 
     @property
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.needed_gb > self.device_gb:
-            found.append(f"training needs {self.needed_gb:.1f} GB of {self.device_gb:.0f}")
+            problems.append(f"training needs {self.needed_gb:.1f} GB of {self.device_gb:.0f}")
         if self.engines is not None and self.engines.responses < 1:
-            found.append(
+            problems.append(
                 f"an engine's cache has {self.engines.cache_gb:.1f} GB, which does not hold one response: "
                 "raise rollout.tensor_parallel or rollout.memory_utilization"
             )
-        return found
+        return problems
 
     @property
     def fits(self) -> bool:
@@ -90,7 +97,7 @@ def device_named(name: str) -> DataSheet:
 
 def make_plan(
     recipe: Recipe, devices: int, device: DataSheet, device_gb: float, changes: tuple[str, ...] = ()
-) -> Plan:
+) -> StepPlan:
     recipe = _changed(recipe, [*changes, *_placed(recipe, devices)])
     _refuse(recipe)
     directory = config_directory(recipe.model.path)
@@ -99,7 +106,7 @@ def make_plan(
     memory = training_memory(fake, shape.layers, ranks, _micro_batches(recipe))
     engines = plan_engines(recipe, shape, memory, device_gb, devices, ranks)
     time = step_time(recipe, shape, memory, device, ranks, engines)
-    return Plan(recipe, changes, device, device_gb, devices, ranks, memory, engines, time)
+    return StepPlan(recipe, changes, device, device_gb, devices, ranks, memory, engines, time)
 
 
 def _changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -107,7 +114,7 @@ def _changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _refuse(recipe: Recipe) -> None:
-    """What a fake step cannot do."""
+    """Refuse recipes that a fake step cannot plan."""
     mesh = recipe.device.mesh
     if mesh.replicas > 1:
         raise PlanError(
@@ -150,7 +157,7 @@ def _without_reward_models(recipe: Recipe) -> list[str]:
 
 
 def _micro_batches(recipe: Recipe) -> int:
-    """Of one update and rank, as far as they matter: from the second on, gradients are there."""
+    """Micro-batches of one update and rank that matter: from the second on, gradients are there."""
     rows, longest = step_samples(recipe)
     data_ranks = recipe.device.ranks // recipe.device.mesh.context
     return min(2, max(1, math.ceil(rows * longest / (data_ranks * recipe.data.tokens_per_micro_batch))))
@@ -174,7 +181,7 @@ def alternatives(recipe: Recipe, ranks: int) -> Iterator[tuple[str, ...]]:
     yield (*shorter, "model.offload.weights=true", "model.offload.activations=true")
 
 
-def search(recipe: Recipe, devices: int, device: DataSheet, device_gb: float) -> Iterator[Plan]:
+def search(recipe: Recipe, devices: int, device: DataSheet, device_gb: float) -> Iterator[StepPlan]:
     """Plans in the order of `alternatives`, up to the first that fits."""
     ranks = _changed(recipe, _placed(recipe, devices)).device.ranks
     for changes in alternatives(recipe, ranks):

@@ -56,7 +56,7 @@ class Usage:
     """On the device, in each phase of a step."""
     host: int
     parameters: tuple[int, int, int]
-    """That take part in matrix products, the trained ones among them, and all."""
+    """Those that take part in matrix products, the trained ones among them, and all."""
 
 
 def fake_step(recipe: Recipe, ranks: int, micro_batches: int) -> Usage:
@@ -81,7 +81,7 @@ def run_step(
     during: During,
     load: Load = from_disk,
 ) -> TrainingEngine:
-    """What a rank does in one step of full micro-batches, within `during`; returns what was trained."""
+    """Run one step of full micro-batches on a rank, within `during`; returns the trained engine."""
     if isinstance(recipe.algorithm, OnlineSection):
         return _online_step(recipe, device, world, micro_batches, during, load)
     engine, task = build_task(recipe, device=device, world=world, load=load)
@@ -105,8 +105,8 @@ def _online_step(
     sharing = recipe.rollout.n > 1 and all(shares_prompts(m.model.attention) for m in rank.models.all())
     full = trajectories(recipe, sharing)
     numbers = [range(i * len(full), (i + 1) * len(full)) for i in range(micro_batches)]
-    rank.minis = [[Micro(pack_trajectories(full, list(own), sharing)) for own in numbers]]
-    everything = [i for own in numbers for i in own]
+    rank.minis = [[Micro(pack_trajectories(full, list(batch), sharing)) for batch in numbers]]
+    everything = [i for batch in numbers for i in batch]
     rank.totals = [Totals(tokens=len(everything) * recipe.rollout.max_tokens, sequences=len(everything))]
     zeros = dict.fromkeys(everything, 0.0)
     per_trajectory = rank.estimation.estimator.per == "trajectory"

@@ -14,7 +14,7 @@ from isotrain.data.trajectory import Trajectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PrmSection, RmSection
 from isotrain.recipe.schema import Recipe
 
-# Tokens of a solution's step, of which only the last is judged.
+# Tokens of a solution's step; only the last has a label.
 STEP_TOKENS = 64
 
 
@@ -25,7 +25,7 @@ def step_samples(recipe: Recipe) -> tuple[int, int]:
 
 
 def sample_lengths(recipe: Recipe) -> list[int]:
-    """Of the samples of a full micro-batch: the longest ones, and one that fills the rest."""
+    """Lengths of the samples of a full micro-batch: the longest ones, and one that fills the rest."""
     budget, longest = recipe.data.tokens_per_micro_batch, recipe.data.max_length
     if isinstance(recipe.algorithm, (DpoSection, RmSection)):
         pairs = max(1, budget // (2 * longest))
@@ -70,18 +70,18 @@ def _marks(length: int, steps: bool) -> np.ndarray[tuple[int], np.dtype[np.bool_
 
 
 def trajectories(recipe: Recipe, shares_prompts: bool) -> list[Trajectory]:
-    """Of one full micro-batch: the longest prompts and responses."""
+    """One full micro-batch: the longest prompts and responses."""
     assert recipe.rollout is not None
     prompt, response = recipe.data.max_length, recipe.rollout.max_tokens
     budget, group = recipe.data.tokens_per_micro_batch, recipe.rollout.n
-    found: list[Trajectory] = []
+    batch: list[Trajectory] = []
     used = 0
     while True:
-        fresh = not shares_prompts or len(found) % group == 0
+        fresh = not shares_prompts or len(batch) % group == 0
         used += response + (prompt if fresh else 0)
-        if used > budget and found:
-            return found
-        found.append(_trajectory(len(found), prompt, response, group))
+        if used > budget and batch:
+            return batch
+        batch.append(_trajectory(len(batch), prompt, response, group))
 
 
 def _trajectory(number: int, prompt: int, response: int, group: int) -> Trajectory:

@@ -45,7 +45,7 @@ def test_names_of_the_machine_are_taken_out(tmp_path: Path) -> None:
     assert clean == "WORK/tiny ~/models HOST: ADDRESS:6379 127.0.0.1:80"
 
 
-def test_what_explains_an_error_stays(tmp_path: Path) -> None:
+def test_keeps_what_explains_an_error(tmp_path: Path) -> None:
     text = "max_tokens: 24, loss=0.12345678, torch 2.13.0.1, tokens_per_micro_batch=8192000"
     clean = Redactor(tmp_path)(text)
     assert "loss=0.12345678" in clean and "torch 2.13.0.1" in clean
@@ -82,7 +82,7 @@ def test_names_in_paths_are_taken_out(tmp_path: Path) -> None:
     assert RecordedMachine(tmp_path / folders.MACHINE).read("~/toolkit/version.cfg") == "in ~"
 
 
-def test_a_home_that_is_the_root_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_the_root_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/")
     assert Redactor(tmp_path)("a/b at 10.0.0.25. And fe80:0:0:1:2:3:4:5.") == "a/b at ADDRESS. And ADDRESS."
 
@@ -107,7 +107,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{}", "[1]", '{"verdicts": [{"stage": 1}]}', "[" * 5000, '{"isotrain": "1' + "0" * 300000]
 )
-def test_a_hostile_folder(tmp_path: Path, content: str) -> None:
+def test_refuses_a_hostile_folder(tmp_path: Path, content: str) -> None:
     (tmp_path / folders.RESULTS).write_text(content)
     with pytest.raises(DataError, match="not the folder of a self-test"):
         read(tmp_path)

@@ -15,7 +15,7 @@ from ray_machines import two_machines
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_self_test_on_two_machines(tmp_path: Path) -> None:
+def test_the_stage_of_two_machines_passes_on_two(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     with two_machines(object_store_memory=200 << 20) as machines:
         setting = SelfTestSetting(
