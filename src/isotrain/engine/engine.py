@@ -32,6 +32,8 @@ class InferenceModel:
         self.parameters = dict(model.named_parameters())
         self.on_host: dict[int, torch.UntypedStorage] | None = None
         """Host copies while the model is offloaded, by `id` of the tensor whose memory they are."""
+        self.host_copies: dict[int, torch.UntypedStorage] = {}
+        """Buffers in host memory that `offload` uses again."""
 
     def forward(self, batch: PackedBatch, objective: Callable[[Any], Result]) -> Result:
         """The objective applied to the model's head (`TokenHead` or `ScalarHead`) over one micro-batch."""
