@@ -189,6 +189,15 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         assert NPU.rank_environment(ranks)["OMP_NUM_THREADS"] == "1"
 
 
+def test_many_ranks_wait_longer_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HCCL_CONNECT_TIMEOUT"
+    monkeypatch.delenv(name, raising=False)
+    assert name not in NPU.rank_environment(8, 63)
+    assert NPU.rank_environment(8, 64)[name] == "1200"
+    monkeypatch.setenv(name, "300")
+    assert NPU.rank_environment(8, 64)[name] == "300"
+
+
 def test_processes_on_one_device_choose_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     host, own, first = "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE", "HCCL_IF_BASE_PORT"
     for name in (host, own, first):

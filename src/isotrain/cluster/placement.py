@@ -142,7 +142,7 @@ def rank_environments(
         neighbours = [number for other in slots if other.node == slot.node for number in other.devices]
         environments.append(
             {
-                **device.rank_environment(at_work[slot.node]),
+                **device.rank_environment(at_work[slot.node], len(slots)),
                 **repeatable,
                 **_visible(device, neighbours),
                 "RANK": str(rank),

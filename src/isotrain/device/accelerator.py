@@ -13,6 +13,9 @@ import torch
 
 from isotrain.device.base import FusedOperators, Memory
 
+# Ranks load models at different speeds, and the fastest waits for the slowest in the first collective.
+MANY_RANKS, MANY_RANKS_CONNECT_SECONDS = 64, "1200"
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -30,6 +33,8 @@ class Accelerator:
     """By whole words of the device's name; the longest match counts."""
     deterministic_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
     port_variables: Callable[[Mapping[str, str]], dict[str, str]] = lambda environment: {}
+    connect_timeout_variable: str = ""
+    """The environment variable that says how long its collectives wait for each other at the start."""
     prepare: Callable[[], None] = lambda: None
     """Run once the device is active, before the first operator."""
     flash_window: bool = True
@@ -67,10 +72,12 @@ class Accelerator:
     def name(self) -> str:
         return str(self.module.get_device_name())
 
-    def rank_environment(self, local_ranks: int) -> dict[str, str]:
+    def rank_environment(self, local_ranks: int, ranks: int = 1) -> dict[str, str]:
         # Host threads only feed the device: one per rank unless the user says otherwise.
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
-        return threads | self.port_variables(os.environ)
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
+        if (name := self.connect_timeout_variable) and ranks >= MANY_RANKS:
+            variables[name] = os.environ.get(name) or MANY_RANKS_CONNECT_SECONDS
+        return variables | self.port_variables(os.environ)
 
     def activate(self, local_rank: int) -> torch.device:
         device = torch.device(self.type, local_rank)

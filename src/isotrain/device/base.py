@@ -113,8 +113,8 @@ class Device(Protocol):
     def name(self) -> str:
         """The model name of the device, for people."""
 
-    def rank_environment(self, local_ranks: int) -> dict[str, str]:
-        """Variables that a rank needs before its first operator runs."""
+    def rank_environment(self, local_ranks: int, ranks: int = 1) -> dict[str, str]:
+        """Variables that a rank needs before its first operator runs; `ranks` are those of all machines."""
 
     def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Variables that make results repeatable, given what else is set. The first operator reads them."""

@@ -46,7 +46,7 @@ class Cpu:
         match = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
         return match.group(1) if match else "cpu"
 
-    def rank_environment(self, local_ranks: int) -> dict[str, str]:
+    def rank_environment(self, local_ranks: int, ranks: int = 1) -> dict[str, str]:
         # Ranks that each use every core fight for them; a fixed share also fixes the order of sums.
         share = max(1, self.count() // local_ranks)
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share)}

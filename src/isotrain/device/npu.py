@@ -162,6 +162,7 @@ NPU = Accelerator(
     collectives="cpu:gloo,npu:hccl",
     rebuild_shared="torch_npu.multiprocessing.reductions:rebuild_npu_tensor",
     interface_variable="HCCL_SOCKET_IFNAME",
+    connect_timeout_variable="HCCL_CONNECT_TIMEOUT",
     visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES",
     ray_resource="NPU",
     numerics_variables=(

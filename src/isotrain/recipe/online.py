@@ -487,4 +487,4 @@ class ClusterSection(Section):
     offload: bool = True
     """Move idle models to host memory, on devices with memory of their own."""
     start_timeout: float = Field(default=600.0, gt=0)
-    """Timeout for devices and engines at the start, in seconds."""
+    """Timeout for devices and engines at the start, in seconds; a second more for each 100 MB of models."""

@@ -67,7 +67,7 @@ def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) ->
             f"lower device.ranks or check {device.visible_devices_variable}"
         )
     if joins or ranks == 1:
-        os.environ.update(device.rank_environment(ranks))
+        os.environ.update(device.rank_environment(ranks, int(os.environ.get("WORLD_SIZE", ranks))))
         os.environ.update(profile(device, recipe.device.determinism, os.environ).variables)
         train_supervised(recipe, source, preemption)
         return
@@ -76,7 +76,7 @@ def launch(recipe: Recipe, source: str, preemption: Preemption | None = None) ->
         write_resolved(recipe, job / RECIPE_FILE)
         (job / SOURCE_FILE).write_text(source)
         variables = {
-            **device.rank_environment(ranks),
+            **device.rank_environment(ranks, ranks),
             **profile(device, recipe.device.determinism, os.environ, starts=True).variables,
             LAUNCHER_VARIABLE: str(os.getpid()),
         }

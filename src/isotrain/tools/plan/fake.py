@@ -135,7 +135,7 @@ class FakeDevice:
     def name(self) -> str:
         return TYPE
 
-    def rank_environment(self, local_ranks: int) -> dict[str, str]:
+    def rank_environment(self, local_ranks: int, ranks: int = 1) -> dict[str, str]:
         return {}
 
     def deterministic_variables(self, environment: Mapping[str, str]) -> dict[str, str]:

@@ -51,8 +51,8 @@ def frozen_models(recipe: Recipe) -> list[str]:
     return (["model"] if read_again else []) + [f"reward.{name}" for name in recipe.reward.reward_models]
 
 
-def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, str]:
-    """Digests of all models of a step by their sections; only of these `sections`, if given."""
+def model_directories(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, Path]:
+    """All models of a step by their sections; only of these `sections`, if given."""
     assert recipe.reward is not None
     model, process = recipe.reward.model, recipe.reward.process
     critic = recipe.algorithm.critic.path if isinstance(recipe.algorithm, PpoSection) else None
@@ -63,10 +63,14 @@ def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> di
         "reward.process": process.path if process else None,
     }
     return {
-        name: model_digest(model_directory(path, digest_field(name)))
+        name: model_directory(path, digest_field(name))
         for name, path in paths.items()
         if path and (sections is None or name in sections)
     }
+
+
+def model_digests(recipe: Recipe, sections: Collection[str] | None = None) -> dict[str, str]:
+    return {name: model_digest(path) for name, path in model_directories(recipe, sections).items()}
 
 
 def function_digests(recipe: Recipe, files: UserFiles) -> dict[str, str]:

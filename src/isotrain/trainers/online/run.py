@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from isotrain.cluster.workers import WorkerGroup
@@ -25,6 +25,7 @@ from isotrain.trainers.online.recording import (
     frozen_models,
     function_digests,
     model_digests,
+    model_directories,
     write_description,
 )
 from isotrain.trainers.online.worker_groups import assemble
@@ -39,6 +40,9 @@ from isotrain.trainers.start import (
     write_start,
 )
 
+# Bytes per second that a machine reads, of each model, from a file system that many share.
+SLOWEST_READ = 1e8
+
 
 def train_online(recipe: Recipe, source: str, preemption: Preemption | None = None) -> None:
     """Train a recipe; `source` is its text as the user wrote it."""
@@ -48,6 +52,7 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
     with open_run(recipe, devices_of(recipe, cluster)) as console:
         for warning in check_online(recipe):
             console.message(f"warning: {warning}")
+        cluster = with_time_to_load(cluster, model_directories(recipe).values())
         stores = open_prompts(recipe, console.message)
         digests = {name: store.digest for name, store in stores.items()}
         steps = total_steps(recipe, len(stores[TRAIN]))
@@ -107,6 +112,12 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
                 console.message("  no checkpoint before the last step: remove or lower trainer.save_every")
             trainer.job.train(trainer, recipe, resumed.step)
         trainer.job.close(recipe.name)
+
+
+def with_time_to_load(cluster: ClusterSection, models: Iterable[Path]) -> ClusterSection:
+    """`start_timeout`, and the time to read the models: 141 GB from a shared file system take a while."""
+    size = sum(file.stat().st_size for model in set(models) for file in model.glob("*.safetensors"))
+    return cluster.model_copy(update={"start_timeout": cluster.start_timeout + size / SLOWEST_READ})
 
 
 def _check_shared(ranks: WorkerGroup[PolicyRank], output: Path) -> None:
