@@ -16,7 +16,7 @@ from isotrain.observe.console import Console
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers import launch
-from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.job import Recorder
 
 Metrics = Callable[[Mapping[str, float]], dict[str, float]]
 

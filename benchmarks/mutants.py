@@ -44,7 +44,7 @@ import bench
 import pytest
 from _pytest.runner import runtestprotocol
 
-from isotrain.lifetime import die_with_parent
+from isotrain.children import die_with_parent
 
 FAST = "not slow and not heavy and not ray and not vllm and not ranks"
 COMPARED = {

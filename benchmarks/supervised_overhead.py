@@ -93,8 +93,7 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
     from isotrain.observe.run_directory import RunDirectory
     from isotrain.recipe.schema import ModelSection, OptimizerSection
     from isotrain.trainers.job import Job, RankCheckpoints, SaveSchedule
-    from isotrain.trainers.supervised import SupervisedTrainer
-    from isotrain.trainers.tasks.base import SftTask
+    from isotrain.trainers.supervised import SftTask, SupervisedTrainer
 
     tokens = BATCH * LENGTH
     model = ModelSection(

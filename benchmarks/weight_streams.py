@@ -67,7 +67,7 @@ def receive(device: str) -> None:
     """The engine's process: takes tensor after tensor and keeps none."""
     import torch
 
-    from isotrain.weights.load import open_incoming
+    from isotrain.weights.transport import open_incoming
     from isotrain.weights.update import WeightUpdate
 
     update = WeightUpdate.from_json(json.loads(sys.stdin.readline()))

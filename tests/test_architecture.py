@@ -39,13 +39,11 @@ TOOLS: dict[str, set[str]] = {
 # The one object of a tool that training uses, by its name and only where a recipe asks for it.
 NAMED_TOOL = ("recipe/schema.py", "isotrain.tools.probes:make_probes")
 OPEN_TO_ALL = {
-    "abandoned",
+    "children",
     "errors",
     "files",
     "hidden_modules",
     "language",
-    "lifetime",
-    "own_python",
     "plugins",
     "terminal",
     "user_file",

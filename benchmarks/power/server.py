@@ -141,7 +141,7 @@ def _fork(request: dict[str, Any], rank: int, ranks: int) -> int:
 
 
 def _work(request: dict[str, Any]) -> None:
-    from isotrain.lifetime import die_with_parent
+    from isotrain.children import die_with_parent
 
     die_with_parent()
     if request["task"] == "sampler":

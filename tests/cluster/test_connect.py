@@ -20,7 +20,7 @@ import ray
 from plain_workers import Clerk
 
 import isotrain
-from isotrain.abandoned import make_held, remove_abandoned
+from isotrain.children import make_held, remove_abandoned
 from isotrain.cluster import connect, private
 from isotrain.cluster.connect import (
     ClusterReply,

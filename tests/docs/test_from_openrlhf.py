@@ -10,8 +10,7 @@ import pytest
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.process.pool import Pool
 from isotrain.rewards.base import RewardInput
-from isotrain.rewards.calls import REWARD_CALLS
-from isotrain.rewards.function import read_source
+from isotrain.rewards.function import REWARD_CALLS, read_source
 from isotrain.tools.imports.convert import convert
 from isotrain.tools.imports.keys import openrlhf_ppo
 from isotrain.tools.imports.openrlhf import ESTIMATORS

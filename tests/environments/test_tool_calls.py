@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from templates import tokenizer_with
 
-from isotrain.environments.tool_calls import Parsed, ToolCall, hermes, parser_name
+from isotrain.environments.tool_calls import Parsed, ToolCall, hermes, parser_name, vllm_parser
 from isotrain.errors import DataError, RolloutError
 
 GOOD = [
@@ -33,14 +32,10 @@ BAD = [
 @pytest.mark.parametrize("text", GOOD + BAD)
 def test_hermes_as_vllm_reads_it(tiny: Path, text: str) -> None:
     pytest.importorskip("vllm")
-    from isotrain.rollout.vllm_tools import tool_calls
-
-    calls, tried, _ = tool_calls("hermes", tokenizer_with(tiny / "model", "chatml"), [])(text)
-    found = hermes(text)
-    assert [(call.name, dict(call.arguments)) for call in found.calls] == [
-        (name, json.loads(arguments)) for name, arguments in calls
-    ]
-    assert bool(found.malformed) == (tried and not calls) == (text in BAD)
+    expected = vllm_parser("hermes", tokenizer_with(tiny / "model", "chatml"), [])(text)
+    parsed = hermes(text)
+    assert parsed.calls == expected.calls
+    assert bool(parsed.malformed) == bool(expected.malformed) == (text in BAD)
 
 
 def test_calls_and_what_is_wrong_with_them() -> None:
@@ -61,7 +56,5 @@ def test_the_parser_of_a_template() -> None:
 
 def test_a_parser_that_vllm_does_not_have(tiny: Path) -> None:
     pytest.importorskip("vllm")
-    from isotrain.rollout.vllm_tools import tool_calls
-
     with pytest.raises(RolloutError, match="no tool parser 'nonsense'"):
-        tool_calls("nonsense", None, [])
+        vllm_parser("nonsense", None, [])

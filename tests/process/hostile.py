@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isotrain.process.bubblewrap import Bubblewrap
-from isotrain.process.sandbox import MIB, Limits, ProgramOutcome
+from isotrain.process.supervise import MIB, Limits, ProgramOutcome
 
 # Programs bound themselves a little above these limits: a broken sandbox must fail a test, not the machine.
 LIMITS = Limits(seconds=4.0, memory=512 * MIB, output=MIB, disk=8 * MIB)

@@ -15,7 +15,8 @@ from isotrain.errors import SandboxError
 from isotrain.process import fusion
 from isotrain.process.bubblewrap import Bubblewrap
 from isotrain.process.fusion import SandboxFusion
-from isotrain.process.sandbox import MIB, Limits, build_sandbox
+from isotrain.process.sandbox import Limits, build_sandbox
+from isotrain.process.supervise import MIB
 from sandboxes import FusionServer, bubblewrap, fusion_server
 
 LIMITS = Limits(seconds=3.0, memory=256 * MIB, output=10_000)

@@ -18,8 +18,7 @@ from children import FUNCTIONS, alive, group_of, wait_for, write_functions
 from isotrain.errors import RewardError
 from isotrain.process.pool import Pool
 from isotrain.rewards.base import RewardInput, Scored
-from isotrain.rewards.calls import REWARD_CALLS
-from isotrain.rewards.function import read_source
+from isotrain.rewards.function import REWARD_CALLS, read_source
 
 pytestmark = pytest.mark.heavy
 
@@ -334,7 +333,7 @@ import sys, time
 from isotrain.process.pool import Pool
 from isotrain.rewards.base import RewardInput
 from isotrain.rewards.function import read_source
-from isotrain.rewards.calls import REWARD_CALLS
+from isotrain.rewards.function import REWARD_CALLS
 
 setup = {"kind": "function", "path": sys.argv[1], "source": read_source(sys.argv[1])}
 pool = Pool(REWARD_CALLS, setup, name="x", timeout=1000.0, processes=len(sys.argv) - 2)

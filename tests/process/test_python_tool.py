@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from isotrain.errors import SandboxError
-from isotrain.process.sandbox import MIB, Limits, PythonTool
+from isotrain.process.sandbox import Limits, PythonTool
+from isotrain.process.supervise import MIB
 from sandboxes import bubblewrap, fusion_server
 
 LIMITS = Limits(seconds=3.0, memory=256 * MIB, output=100_000)

@@ -16,7 +16,7 @@ from hostile import BOUND, LIMITS, run, running, wait_until
 
 from isotrain.errors import SandboxError
 from isotrain.process.bubblewrap import Bubblewrap
-from isotrain.process.sandbox import MIB
+from isotrain.process.supervise import MIB
 from sandboxes import bubblewrap
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from isotrain.rewards.code import is_ready, last_block, make_job, read_results
-from isotrain.rewards.code_tests import (
+from isotrain.rewards.code import (
     CallTest,
     CodeTests,
     SourceTest,
     StdinTest,
+    is_ready,
+    last_block,
+    make_job,
     passed_calls,
+    read_results,
     read_tests,
     same_output,
     same_value,

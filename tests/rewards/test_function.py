@@ -14,8 +14,7 @@ import torch
 from children import write_functions
 from isotrain.process.pool import Pool
 from isotrain.rewards.base import RewardInput
-from isotrain.rewards.calls import REWARD_CALLS
-from isotrain.rewards.function import read_result, read_source
+from isotrain.rewards.function import REWARD_CALLS, read_result, read_source
 
 
 def run(path: str, items: list[RewardInput]) -> list[tuple[float, dict[str, float], str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isotrain.rewards.gsm8k import find_answer, gsm8k_score, right_answer
+from isotrain.rewards.mathematics import find_answer, gsm8k_score, right_answer
 
 
 @pytest.mark.parametrize(

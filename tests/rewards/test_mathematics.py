@@ -13,7 +13,7 @@ import pytest
 from isotrain.process.pool import Pool
 from isotrain.rewards.base import RewardInput, Scored
 from isotrain.rewards.build import MATH_MEMORY
-from isotrain.rewards.calls import REWARD_CALLS
+from isotrain.rewards.function import REWARD_CALLS
 
 RIGHT: list[tuple[str, object]] = [
     ("The answer is \\boxed{\\frac{1}{2}}.", "0.5"),

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from isotrain.errors import RolloutError
-from isotrain.rollout.listener import listens
-from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port
+from isotrain.rollout.local_server import HOST, Exchange, LocalServer, NoReply, free_port, listens
 
 
 def test_nobody_ourselves_and_another(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from isotrain.engine.checkpoint.layout import FINISHING, MARKER, how_to_go_on, steps_in
 from isotrain.observe.console import LineConsole
-from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.job import Recorder
 from support import command, tiny_recipe, write_recipe
 
 pytestmark = pytest.mark.heavy

@@ -9,8 +9,7 @@ import pytest
 
 from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.trainers.job import LARGEST_SHARE, MINUTES, Job, SaveSchedule
-from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.job import LARGEST_SHARE, MINUTES, Job, Recorder, SaveSchedule
 
 
 class Clock:

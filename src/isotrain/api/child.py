@@ -18,12 +18,11 @@ import tempfile
 from pathlib import Path
 
 from isotrain import errors
+from isotrain.children import die_with_parent, module_command
 from isotrain.engine.checkpoint.layout import how_to_go_on
 from isotrain.errors import IsotrainError, LaunchError, PreemptedError
 from isotrain.language import said, tr
-from isotrain.lifetime import die_with_parent
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.own_python import module_command
 from isotrain.recipe.load import load_resolved, write_resolved
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe

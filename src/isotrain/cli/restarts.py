@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from isotrain.children import die_with_parent
 from isotrain.engine.checkpoint.layout import newest_complete
 from isotrain.errors import RETRYABLE, RecipeError
-from isotrain.lifetime import die_with_parent
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.preemption import PREEMPTED
 

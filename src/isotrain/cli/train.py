@@ -11,12 +11,12 @@ import typer
 from typer import Option
 
 from isotrain import api
+from isotrain.children import module_command
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.cli.restarts import check_restarts, supervise
 from isotrain.errors import RETRYABLE, IsotrainError, may_pass
 from isotrain.language import chosen
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.own_python import module_command
 from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection, OnlineSection

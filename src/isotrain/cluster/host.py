@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
+from isotrain.children import die_with_parent
 from isotrain.errors import ClusterError, IsotrainError, may_pass
-from isotrain.lifetime import die_with_parent
 
 
 @dataclass(frozen=True)

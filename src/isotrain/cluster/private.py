@@ -18,7 +18,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from isotrain.abandoned import make_held, remove_abandoned
+from isotrain.children import make_held, remove_abandoned
 from isotrain.errors import RETRYABLE, ClusterError, WorkerLost
 
 GIB = 2**30

@@ -26,13 +26,12 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from isotrain.children import die_with_parent, module_command
 from isotrain.data.encode import Encoder, PromptEncoder
 from isotrain.data.preference import PreferenceEncoder
 from isotrain.data.rows import Row, count_rows, read_rows, source_digest
 from isotrain.data.store import META, OFFSETS, Codec, SampleStore, store_key
 from isotrain.errors import DataError
-from isotrain.lifetime import die_with_parent
-from isotrain.own_python import module_command
 
 CHUNK_ROWS = 1024
 _SUM = 32  # bytes of a SHA-256

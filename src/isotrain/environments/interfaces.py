@@ -44,18 +44,12 @@ def load(
     path: str = "",
     source: str = "",
     command: Sequence[str] | None = None,
-    verifiers: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Factory, dict[str, Any]]:
     """Load `rollout.environment` or `rollout.agent`, in the process that forks one for each episode."""
     if section == "environment":
         return load_environment(path, source)
     if command:
         return (lambda: _Program(command)), AGENT
-    if verifiers:
-        from isotrain.environments.verifiers_environments import load_rollouts  # which imports this module
-
-        return load_rollouts(verifiers, arguments or {})
     return load_function(path, source)
 
 

@@ -88,8 +88,12 @@ class EnvironmentProcesses:
         passed: Collection[str] = (),
         python: str | None = None,
     ) -> None:
-        """`loaded`: the arguments of `interfaces.load`; `memory`, `passed` and `python`: see `Child`."""
+        """`loaded`: the arguments of `interfaces.load`, or an environment of `verifiers` and its arguments;
+        `memory`, `passed` and `python`: see `Child`."""
         self._setup = {"load": "isotrain.environments.interfaces:load", "arguments": loaded, "serve": "forks"}
+        if name := loaded.get("verifiers"):
+            self._setup["load"] = "isotrain.environments.verifiers_environments:load_rollouts"
+            self._setup["arguments"] = {"name": name, "arguments": loaded["arguments"] or {}}
         self._field = f"rollout.{loaded['section']}"
         self._time_limit, self._start_timeout = time_limit, start_timeout
         self._memory, self._passed, self._python = memory, passed, python

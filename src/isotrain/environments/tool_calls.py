@@ -1,15 +1,15 @@
-"""Tool calls in what the policy wrote."""
+"""Tool calls in the policy's words, read as Hermes writes them or by one of vLLM's parsers."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isotrain.errors import DataError
+from isotrain.errors import DataError, RolloutError
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,43 @@ def hermes(text: str) -> Parsed:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             return Parsed(malformed=f"invalid tool call: {what}")
     return Parsed(tuple(calls), spoken=text.partition(_OPENING)[0])
+
+
+def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parser:
+    """A parser of vLLM, which has them for most families of models."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise RolloutError(
+            f"tool_parser: '{name}' is a parser of vLLM, which cannot be imported "
+            f"({error}); install it, or use a model whose calls are written as Hermes does"
+        ) from error
+    try:
+        parser_class = ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        raise RolloutError(f"tool_parser: vLLM has no tool parser '{name}'") from None
+    try:
+        request = ChatCompletionRequest(
+            messages=[], model="policy", tools=[dict(tool) for tool in tools] or None
+        )
+    except ValueError as error:  # such as tools that are no functions
+        raise DataError(f"the tool parser {name} does not take these tools: {error}") from error
+
+    def parse(text: str) -> Parsed:
+        try:
+            parser = parser_class(tokenizer, list(request.tools or ()))
+            extracted = parser.extract_tool_calls(text, request)
+            opening = str(getattr(parser, "tool_call_start_token", "") or getattr(parser, "bot_token", ""))
+            calls = tuple(
+                as_call(call.function.name, call.function.arguments) for call in extracted.tool_calls
+            )
+            tried = opening and opening in text and not calls
+            return Parsed(calls, "invalid tool call" if tried else "", extracted.content or "")
+        except Exception as error:  # vLLM's parsers raise errors of any kind for what they cannot read
+            return Parsed(malformed=f"invalid tool call: {error}")
+
+    return parse
 
 
 def as_call(name: Any, arguments: Any) -> ToolCall:

@@ -17,9 +17,8 @@ from pathlib import Path
 from threading import Event
 
 from isotrain.errors import SandboxError
-from isotrain.process.sandbox import Limits, ProgramOutcome
 from isotrain.process.seccomp import MACHINES, seccomp_filter
-from isotrain.process.supervise import supervise
+from isotrain.process.supervise import Limits, ProgramOutcome, supervise
 
 INSTALL = "install bubblewrap 0.8 or newer (apt-get install bubblewrap, or dnf install bubblewrap)"
 NAMESPACES = (

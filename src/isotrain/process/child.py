@@ -19,8 +19,8 @@ import uuid
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from isotrain.children import module_arguments
 from isotrain.device.variables import child_environment
-from isotrain.own_python import module_arguments
 
 Message = dict[str, Any]
 LONGEST_REPLY = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from isotrain.errors import SandboxError, one_line
-from isotrain.process.sandbox import MIB, Limits, ProgramOutcome, ended_by_memory
+from isotrain.process.supervise import MIB, Limits, ProgramOutcome, ended_by_memory
 
 ATTEMPTS = 3
 # Seconds before the second attempt; twice as many before the third.

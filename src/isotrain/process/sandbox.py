@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
+
+from isotrain.process.bubblewrap import Bubblewrap
+from isotrain.process.fusion import SandboxFusion
+from isotrain.process.supervise import Limits as Limits  # part of the documented interface of the tool
+from isotrain.process.supervise import ProgramOutcome
 
 BUBBLEWRAP = "bubblewrap"
 LONGEST = 4000
 """Characters of a reply of `PythonTool`, by default."""
-
-Ending = Literal["exit", "time", "memory", "output"]
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one program with everything that it starts."""
-
-    seconds: float = 10.0
-    """Wall-clock time, including the start of the sandbox."""
-    memory: int = 1 << 30
-    """Bytes: of address space for each process, and of memory for all of them together."""
-    processes: int = 16
-    """Processes and threads."""
-    output: int = MIB
-    """Bytes on stdout, and as many on stderr."""
-    disk: int = 64 * MIB
-    """Bytes in all files in /tmp together."""
-    open_files: int = 64
-    """Descriptors of one process."""
-
-
-@dataclass(frozen=True)
-class ProgramOutcome:
-    ended: Ending
-    """`exit`: by itself; otherwise the limit at which it was killed, or `memory` after a MemoryError."""
-    exit_code: int | None
-    """128 + n after signal n; None where it was killed for a limit."""
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def succeeded(self) -> bool:
-        return self.ended == "exit" and self.exit_code == 0
 
 
 class Sandbox(Protocol):
@@ -59,17 +27,8 @@ class Sandbox(Protocol):
         """End all programs that still run, and refuse further ones."""
 
 
-def ended_by_memory(exit_code: int | None, stderr: str) -> bool:
-    """Whether Python was refused memory and did not handle it: the kernel itself says nothing."""
-    return bool(exit_code) and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
-
-
 def build_sandbox(where: str, limits: Limits, python: str | None = None) -> Sandbox:
     """`where`: `bubblewrap`, or the address of a SandboxFusion server, which has a Python of its own."""
-    # Here, because both import this module.
-    from isotrain.process.bubblewrap import Bubblewrap
-    from isotrain.process.fusion import SandboxFusion
-
     return Bubblewrap(limits, python) if where == BUBBLEWRAP else SandboxFusion(where, limits)
 
 

@@ -1,4 +1,4 @@
-"""One bubblewrap process: its output read, its limits kept, and everything that it started ended."""
+"""Limits and outcome of a program; bubblewrap watched: output read, limits kept, everything ended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,48 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 
 from isotrain.errors import SandboxError
-from isotrain.process.sandbox import Ending, Limits, ProgramOutcome, ended_by_memory
+
+Ending = Literal["exit", "time", "memory", "output"]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program with everything that it starts."""
+
+    seconds: float = 10.0
+    """Wall-clock time, including the start of the sandbox."""
+    memory: int = 1 << 30
+    """Bytes: of address space for each process, and of memory for all of them together."""
+    processes: int = 16
+    """Processes and threads."""
+    output: int = MIB
+    """Bytes on stdout, and as many on stderr."""
+    disk: int = 64 * MIB
+    """Bytes in all files in /tmp together."""
+    open_files: int = 64
+    """Descriptors of one process."""
+
+
+@dataclass(frozen=True)
+class ProgramOutcome:
+    ended: Ending
+    """`exit`: by itself; otherwise the limit at which it was killed, or `memory` after a MemoryError."""
+    exit_code: int | None
+    """128 + n after signal n; None where it was killed for a limit."""
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        return self.ended == "exit" and self.exit_code == 0
+
 
 # How often memory is measured and `closing` is looked at. Most programs end before the first time.
 INTERVAL = 0.1
@@ -24,6 +61,11 @@ PATIENCE = 10.0
 _CHUNK = 1 << 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
+
+
+def ended_by_memory(exit_code: int | None, stderr: str) -> bool:
+    """Whether Python was refused memory and did not handle it: the kernel itself says nothing."""
+    return bool(exit_code) and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
 
 
 def supervise(

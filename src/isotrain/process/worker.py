@@ -31,8 +31,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, TextIO
 
+from isotrain.children import die_with_parent
 from isotrain.errors import IsotrainError, one_line
-from isotrain.lifetime import die_with_parent
 from isotrain.user_file import where
 
 Message = dict[str, Any]

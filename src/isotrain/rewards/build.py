@@ -13,10 +13,9 @@ from isotrain.process.pool import Pool
 from isotrain.process.sandbox import Limits, Sandbox, build_sandbox
 from isotrain.recipe.online import CodeSection, FunctionSection, RewardPluginSection, RewardSection
 from isotrain.rewards.base import LARGEST_SCORE, RewardInput, Scored, Scorer
-from isotrain.rewards.calls import REWARD_CALLS
 from isotrain.rewards.code import CodeReward
-from isotrain.rewards.function import read_source
-from isotrain.rewards.gsm8k import gsm8k_score, right_answer
+from isotrain.rewards.function import REWARD_CALLS, read_source
+from isotrain.rewards.mathematics import gsm8k_score, right_answer
 
 # sympy's powers and factorials can ask for any amount of memory; a wrong response must not take the
 # machine's.

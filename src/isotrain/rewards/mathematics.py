@@ -1,4 +1,7 @@
-"""Final answers compared as mathematics by math-verify; meant for a child process with a time limit."""
+"""Final answers compared with the reference: as text by GSM8K's rules, or as mathematics by math-verify.
+
+`load_math` is meant for a child process with a time limit; GSM8K's rules are verl's, so that scores agree.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,44 @@ import re
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from isotrain.errors import RewardError
+
+# Only the end is read: it bounds the work, and an answer answered early and then doubted does not count.
+GSM8K_TAIL = 300
+_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_GSM8K_NUMBER = re.compile(r"-?[0-9.,]+")
+# What `find_answer` can give; a strict answer has lost its commas.
+_COMPARABLE = {"strict": re.compile(r"-?[0-9.]+"), "flexible": _GSM8K_NUMBER}
+
+
+def find_answer(response: str, method: Literal["strict", "flexible"]) -> str | None:
+    """The last answer in the text, or None; `strict` takes only what follows `#### `."""
+    tail = response[-GSM8K_TAIL:]
+    if method == "strict":
+        marked = _GSM8K_ANSWER.findall(tail)
+        return marked[-1].replace(",", "").replace("$", "") if marked else None
+    numbers = _GSM8K_NUMBER.findall(tail)
+    # A lone full stop is the end of a sentence. Where there is nothing else, it counts as a wrong answer.
+    return next((number for number in reversed(numbers) if number != "."), numbers[0] if numbers else None)
+
+
+def right_answer(value: Any, method: Literal["strict", "flexible"]) -> str | None:
+    """A row's reference answer as text, or None if no answer that is found could ever equal it."""
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return text if _COMPARABLE[method].fullmatch(text) else None
+
+
+def gsm8k_score(
+    response: str, answer: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
+) -> float:
+    """1 for the right answer, `format_score` for another one, 0 for none."""
+    answered = find_answer(response, method)
+    if answered is None:
+        return 0.0
+    return 1.0 if answered == answer else format_score
+
 
 TAIL = 4096
 """Characters of a response that are read, from its end."""

@@ -31,7 +31,7 @@ from isotrain.rollout.base import (
     stop_tokens,
     trajectory_of,
 )
-from isotrain.weights.load import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.transport import check_written, erase, open_incoming, rehearse_incoming, unwritten
 from isotrain.weights.update import WeightUpdate
 
 

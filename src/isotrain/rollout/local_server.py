@@ -1,7 +1,8 @@
-"""A server program as a child process of this one, which it does not outlive, asked in JSON."""
+"""A server program as a child process of this one, asked in JSON on a port that is known to be its own."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,13 +10,53 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isotrain.errors import RolloutError
 from isotrain.process.child import kill_group
-from isotrain.rollout.listener import listens
+
+_LISTENING = "0A"
+
+
+def listens(port: int, group: int) -> bool | None:
+    """Whether a process of this group listens on the port; None while nobody does.
+
+    Loopback is open to every user of the host: one of them may have taken a port that was free a moment ago.
+    """
+    sockets = set(_listening_sockets(port))
+    if not sockets:
+        return None
+    return any(sockets & _sockets(pid) for pid in _members(group))
+
+
+def _listening_sockets(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError):  # of a kernel without IPv6
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                    yield f"socket:[{inode}]"
+
+
+def _members(group: int) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(int(entry.name)) == group:
+                    yield int(entry.name)
+
+
+def _sockets(pid: int) -> set[str]:
+    sockets = set()
+    # It may end meanwhile; one of another user cannot be looked into, and is not ours.
+    with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(descriptor))
+    return sockets
+
 
 # Runs in the interpreter of the server, which may not have this package. The kernel ends the server with the
 # thread that started it; one whose parent died before it could ask for that ends itself. Modules of the

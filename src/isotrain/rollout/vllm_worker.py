@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.digest import Contents
-from isotrain.weights.load import check_written, erase, open_incoming, rehearse_incoming, unwritten
+from isotrain.weights.transport import check_written, erase, open_incoming, rehearse_incoming, unwritten
 from isotrain.weights.update import WeightUpdate
 
 

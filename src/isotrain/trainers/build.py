@@ -41,13 +41,20 @@ from isotrain.observe.console import Console
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.preference import DpoSection, KtoSection, PreferenceSection, PrmSection, RmSection
 from isotrain.recipe.schema import DataSection, Recipe
-from isotrain.trainers.job import RankCheckpoints, build_job
+from isotrain.trainers.job import RankCheckpoints, Recorder, build_job
 from isotrain.trainers.preemption import Preemption
-from isotrain.trainers.recorder import Recorder
-from isotrain.trainers.supervised import SupervisedTrainer
-from isotrain.trainers.tasks.base import SftTask, Task
-from isotrain.trainers.tasks.preference import DpoWork, KtoWork, PreferenceTask, PrmWork, RmWork
-from isotrain.trainers.tasks.reference import Reference, beside, precomputed, without_adapters
+from isotrain.trainers.preference import (
+    DpoWork,
+    KtoWork,
+    PreferenceTask,
+    PrmWork,
+    Reference,
+    RmWork,
+    beside,
+    precomputed,
+    without_adapters,
+)
+from isotrain.trainers.supervised import SftTask, SupervisedTrainer, Task
 
 CACHE_VARIABLE = "ISOTRAIN_CACHE"
 TRAIN, VALIDATION = "train", "validation"

@@ -1,13 +1,19 @@
-"""The life of a run, the same for supervised and online runs: resume, validate, save, end early, finish."""
+"""The life of a run, the same for supervised and online runs: resume, validate, save, end early, finish.
+
+A `Recorder` has all outputs: metrics file, trackers, console; only one rank writes.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from isotrain.device.base import Device
+from isotrain.engine.checkpoint.layout import FINISHING, is_writing
 from isotrain.engine.checkpoint.reader import CheckpointReader
 from isotrain.engine.checkpoint.resume_point import LostCheckpoint, lost_checkpoint, resume_point
 from isotrain.engine.checkpoint.storage import open_storage
@@ -17,10 +23,87 @@ from isotrain.engine.state import generator_shards, host_generators, optimizer_u
 from isotrain.engine.world import World
 from isotrain.errors import CheckpointError, NonFiniteError
 from isotrain.models.weights import Shard
+from isotrain.observe.console import Console
+from isotrain.observe.loggers import Logger, open_loggers
+from isotrain.observe.metrics import MetricsLog, named_errors, read_metrics
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe, TrainerSection
 from isotrain.trainers.preemption import Preempted, Preemption
-from isotrain.trainers.recorder import Recorder, draw_plots, recording
+
+
+class Recorder:
+    """Only the progress at first; the rest joins once it is known which step the run goes on from."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.log: MetricsLog | None = None
+        self.checkpoints: Path | None = None
+        self.loggers: Sequence[Logger] = ()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self.log is not None:
+            self.log.append(step, values)
+        for logger in self.loggers:
+            logger.write(step, values)
+        self.console.update(step, values)
+
+    def sync(self) -> None:
+        """A checkpoint of a step must never be newer than the step's metrics on disk."""
+        if self.log is not None:
+            self.log.sync()
+
+    def interrupted(self) -> None:
+        """Say what the end of the run waits for."""
+        if self.checkpoints is not None and is_writing(self.checkpoints):
+            self.console.message(FINISHING)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+        for logger in self.loggers:
+            logger.close()
+
+
+@contextmanager
+def recording(
+    recorder: Recorder, recipe: Recipe, run: RunDirectory, done: int, is_main: bool = True
+) -> Iterator[None]:
+    """Metrics are cut back to the step that is resumed from, then go on."""
+    if is_main:
+        observe = recipe.observe
+        with named_errors(run.path):
+            run.keep_history(done)
+        recorder.log = MetricsLog.resume(run.metrics, done)
+        recorder.checkpoints = run.checkpoints
+        recorder.loggers = open_loggers(
+            observe.loggers,
+            run_directory=run.path,
+            project=observe.project,
+            name=recipe.name,
+            config=resolved(recipe),
+            warn=recorder.console.message,
+        )
+    try:
+        yield
+    except BaseException as error:
+        recorder.console.ended(error)
+        raise
+    else:
+        recorder.console.ended(None)
+    finally:
+        recorder.close()
+
+
+def draw_plots(run: RunDirectory, name: str, console: Console) -> None:
+    """Plot a finished run; a full disk costs the plots, not the run."""
+    from isotrain.observe.plots import plot_run  # with matplotlib, which only this process needs, and late
+
+    try:
+        plot_run(read_metrics(run.metrics), run.plots, name=name)
+    except OSError as error:
+        console.message(f"warning: no plots in {run.plots}: {error}")
+
 
 # A run without `trainer.save_every` loses at most this much when it dies.
 MINUTES = 10.0

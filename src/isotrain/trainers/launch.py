@@ -12,25 +12,25 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
+from isotrain.children import die_with_parent, module_arguments
 from isotrain.device.base import Device
 from isotrain.device.detect import choose_device
 from isotrain.device.determinism import make_deterministic, profile
 from isotrain.engine.world import STORE_VARIABLE, join_world
 from isotrain.errors import DeviceError, IsotrainError, LaunchError, RankLost, may_pass
-from isotrain.lifetime import die_with_parent
 from isotrain.models.load import model_directory
 from isotrain.observe.console import Console
 from isotrain.observe.journal import Journal
 from isotrain.observe.loggers import check_loggers
-from isotrain.own_python import module_arguments
 from isotrain.recipe.load import load_resolved, write_resolved
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.preference import PreferenceSection
 from isotrain.recipe.schema import Recipe
 from isotrain.terminal import guard
 from isotrain.trainers.build import build_trainer, cache, open_loaders, place_of_reference
+from isotrain.trainers.job import Recorder
 from isotrain.trainers.preemption import CLOSING_SECONDS, PREEMPTED, Preempted, Preemption, preemptible
-from isotrain.trainers.recorder import Recorder
+from isotrain.trainers.preference import precompute_reference
 from isotrain.trainers.start import (
     attach_probes,
     check_probe_in_run,
@@ -40,7 +40,6 @@ from isotrain.trainers.start import (
     record_start,
 )
 from isotrain.trainers.supervised import SupervisedTrainer
-from isotrain.trainers.tasks.reference import precompute_reference
 
 RECIPE_FILE = "recipe.json"
 SOURCE_FILE = "recipe.yaml"

@@ -1,20 +1,44 @@
-"""The supervised loop: draw, step, validate, record, save."""
+"""The supervised loop: draw, step, validate, record, save; and its tasks, fine-tuning as the simplest."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from isotrain.data.loader import BatchLoader, StepData
 from isotrain.device.base import Device
-from isotrain.engine.engine import TrainingEngine, UpdateResult
+from isotrain.engine.engine import Loss, TrainingEngine, UpdateResult
 from isotrain.engine.optimizer import Schedule
 from isotrain.errors import ZeroGradientError
 from isotrain.models.config import training_flops
 from isotrain.trainers.job import Job, RankCheckpoints
 from isotrain.trainers.preemption import Preempted
-from isotrain.trainers.tasks.base import Task
+
+Step = TypeVar("Step", contravariant=True)
+
+
+class Task(Protocol[Step]):
+    def update(self, data: Step, lr: float) -> UpdateResult:
+        """Learn from one step; `metrics` of the result are means over it."""
+
+    def evaluate(self, steps: Iterable[Step]) -> dict[str, float]:
+        """Loss and metrics over all given steps, without learning."""
+
+
+@dataclass(frozen=True)
+class SftTask:
+    engine: TrainingEngine
+    loss: Loss
+
+    def update(self, data: StepData, lr: float) -> UpdateResult:
+        return self.engine.step([batch.packed for batch in data.batches], self.loss, lr)
+
+    def evaluate(self, steps: Iterable[StepData]) -> dict[str, float]:
+        batches = ([batch.packed for batch in step.batches] for step in steps)
+        return {"loss": self.engine.evaluate(batches, self.loss)}
+
 
 # A first batch can be in balance by chance, as one of soft labels 0.5 is; ten in a row are not.
 MAX_ZERO_GRADIENTS = 10

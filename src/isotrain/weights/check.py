@@ -2,7 +2,7 @@
 
 It finds weights that are whole but wrong: an update that was skipped, exchanged tensors, a model that both
 sides understand differently. Tensors that an update leaves out are found before, in the engine
-(`load.py`): one small update moves log-probs by far less than rounding.
+(`transport.py`): one small update moves log-probs by far less than rounding.
 
 T: tokens of all prompts, each from its second on.
 """

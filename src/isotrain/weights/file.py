@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isotrain import abandoned
+from isotrain import children
 from isotrain.errors import WeightUpdateError
 from isotrain.weights.devices import BroadcastTransport
 from isotrain.weights.digest import HOST, TYPE_NAMES, TYPES, Contents, Digest, Weight, checksum
@@ -277,7 +277,7 @@ def private_directory() -> Path:
     root = Path("/dev/shm")
     root = root if os.access(root, os.W_OK) else Path(tempfile.gettempdir())
     remove_abandoned(root)
-    path = abandoned.make_held(root, PREFIX + os.environ.get(RUN_VARIABLE, ""))
+    path = children.make_held(root, PREFIX + os.environ.get(RUN_VARIABLE, ""))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == owner else None)
     return path
@@ -292,4 +292,4 @@ def remove_private_directory() -> None:
 
 def remove_abandoned(root: Path, age: float = 60.0, run: str = "") -> None:
     """Remove what killed processes left, of one run or of all: shared memory outlives them."""
-    abandoned.remove_abandoned(root, PREFIX + run, age)
+    children.remove_abandoned(root, PREFIX + run, age)

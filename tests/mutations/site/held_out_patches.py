@@ -285,8 +285,8 @@ _BUILD = "isotrain.engine.build"
 _LOADER = "isotrain.data.loader"
 _ATTENTION = "isotrain.models.attention"
 _PACKED = "isotrain.models.packed"
-_PREFERENCE = "isotrain.trainers.tasks.preference"
-_REFERENCE = "isotrain.trainers.tasks.reference"
+_PREFERENCE = "isotrain.trainers.preference"
+_REFERENCE = "isotrain.trainers.preference"
 _MODELING = tuple(f"transformers.models.{n}.modeling_{n}" for n in ("llama", "qwen3_moe", "gemma3"))
 
 

@@ -273,7 +273,7 @@ PATCHES: dict[str, dict[str, Patch]] = {
     "bf16-moments": {_ENGINE: _update(_bf16_moments)},
     "decayed-norms": {"isotrain.engine.optimizer": _decayed_norms},
     "no-clipping": {_ENGINE: _no_clipping},
-    "reference-rounded": {"isotrain.trainers.tasks.preference": _reference_rounded},
+    "reference-rounded": {"isotrain.trainers.preference": _reference_rounded},
     "no-baseline": {"isotrain.algorithms.advantages": _no_baseline},
     "no-whitening": {"isotrain.algorithms.advantages": _no_whitening},
     "kl-sign": {"isotrain.trainers.online.step": _kl_sign},

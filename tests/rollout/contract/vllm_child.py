@@ -21,7 +21,7 @@ from isotrain.rollout.vllm import VllmEngine
 from isotrain.weights.devices import BroadcastTransport
 from isotrain.weights.digest import HOST, Contents
 from isotrain.weights.file import write_update
-from isotrain.weights.load import open_incoming
+from isotrain.weights.transport import open_incoming
 
 
 class VllmChecks(Checks):

@@ -26,13 +26,12 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import open_prompts
-from isotrain.trainers.job import ResumeState
+from isotrain.trainers.job import Recorder, ResumeState
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.messages import Group, Responses, Score
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.rollouts import Batch, Seconds, SyncBatches
 from isotrain.trainers.online.step import Micro
-from isotrain.trainers.recorder import Recorder
 from isotrain.weights.send import Sent
 from isotrain.weights.update import Routes
 

@@ -18,13 +18,12 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.online import GrpoSection, RolloutSection, ValidationSection
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN, VALIDATION
-from isotrain.trainers.job import Job, SaveSchedule
+from isotrain.trainers.job import Job, Recorder, SaveSchedule
 from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.messages import RankPlan
 from isotrain.trainers.online.policy_rank import PolicyRank
 from isotrain.trainers.online.rollouts import BatchMaker
 from isotrain.trainers.online.weight_sync import WeightSync
-from isotrain.trainers.recorder import Recorder
 from isotrain.weights.update import Routes
 
 N, ROWS = 2, 3

@@ -34,7 +34,7 @@ from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import TRAIN, open_prompts
-from isotrain.trainers.job import ResumeState
+from isotrain.trainers.job import Recorder, ResumeState
 from isotrain.trainers.online.build import build_trainer
 from isotrain.trainers.online.messages import Group, Score, describe
 from isotrain.trainers.online.metrics import Failures
@@ -47,7 +47,6 @@ from isotrain.trainers.online.recording import (
     write_description,
 )
 from isotrain.trainers.online.rollouts import Batch, Make, Seconds, SyncBatches
-from isotrain.trainers.recorder import Recorder
 from support import stable_metrics
 
 pytestmark = pytest.mark.ray

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from isotrain.children import module_arguments
 from isotrain.errors import DataError
-from isotrain.own_python import module_arguments
 
 # Characters of one task: more than any prompt, and little enough to hold.
 LONGEST_LINE = 1 << 24

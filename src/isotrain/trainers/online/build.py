@@ -19,7 +19,7 @@ from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, Ppo
 from isotrain.recipe.schema import Recipe
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN, VALIDATION, total_steps
-from isotrain.trainers.job import ResumeState, build_job
+from isotrain.trainers.job import Recorder, ResumeState, build_job
 from isotrain.trainers.online.build_rank import advantage_settings
 from isotrain.trainers.online.loop import OnlineProgress, OnlineTrainer
 from isotrain.trainers.online.policy_rank import Description
@@ -35,7 +35,6 @@ from isotrain.trainers.online.rollouts import (
 from isotrain.trainers.online.weight_sync import Engines, WeightSync
 from isotrain.trainers.online.worker_groups import WorkerGroups, demand_of
 from isotrain.trainers.preemption import Preemption
-from isotrain.trainers.recorder import Recorder
 from isotrain.weights.check import TOLERANCE, Tolerance, check_prompts
 from isotrain.weights.update import update_limit
 

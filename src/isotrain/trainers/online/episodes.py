@@ -21,8 +21,8 @@ from isotrain.environments.players import AgentPlayer, EnvironmentPlayer, Player
 from isotrain.environments.processes import EnvironmentProcesses, EpisodeFailed
 from isotrain.environments.session import ParserOf
 from isotrain.environments.template import TurnTemplate
-from isotrain.environments.tool_calls import HERMES, Parsed, Parser, as_call, hermes, parser_name
-from isotrain.errors import DataError, RolloutError
+from isotrain.environments.tool_calls import HERMES, Parser, hermes, parser_name, vllm_parser
+from isotrain.errors import RolloutError
 from isotrain.models.config import vocabulary_size
 from isotrain.models.load import load_tokenizer, model_directory, read_config
 from isotrain.recipe.environment import AgentSection, EnvironmentSection
@@ -58,7 +58,7 @@ class Episodes:
         self._template = TurnTemplate(tokenizer)
         parser_of = _parser_of(section, tokenizer)
         self._player = _player(section, self._processes.known, self._template, limits, parser_of)
-        self.at_once = _concurrency(section) or loop.engine.at_once
+        self.at_once = section.concurrency or loop.engine.at_once
         """Episodes under way at a time."""
         self._turn_numbers = itertools.count()
         self._closed = False
@@ -168,15 +168,12 @@ def _limits(
     return EpisodeLimits(section.max_turns, turn, prompt, response, section.history, vocabulary)
 
 
-def _concurrency(section: EnvironmentSection | AgentSection) -> int | None:
-    return section.concurrency
-
-
 def _processes(section: EnvironmentSection | AgentSection, source: str) -> EnvironmentProcesses:
     loaded: dict[str, Any] = {"section": "environment", "path": section.path, "source": source}
     if isinstance(section, AgentSection):
         loaded |= {"section": "agent", "command": section.command}
-        loaded |= {"verifiers": section.verifiers, "arguments": section.arguments}
+        if section.verifiers:
+            loaded = {"section": "agent", "verifiers": section.verifiers, "arguments": section.arguments}
     return EnvironmentProcesses(
         loaded,
         time_limit=section.time_limit,
@@ -215,32 +212,10 @@ def _parser_of(section: EnvironmentSection | AgentSection, tokenizer: Any) -> Pa
         if key not in made:
             if len(made) >= MOST_PARSERS:  # agents may offer other tools in every call
                 made.clear()
-            made[key] = _vllm_parser(chosen, tokenizer, tools)
+            made[key] = vllm_parser(chosen, tokenizer, tools)
         return made[key]
 
     return parser_of
-
-
-def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parser:
-    from isotrain.rollout.vllm_tools import tool_calls
-
-    try:
-        read = tool_calls(name, tokenizer, [dict(tool) for tool in tools])
-    except ValueError as error:  # such as tools that are no functions
-        raise DataError(f"the tool parser {name} does not take these tools: {error}") from error
-
-    def parse(text: str) -> Parsed:
-        try:
-            calls, tried, spoken = read(text)
-            return Parsed(
-                tuple(as_call(called, arguments) for called, arguments in calls),
-                "invalid tool call" if tried and not calls else "",
-                spoken,
-            )
-        except Exception as error:  # vLLM's parsers raise errors of any kind for what they cannot read
-            return Parsed(malformed=f"invalid tool call: {error}")
-
-    return parse
 
 
 class _EpisodeTurns:

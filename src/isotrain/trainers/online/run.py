@@ -17,6 +17,7 @@ from isotrain.observe.journal import Journal
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
 from isotrain.trainers.build import TRAIN, open_prompts, total_steps
+from isotrain.trainers.job import Recorder
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
 from isotrain.trainers.online.precheck import changed_plugins, check_online, read_user_files, response_ends
@@ -30,7 +31,6 @@ from isotrain.trainers.online.recording import (
 )
 from isotrain.trainers.online.worker_groups import assemble
 from isotrain.trainers.preemption import Preemption
-from isotrain.trainers.recorder import Recorder
 from isotrain.trainers.start import (
     changed_since_start,
     check_probe_in_run,

@@ -1,6 +1,6 @@
 """Weight updates as the controller sees them: which transport, from whom to whom, and that they arrived.
 
-The ranks' part is `weights/send.py`, the engines' part `weights/load.py`.
+The ranks' part is `weights/send.py`, the engines' part `weights/transport.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isotrain.own_python import module_command
+from isotrain.children import module_command
 from isotrain.process.child import kill_group, marked_processes
 from isotrain.tools.doctor.self_test.stages import DEVICES, LAST_SECONDS, PARTS, TOTAL_SECONDS, SelfTestPart
 from isotrain.tools.doctor.self_test.verdicts import (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from isotrain.lifetime import die_with_parent
+from isotrain.children import die_with_parent
 
 Outcome = Literal["passed", "failed", "skipped"]
 Engine = Literal["vllm", "hf"]

@@ -17,9 +17,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from isotrain.children import module_command
 from isotrain.errors import LaunchError, RecipeError
 from isotrain.observe.run_directory import write_atomically
-from isotrain.own_python import module_command
 from isotrain.recipe.load import other_run, path_override
 from isotrain.recipe.preference import DpoSection, RmSection
 from isotrain.recipe.schema import Recipe

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from isotrain.children import module_arguments
 from isotrain.device.detect import choose_device
 from isotrain.engine.world import World, join_world
-from isotrain.own_python import module_arguments
 from isotrain.tools.doctor.self_test.verdicts import (
     Reporter,
     SelfTestSetting,

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isotrain.children import module_command
 from isotrain.device.detect import choose_device
 from isotrain.engine.checkpoint.layout import MARKER, step_directory
 from isotrain.observe.metrics import read_metrics
 from isotrain.observe.run_directory import RunDirectory
-from isotrain.own_python import module_command
 from isotrain.recipe.online import ClusterSection
 from isotrain.tools.doctor.self_test.verdicts import (
     Reporter,

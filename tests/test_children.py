@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isotrain.own_python import module_command
+from isotrain.children import module_command
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no switch for it")

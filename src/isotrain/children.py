@@ -1,14 +1,39 @@
-"""Directories that end with the process that made them, or with the next one that looks for them."""
+"""Child processes and temporary directories that do not outlive the process that made them."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
+
+
+def module_arguments(module: str, *arguments: str) -> tuple[str, ...]:
+    """For this Python. Never the working directory first: a file json.py there is not meant for isotrain."""
+    safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
+    return (*safe_path, "-m", module, *arguments)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, *module_arguments(module, *arguments)]
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Linux ends this process with the thread that started it; `parent` is its process, if known."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)  # it was killed while this process was still starting
 
 
 def make_held(root: Path, prefix: str) -> Path:

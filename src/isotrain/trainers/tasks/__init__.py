@@ -1,1 +1,0 @@
-"""Tasks of supervised runs, one file for each kind of data."""
