@@ -14,10 +14,9 @@ from isotrain.cli import self_test
 from isotrain.language import said, tr
 from isotrain.tools.doctor.examine import Report, describe
 from isotrain.tools.doctor.matrix import TARGETS, Status
-from isotrain.tools.doctor.recorded import RecordedMachine, Recording
-from isotrain.tools.doctor.scene import MachineFinding
+from isotrain.tools.doctor.rules import MachineFinding
 from isotrain.tools.doctor.self_test.folder import clean_machine
-from isotrain.tools.doctor.system import System, ThisMachine
+from isotrain.tools.doctor.system import RecordedMachine, Recording, System, ThisMachine
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,8 +15,7 @@ from isotrain.recipe.load import load_recipe
 from isotrain.tools.doctor.checks.versions import requirements
 from isotrain.tools.doctor.examine import Report, examine
 from isotrain.tools.doctor.facts import BUBBLEWRAP
-from isotrain.tools.doctor.recorded import RecordedMachine
-from isotrain.tools.doctor.system import command_name
+from isotrain.tools.doctor.system import RecordedMachine, command_name
 
 MACHINES = Path(__file__).parent / "machines"
 

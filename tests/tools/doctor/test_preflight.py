@@ -14,7 +14,7 @@ from isotrain.errors import DeviceError
 from isotrain.recipe.library import locate
 from isotrain.recipe.load import load_recipe
 from isotrain.tools.doctor.examine import preflight as look
-from isotrain.tools.doctor.recorded import RecordedMachine
+from isotrain.tools.doctor.system import RecordedMachine
 
 pytestmark = pytest.mark.heavy
 

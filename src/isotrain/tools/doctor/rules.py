@@ -1,18 +1,86 @@
-"""Known problems as data: when a rule applies to a machine."""
+"""A machine with a device and a recipe, and findings; known problems as data, and when a rule applies."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from pydantic import Field, TypeAdapter, field_validator
 
 from isotrain.language import tr
-from isotrain.tools.doctor.facts import PACKAGES
-from isotrain.tools.doctor.matrix import StrictModel, Target, fits, packaged, satisfies, specifier
-from isotrain.tools.doctor.scene import NEEDS, Level, MachineFinding, Scene, milder
+from isotrain.recipe.online import ClusterSection
+from isotrain.recipe.schema import Recipe
+from isotrain.tools.doctor.facts import PACKAGES, MachineFacts
+from isotrain.tools.doctor.matrix import StrictModel, Target, fits, matrix, packaged, satisfies, specifier
+
+Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class MachineFinding:
+    id: str
+    level: Level
+    """`error`: training fails or is wrong; `warning`: it may; `note`: good to know."""
+    problem: str
+    remedy: str
+
+
+def _engine(recipe: Recipe) -> str | None:
+    return recipe.rollout.engine if recipe.rollout and recipe.rollout.generates else None
+
+
+def _cluster(recipe: Recipe) -> ClusterSection:
+    return recipe.cluster or ClusterSection()
+
+
+# By the names under which rules ask for them.
+NEEDS: dict[str, Callable[[Recipe], bool]] = {
+    "online": lambda recipe: recipe.rollout is not None,
+    "vllm": lambda recipe: _engine(recipe) == "vllm",
+    "sglang": lambda recipe: _engine(recipe) == "sglang",
+    "sleep": lambda recipe: (
+        _engine(recipe) in ("vllm", "sglang") and _cluster(recipe).placement == "colocated"
+    ),
+    "a given Ray cluster": lambda recipe: (
+        recipe.rollout is not None and _cluster(recipe).address not in ("auto", "local")
+    ),
+    "several ranks": lambda recipe: (
+        recipe.device.ranks > 1 or (recipe.rollout is not None and recipe.rollout.tensor_parallel > 1)
+    ),
+    "flash": lambda recipe: recipe.model.attention in ("auto", "flash") and recipe.model.dtype == "bfloat16",
+    "float32": lambda recipe: recipe.model.dtype == "float32",
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    facts: MachineFacts
+    target: Target
+    recipe: Recipe | None = None
+
+    @cached_property
+    def needs(self) -> frozenset[str] | None:
+        """Needs of the recipe; None without a recipe."""
+        recipe = self.recipe
+        return None if recipe is None else frozenset(name for name, has in NEEDS.items() if has(recipe))
+
+    @property
+    def generation(self) -> str | None:
+        """Generation of the first device; machines with two kinds are not built."""
+        return matrix().chips.get(self.facts.npus[0].name) if self.facts.npus else None
+
+
+def likely_target(facts: MachineFacts) -> Target:
+    """The device that the installed packages suggest."""
+    if "torch-npu" in facts.packages or facts.cann or facts.npu_devices or facts.npus:
+        return "npu"
+    if facts.gpus or "+cu" in facts.packages.get("torch", ""):
+        return "cuda"
+    return "cpu"
 
 
 class When(StrictModel):
@@ -91,9 +159,10 @@ def apply(scene: Scene) -> Iterator[MachineFinding]:
     """Findings of the rules that apply to a machine."""
     for rule in rules():
         if rule.when.holds(scene):
-            unsure = bool(rule.when.recipe) and scene.needs is None
-            level = milder(rule.level) if unsure else rule.level
-            yield MachineFinding(rule.id, level, tr(rule.symptom), tr(rule.fix))
+            level = LEVELS.index(rule.level)
+            if rule.when.recipe and scene.needs is None:  # unsure: one level below
+                level = min(level + 1, len(LEVELS) - 1)
+            yield MachineFinding(rule.id, LEVELS[level], tr(rule.symptom), tr(rule.fix))
 
 
 def _version_holds(version: str | None, condition: str | None, present: bool) -> bool:

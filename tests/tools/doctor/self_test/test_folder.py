@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from isotrain.errors import DataError
-from isotrain.tools.doctor.recorded import RecordedMachine, Recording
 from isotrain.tools.doctor.self_test import folder as folders
 from isotrain.tools.doctor.self_test.folder import Redactor, clean_machine, read, read_log, write
 from isotrain.tools.doctor.self_test.run import log_of
 from isotrain.tools.doctor.self_test.verdicts import StageVerdict
-from isotrain.tools.doctor.system import ThisMachine
+from isotrain.tools.doctor.system import RecordedMachine, Recording, ThisMachine
 
 HOST = "node-17"
 SECRETS = (

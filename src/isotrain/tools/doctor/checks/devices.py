@@ -10,7 +10,7 @@ from packaging.version import Version
 from isotrain.language import tr
 from isotrain.tools.doctor.facts import is_number
 from isotrain.tools.doctor.matrix import matrix, order
-from isotrain.tools.doctor.scene import MachineFinding, Scene
+from isotrain.tools.doctor.rules import MachineFinding, Scene
 
 _MASK = "ASCEND_RT_VISIBLE_DEVICES"
 _MOUNTS = tr(

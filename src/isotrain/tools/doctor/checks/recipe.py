@@ -9,7 +9,7 @@ from isotrain.recipe.online import ClusterSection
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.doctor.checks.devices import visible
 from isotrain.tools.doctor.facts import SHARED_MEMORY, is_number
-from isotrain.tools.doctor.scene import Level, MachineFinding, Scene
+from isotrain.tools.doctor.rules import Level, MachineFinding, Scene
 
 _GIB = 1 << 30
 # Half a billion weights; containers start with 64 MiB.

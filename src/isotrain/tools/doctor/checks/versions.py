@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from isotrain.language import listed, tr
 from isotrain.tools.doctor.matrix import final, fits, is_exact, matrix, order
-from isotrain.tools.doctor.scene import Level, MachineFinding, Scene
+from isotrain.tools.doctor.rules import Level, MachineFinding, Scene
 
 # The last torch_npu whose x86 wheels ask for PyTorch's CPU build by name.
 _LAST_PINNED_BUILD = Version("2.10.99")

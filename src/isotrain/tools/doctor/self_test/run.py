@@ -56,7 +56,7 @@ class SelfTest:
         outcomes: dict[str, str] = {}
         try:
             for part in self.parts:
-                if part.module == "leftovers":
+                if part.mode == "leftovers":
                     deadline = time.monotonic() + LAST_SECONDS
                 for verdict in self._verdicts(part, setting, outcomes, deadline):
                     outcomes[verdict.stage] = verdict.outcome

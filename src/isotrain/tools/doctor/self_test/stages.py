@@ -122,7 +122,10 @@ PARTS: tuple[SelfTestPart, ...] = (
         after="weight-update",
     ),
     SelfTestPart(
-        "leftovers", {"memory-returned": "no process, device memory or shared memory is left"}, LAST_SECONDS
+        "devices",
+        {"memory-returned": "no process, device memory or shared memory is left"},
+        LAST_SECONDS,
+        mode="leftovers",
     ),
 )
 

@@ -1,17 +1,38 @@
-"""Count the devices and their free memory, and make a small model for all other parts."""
+"""The first part and the last: devices with their free memory, and what the others have left behind.
+
+The first also makes a small model for all other parts.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
+from pathlib import Path
+
 from isotrain.data.prepare.tiny import make_tiny
 from isotrain.device.detect import choose_device
-from isotrain.tools.doctor.self_test.verdicts import Reporter, StageFailed, own_setting
+from isotrain.tools.doctor.self_test.run import MARK, marked
+from isotrain.tools.doctor.self_test.verdicts import Reporter, SelfTestSetting, StageFailed, own_setting
+from isotrain.weights.file import PREFIX
 
 # An engine and a trainer share each device, and neither knows of other programs.
 LEAST_FREE = 0.6
+# Ended processes take a moment to be gone, and drivers to take their memory back.
+PATIENCE = 20.0
+# Free memory of a device moves a little by itself.
+MARGIN = 64 << 20
 
 
 def main() -> None:
     setting = own_setting()
+    if setting.mode == "leftovers":
+        find_leftovers(setting)
+    else:
+        count_devices(setting)
+
+
+def count_devices(setting: SelfTestSetting) -> None:
     with Reporter(setting.verdicts).stage("devices") as stage:
         device = choose_device(setting.device)
         count = device.count()
@@ -32,6 +53,58 @@ def main() -> None:
         make_tiny(setting.tiny, train_rows=2000, validation_rows=32, hidden=256, heads=4, kv_heads=2)
         what = "cores" if device.type == "cpu" else "devices"
         stage.result = f"{count} {what}, {device.name()}"
+
+
+def find_leftovers(setting: SelfTestSetting) -> None:
+    with Reporter(setting.verdicts).stage("memory-returned") as stage:
+        deadline = time.monotonic() + PATIENCE
+        while left := [*_processes(), *_shared_memory(setting), *_device_memory(setting)]:
+            if time.monotonic() > deadline:
+                raise StageFailed("; ".join(left))
+            time.sleep(0.5)
+        devices = f"; the memory of {len(setting.free)} devices is free again" if setting.free else ""
+        stage.result = f"no process or shared memory is left{devices}"
+
+
+def _processes() -> list[str]:
+    left = [process for process in marked(os.environ[MARK]) if process != os.getpid()]
+    return [f"processes that still run: {', '.join(map(_name, left))}"] if left else []
+
+
+def _name(process: int) -> str:
+    try:
+        return f"{process} ({Path(f'/proc/{process}/comm').read_text().strip()})"
+    except OSError:
+        return str(process)
+
+
+def _shared_memory(setting: SelfTestSetting) -> list[str]:
+    paths = [path for path in Path("/dev/shm").glob(f"{PREFIX}*") if _made_since(path, setting.started)]
+    if setting.killed:  # what was killed could not remove them
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+    left = [path.name for path in paths if path.exists()]
+    return [f"weights are left in /dev/shm: {', '.join(left)}"] if left else []
+
+
+def _made_since(path: Path, started: float) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid() and path.stat().st_mtime >= started
+    except OSError:
+        return False
+
+
+def _device_memory(setting: SelfTestSetting) -> list[str]:
+    device, left = choose_device(setting.device), []
+    for number, before in enumerate(setting.free):
+        device.activate(number)
+        lost = before - device.memory().free
+        if lost > MARGIN:
+            left.append(
+                f"device {number} has {lost / 2**20:.0f} MB less free memory than before, unless another "
+                "program uses it now"
+            )
+    return left
 
 
 if __name__ == "__main__":
