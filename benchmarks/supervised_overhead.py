@@ -80,9 +80,8 @@ def isotrain(rows: np.ndarray, dtype_name: str, steps: int) -> None:
 
     from isotrain.algorithms.sft import sft_loss
     from isotrain.data.items import SAMPLES, Item, Sample
-    from isotrain.data.loader import BatchLoader
+    from isotrain.data.loader import BatchLoader, Sampler
     from isotrain.data.rows import Row
-    from isotrain.data.sampler import Sampler
     from isotrain.data.tokenise import build_store
     from isotrain.device.detect import choose_device
     from isotrain.engine.build import build_engine

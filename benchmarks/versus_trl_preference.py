@@ -101,10 +101,9 @@ def packing_waste(algorithm: str, turns: int, steps: int) -> float:
     from isotrain_side import BUDGET
 
     from isotrain.data.items import sizes
-    from isotrain.data.loader import BatchLoader
+    from isotrain.data.loader import BatchLoader, Sampler
     from isotrain.data.preference import PreferenceEncoder
     from isotrain.data.rows import read_rows
-    from isotrain.data.sampler import Sampler
     from isotrain.data.tokenise import build_store
     from isotrain.models.load import load_tokenizer
 

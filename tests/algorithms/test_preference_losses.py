@@ -16,10 +16,12 @@ from isotrain.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
     PairLosses,
     Side,
+    calibration_sums,
     dpo,
     ipo,
     kto,
     orpo,
+    pair_metrics,
     prm,
     reference_point,
     rm,
@@ -27,7 +29,6 @@ from isotrain.algorithms.preference_losses import (
     simpo,
     two_classes,
 )
-from isotrain.algorithms.preference_metrics import calibration_sums, pair_metrics
 
 LN2 = math.log(2)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.algorithms.preference_losses import kto
-from isotrain.algorithms.preference_metrics import (
+from isotrain.algorithms.preference_losses import (
     calibration_sums,
+    kto,
     pair_metrics,
     pair_sums,
     response_metrics,

@@ -8,7 +8,7 @@ from steps import LENGTHS, MASK, cut, numbers, whole
 
 from isotrain.algorithms.advantages import combine, moments
 from isotrain.algorithms.aggregation import AGGREGATIONS
-from isotrain.algorithms.value import explained_variance, value_loss
+from isotrain.algorithms.policy_losses import explained_variance, value_loss
 
 
 @pytest.mark.parametrize(

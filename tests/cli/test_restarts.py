@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isotrain.cli.main import app
-from isotrain.cli.restarts import LONGEST_PAUSE, check_restarts, pause_before, reason_to_restart
+from isotrain.cli.train import LONGEST_PAUSE, check_restarts, pause_before, reason_to_restart
 from isotrain.engine.checkpoint.layout import MARKER, newest_complete, step_directory
 from isotrain.errors import (
     RETRYABLE,
@@ -73,7 +73,7 @@ sys.exit(int(order))
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from isotrain.cli.restarts import supervise
+from isotrain.cli.train import supervise
 assert "torch" not in sys.modules
 work = sys.argv[1]
 sys.exit(supervise([sys.executable, work + "/child.py", work], Path(work) / "checkpoints", int(sys.argv[2])))
@@ -328,7 +328,7 @@ def test_what_was_ignored_stays_ignored(tmp_path: Path) -> None:
     code = (
         "import signal, sys; from pathlib import Path\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from isotrain.cli.restarts import supervise\n"
+        "from isotrain.cli.train import supervise\n"
         "child = 'import os; os.kill(os.getpid(), 1); os.kill(os.getppid(), 1)'\n"
         "sys.exit(supervise([sys.executable, '-c', child], Path(sys.argv[1]), 1))\n"
     )

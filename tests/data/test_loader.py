@@ -8,9 +8,8 @@ import torch
 from encoders import Encoding
 
 from isotrain.data.items import SAMPLES, Item, Sample
-from isotrain.data.loader import BatchLoader, MicroBatch
+from isotrain.data.loader import BatchLoader, MicroBatch, Sampler
 from isotrain.data.rows import Row
-from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.tokenise import build_store
 

@@ -8,9 +8,8 @@ import pytest
 from encoders import Encoding
 
 from isotrain.data.items import ITEMS, Item, Sample
-from isotrain.data.loader import BatchLoader, donors
+from isotrain.data.loader import BatchLoader, Sampler, donors
 from isotrain.data.rows import Row
-from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.tokenise import build_store
 from isotrain.errors import DataError

@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from isotrain.data.sampler import Sampler, permute
+from isotrain.data.loader import Sampler, permute
 
 
 def order(rows: int, seed: int = 42, epoch: int = 0) -> list[int]:

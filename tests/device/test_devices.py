@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from isotrain.device import cpu
-from isotrain.device.accelerator import Accelerator
+from isotrain.device.accelerator import CUDA, Accelerator
 from isotrain.device.base import Device, Memory
 from isotrain.device.cpu import Cpu
-from isotrain.device.cuda import CUDA
 from isotrain.device.detect import DEVICES, choose_device
 from isotrain.device.npu import NPU
 from isotrain.errors import DeviceError

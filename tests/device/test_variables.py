@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from isotrain.device.detect import DEVICES
-from isotrain.device.variables import child_environment
+from isotrain.device.vendors import child_environment
 
 
 @pytest.mark.parametrize(

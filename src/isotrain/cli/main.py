@@ -12,16 +12,14 @@ import isotrain
 from isotrain.api.child import missing_package
 from isotrain.cli.arguments import Overrides, RecipeName, command_with
 from isotrain.cli.doctor import doctor
-from isotrain.cli.imports import export_config, import_recipe
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certify import certify, contribute, sign, verify
 from isotrain.cli.parity_runs import probe, record, replay, sampler
 from isotrain.cli.plan import plan
 from isotrain.cli.prepare import app as prepare
-from isotrain.cli.recipes import recipes
-from isotrain.cli.runs import export, logs, runs
+from isotrain.cli.recipes import export_config, import_recipe, recipes
+from isotrain.cli.runs import export, logs, runs, view
 from isotrain.cli.train import train
-from isotrain.cli.view import view
 from isotrain.errors import RETRYABLE, IsotrainError
 from isotrain.language import Language, said, tr, using, words_of
 from isotrain.terminal import guard, guarded

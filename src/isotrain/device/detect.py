@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 
+from isotrain.device.accelerator import CUDA
 from isotrain.device.base import Device
 from isotrain.device.cpu import Cpu
-from isotrain.device.cuda import CUDA
 from isotrain.device.npu import NPU
 from isotrain.errors import DeviceError
 

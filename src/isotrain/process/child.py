@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from isotrain.children import module_arguments
-from isotrain.device.variables import child_environment
+from isotrain.device.vendors import child_environment
 
 Message = dict[str, Any]
 LONGEST_REPLY = 1 << 20

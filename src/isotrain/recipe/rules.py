@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from isotrain.language import tr
 from isotrain.recipe.online import ClusterSection, KlSection, OnlineSection, RewardSection, RolloutSection
 
-if TYPE_CHECKING:
-    from isotrain.recipe.schema import Recipe
-
 
 def broken_rules(
-    recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection, reward: RewardSection
+    algorithm: OnlineSection,
+    rollout: RolloutSection,
+    reward: RewardSection,
+    cluster: ClusterSection,
+    *,
+    ranks: int,
+    batch_size: int,
+    max_prompt: int,
+    token_budget: int,
 ) -> Iterator[str]:
     """One line for each rule that an online recipe breaks, with the keys to change."""
-    data = recipe.data
-    yield from _sampling(algorithm, rollout, data.batch_size)
-    yield from _lengths(algorithm, rollout, data.max_length, data.tokens_per_micro_batch)
-    yield from _controller(algorithm.kl, data.batch_size * rollout.n)
-    yield from _devices(recipe.device.ranks, rollout, recipe.cluster or ClusterSection())
+    yield from _sampling(algorithm, rollout, batch_size)
+    yield from _lengths(algorithm, rollout, max_prompt, token_budget)
+    yield from _controller(algorithm.kl, batch_size * rollout.n)
+    yield from _devices(ranks, rollout, cluster)
     yield from _rewards(algorithm, reward)
     if reward.environment is not None and rollout.episodes is None:
         yield tr(
@@ -38,33 +41,27 @@ def _sampling(algorithm: OnlineSection, rollout: RolloutSection, batch_size: int
             name=algorithm.name,
         )
     if (algorithm.mini_batch_size or 0) > batch_size:
-        yield (
-            tr(
-                "algorithm.mini_batch_size ({mini_batch_size}) is above data.batch_size "
-                "({batch_size}): lower it, or remove it",
-                mini_batch_size=algorithm.mini_batch_size,
-                batch_size=batch_size,
-            )
+        yield tr(
+            "algorithm.mini_batch_size ({mini_batch_size}) is above data.batch_size "
+            "({batch_size}): lower it, or remove it",
+            mini_batch_size=algorithm.mini_batch_size,
+            batch_size=batch_size,
         )
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
-        yield (
-            tr(
-                "rollout.validation.n ({n}) would repeat one greedy response: set "
-                "rollout.validation.temperature, or n: 1",
-                n=rollout.validation.n,
-            )
+        yield tr(
+            "rollout.validation.n ({n}) would repeat one greedy response: set "
+            "rollout.validation.temperature, or n: 1",
+            n=rollout.validation.n,
         )
     cut = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
     if algorithm.rollout_correction.level == "sequence" and cut:
-        yield (
-            tr(
-                "algorithm.rollout_correction.level (sequence) cannot be used with rollout.{cut} "
-                "({value:g}): the engine normalizes over the kept tokens, the trained model over "
-                "all, so the weights of long responses vanish: set level: token, or sample from all "
-                "tokens",
-                cut=cut,
-                value=getattr(rollout, cut),
-            )
+        yield tr(
+            "algorithm.rollout_correction.level (sequence) cannot be used with rollout.{cut} "
+            "({value:g}): the engine normalizes over the kept tokens, the trained model over "
+            "all, so the weights of long responses vanish: set level: token, or sample from all "
+            "tokens",
+            cut=cut,
+            value=getattr(rollout, cut),
         )
 
 
@@ -73,101 +70,81 @@ def _lengths(
 ) -> Iterator[str]:
     longest = max_prompt + rollout.max_tokens
     if budget < longest:
-        yield (
-            tr(
-                "data.tokens_per_micro_batch ({budget}) is below data.max_length + rollout.max_tokens "
-                "({longest}): raise it to at least {longest}",
-                budget=budget,
-                longest=longest,
-            )
+        yield tr(
+            "data.tokens_per_micro_batch ({budget}) is below data.max_length + rollout.max_tokens "
+            "({longest}): raise it to at least {longest}",
+            budget=budget,
+            longest=longest,
         )
     if algorithm.overlong.buffer > rollout.max_tokens:
-        yield (
-            tr(
-                "algorithm.overlong.buffer ({buffer}) is above rollout.max_tokens ({max_tokens}): lower it",
-                buffer=algorithm.overlong.buffer,
-                max_tokens=rollout.max_tokens,
-            )
+        yield tr(
+            "algorithm.overlong.buffer ({buffer}) is above rollout.max_tokens ({max_tokens}): lower it",
+            buffer=algorithm.overlong.buffer,
+            max_tokens=rollout.max_tokens,
         )
 
 
 def _devices(ranks: int, rollout: RolloutSection, cluster: ClusterSection) -> Iterator[str]:
     if rollout.staleness and cluster.placement != "separate":
-        yield (
-            tr(
-                "rollout.staleness ({staleness}) lets engines run during training, which needs "
-                "separate devices: set cluster.placement: separate",
-                staleness=rollout.staleness,
-            )
+        yield tr(
+            "rollout.staleness ({staleness}) lets engines run during training, which needs "
+            "separate devices: set cluster.placement: separate",
+            staleness=rollout.staleness,
         )
     if rollout.in_flight and not rollout.staleness:
-        yield (
-            tr(
-                "rollout.in_flight (true) updates weights during generation, but with "
-                "rollout.staleness (0) generation ends before training begins: set staleness to 1 or "
-                "more, or remove in_flight"
-            )
+        yield tr(
+            "rollout.in_flight (true) updates weights during generation, but with "
+            "rollout.staleness (0) generation ends before training begins: set staleness to 1 or "
+            "more, or remove in_flight"
         )
     if rollout.in_flight and rollout.engine == "sglang":
-        yield (
-            tr(
-                "rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes "
-                "weights between responses: set engine: vllm, or remove in_flight"
-            )
+        yield tr(
+            "rollout.in_flight (true) cannot be used with rollout.engine sglang, which takes "
+            "weights between responses: set engine: vllm, or remove in_flight"
         )
     if rollout.engine == "hf" and rollout.tensor_parallel > 1:
-        yield (
-            tr(
-                "rollout.tensor_parallel ({tensor_parallel}) cannot be used with rollout.engine hf, "
-                "which runs on one device: remove it",
-                tensor_parallel=rollout.tensor_parallel,
-            )
+        yield tr(
+            "rollout.tensor_parallel ({tensor_parallel}) cannot be used with rollout.engine hf, "
+            "which runs on one device: remove it",
+            tensor_parallel=rollout.tensor_parallel,
         )
     engines = rollout.engine_count(ranks, cluster.placement)
     needed = engines * rollout.tensor_parallel
     if rollout.generates and cluster.placement == "colocated" and needed > ranks:
-        yield (
-            tr(
-                "device.ranks ({ranks}) is below {wanted}, the number of devices that rollout.engines "
-                "({engines}) with rollout.tensor_parallel ({tensor_parallel}) share with training: "
-                "raise it, lower one of the others, or set cluster.placement: separate",
-                ranks=ranks,
-                wanted=needed,
-                engines=engines,
-                tensor_parallel=rollout.tensor_parallel,
-            )
+        yield tr(
+            "device.ranks ({ranks}) is below {wanted}, the number of devices that rollout.engines "
+            "({engines}) with rollout.tensor_parallel ({tensor_parallel}) share with training: "
+            "raise it, lower one of the others, or set cluster.placement: separate",
+            ranks=ranks,
+            wanted=needed,
+            engines=engines,
+            tensor_parallel=rollout.tensor_parallel,
         )
 
 
 def _controller(kl: KlSection, responses: int) -> Iterator[str]:
     """Each step changes the coefficient by the factor `1 - 0.2 responses / horizon` at the least."""
     if kl.controller == "adaptive" and responses >= 5 * kl.horizon:
-        yield (
-            tr(
-                "algorithm.kl.horizon ({horizon}) is too short: one step of {responses} responses "
-                "could take the coefficient to 0 or below: set more than {least}",
-                horizon=kl.horizon,
-                responses=responses,
-                least=responses // 5,
-            )
+        yield tr(
+            "algorithm.kl.horizon ({horizon}) is too short: one step of {responses} responses "
+            "could take the coefficient to 0 or below: set more than {least}",
+            horizon=kl.horizon,
+            responses=responses,
+            least=responses // 5,
         )
 
 
 def _rewards(algorithm: OnlineSection, reward: RewardSection) -> Iterator[str]:
     scorer = next(iter(reward.reward_models), None)
     if algorithm.dynamic_sampling.max_attempts and scorer:
-        yield (
-            tr(
-                "algorithm.dynamic_sampling.max_attempts needs rewards before responses reach the "
-                "training ranks, where reward.{scorer} runs: use one of the two",
-                scorer=scorer,
-            )
+        yield tr(
+            "algorithm.dynamic_sampling.max_attempts needs rewards before responses reach the "
+            "training ranks, where reward.{scorer} runs: use one of the two",
+            scorer=scorer,
         )
     if algorithm.name == "remax" and scorer:
-        yield (
-            tr(
-                "reward.{scorer} cannot be used with remax, whose greedy responses never reach the "
-                "ranks: use another algorithm or another reward",
-                scorer=scorer,
-            )
+        yield tr(
+            "reward.{scorer} cannot be used with remax, whose greedy responses never reach the "
+            "ranks: use another algorithm or another reward",
+            scorer=scorer,
         )

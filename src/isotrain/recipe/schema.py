@@ -392,9 +392,18 @@ class Recipe(Section):
     def _online_sections_fit(self) -> Recipe:
         algorithm, rollout, reward = self.algorithm, self.rollout, self.reward
         if isinstance(algorithm, OnlineSection) and rollout is not None and reward is not None:
-            problems = listed(broken_rules(self, algorithm, rollout, reward), "\n")
-            if problems:
-                raise ValueError(problems)
+            problems = broken_rules(
+                algorithm,
+                rollout,
+                reward,
+                self.cluster or ClusterSection(),
+                ranks=self.device.ranks,
+                batch_size=self.data.batch_size,
+                max_prompt=self.data.max_length,
+                token_budget=self.data.tokens_per_micro_batch,
+            )
+            if text := listed(problems, "\n"):
+                raise ValueError(text)
         return self
 
     @model_validator(mode="after")

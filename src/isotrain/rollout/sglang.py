@@ -26,7 +26,7 @@ import torch
 
 from isotrain.data.trajectory import Trajectory
 from isotrain.device.detect import find_device
-from isotrain.device.variables import child_environment
+from isotrain.device.vendors import child_environment
 from isotrain.errors import EngineLost, RolloutError, WeightUpdateError
 from isotrain.models.config import attention_shapes, vocabulary_size
 from isotrain.models.conversion import published_shapes, stored_buffers

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from isotrain.algorithms.preference_losses import PREFERENCE_LOSSES
-from isotrain.algorithms.preference_metrics import pair_metrics, response_metrics, step_metrics
+from isotrain.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    pair_metrics,
+    response_metrics,
+    step_metrics,
+)
 from isotrain.algorithms.sft import SUPERVISED_LOSSES
 from isotrain.data.encode import Encoder, Prompt, PromptEncoder
 from isotrain.data.items import Item
-from isotrain.data.loader import BatchLoader
+from isotrain.data.loader import BatchLoader, Sampler
 from isotrain.data.preference import PreferenceEncoder, single_token
-from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.tokenise import RowEncoder, cached_store
 from isotrain.device.base import Device

@@ -18,8 +18,16 @@ import numpy.typing as npt
 import torch
 
 from isotrain.algorithms.aggregation import Loss
-from isotrain.algorithms.preference_losses import PairLosses, Side, kto, prm, reference_point, rm, shares
-from isotrain.algorithms.preference_metrics import calibration_sums
+from isotrain.algorithms.preference_losses import (
+    PairLosses,
+    Side,
+    calibration_sums,
+    kto,
+    prm,
+    reference_point,
+    rm,
+    shares,
+)
 from isotrain.algorithms.segments import assert_aligned, sums
 from isotrain.data.loader import BatchLoader, MicroBatch, StepData
 from isotrain.data.reference_logprobs import COLUMNS, MISMATCHED, ReferenceLogProbs, make_table, table_path

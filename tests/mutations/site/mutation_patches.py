@@ -258,7 +258,7 @@ PATCHES: dict[str, dict[str, Patch]] = {
     "mask-shifted": {_FEED: _samples(_mask_shifted)},
     "prompts-learnt": {_FEED: _samples(_prompts_learnt)},
     "template-token": {_FEED: _samples(_without_a_token)},
-    "data-order": {"isotrain.data.sampler": _data_order},
+    "data-order": {"isotrain.data.loader": _data_order},
     "neighbours-seen": {_FEED: _neighbours_seen},
     "norm-epsilon": {_BUILD: _model(_norm_epsilon)},
     "attention-scale": {_BUILD: _model(_attention_scale)},

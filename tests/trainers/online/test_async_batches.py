@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
 
-from isotrain.data.sampler import Sampler
+from isotrain.data.loader import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isotrain.data.sampler import Sampler
+from isotrain.data.loader import Sampler
 from isotrain.errors import ClusterError
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.online.messages import Group, PromptRequest, Responses, Score

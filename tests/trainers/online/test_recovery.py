@@ -11,7 +11,7 @@ import pytest
 from stand_ins import StandInCollector, StandInGroup, stand_in_engines, weights
 
 from isotrain.algorithms.kl import FixedKl
-from isotrain.data.sampler import Sampler
+from isotrain.data.loader import Sampler
 from isotrain.errors import WeightUpdateError
 from isotrain.observe.console import LineConsole
 from isotrain.observe.run_directory import RunDirectory

@@ -24,8 +24,8 @@ from hand_made_step import NOBODY, Here
 from online_runs import online_recipe, run_online
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from isotrain.data.loader import Sampler
 from isotrain.data.record import Recorded, read_step, read_trajectories, step_file, write_trajectories
-from isotrain.data.sampler import Sampler
 from isotrain.data.trajectory import EpisodePart, Trajectory, Turn, with_common_prompt
 from isotrain.engine.world import open_store
 from isotrain.errors import DataError

@@ -10,7 +10,7 @@ import torch
 from isotrain.algorithms.kl import AdaptiveKl, FixedKl
 from isotrain.cluster.replaceable import Replaceable
 from isotrain.data.encode import Prompt
-from isotrain.data.sampler import Sampler
+from isotrain.data.loader import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.engine.optimizer import Schedule, make_schedule
 from isotrain.models.config import vocabulary_size

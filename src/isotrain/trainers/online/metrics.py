@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isotrain.algorithms.advantages import combine
-from isotrain.algorithms.value import explained_variance
+from isotrain.algorithms.policy_losses import explained_variance
 from isotrain.data.record import Marks
 from isotrain.rewards.base import FAILURES, LARGEST_SCORE
 from isotrain.trainers.online.messages import Group, episode_numbers

@@ -17,8 +17,8 @@ import numpy as np
 
 from isotrain.cluster.objects import put
 from isotrain.data.encode import Prompt
+from isotrain.data.loader import Sampler
 from isotrain.data.record import Recorded, read_others, read_step, step_file
-from isotrain.data.sampler import Sampler
 from isotrain.data.store import SampleStore
 from isotrain.data.trajectory import Trajectory
 from isotrain.errors import DataError

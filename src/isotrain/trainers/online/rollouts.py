@@ -20,7 +20,7 @@ from isotrain.cluster.failures import WorkerDied
 from isotrain.cluster.replaceable import DIED, Died, Replaceable, WorkerTask
 from isotrain.cluster.waiting import in_background
 from isotrain.cluster.workers import Stream, WorkerCall, next_item, wait_any
-from isotrain.data.sampler import Sampler
+from isotrain.data.loader import Sampler
 from isotrain.errors import WorkerLost
 from isotrain.rollout.base import Sampling
 from isotrain.trainers.build import TRAIN

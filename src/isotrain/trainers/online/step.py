@@ -16,10 +16,9 @@ from isotrain.algorithms.advantages import Estimator, Moments, combine, moments,
 from isotrain.algorithms.aggregation import Loss, LossNormalizer
 from isotrain.algorithms.kl import KL_ESTIMATORS, kl_loss
 from isotrain.algorithms.mismatch import Mismatch, mismatch, rollout_correction
-from isotrain.algorithms.policy_losses import entropy_bonus
+from isotrain.algorithms.policy_losses import entropy_bonus, value_loss
 from isotrain.algorithms.rewards import token_rewards
 from isotrain.algorithms.segments import spread, sums
-from isotrain.algorithms.value import value_loss
 from isotrain.data.packing import PolicyBatch
 from isotrain.engine.engine import UpdateResult
 from isotrain.models.packed import ScalarHead, TokenHead
