@@ -40,6 +40,7 @@ from isotrain.trainers.online.messages import (
     plan_step,
 )
 from isotrain.trainers.online.metrics import (
+    EqualScores,
     Failures,
     Numbers,
     TotalScores,
@@ -79,6 +80,7 @@ class OnlineProgress:
     """Whether an error has waited for the checkpoint that was being written."""
     warnings: Warnings = field(default_factory=Warnings)
     validation_warnings: Warnings = field(default_factory=Warnings)
+    equal_scores: EqualScores = field(default_factory=EqualScores)
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the current step."""
     save_timing: dict[str, float] = field(default_factory=dict)
@@ -179,6 +181,16 @@ class OnlineTrainer:
         if self.progress.warnings.is_due(step, failures):
             self.job.recorder.console.message(f"warning: step {step}: {failures}")
 
+    def _warn_equal_scores(self, step: int, batch: Batch, scores_E: Numbers) -> None:
+        if (
+            batch.greedy is not None
+        ):  # the baseline is another response: equal scores can be above or below it
+            return
+        within = self.estimation.estimator.per == "trajectory"
+        problem = self.progress.equal_scores.problem(batch.groups, scores_E, compares_within_groups=within)
+        if problem:
+            self.job.recorder.console.message(f"warning: step {step}: {problem}")
+
     def _deliver(self, batch: Batch) -> tuple[Batch, StepPlan]:
         """Trajectories to the ranks that will learn from them."""
         mini_batch_size = self.algorithm.prompts_per_update(self.data.batch_size)
@@ -242,6 +254,7 @@ class OnlineTrainer:
             penalties = self._one_per_group(ranks.call(PolicyRank.prepare, old_logps))
             kl_E, mean_kl = episode_penalties(penalties, batch.groups)
         shaped_E = scores_E + self._length_shaping(batch)
+        self._warn_equal_scores(step, batch, shaped_E)
         rewards_E = shaped_E - self.progress.kl.coefficient * kl_E
         with timed(self.progress.timing, "adv"):
             given = self._advantages(batch, plan, shaped_E, rewards_E)

@@ -213,6 +213,36 @@ class Warnings:
         return True
 
 
+# One step can be chance, with few prompts; three hardly.
+STEPS_ALIKE = 3
+
+
+@dataclass
+class EqualScores:
+    """Whether scores have differed since this start: if not, every advantage is 0 and nothing is learned."""
+
+    steps: int = 0
+    """Steps in which they did not differ; none is counted after the first that has a difference."""
+    differed: bool = False
+
+    def problem(self, groups: Sequence[Group], scores_E: Numbers, *, compares_within_groups: bool) -> str:
+        """What is wrong, once, after `STEPS_ALIKE` steps."""
+        if self.differed or self.steps == STEPS_ALIKE:
+            return ""
+        sizes = [len(group.scores) for group in groups] if compares_within_groups else [len(scores_E)]
+        ends = np.cumsum(sizes)[:-1]
+        self.differed = any(np.ptp(part_E) > 0 for part_E in np.split(scores_E, ends))
+        self.steps += not self.differed
+        if self.differed or self.steps < STEPS_ALIKE:
+            return ""
+        where = " to a prompt" if compares_within_groups else ""
+        return (
+            f"in {self.steps} steps all responses{where} scored alike (now {scores_E.mean():g} on average), "
+            "so nothing is learned: the task is too hard or too easy, or the reward does not read the "
+            "responses as you think; look at them (rollout.record=true, isotrain view)"
+        )
+
+
 def episode_penalties(
     divergences: Sequence[Sequence[tuple[int, float, float]]], groups: Sequence[Group]
 ) -> tuple[Numbers, float]:
