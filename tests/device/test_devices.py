@@ -63,6 +63,8 @@ def test_auto_takes_the_accelerator_that_is_there(monkeypatch: pytest.MonkeyPatc
 def test_unknown_devices() -> None:
     with pytest.raises(DeviceError, match=r"device\.type: unknown device 'npus'; did you mean 'npu'\?"):
         choose_device("npus")
+    with pytest.raises(DeviceError, match=r"unknown device 'gpu'; did you mean 'cuda'\?"):
+        choose_device("gpu")
     with pytest.raises(DeviceError, match="unknown device 'abacus'; use one of: auto, cuda, npu, cpu"):
         choose_device("abacus")
 

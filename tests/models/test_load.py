@@ -226,6 +226,10 @@ def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
         model_directory(str(tmp_path))
     with pytest.raises(ModelError, match=r"'\./typo' does not exist"):
         model_directory("./typo")
+    for name in ("resolved.json", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match="is a run, not a model; write its model with isotrain export"):
+        model_directory(str(tmp_path))
 
 
 def test_a_name_that_is_nowhere() -> None:

@@ -31,7 +31,7 @@ def find_device(name: str) -> Device:
     if name == "auto":
         return next(device for device in DEVICES.values() if device.available())
     if name not in DEVICES:
-        near = difflib.get_close_matches(name, DEVICES, n=1)
+        near = ["cuda"] if name == "gpu" else difflib.get_close_matches(name, DEVICES, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "use one of: " + ", ".join(["auto", *DEVICES])
         raise DeviceError(f"device.type: unknown device '{name}'; {hint}")
     return DEVICES[name]

@@ -54,6 +54,11 @@ def model_directory(path: str, field: str = "model.path") -> Path:
     if (local / "config.json").is_file():
         return _with_json(local)
     if local.exists() or path.startswith((".", "/", "~")):
+        if (local / "resolved.json").is_file() and (local / "metrics.jsonl").is_file():
+            raise ModelError(
+                f"{field}: '{path}' is a run, not a model; write its model with "
+                f"isotrain export {path} --out DIR, and set DIR"
+            )
         problem = "has no config.json" if local.exists() else "does not exist"
         raise ModelError(f"{field}: '{path}' {problem}; set a Hugging Face model directory")
     from huggingface_hub import constants, snapshot_download

@@ -193,6 +193,8 @@ def open_loaders(
     """Training and validation micro-batches; each data set is tokenised once and cached."""
     data = recipe.data
     train = _open_store(recipe, "train", data.train, world, console)
+    if warning := repetition_warning(data, len(train)):
+        console.message(f"warning: {warning}")
     limit = None if recipe.trainer.steps else len(train) * recipe.trainer.epochs
     loader = _loader(
         recipe, train, Sampler(len(train), data.batch_size, recipe.seed, data.shuffle, limit), device, world
@@ -267,6 +269,16 @@ def _open_store(
 def cache(kind: str) -> Path:
     """Where things that were made from data sets are kept: `tokens`, `references`."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "isotrain") / kind
+
+
+def repetition_warning(data: DataSection, rows: int) -> str:
+    """What a batch that is larger than the data means; empty if it is not."""
+    if data.batch_size <= rows:
+        return ""
+    return (
+        f"data.batch_size ({data.batch_size:,}) is above the {rows:,} rows of data.train: each step has "
+        f"every row {data.batch_size / rows:.3g} times on average"
+    )
 
 
 def total_steps(recipe: Recipe, rows: int) -> int:

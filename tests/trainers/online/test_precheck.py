@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from online_runs import online_recipe
 from transformers import AutoTokenizer
 
-from isotrain.errors import IsotrainError, SandboxError
+from isotrain.errors import IsotrainError, RecipeError, SandboxError
 from isotrain.process import fusion
+from isotrain.recipe.online import RewardSection
+from isotrain.trainers.build import TRAIN, open_prompts, repetition_warning
 from isotrain.trainers.online import precheck
-from isotrain.trainers.online.precheck import check_online, look_online, response_ends
+from isotrain.trainers.online.precheck import check_answers, check_online, look_online, response_ends
 from support import needs_vllm
 
 MISTAKES: dict[str, dict[str, dict[str, Any]]] = {
@@ -167,3 +170,42 @@ def test_devices_without_an_engine_are_told(
     found = [warning for warning in look_online(recipe) if "idle" in warning]
     message = f"{idle} of 4 devices are idle while responses are generated; remove rollout.engines, or"
     assert [warning[: len(message)] for warning in found] == ([message] if idle else [])
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ({"answer_key": "answer", "function": {"path": "f.py:score"}}, ""),
+        (
+            {"answer_key": "anser", "function": {"path": "f.py:score"}},
+            "none of the first 100 rows of data.train has 'anser'; did you mean 'answer'",
+        ),
+        # A function of one's own may need no answer; a rule does.
+        ({"function": {"path": "f.py:score"}}, ""),
+        ({"gsm8k": {}}, r"none of the first 100 rows of data.train has 'reward_model\.ground_truth'"),
+    ],
+)
+def test_the_rows_must_have_the_reference_answer(
+    tiny: Path, tmp_path: Path, reward: dict[str, Any], problem: str
+) -> None:
+    prompts = open_prompts(online_recipe(tiny, tmp_path, "cpu"))[TRAIN]
+    section = RewardSection.model_validate(reward)
+    with pytest.raises(RecipeError, match=problem) if problem else nullcontext():
+        check_answers(section, prompts)
+
+
+def test_a_mini_batch_that_does_not_divide_the_batch(tiny: Path, tmp_path: Path) -> None:
+    recipe = online_recipe(tiny, tmp_path, "cpu")
+    for size, rest in ((recipe.data.batch_size, 0), (3, recipe.data.batch_size % 3)):
+        changed = recipe.model_copy(
+            update={"algorithm": recipe.algorithm.model_copy(update={"mini_batch_size": size})}
+        )
+        warnings = [warning for warning in look_online(changed) if "mini_batch_size" in warning]
+        assert bool(warnings) == bool(rest)
+        assert not rest or f"has only {rest} prompts" in warnings[0]
+
+
+def test_a_batch_larger_than_the_data(tiny: Path, tmp_path: Path) -> None:
+    data = online_recipe(tiny, tmp_path, "cpu").data
+    assert repetition_warning(data, data.batch_size) == ""
+    assert "each step has every row 2 times" in repetition_warning(data, data.batch_size // 2)

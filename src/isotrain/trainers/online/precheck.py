@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isotrain import user_file
+from isotrain.data.formats import value_at
 from isotrain.data.prepare.verifiers_tasks import find_environment
 from isotrain.environments import interfaces
 from isotrain.errors import (
@@ -39,6 +41,10 @@ from isotrain.rewards.build import code_sandbox, reward_source
 from isotrain.rewards.function import check_function, function_file
 from isotrain.rollout.vllm import cannot_import, lacks_library
 
+if TYPE_CHECKING:  # transformers come with these, and a dry run does without
+    from isotrain.data.encode import Prompt
+    from isotrain.data.store import SampleStore
+
 
 def check_online(recipe: Recipe) -> list[str]:
     """Raise if the run would fail after its workers have started; returns warnings."""
@@ -48,6 +54,27 @@ def check_online(recipe: Recipe) -> list[str]:
     _check_plugins(algorithm, reward)
     ends = _check_ends(recipe) if rollout.generates else []
     return [*_check_models(recipe, algorithm, reward), *ends, *_warnings(recipe, algorithm, rollout)]
+
+
+# Of so many rows at least one must have the reference answer that rewards are to compare with.
+ROWS_TO_CHECK = 100
+
+
+def check_answers(reward: RewardSection, prompts: SampleStore[Prompt]) -> None:
+    """Refuse an `answer_key` that the rows do not have, where the recipe names one or a rule needs it."""
+    is_default = reward.answer_key == RewardSection.model_fields["answer_key"].default
+    if is_default and not (reward.gsm8k or reward.math or reward.code):
+        return
+    rows = [prompts[number].row for number in range(min(len(prompts), ROWS_TO_CHECK))]
+    if any(value_at(row, reward.answer_key) is not None for row in rows):
+        return
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    near = difflib.get_close_matches(reward.answer_key, columns, n=1)
+    raise RecipeError(
+        f"reward.answer_key: none of the first {len(rows)} rows of data.train has '{reward.answer_key}'; "
+        + (f"did you mean '{near[0]}'? " if near else "")
+        + f"they have {', '.join(columns)}"
+    )
 
 
 def response_ends(recipe: Recipe) -> str:
@@ -116,6 +143,11 @@ def _warnings(recipe: Recipe, algorithm: OnlineSection, rollout: RolloutSection)
         warnings.append(
             f"{ranks - generating} of {ranks} devices are idle while responses are generated; remove "
             "rollout.engines, or set a rollout.tensor_parallel that divides device.ranks"
+        )
+    if (size := algorithm.mini_batch_size) and (rest := recipe.data.batch_size % size):
+        warnings.append(
+            f"algorithm.mini_batch_size ({size}) does not divide data.batch_size "
+            f"({recipe.data.batch_size}): the last update of each step has only {rest} prompts"
         )
     if rollout.generates and rollout.engine == "sglang":
         warnings.append("rollout.engine: sglang has run on CPUs only, on no accelerator yet")

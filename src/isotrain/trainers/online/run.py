@@ -16,11 +16,17 @@ from isotrain.observe.environment import differences, without_secrets
 from isotrain.observe.journal import Journal
 from isotrain.recipe.online import ClusterSection, RolloutSection
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.build import TRAIN, open_prompts, total_steps
+from isotrain.trainers.build import TRAIN, open_prompts, repetition_warning, total_steps
 from isotrain.trainers.job import Recorder
 from isotrain.trainers.online.build import build_trainer, devices_of
 from isotrain.trainers.online.policy_rank import Description, PolicyRank
-from isotrain.trainers.online.precheck import changed_plugins, check_online, read_user_files, response_ends
+from isotrain.trainers.online.precheck import (
+    changed_plugins,
+    check_answers,
+    check_online,
+    read_user_files,
+    response_ends,
+)
 from isotrain.trainers.online.recording import (
     check_recording,
     frozen_models,
@@ -54,6 +60,10 @@ def train_online(recipe: Recipe, source: str, preemption: Preemption | None = No
             console.message(f"warning: {warning}")
         cluster = with_time_to_load(cluster, model_directories(recipe).values())
         stores = open_prompts(recipe, console.message)
+        if warning := repetition_warning(recipe.data, len(stores[TRAIN])):
+            console.message(f"warning: {warning}")
+        if rollout.generates:
+            check_answers(recipe.reward, stores[TRAIN])
         digests = {name: store.digest for name, store in stores.items()}
         steps = total_steps(recipe, len(stores[TRAIN]))
         check_probe_in_run(recipe, steps)
