@@ -14,7 +14,7 @@ from isotrain.cli.arguments import Overrides, RecipeName, command_with
 from isotrain.cli.doctor import doctor
 from isotrain.cli.parity import app as parity
 from isotrain.cli.parity_certify import certify, contribute, sign, verify
-from isotrain.cli.parity_runs import probe, record, replay, sampler
+from isotrain.cli.parity_runs import probe, record, replay, sampler, truth
 from isotrain.cli.plan import plan
 from isotrain.cli.prepare import app as prepare
 from isotrain.cli.recipes import export_config, import_recipe, recipes
@@ -76,7 +76,7 @@ app = typer.Typer(
 for verb in (train, view, recipes, doctor, plan, runs, logs):
     app.command()(verb)
 app.add_typer(prepare, name="prepare")
-for part in (record, replay, probe, sampler, contribute, verify, sign):
+for part in (record, replay, probe, truth, sampler, contribute, verify, sign):
     parity.command()(part)
 parity.command(cls=command_with(**{"from": 0, "candidate": 0}))(certify)
 app.add_typer(parity, name="parity")

@@ -122,6 +122,68 @@ def probe(
     )
 
 
+def truth(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run with a layer trace.")],
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Run directory of the truth; by default RUN/truth.")
+    ] = None,
+    plan: Annotated[bool, Option("--plan", help="Only print the memory and disk that it needs.")] = False,
+) -> None:
+    """Repeat the first recorded step of a run in float64 on this host, and record its layers.
+
+    Casts to narrower types inside the model are widened, so every operator computes in float64. One layer
+    and the head are in float64 at a time. With an online recipe, log-probs and values from before the update
+    stay as the run computes them. With device.mesh there is nothing to compare with.
+
+    Examples:
+
+        isotrain parity truth runs/here
+
+        isotrain parity truth runs/here --plan
+    """
+    recipe = _recipe_of(run)
+    if not recipe.observe.layer_trace:
+        raise DataError(f"{run} has no layer trace; train it with observe.layer_trace=1")
+    if plan:
+        typer.echo(_memory_plan(recipe))
+        return
+    out = out or run / "truth"
+    after = recipe.observe.layer_trace_after
+    if after:
+        from isotrain.engine.checkpoint.resume_point import copy_checkpoint
+
+        copy_checkpoint(RunDirectory(run).checkpoints, after, RunDirectory(out).checkpoints)
+    changed = list(_IN_FLOAT64)
+    if recipe.model.attention == "flash":
+        changed.append("model.attention=sdpa")
+    if isinstance(recipe.algorithm, OnlineSection):
+        assert recipe.rollout is not None
+        changed += ["rollout.record=false", path_override("rollout.replay", recipe.rollout.replay or run)]
+    typer.echo(_memory_plan(recipe), err=True)
+    api.train(recipe, *changed, *other_run(out), in_process=True)
+    typer.echo(f"truth: {out}")
+
+
+_IN_FLOAT64 = (
+    *("device.type=cpu", "device.ranks=1", "model.dtype=float32", "model.fused=off", "model.compile=false"),
+    *("model.gradient_checkpointing=true", "model.offload={}", "trainer.save_every=0"),
+    *("observe.truth=true", "observe.layer_trace=1", "observe.operators=false", "observe.loggers=[]"),
+)
+"""The weights as the optimizer has them, and layer by layer; the probe widens what they compute."""
+
+
+def _memory_plan(recipe: Recipe) -> str:
+    from isotrain.models.load import build_causal_lm, model_directory
+    from isotrain.tools.probes.truth import memory_of
+
+    tokens = recipe.data.tokens_per_micro_batch or recipe.data.max_length
+    memory = memory_of(build_causal_lm(model_directory(recipe.model.path), "sdpa"), tokens)
+    return (
+        f"truth: at most {memory.total / 1e9:.1f} GB of memory and {memory.disk / 1e9:.1f} GB of disk for "
+        f"micro-batches of {tokens} tokens"
+    )
+
+
 def _recipe_of(run: Path) -> Recipe:
     recorded = RunDirectory(run).resolved
     if not recorded.is_file():

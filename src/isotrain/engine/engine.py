@@ -153,7 +153,7 @@ class TrainingEngine(InferenceModel):
             total += share.detach()
             for name, value in metrics.items():
                 sums.setdefault(name, self._zero()).add_(value.detach())
-        grad_norm = self._clip()
+        grad_norm = self.clip_gradients()
         loss, uneven, *values = self.world.total(torch.stack([total, imbalance, *sums.values()]).tolist())
         # Both numbers are the same on every rank, and so is the decision.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -195,7 +195,7 @@ class TrainingEngine(InferenceModel):
     def _loss_tokens(self, batches: Sequence[PackedBatch]) -> int:
         return int(self.world.total([sum(batch.loss_tokens for batch in batches)])[0])
 
-    def _clip(self) -> float:
+    def clip_gradients(self) -> float:
         """Scales the gradients down to `max_grad_norm`; returns the global norm they had.
 
         On local shards: each rank's norm is taken once and only that number is exchanged.

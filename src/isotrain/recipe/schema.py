@@ -305,6 +305,8 @@ class ObserveSection(Section):
     `isotrain parity probe` sets it."""
     operators: bool = False
     """Compare every operator of the first step with float64, for `isotrain parity`; that step is slow."""
+    truth: bool = False
+    """Compute the first step in float64 on the host, record it and end; `isotrain parity truth` sets it."""
     model_digest: bool = False
     """Record the SHA-256 of the model's files, which certificates need; with `layer_trace` it always is."""
 
@@ -314,10 +316,13 @@ class ObserveSection(Section):
 
         A name and no import: training does not know its auditors, and ranks get the recipe as text.
         """
-        return "isotrain.tools.probes:make_probes" if self.layer_trace or self.operators else None
+        asked = self.layer_trace or self.operators or self.truth
+        return "isotrain.tools.probes:make_probes" if asked else None
 
     def last_step(self, steps: int) -> int:
         """Last of `steps` steps: a probe ends with the steps that it records."""
+        if self.truth:
+            return min(steps, self.layer_trace_after + 1)
         return min(steps, self.layer_trace_after + self.layer_trace) if self.layer_trace_after else steps
 
     @model_validator(mode="after")

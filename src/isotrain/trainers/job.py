@@ -329,7 +329,8 @@ def build_job(
         recorder=recorder,
         steps=steps,
         last_step=recipe.observe.last_step(steps),
-        saves=SaveSchedule(trainer.save_every, steps),
+        # A truth trains nothing: there is nothing to keep.
+        saves=SaveSchedule(trainer.save_every, 0 if recipe.observe.truth else steps),
         validates=validates,
         validate_every=trainer.validate_every,
         validate_first=trainer.validate_first,

@@ -8,11 +8,14 @@ from isotrain.recipe.schema import Recipe
 from isotrain.tools.probes.layer_trace import LayerTrace
 from isotrain.tools.probes.operator_errors import FirstUpdateOperators
 from isotrain.tools.probes.score_tests.recorder import ScoreTests
+from isotrain.tools.probes.truth import TruthTrace
 
 
 def make_probes(recipe: Recipe, done: int) -> list[Probe]:
     """The probes of a run that has taken `done` steps; `ObserveSection.probes` names this function."""
     observe, run, probes = recipe.observe, RunDirectory(recipe.output), list[Probe]()
+    if observe.truth:
+        return [TruthTrace(run.layer_trace, after=done)]
     if observe.layer_trace:
         probes += [LayerTrace(run.layer_trace, observe.layer_trace, after=done), ScoreTests(run.score_tests)]
     if observe.operators:
