@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isotrain.observe.console import open_console
-from isotrain.terminal import Guard, beneath, guard, guarded, visible
+from isotrain.terminal import Guard, beneath, guard, guarded, rich_console, visible
 
 # Letters that matter: escape sequences of seven and eight bits, moves, bells, marks that turn text around,
 # that nobody sees, that break lines; halves of characters; and what must stay as it is.
@@ -90,9 +90,8 @@ class TestGuard:
 def rich_output(monkeypatch: pytest.MonkeyPatch, *renderables: object) -> str:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", Guard(stream))
-    Console(force_terminal=True, color_system="standard", width=300, markup=False, highlight=False).print(
-        *renderables, style="red"
-    )
+    settings = {"color_system": "standard", "width": 300, "markup": False, "highlight": False}
+    rich_console(force_terminal=True, **settings).print(*renderables, style="red")
     return stream.getvalue()
 
 
@@ -102,10 +101,17 @@ class TestRich:
         assert rich_output(monkeypatch, Text("a\x1b[8mb", "bold")) == "\x1b[1;31ma\\x1b[8mb\x1b[0m\n"
 
     def test_a_console_on_a_stream_of_its_own_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rich_output(monkeypatch, "the hook is there")
-        theirs = io.StringIO()
-        Console(file=theirs, width=300).print("a\x1b[32mb", Text("\u202e"))
-        assert theirs.getvalue() == "a\x1b[32mb \u202e\n"
+        rich_output(monkeypatch, "one of ours")
+        for make in (Console, rich_console):
+            theirs = io.StringIO()
+            make(file=theirs, width=300).print("a\x1b[32mb", Text("\u202e"))
+            assert theirs.getvalue() == "a\x1b[32mb \u202e\n"
+
+    def test_of_a_console_of_others_plain_colours_alone_pass(self) -> None:
+        stream = io.StringIO()
+        console = Console(file=Guard(stream), force_terminal=True, color_system="standard", width=300)
+        console.print(Text("a\x1b[8mb\x1b[38;5;201m\x1b[A\r\u202e", "bold red"))
+        assert stream.getvalue() == "\x1b[1;31ma\\x1b[8mb\\x1b[38;5;201m\\x1b[A\\u202e\x1b[0m\n"
 
     def test_tables_make_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
         table = Table("\x1b[2Jname", box=None)

@@ -2,8 +2,9 @@
 
 Names of metrics, paths, rows, fields of certificates and messages of workers come from files that anybody
 may have written. Whatever a process prints passes through here, and what could steer a terminal is spelled
-out: `\\x1b` for the character that starts an escape sequence. Colours and the progress bar come from rich: it
-keeps text apart from styles until it writes, so that text is filtered before styles are added to it.
+out: `\\x1b` for the character that starts an escape sequence. Colours and the progress bar come from rich's
+consoles that are made here: rich keeps text apart from styles until it writes, so that text is filtered
+before styles are added to it.
 
 What is written past Python's streams is not seen here: by C libraries, by other programs that inherit them.
 """
@@ -16,7 +17,11 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, ClassVar, cast
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Line feeds and tabs are layout. Spaces of other widths are ordinary in many languages.
 _LAYOUT = "\n\t"
@@ -105,10 +110,18 @@ def _fits(character: str, encoding: str) -> bool:
 class _Styled(_Filter):
     """For what has been filtered before it was styled: only the sequences of ours pass."""
 
+    _passing = _OURS
+
     def write(self, text: str) -> int:
-        parts = _OURS.split(text)  # texts and sequences by turns
+        parts = self._passing.split(text)  # texts and sequences by turns
         self._pass_on("".join(part if at % 2 else visible(part) for at, part in enumerate(parts)))
         return len(text)
+
+
+class _Coloured(_Styled):
+    """For consoles of others, whose texts nobody has filtered: plain colours alone pass."""
+
+    _passing = re.compile(r"(\x1b\[(?:(?:[0-7]|[39][0-7])(?:;(?=[0-9])|(?=m)))*m)")
 
 
 class Guard(_Filter):
@@ -121,14 +134,12 @@ class Guard(_Filter):
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(stream)
         beneath = getattr(stream, "rich_proxied_file", stream)
-        self._styled: IO[str]
-        self._styled = beneath._styled if isinstance(beneath, Guard) else cast("IO[str]", _Styled(beneath))
+        self._styled = beneath._styled if isinstance(beneath, Guard) else _Styled(beneath)
 
     @property
     def rich_proxied_file(self) -> IO[str]:
-        """Where rich writes: it asks for this name, which its own proxies have. Its texts are filtered."""
-        _filter_what_rich_renders()
-        return self._styled
+        """Where consoles of rich write that are not this program's: rich asks for this name."""
+        return _Coloured(self._styled._stream)
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -169,31 +180,41 @@ def beneath(stream: IO[str]) -> IO[str]:
     return stream._styled if isinstance(stream, Guard) else stream
 
 
-def _filter_what_rich_renders() -> None:
-    """From now on, consoles of rich on a guarded stream render filtered texts; all others are left alone.
-
-    By a hook in the class, as typer makes consoles of its own for help and errors.
-    """
+@cache
+def filtered_console() -> type[Console]:
+    """The class of this program's consoles: they filter texts before they style them on a guarded stream."""
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
     from rich.text import Text
 
-    if getattr(Console.render, "filters", False):
-        return
-    unfiltered, as_text = Console.render, Console.render_str
+    class FilteredConsole(Console):
+        @property
+        def file(self) -> IO[str]:
+            stream = self._file or (sys.stderr if self.stderr else sys.stdout)
+            return stream._styled if isinstance(stream, Guard) else super().file
 
-    def render_str(self: Console, text: str, **settings: Any) -> Text:
-        # Before columns are measured and lines are broken: what is spelled out is longer.
-        return as_text(self, visible(text) if isinstance(self.file, _Styled) else text, **settings)
+        @file.setter
+        def file(self, stream: IO[str]) -> None:
+            self._file = stream
 
-    def render(self: Console, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        guarded = isinstance(self.file, _Styled)
-        for segment in unfiltered(self, renderable, options):
-            if segment.control or not guarded:
-                yield segment
-            else:
-                yield Segment(visible(segment.text), segment.style)
+        def render_str(self, text: str, **settings: Any) -> Text:
+            # Before columns are measured and lines are broken: what is spelled out is longer.
+            return super().render_str(visible(text) if self._filters() else text, **settings)
 
-    render.filters = True  # type: ignore[attr-defined]
-    Console.render = render  # type: ignore[method-assign]
-    Console.render_str = render_str  # type: ignore[method-assign]
+        def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            filters = self._filters()
+            for segment in super().render(renderable, options):
+                if segment.control or not filters:
+                    yield segment
+                else:
+                    yield Segment(visible(segment.text), segment.style)
+
+        def _filters(self) -> bool:
+            return isinstance(self.file, _Styled)
+
+    return FilteredConsole
+
+
+def rich_console(**settings: Any) -> Console:
+    """A console of rich for this program's own output."""
+    return filtered_console()(**settings)

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from isotrain import api
 from isotrain.language import said, tr
+from isotrain.terminal import rich_console
 from isotrain.tools.doctor.examine import Report, describe
 from isotrain.tools.doctor.matrix import TARGETS, Status
 from isotrain.tools.doctor.rules import MachineFinding
@@ -125,11 +126,10 @@ def _mistake(
 
 
 def _print(report: Report, notes: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, markup=False)
+    console = rich_console(highlight=False, markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in describe(report):
         table.add_row(Text(said(name), style="bold"), Text(said(value)))
@@ -286,14 +286,13 @@ def _head(stage: str) -> str:
 
 
 def _print_line(verdict: StageVerdict, headed: bool, quiet: bool = False) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     seconds = "" if verdict.outcome == "skipped" else f", {verdict.seconds:.0f} s"
     line = Text("" if headed else _head(verdict.stage))
     line.append(f"{verdict.outcome:<8}", _OUTCOME_COLOURS[verdict.outcome])
     line.append(f" {' '.join(verdict.result.split())}{seconds}")
-    Console(stderr=quiet).print(line, soft_wrap=True)
+    rich_console(stderr=quiet).print(line, soft_wrap=True)
 
 
 def _counts(results: Results) -> str:

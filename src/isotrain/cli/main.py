@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +24,7 @@ from isotrain.cli.runs import export, logs, runs, view
 from isotrain.cli.train import train
 from isotrain.errors import RETRYABLE, IsotrainError
 from isotrain.language import Language, said, tr, using, words_of
-from isotrain.terminal import guard, guarded
+from isotrain.terminal import guard, guarded, rich_console, visible
 from isotrain.tools.doctor.examine import hide_a_plugin_that_cannot_load
 
 
@@ -33,7 +35,15 @@ class CleanErrors(TyperGroup):
         with guarded():
             return super().main(*args, **kwargs)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _visible_words():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
+        with _visible_words():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: Any) -> Any:
         if os.environ.get("ISOTRAIN_DEBUG") == "1":
             return super().invoke(ctx)
         try:
@@ -99,6 +109,17 @@ app.command("import")(import_recipe)
 app.command()(export_config)
 
 
+@contextmanager
+def _visible_words() -> Iterator[None]:
+    """Typer styles what it says of a wrong command line: words of that line are filtered before."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "format_message"):
+            error.message = visible(str(error.message))  # type: ignore[attr-defined]
+        raise
+
+
 def _path_of(error: OSError) -> str:
     name = error.filename2 or error.filename  # of two, such as those of a copy, the one that is written
     return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
@@ -132,10 +153,9 @@ def _options(
 
 def _say(message: str) -> None:
     """One red message on stderr, as it is: no markup, no wrapping that would break a path."""
-    from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+    rich_console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typer import Argument, Option
 from isotrain.cli.arguments import command_with, paths_of
 from isotrain.errors import DataError
 from isotrain.language import Language, padded, said, tr
+from isotrain.terminal import rich_console
 
 # numpy comes in only where runs are compared: every command reads this file.
 if TYPE_CHECKING:
@@ -215,12 +216,11 @@ def tell(verdict: Verdict, report: Path | None, as_json: bool = False) -> None:
 
 def show(verdict: Verdict) -> None:
     """The two answers in words first, then what they rest on."""
-    from rich.console import Console
 
     from isotrain.tools.parity.levels.level import STATES
     from isotrain.tools.parity.report.headline import computation_words, next_words, outcome_words
 
-    console = Console(highlight=False, markup=False)
+    console = rich_console(highlight=False, markup=False)
     for answer, words in (
         (verdict.outcome.verdict, outcome_words(verdict)),
         (verdict.computation.verdict, computation_words(verdict)),

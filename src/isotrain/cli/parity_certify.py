@@ -15,6 +15,7 @@ from typer import Option
 from isotrain import api
 from isotrain.cli.arguments import Overrides, paths_of, values_of
 from isotrain.errors import DataError, RecipeError
+from isotrain.terminal import rich_console
 
 if TYPE_CHECKING:
     from isotrain.recipe.schema import Recipe
@@ -356,7 +357,6 @@ def verify(
 
         isotrain parity verify NAME.json --reference runs/here --candidate runs/there
     """
-    from rich.console import Console
 
     from isotrain.terminal import visible
     from isotrain.tools.parity.certify.issue import levels_again
@@ -367,7 +367,7 @@ def verify(
     given = {"reference": reference, "candidate": candidate}
     runs = {role: path for role, path in given.items() if path is not None}
     findings = check(certificate, runs, again=levels_again)
-    console = Console(highlight=False, markup=False)
+    console = rich_console(highlight=False, markup=False)
     for finding in findings:
         mark, style = _MARKS[finding.state]
         # One line each: a name of the certificate must not pretend to be a finding.

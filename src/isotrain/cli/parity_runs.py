@@ -17,6 +17,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.load import load_resolved, other_run, path_override
 from isotrain.recipe.online import OnlineSection
 from isotrain.recipe.schema import Recipe
+from isotrain.terminal import rich_console
 
 if TYPE_CHECKING:
     from isotrain.tools.parity.levels.sampler import SamplerResult
@@ -266,9 +267,8 @@ def result_of(
 
 def show_sampler(result: SamplerResult) -> None:
     """The verdict in words first, then what it rests on."""
-    from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
+    console = rich_console(highlight=False, markup=False)
     console.print(result.words, style=_STYLES[result.verdict], soft_wrap=True)
     for part in result.parts:
         mark, style = ("WRONG", "red") if part.rejected else ("right", "green")

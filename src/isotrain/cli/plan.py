@@ -14,6 +14,7 @@ from isotrain.device.vendors import DEVICES
 from isotrain.errors import PlanError
 from isotrain.recipe import library
 from isotrain.recipe.load import load_recipe
+from isotrain.terminal import rich_console
 
 if TYPE_CHECKING:
     from isotrain.tools.plan.plan import StepPlan
@@ -70,13 +71,12 @@ def _gigabytes(text: str) -> float:
 
 
 def _show(result: StepPlan, searched: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from isotrain.tools.plan import estimate
     from isotrain.tools.plan.plan import CONTEXT_GB, FRAGMENTATION
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = rich_console(soft_wrap=True, highlight=False)
     word = "[green]fits[/]" if result.fits else "[red]does not fit[/]"
     console.print(
         f"{word}: {result.needed_gb:.1f} of {result.device_gb:.0f} GB on each of {result.devices} devices "

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from isotrain.api import load_recipe
 from isotrain.errors import DataError
+from isotrain.terminal import rich_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from isotrain.data.items import Sample
@@ -48,7 +49,7 @@ def preview(name: str, overrides: list[str], rows: int) -> None:
 def _preview_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     from isotrain.data.encode import Encoder
 
-    data, console = recipe.data, Console()
+    data, console = recipe.data, rich_console()
     encoder = Encoder(
         tokenizer, data.format, data.prompt_key, data.completion_key, data.max_length, data.too_long
     )
@@ -75,7 +76,7 @@ def _preview_preferences(
     """Both sides of each pair, responses with their label, or steps with theirs."""
     from isotrain.trainers.build import preference_encoder
 
-    encoder, console = preference_encoder(tokenizer, recipe.data, algorithm), Console()
+    encoder, console = preference_encoder(tokenizer, recipe.data, algorithm), rich_console()
 
     def show(row: Row) -> bool:
         items = encoder(row)
@@ -96,7 +97,7 @@ def _preview_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: i
     """Each prompt up to the start of the response, and the reference answer of its row."""
     from isotrain.data.encode import PromptEncoder
 
-    data, reward, console = recipe.data, recipe.reward, Console()
+    data, reward, console = recipe.data, recipe.reward, rich_console()
     assert reward is not None, "recipes of online algorithms have one"
     encoder = PromptEncoder(tokenizer, data.prompt_key, data.max_length, data.too_long)
     lengths: list[int] = []

@@ -15,6 +15,7 @@ from isotrain.api import load_recipe
 from isotrain.cli.arguments import Overrides, RecipeName
 from isotrain.errors import RecipeError
 from isotrain.recipe import library
+from isotrain.terminal import rich_console
 from isotrain.tools.imports.convert import Imported, convert
 from isotrain.tools.imports.draft import KeyFinding
 from isotrain.tools.imports.export import to_verl
@@ -51,13 +52,12 @@ def recipes(
 
 
 def _list() -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("name", "algorithm", "what it does", box=None, header_style="bold", pad_edge=False)
     for info in library.available():
         table.add_row(info.name, info.algorithm, info.description)
-    Console().print(table)
+    rich_console().print(table)
 
 
 _SHOWN = 40

@@ -23,6 +23,7 @@ from isotrain.errors import DataError
 from isotrain.files import open_regular
 from isotrain.observe.journal import RunStatus, find_runs, state_of
 from isotrain.observe.run_directory import RunDirectory
+from isotrain.terminal import rich_console
 
 _LONGEST_LINE = 1 << 16
 _COLOURS = {"running": "green", "starting": "green", "failed": "red", "killed": "red", "stopped": "yellow"}
@@ -56,7 +57,6 @@ def runs(
 
 
 def _show(states: list[RunStatus]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -71,7 +71,7 @@ def _show(states: list[RunStatus]) -> None:
             Text(run.waiting[:200]),
             Text(_ago(run.seconds)),
         )
-    Console().print(table)
+    rich_console().print(table)
 
 
 def _ago(seconds: float | None) -> str:

@@ -29,6 +29,7 @@ from isotrain.recipe.document import to_yaml
 from isotrain.recipe.load import resolved
 from isotrain.recipe.online import ClusterSection, OnlineSection
 from isotrain.recipe.schema import Recipe
+from isotrain.terminal import rich_console
 from isotrain.trainers.online.precheck import look_online
 from isotrain.trainers.preemption import PREEMPTED
 
@@ -89,12 +90,11 @@ def show(recipe: Recipe) -> None:
     """The resolved recipe on stdout, for people as YAML and for programs as JSON; the summary on stderr."""
     values = resolved(recipe)
     if sys.stdout.isatty():
-        from rich.console import Console
         from rich.syntax import Syntax
 
         # Highlighted text rather than a Syntax block: that would cut long paths at the terminal's width.
         text = to_yaml(values)
-        Console().print(Syntax(text, "yaml").highlight(text), soft_wrap=True, end="")
+        rich_console().print(Syntax(text, "yaml").highlight(text), soft_wrap=True, end="")
     else:
         typer.echo(json.dumps(values, indent=2, ensure_ascii=False))
     typer.echo(summary(recipe), err=True)

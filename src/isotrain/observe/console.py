@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from isotrain.terminal import beneath, guard
+from isotrain.terminal import beneath, guard, rich_console
 
 RECENT_STEPS = 20
 SHORT_RUN = 100
@@ -220,7 +220,7 @@ def open_console(*, silent: bool = False, console: RichConsole | None = None, de
     if silent:
         return WarningConsole()
     # The bar needs the stream itself: while it is drawn, `sys.stdout` leads back to it.
-    bar = console or RichConsole(file=beneath(sys.stdout))
+    bar = console or rich_console(file=beneath(sys.stdout))
     if bar.is_terminal and not bar.is_dumb_terminal:
         return BarConsole(bar, devices=devices)
     return LineConsole(console.file if console else sys.stdout, devices=devices)
