@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import isotrain
-from isotrain.api.run import Metrics
+from isotrain.api import Metrics
 from isotrain.errors import DataError, IsotrainError, RecipeError
 from support import tiny_recipe
 

@@ -18,7 +18,7 @@ from isotrain.data.encode import Encoder
 from isotrain.data.items import SAMPLES, Item, Sample
 from isotrain.data.rows import Row
 from isotrain.data.store import SampleStore, store_key
-from isotrain.data.tokenise import Progress, cached_store
+from isotrain.data.tokenise import RowProgress, cached_store
 from isotrain.errors import DataError
 
 
@@ -68,7 +68,7 @@ def test_progress_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
     (tmp_path / "a.jsonl").write_text("{}\n" * 5)
     told: list[str] = []
-    progress = Progress(str(tmp_path / "a.jsonl"), told.append)
+    progress = RowProgress(str(tmp_path / "a.jsonl"), told.append)
     build_store(rows(1, 0, 1, 1, 1), directory=tmp_path / "s", key="key", progress=progress)
     assert [re.findall(r"(\d) rows, (\d+)%, .* rows/s", line) for line in told] == [
         [("2", "40")],

@@ -16,6 +16,8 @@ RecipeName = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that `isotrain recipes` lists."),
 ]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Everything as JSON, for programs.")]
 _BETWEEN = "\0"  # what no path has in it
 
 

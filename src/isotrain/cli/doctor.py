@@ -26,6 +26,7 @@ import tempfile
 import time
 from textwrap import indent
 
+from isotrain.cli.arguments import AsJson
 from isotrain.errors import DataError
 from isotrain.tools.doctor.examine import has_vllm, hide_a_plugin_that_cannot_load
 from isotrain.tools.doctor.self_test import folder as folders
@@ -53,7 +54,7 @@ def doctor(
         str | None, Option("--for", metavar="|".join(TARGETS), help="The device to train on.")
     ] = None,
     recipe: Annotated[str | None, Option(metavar="RECIPE", help="Also check what this recipe needs.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
+    as_json: AsJson = False,
     notes: Annotated[bool, Option("--notes", help="Also print notes.")] = False,
     save: Annotated[
         Path | None, Option(metavar="DIR", help="Save the examined files and outputs, for a bug report.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from isotrain.cli.arguments import command_with, paths_of
+from isotrain.cli.arguments import AsJson, command_with, paths_of
 from isotrain.errors import DataError
 from isotrain.language import Language, padded, said, tr
 from isotrain.terminal import rich_console
@@ -99,7 +99,6 @@ Devices = Annotated[
 Report = Annotated[
     Path | None, Option(metavar="DIR", help="Directory for verdict.json, report.html and plots.")
 ]
-AsJson = Annotated[bool, Option("--json", help="Everything as JSON, for programs.")]
 
 
 def _pair(text: str, option: str = "--pair") -> tuple[Path, Path]:

@@ -253,7 +253,7 @@ def contribute(
 
         isotrain parity contribute sft grpo --out work/contribute
     """
-    from isotrain.cli.parity import show
+    from isotrain.cli.parity import tell
     from isotrain.tools.parity.certify.certificate import read_certificate
     from isotrain.tools.parity.certify.reference_runs import find_reference, reference_runs
     from isotrain.tools.parity.certify.run import Certified
@@ -274,8 +274,7 @@ def contribute(
         )
         companions = Companions(reference.members)
         verdict = verdict_on(reference.path, run, companions)
-        show(verdict)
-        _report(verdict, out / f"{reference.name}-report")
+        tell(verdict, out / f"{reference.name}-report")
         typer.echo(f"{reference.name}: {time.monotonic() - begun:.0f} s")
         verdicts[reference.name] = verdict
         if path := issue(Certified(verdict, companions), out):
@@ -300,16 +299,8 @@ def _train_reference(reference: Path, settings: list[str], out: Path) -> Path:
     return api.train(recorded, *online, *settings, *other_run(out)).path
 
 
-def _report(verdict: Verdict, directory: Path) -> None:
-    from isotrain.tools.parity.compare.power import load_power
-    from isotrain.tools.parity.report.write import write_report
-
-    write_report(verdict, directory, power=load_power())
-    typer.echo(f"wrote {directory / 'report.html'}")
-
-
 def _contents(certificate: Certificate) -> list[str]:
-    """What leaves this machine with a certificate."""
+    """Everything that leaves this machine with a certificate."""
     side = certificate.candidate
     environment = side.environment
     steps = max(len(curve.steps) for curve in certificate.curves.values())
@@ -364,9 +355,10 @@ def verify(
     from isotrain.tools.parity.certify.verify import is_consistent
     from isotrain.tools.parity.certify.verify import verify as check
 
-    given = {"reference": reference, "candidate": candidate}
-    runs = {role: path for role, path in given.items() if path is not None}
-    findings = check(certificate, runs, again=levels_again)
+    runs = {"reference": reference, "candidate": candidate}
+    findings = check(
+        certificate, {role: path for role, path in runs.items() if path is not None}, again=levels_again
+    )
     console = rich_console(highlight=False, markup=False)
     for finding in findings:
         mark, style = _MARKS[finding.state]

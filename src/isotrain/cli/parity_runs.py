@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from isotrain import api
-from isotrain.cli.arguments import Overrides, RecipeName
+from isotrain.cli.arguments import AsJson, Overrides, RecipeName
 from isotrain.cli.parity import Require, compare
 from isotrain.errors import DataError
 from isotrain.observe.run_directory import RunDirectory
@@ -209,7 +209,7 @@ def sampler(
     temperature: Annotated[float | None, Option(help="Test against another temperature.")] = None,
     top_p: Annotated[float | None, Option(help="Test against another top-p.")] = None,
     top_k: Annotated[int | None, Option(help="Test against another top-k.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Everything as JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Test the tokens that an engine drew against probabilities computed here.
 

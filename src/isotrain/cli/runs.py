@@ -1,4 +1,4 @@
-"""`isotrain runs`, `logs` and `export`: how far runs are, what they said, and their models."""
+"""`isotrain runs`, `logs`, `view` and `export`: how far runs are, what they said, and their models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import typer
 from typer import Option
 
 from isotrain.api import Run
+from isotrain.cli.arguments import RunPath
 from isotrain.errors import DataError
 from isotrain.files import open_regular
 from isotrain.observe.journal import RunStatus, find_runs, state_of
@@ -84,7 +85,7 @@ def _ago(seconds: float | None) -> str:
 
 
 def logs(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
+    run: RunPath,
     lines: Annotated[int, Option("--lines", "-n", min=1, help="The last lines.")] = 50,
     follow: Annotated[bool, Option("--follow", "-f", help="Go on while the run does.")] = False,
 ) -> None:
@@ -117,7 +118,7 @@ def logs(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
+    run: RunPath,
     out: Annotated[Path, Option(help="The directory to write the model to.")],
     step: Annotated[
         int | None, Option(min=0, help="The checkpoint to export; the newest by default.")
@@ -136,7 +137,7 @@ def export(
 
 
 def view(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory: `output` of its recipe.")],
+    run: RunPath,
     other: Annotated[
         Path | None, typer.Argument(metavar="[RUN2]", help="A second run, drawn over the first.")
     ] = None,

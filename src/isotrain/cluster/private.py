@@ -164,6 +164,10 @@ def _own_process_groups() -> Iterator[None]:
 
     A signal to the controller's group is meant for the controller, which still needs them to save a
     checkpoint. Their workers have groups of their own anyway. All of them end with the controller.
+
+    A child `ray start --head --block` would not need this switch. But this process would still need
+    `loopback_addresses` to connect to it, would have to find out its address and its time to start, and each
+    start would import Ray in one more interpreter.
     """
     before = services.ConsolePopen
 

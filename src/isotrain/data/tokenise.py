@@ -125,8 +125,8 @@ def cached_store(
     key = store_key(source_digest(source), encoder.tokenizer, encoder.settings)
     directory = root / key
     if not directory.is_dir():
-        progress = Progress(source, tell) if tell else None
-        with _kept(root), _one_builder(directory, progress):
+        progress = RowProgress(source, tell) if tell else None
+        with _explaining_failures(root), _one_builder(directory, progress):
             if not directory.is_dir():
                 build_store(read_rows(source), encoder, directory, key, progress, source)
     return SampleStore(directory, encoder.codec)
@@ -137,7 +137,7 @@ def build_store(
     encoder: RowEncoder[T],
     directory: Path,
     key: str,
-    progress: Progress | None = None,
+    progress: RowProgress | None = None,
     source: str | Sequence[str] | None = None,
 ) -> SampleStore[T]:
     """Encode all rows into a directory that appears whole or not at all.
@@ -150,7 +150,7 @@ def build_store(
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0))) if source else 1
     partial = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.partial")
     chunks = directory.with_name(f".{directory.name}.chunks")
-    with _kept(directory.parent):
+    with _explaining_failures(directory.parent):
         try:
             partial.mkdir(parents=True)
             chunks.mkdir(exist_ok=True)
@@ -170,21 +170,21 @@ def build_store(
 
 
 @dataclass
-class Progress:
-    """Tells now and then how far the rows of a source are."""
+class RowProgress:
+    """A line now and then about how far the rows of a source are."""
 
     source: str | Sequence[str]
     tell: Tell
 
     def __post_init__(self) -> None:
-        self._started = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._total = 0
 
     def update(self, rows: int) -> None:
         now = time.monotonic()
-        if now - self._told < SECONDS_BETWEEN_LINES:
+        if now - self._last_line < SECONDS_BETWEEN_LINES:
             return
-        self._told = now
+        self._last_line = now
         self._total = self._total or count_rows(self.source)
         speed = rows / (now - self._started)
         share = f", {min(1.0, rows / self._total):.0%}" if self._total else ""
@@ -192,7 +192,7 @@ class Progress:
 
 
 @contextmanager
-def _kept(root: Path) -> Iterator[None]:
+def _explaining_failures(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -203,7 +203,7 @@ def _kept(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _one_builder(directory: Path, progress: Progress | None) -> Iterator[None]:
+def _one_builder(directory: Path, progress: RowProgress | None) -> Iterator[None]:
     """Others wait, without a limit; the system frees the lock however the builder ends, and the next goes on.
 
     Where a file system has no locks, each machine builds, and the first to finish wins.
@@ -252,7 +252,7 @@ def _write(
     directory: Path,
     codec: Codec[Any],
     key: str,
-    progress: Progress | None,
+    progress: RowProgress | None,
 ) -> None:
     types = codec.types()
     sums = {name: hashlib.sha256() for name in types}

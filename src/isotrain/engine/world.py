@@ -172,6 +172,17 @@ class World:
         first = self.rank % self.context == 0
         return self.sum(values if first else [0.0] * len(values))
 
+    def from_main(self, values: Sequence[float]) -> list[float]:
+        """The main rank's numbers, however many, on all ranks; those of others do not count.
+
+        Ranks that each looked for themselves, such as at a file system that lags behind, might have lists of
+        different lengths, and would wait for each other forever.
+        """
+        (count,) = self.sum([len(values) if self.is_main else 0])
+        if not count:
+            return []
+        return self.sum(values if self.is_main else [0.0] * int(count))
+
     def barrier(self) -> None:
         self.sum([0.0])
 

@@ -165,7 +165,7 @@ def newest_valid(root: Path, world: World) -> tuple[CheckpointReader | None, lis
     Each rank looks at its share of the files. The leading rank, which speaks for all, knows every reason.
     """
     complaints: list[str] = []
-    for step in _agreed_steps(root, world):
+    for step in map(int, world.from_main(steps_in(root) if world.is_main else [])):
         directory = step_directory(root, step)
         reader, reasons = _open(directory)
         (unreadable,) = world.sum([reader is None])
@@ -191,10 +191,3 @@ def _open(directory: Path) -> tuple[CheckpointReader | None, list[str]]:
         return CheckpointReader(directory), []
     except (ValueError, OSError) as error:
         return None, [str(error)]
-
-
-def _agreed_steps(root: Path, world: World) -> list[int]:
-    # On another machine the file system may lag behind, and ranks with different lists would wait forever.
-    steps: list[float] = list(steps_in(root)) if world.is_main else []
-    (count,) = world.sum([len(steps)])
-    return [int(step) for step in world.sum(steps or [0] * int(count))] if count else []

@@ -89,8 +89,7 @@ def lost_checkpoint(
 
 
 def _newer_steps(storage: Storage, world: World, than: int) -> list[int]:
-    # The leading rank speaks for all: ranks with different lists would wait for each other forever.
-    steps: list[float] = []
+    steps: list[int] = []
     error: StorageError | None = None
     if world.is_main:
         try:
@@ -98,8 +97,7 @@ def _newer_steps(storage: Storage, world: World, than: int) -> list[int]:
         except StorageError as met:
             error = met
     _raise_together(error, world)
-    (count,) = world.sum([len(steps)])
-    return [int(step) for step in world.sum(steps or [0] * int(count))] if count else []
+    return [int(step) for step in world.from_main(steps)]
 
 
 def _raise_together(error: StorageError | None, world: World) -> None:

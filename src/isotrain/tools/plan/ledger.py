@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -141,11 +142,7 @@ class Ledger(TorchDispatchMode):
 
         Also storages that are emptied and filled, as sharding does with whole layers.
         """
-        resize, tensor = torch.UntypedStorage.resize_, torch.tensor
-
-        def made(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-            # torch would fill it on the device itself, beside all modes.
-            return tensor(data, **options).to(device)
+        resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -153,19 +150,31 @@ class Ledger(TorchDispatchMode):
                 self._resize(storage._cdata, size, GATHERED)
             return result
 
+        # No mode sees this method: `MemTracker` of torch.distributed._tools, which knows neither these phases
+        # nor what is in host memory, replaces it, too.
         torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]
-        torch.tensor = made  # type: ignore[assignment]
         try:
-            with self.mode, self:
+            with self.mode, self, _FilledOnHost():
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            torch.tensor = tensor
 
 
 def can_count() -> bool:
     """Whether this torch lets the ledger tell placeholders from memory: 2.13 does, 2.10 not yet."""
     return hasattr(ShardingPropagator, "_fake_mode_lock")
+
+
+class _FilledOnHost(TorchFunctionMode):
+    """Values of `torch.tensor` go to a device as a tensor: torch would write them there, beside all modes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        device = options.pop("device", None) if func is torch.tensor else None
+        result = func(*args, **options)
+        return result if device is None else result.to(device)
 
 
 class _Mute:
