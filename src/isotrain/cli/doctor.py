@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import tempfile
+import time
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
 from isotrain import api
+from isotrain.cli.arguments import AsJson
+from isotrain.errors import DataError
 from isotrain.language import said, tr
 from isotrain.terminal import rich_console
-from isotrain.tools.doctor.examine import Report, describe
+from isotrain.tools.doctor.examine import Report, describe, has_vllm, hide_a_plugin_that_cannot_load
 from isotrain.tools.doctor.matrix import TARGETS, Status
 from isotrain.tools.doctor.rules import MachineFinding
-from isotrain.tools.doctor.self_test.folder import clean_machine
+from isotrain.tools.doctor.self_test import folder as folders
+from isotrain.tools.doctor.self_test.folder import CONTENTS, MACHINE, Results, clean_machine
+from isotrain.tools.doctor.self_test.run import SelfTest
+from isotrain.tools.doctor.self_test.stages import STAGES, TOTAL_SECONDS
+from isotrain.tools.doctor.self_test.verdicts import Engine, Outcome, SelfTestSetting, StageVerdict
 from isotrain.tools.doctor.system import RecordedMachine, Recording, System, ThisMachine
 
 if TYPE_CHECKING:
     from rich.table import Table
-import signal
-import sys
-import tempfile
-import time
-from textwrap import indent
 
-from isotrain.cli.arguments import AsJson
-from isotrain.errors import DataError
-from isotrain.tools.doctor.examine import has_vllm, hide_a_plugin_that_cannot_load
-from isotrain.tools.doctor.self_test import folder as folders
-from isotrain.tools.doctor.self_test.folder import CONTENTS, MACHINE, Results
-from isotrain.tools.doctor.self_test.run import SelfTest
-from isotrain.tools.doctor.self_test.stages import STAGES, TOTAL_SECONDS
-from isotrain.tools.doctor.self_test.verdicts import Engine, Outcome, SelfTestSetting, StageVerdict
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 _LEVELS = {"error": tr("error"), "warning": tr("warning"), "note": tr("note")}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,7 +28,7 @@ from isotrain.engine.optimizer import make_optimizer
 from isotrain.engine.world import World
 from isotrain.errors import ModelError
 from isotrain.models.attention import guard_flash, provide
-from isotrain.models.config import attention_shapes, has_window, text_config
+from isotrain.models.config import attention_shapes, has_window, number_of_experts, text_config
 from isotrain.models.context import CONTEXT, head_ranks
 from isotrain.models.conversion import stored_buffers
 from isotrain.models.experts import RouterBalance, provide_experts, use_grouped, uses_grouped
@@ -50,11 +51,7 @@ from isotrain.recipe.schema import LoraSection, ModelSection, OptimizerSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-from collections.abc import Iterator
 
-import transformers
-
-from isotrain.models.config import number_of_experts
 
 # Larger chunks sum the head's gradient fewer times. About three such tensors exist at one time.
 LOGIT_BYTES = 256 << 20
