@@ -20,13 +20,13 @@ def doctor(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "100"})
 
 
-def test_a_good_machine() -> None:
+def test_a_good_machine_has_no_problem() -> None:
     result = doctor(str(MACHINES / "good-a2"))
     assert result.exit_code == 0
     assert "8 x 910B3" in result.output and "no problem prevents training on npu" in result.output
 
 
-def test_a_broken_machine() -> None:
+def test_a_broken_machine_gets_commands_that_mend_it() -> None:
     result = doctor(str(MACHINES / "openrlhf-0.6.2"))
     assert result.exit_code == 1
     for words in (
@@ -40,7 +40,7 @@ def test_a_broken_machine() -> None:
         assert words in result.output, result.output
 
 
-def test_json() -> None:
+def test_json_has_findings_and_facts() -> None:
     result = doctor(str(MACHINES / "mask-out-of-order"), "--json")
     report = json.loads(result.output)
     assert result.exit_code == 1 and report["device"] == "npu" and not report["fits"]
@@ -58,7 +58,7 @@ def test_a_recipe_decides_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_saving(tmp_path: Path) -> None:
+def test_a_saved_machine_is_read_back(tmp_path: Path) -> None:
     result = doctor("--for", "cpu", "--save", str(tmp_path / "report"))
     assert result.exit_code == 0 and "check it before you send it" in result.output
     again = doctor("--for", "cpu", str(tmp_path / "report"))
@@ -77,14 +77,16 @@ def test_saving(tmp_path: Path) -> None:
         (("--recipe", "nowhere"), 1, "nowhere"),
     ],
 )
-def test_mistakes(arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_refuses_options_that_contradict_each_other(
+    arguments: tuple[str, ...], code: int, words: str
+) -> None:
     result = doctor(*arguments)
     assert result.exit_code == code and words in result.output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["cpu", "npu"])
-def test_the_self_test(tmp_path: Path, on: str) -> None:
+def test_the_self_test_passes_its_stages_or_says_why_not(tmp_path: Path, on: str) -> None:
     """All stages pass, or say why they do not apply; together both devices have run all but one."""
     machine = tmp_path / "machine"
     machine.mkdir()

@@ -32,7 +32,7 @@ def test_the_exit_code_says_that_the_training_differs() -> None:
     assert result.exit_code == 0 and "[the training is the same]" in result.stderr
 
 
-def test_json() -> None:
+def test_json_has_recipe_and_report() -> None:
     result = RUNNER.invoke(app, ["import", "verl", "-", "--json"], input=OVERRIDES + "my.option=1\n")
     report = json.loads(result.stdout)
     assert result.exit_code == 1 and report["same_training"] is False
@@ -48,7 +48,7 @@ def test_json() -> None:
         (["export-config", "tiny-dpo"], "verl has no trainer for dpo"),
     ],
 )
-def test_errors(arguments: list[str], message: str) -> None:
+def test_refuses_what_cannot_be_imported(arguments: list[str], message: str) -> None:
     result = RUNNER.invoke(app, arguments, input=OVERRIDES)
     assert result.exit_code == 1 and message in result.output.replace("\n", " ")
 

@@ -38,7 +38,7 @@ def test_the_same_curves(tmp_path: Path) -> None:
         assert words in result.output, result.output
 
 
-def test_a_broken_rule(tmp_path: Path) -> None:
+def test_a_broken_rule_makes_runs_different(tmp_path: Path) -> None:
     result = compare(log(tmp_path / "a.log"), log(tmp_path / "b.log", 0.03))
     assert result.exit_code == 1 and "BROKEN" in result.output
     assert result.output.startswith(
@@ -113,14 +113,14 @@ def test_reruns_are_whole_runs_of_their_own(tmp_path: Path) -> None:
         assert result.exit_code == 2 and words in result.output, result.output
 
 
-def test_the_report(tmp_path: Path) -> None:
+def test_writes_the_report(tmp_path: Path) -> None:
     pair = (log(tmp_path / "a.log"), log(tmp_path / "b.log", 1e-8))
     result = compare(*pair, "--report", tmp_path / "report")
     assert result.exit_code == 0 and "report.html" in result.output
     assert json.loads((tmp_path / "report" / "verdict.json").read_text())["computation"]["verdict"] == "same"
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_mistakes_end_with_code_2(tmp_path: Path) -> None:
     one = log(tmp_path / "a.log")
     result = compare(one, tmp_path / "nowhere.log")
     assert result.exit_code == 2 and "nowhere.log" in result.output and "Traceback" not in result.output

@@ -18,7 +18,7 @@ def parity(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["parity", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_consistent(tmp_path: Path) -> None:
+def test_a_consistent_certificate_is_verified(tmp_path: Path) -> None:
     path = written(tmp_path)
     result = parity("verify", path)
     assert result.exit_code == 0 and "\nconsistent\n" in result.output
@@ -30,7 +30,7 @@ def test_consistent(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "WRONG  inputs of reference" in result.output
 
 
-def test_inconsistent(tmp_path: Path) -> None:
+def test_an_inconsistent_certificate_is_refused(tmp_path: Path) -> None:
     path = rewrite(written(tmp_path), lambda content: content["figures"].update(loss_error=0.0))
     result = parity("verify", path)
     assert result.exit_code == 1 and "WRONG  figures: loss_error is stated as 0.0" in result.output
@@ -40,7 +40,7 @@ def test_inconsistent(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
-def test_signed(tmp_path: Path) -> None:
+def test_a_signature_says_who_signed(tmp_path: Path) -> None:
     path, key = written(tmp_path), tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, timeout=60)
     result = parity("sign", path, "--key", key)

@@ -34,7 +34,7 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "work").exists()
 
 
-def test_finished_runs(tmp_path: Path) -> None:
+def test_finished_runs_are_certified_from_their_directories(tmp_path: Path) -> None:
     """Of two machines: only their directories are needed."""
     runs = {"reference": 0.0, "candidate": 1e-4, **MEMBERS}
     sections = {role: SIDES.get(role, SIDES["reference"]) for role in runs}
@@ -57,7 +57,7 @@ def test_finished_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("devices", ["cpu-avx2,cpu", "cpu,npu"])
-def test_a_certificate(tiny: Path, tmp_path: Path, devices: str) -> None:
+def test_a_trained_pair_gets_a_certificate(tiny: Path, tmp_path: Path, devices: str) -> None:
     recipe = tiny_recipe(tiny, tmp_path / "unused", "cpu", trainer={"steps": 12})
     path = write_recipe(recipe, tmp_path / "recipe.yaml")
     given = ("--devices", devices, "--work", str(tmp_path / "work"), "--members", "5")

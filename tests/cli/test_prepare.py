@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from isotrain.cli.prepare import app
 
 
-def test_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_writes_files_and_says_what_to_run_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["tiny", "--out", "work/tiny", "--rows", "20"])
     assert result.exit_code == 0, result.output
@@ -33,7 +33,7 @@ def test_tiny_elsewhere_says_what_to_override(tmp_path: Path) -> None:
     assert f"reward.function.path='{out}/reward.py:score'" in result.output
 
 
-def test_gsm8k(tmp_path: Path) -> None:
+def test_gsm8k_writes_parquet_and_says_what_to_run_next(tmp_path: Path) -> None:
     for split in ("train", "test"):
         line = json.dumps({"question": "How many?", "answer": "#### 3"})
         (tmp_path / f"{split}.jsonl").write_text(line + "\n")
@@ -45,7 +45,7 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert online in result.output
 
 
-def test_gsm8k_tool(tmp_path: Path) -> None:
+def test_gsm8k_tool_writes_rows_and_the_calculator(tmp_path: Path) -> None:
     for split, first in (("train", 20), ("test", 30)):
         solution = f"<<{first}*6={first * 6}>> <<{first * 6}+67={first * 6 + 67}>>"
         line = json.dumps({"question": "How many?", "answer": solution})
@@ -58,7 +58,7 @@ def test_gsm8k_tool(tmp_path: Path) -> None:
     assert f"rollout.environment.path={out / 'calculator.py'}:Calculator" in result.output
 
 
-def test_preferences(tmp_path: Path) -> None:
+def test_preferences_are_converted_and_counted(tmp_path: Path) -> None:
     source = tmp_path / "prefs.jsonl"
     source.write_text(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}) + "\n")
     out = tmp_path / "pairs.jsonl"

@@ -21,7 +21,7 @@ def test_print_is_the_file_byte_for_byte() -> None:
     assert RUNNER.invoke(app, ["recipes", "tiny-sft"]).stdout == library.read("tiny-sft")
 
 
-def test_copy_out_and_never_over_a_file(tmp_path: Path) -> None:
+def test_copies_a_recipe_and_never_over_a_file(tmp_path: Path) -> None:
     out = tmp_path / "my.yaml"
     assert RUNNER.invoke(app, ["recipes", "tiny-sft", "--out", str(out)]).exit_code == 0
     assert out.read_text() == library.read("tiny-sft")
@@ -31,7 +31,7 @@ def test_copy_out_and_never_over_a_file(tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
-def test_copy_out_to_nowhere(tmp_path: Path) -> None:
+def test_says_where_a_copy_cannot_be_written(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["recipes", "tiny-sft", "--out", str(tmp_path / "none" / "my.yaml")])
     assert result.exit_code == 1 and "cannot write" in result.stderr
 
@@ -41,6 +41,6 @@ def test_out_needs_a_name(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "--out needs the name" in result.stderr
 
 
-def test_an_unknown_name() -> None:
+def test_refuses_an_unknown_name() -> None:
     result = RUNNER.invoke(app, ["recipes", "../tiny-sft"])
     assert result.exit_code == 1 and "comes with isotrain" in result.stderr

@@ -33,7 +33,7 @@ def said(*arguments: str, code: int = 0) -> str:
     return done.output
 
 
-def test_runs(run: RunDirectory) -> None:
+def test_runs_lists_state_step_and_metrics(run: RunDirectory) -> None:
     text = said("runs", str(run.path.parent))
     assert "failed" in text and "1/3" in text and "loss 2.0000" in text and "[bold]out of memory" in text
     (line,) = said("runs", str(run.path.parent), "--json").splitlines()
@@ -43,7 +43,7 @@ def test_runs(run: RunDirectory) -> None:
     assert "there is no directory" in said("runs", "nowhere", code=1)
 
 
-def test_logs(run: RunDirectory) -> None:
+def test_logs_prints_the_last_lines(run: RunDirectory) -> None:
     text = said("logs", str(run.path))
     assert "warning: look" in text and "step 1/3  loss 2.0000" in text and "failed: ValueError" in text
     assert said("logs", str(run.path), "-n", "1").count("\n") == 1

@@ -82,13 +82,13 @@ def test_the_key_is_not_among_the_arguments_of_the_browser(run: Path, tmp_path: 
     assert not Path(argument.removeprefix("file://")).exists(), "it ends with the server"
 
 
-def test_export(run: Path, tmp_path: Path) -> None:
+def test_export_writes_one_page(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["view", str(run), str(run), "--export", str(out)])
     assert done.exit_code == 0 and "with 0 of 0 recorded trajectories" in done.output
     assert b"train/loss" in out.read_bytes()
 
 
-def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+def test_refuses_a_directory_that_is_no_run(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["view", str(tmp_path / "nothing")])
     assert done.exit_code == 1 and "is not a run directory" in done.output

@@ -25,7 +25,7 @@ from isotrain.environments.interfaces import load_environment
         ("2 - 5", "-3"),
     ],
 )
-def test_results(expression: str, result: str) -> None:
+def test_results_are_exact(expression: str, result: str) -> None:
     assert Calculator().calculate(expression) == result
 
 

@@ -29,7 +29,7 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_variables(name: str) -> None:
+def test_levels_set_the_variables_of_the_device(name: str) -> None:
     for level in ("on", "strict"):
         found = profile(DEVICES[name], level, {}, starts=True)
         assert found.variables == {"PYTHONHASHSEED": "0", **EXPECTED[name]} and not found.complaints
@@ -73,7 +73,7 @@ def test_hashes_are_fixed_before_python_starts(seed: str, complaints: int) -> No
     assert run.stdout.strip() == str(complaints), run.stderr
 
 
-def test_operators() -> None:
+def test_levels_switch_operators_without_repeatable_kernels() -> None:
     make_deterministic("off")
     assert not torch.are_deterministic_algorithms_enabled()
     make_deterministic("on")

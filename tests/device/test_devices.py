@@ -60,7 +60,7 @@ def test_auto_takes_the_accelerator_that_is_there(monkeypatch: pytest.MonkeyPatc
     assert choose_device("auto").type == "cpu"
 
 
-def test_unknown_devices() -> None:
+def test_refuses_unknown_devices_and_suggests_known_ones() -> None:
     with pytest.raises(DeviceError, match=r"device\.type: unknown device 'npus'; did you mean 'npu'\?"):
         choose_device("npus")
     with pytest.raises(DeviceError, match=r"unknown device 'gpu'; did you mean 'cuda'\?"):
@@ -70,18 +70,18 @@ def test_unknown_devices() -> None:
 
 
 @pytest.mark.skipif(CUDA.available(), reason="there is one")
-def test_an_absent_device() -> None:
+def test_refuses_an_absent_device() -> None:
     with pytest.raises(DeviceError, match=r"no 'cuda' device is usable here \(usable: npu, cpu\).*type=auto"):
         choose_device("cuda")
     assert CUDA.count() == 0
 
 
-def test_a_torch_that_does_not_know_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_torch_does_not_know_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "npu")
     assert not NPU.available() and NPU.count() == 0
 
 
-def test_present_devices(device: Device) -> None:
+def test_present_devices_are_counted_and_named(device: Device) -> None:
     assert device.available() and device.count() >= 1 and device.name()
     assert NPU.count() == 2 and Cpu().count() == len(os.sched_getaffinity(0))
 
@@ -122,7 +122,7 @@ def test_a_seed_fixes_host_and_device(device: Device) -> None:
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def test_accelerator_memory() -> None:
+def test_memory_of_an_accelerator_follows_its_tensors() -> None:
     torch.npu.empty_cache()
     before = NPU.memory()
     torch.npu.reset_peak_memory_stats()
@@ -139,7 +139,7 @@ def test_accelerator_memory() -> None:
     assert NPU.memory().peak == before.allocated < before.total == 64 << 30
 
 
-def test_host_memory() -> None:
+def test_memory_of_the_host_follows_its_tensors() -> None:
     """In a process of its own: the allocator of this one may have room left, so that nothing grows."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -176,7 +176,7 @@ print(json.dumps([vars(memory) for memory in (before, held, after, device.memory
     assert after["peak"] - reset["peak"] > 0.9 * size
 
 
-def test_a_system_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_proc_reports_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_read", lambda path: "")
     assert Cpu().name() == "cpu"
     assert (Cpu().memory().allocated, Cpu().memory().peak) == (0, 0)

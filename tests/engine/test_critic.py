@@ -113,12 +113,12 @@ def test_scores_equal_transformers(job: Job, reward_model: Path) -> None:
     torch.testing.assert_close(rough.cpu(), found, rtol=0, atol=0.02)
 
 
-def test_a_reward_model_without_a_head(job: Job, tiny: Path) -> None:
+def test_refuses_a_reward_model_without_a_head(job: Job, tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"reward\.model\.path: .* has no 'score\.weight'; set a sequence"):
         build_reward_model(str(tiny / "model"), job.section(), device=job.device, world=job.world)
 
 
-def test_a_reward_model_with_two_labels(job: Job, tiny: Path, tmp_path: Path) -> None:
+def test_refuses_a_reward_model_with_two_labels(job: Job, tiny: Path, tmp_path: Path) -> None:
     write_reward_model(tiny, tmp_path, labels=2)
     with pytest.raises(ModelError, match=r"reward\.model\.path: .* has 2 labels; set .* with one label"):
         build_reward_model(str(tmp_path), job.section(), device=job.device, world=job.world)

@@ -139,7 +139,9 @@ def test_three_updates_equal_a_plain_loop(tiny: Path, build: Build) -> None:
 
 
 @pytest.mark.parametrize(("max_grad_norm", "clipped"), [(0.25, True), (1e6, False), (0, False)])
-def test_clipping(build: Build, max_grad_norm: float, clipped: bool) -> None:
+def test_clips_the_update_and_reports_the_norm_before(
+    build: Build, max_grad_norm: float, clipped: bool
+) -> None:
     engine = build(max_grad_norm=max_grad_norm)
     gradient_steps(engine)
     before = weights(engine)
@@ -175,7 +177,7 @@ def test_weight_decay_leaves_vectors_alone(build: Build) -> None:
     assert any(tensor.ndim == 1 for tensor in before.values())
 
 
-def test_optimizer_groups() -> None:
+def test_only_matrices_are_decayed_and_only_trained_weights_optimised() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1, bias=False))
     model[2].requires_grad_(False)
     options: dict[str, Any] = {
@@ -291,7 +293,7 @@ def test_recomputation_changes_nothing(build: Build) -> None:
     assert all(torch.equal(results[0][1][name], tensor) for name, tensor in results[1][1].items())
 
 
-def test_after_a_step(build: Build) -> None:
+def test_a_step_sets_the_learning_rate_and_frees_the_gradients(build: Build) -> None:
     engine = build(lr=1e-5)
     engine.step(BATCHES, sft_loss, lr=3e-4)
     assert {group["lr"] for group in engine.optimizer.param_groups} == {3e-4}
@@ -311,7 +313,7 @@ def test_half_precision_trains_float32_weights(build: Build) -> None:
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
 
 
-def test_attention_that_the_device_does_not_have(build: Build, device_type: str) -> None:
+def test_refuses_attention_that_the_device_does_not_have(build: Build, device_type: str) -> None:
     with ExitStack() as stack:
         if device_type == "cpu":
             stack.enter_context(

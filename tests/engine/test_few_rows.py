@@ -144,7 +144,9 @@ def test_padded_checkpoints_are_resumed(trained: Trained, device: str, ranks: in
     ("shape", "dimension"),
     [((2, 8), None), ((1, 8), 1), ((1, 7, 8), 2), ((1, 7), None), ((1,), None), ((0, 8), 1)],
 )
-def test_the_dimension(shape: tuple[int, ...], dimension: int | None) -> None:
+def test_splits_the_first_dimension_that_divides_evenly(
+    shape: tuple[int, ...], dimension: int | None
+) -> None:
     """The first one unless it has fewer rows than shards; of the others, the first that divides evenly."""
     with rank_of_two(0) as mesh:
         found = split_dimension(mesh)(nn.Parameter(torch.empty(shape, device="meta")))

@@ -94,7 +94,9 @@ def section(path: Path, fused: str, **model: Any) -> ModelSection:
         ("on", "sdpa", "sdpa"),
     ],
 )
-def test_attention(tiny: Path, npu: Device, fused: str, asked: str, chosen: str) -> None:
+def test_attention_follows_device_and_recipe(
+    tiny: Path, npu: Device, fused: str, asked: str, chosen: str
+) -> None:
     assert choose_attention(tiny / "model", section(tiny, fused, attention=asked), npu) == chosen
 
 
@@ -104,7 +106,7 @@ def test_windows_are_not_fused(windowed: Path, npu: Device, asked: str) -> None:
     assert chosen == ("sdpa" if asked == "auto" else "padded")
 
 
-def test_a_device_without_fused_operators(tiny: Path) -> None:
+def test_refuses_fused_operators_that_the_device_does_not_have(tiny: Path) -> None:
     cpu = choose_device("cpu")
     with join_world(cpu) as world:
         place: dict[str, Any] = {"device": cpu, "world": world, "seed": 0}
@@ -114,7 +116,7 @@ def test_a_device_without_fused_operators(tiny: Path) -> None:
             build_engine(section(tiny / "model", "on"), OptimizerSection(), **place)
 
 
-def test_a_model_of_another_kind(gemma: Path, npu: Device, world: World) -> None:
+def test_unknown_layers_stay_as_they_are_or_are_refused(gemma: Path, npu: Device, world: World) -> None:
     place: dict[str, Any] = {"device": npu, "world": world, "seed": 0}
     engine = build_engine(section(gemma, "auto"), OptimizerSection(), **place)
     assert engine.model.fused == Fused(("attention", "rotary"), ("GemmaMLP", "GemmaRMSNorm"))
@@ -145,7 +147,7 @@ def build(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["reference", "adapters", "critic", "steps", "reward"])
-def test_every_model_that_is_built(
+def test_fused_operators_reach_every_kind_of_model(
     tiny: Path, tmp_path: Path, npu: Device, world: World, kind: str, dtype: str
 ) -> None:
     """Reward model and scalar heads, frozen ones, adapters; bfloat16 is cast by FSDP2."""

@@ -22,6 +22,6 @@ def test_only_weights_and_config_count(tiny: Path, tmp_path: Path) -> None:
     assert model_digest(copy) != digest, "one bit of a weight"
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path: .*config\.json cannot be read"):
         model_digest(tmp_path)

@@ -65,7 +65,7 @@ def test_ranks_of_two_machines_meet(tmp_path: Path, master: str) -> None:
     assert [text.splitlines()[-1] for text in said] == ["3.0 near near", "3.0 far_near far_near"]
 
 
-def test_the_interface_of_an_address() -> None:
+def test_finds_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.3.2.1") == "lo"
     with pytest.raises(LaunchError, match=r"no network interface has the address 203\.0\.113\.9"):
         interface_of("203.0.113.9")
@@ -89,6 +89,6 @@ def test_one_machine_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     del os.environ["GLOO_SOCKET_IFNAME"], os.environ["DEVICE_SOCKET_IFNAME"]
 
 
-def test_a_master_without_an_address() -> None:
+def test_refuses_a_master_without_an_address() -> None:
     with pytest.raises(LaunchError, match=r"MASTER_ADDR=no\.such\.host.*set GLOO_SOCKET_IFNAME"):
         address_towards_master("no.such.host.invalid", one_machine=False)

@@ -99,7 +99,7 @@ QUICK = {"cpu": ["shared prompts"], "npu": ["window over shared prompts"]}
         ),
     ],
 )
-def test_two_ranks(run: Run, check: Check, device: str, cases: list[str]) -> None:
+def test_context_of_two_ranks_changes_nothing(run: Run, check: Check, device: str, cases: list[str]) -> None:
     first, second = run(device, 2, context=2, only=cases)
     for kind in ("ulysses", "ring"):
         check(first, kind, cases)
@@ -108,7 +108,7 @@ def test_two_ranks(run: Run, check: Check, device: str, cases: list[str]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "npu"])
-def test_four_ranks(run: Run, check: Check, device: str) -> None:
+def test_context_of_four_ranks_changes_nothing(run: Run, check: Check, device: str) -> None:
     """Heads over two ranks and rings of two where heads are few, rings of four, two groups of two."""
     for found in run(device, 4, context=4):
         for kind in ("auto", "ring"):
@@ -126,7 +126,9 @@ def test_four_ranks(run: Run, check: Check, device: str) -> None:
         *(pytest.param(device, ["policy", "adapters"], marks=pytest.mark.slow) for device in ("cpu", "npu")),
     ],
 )
-def test_copies_of_the_weights(run: Run, check: Check, device: str, cases: list[str], tmp_path: Path) -> None:
+def test_copies_of_the_weights_train_alike_and_one_is_saved(
+    run: Run, check: Check, device: str, cases: list[str], tmp_path: Path
+) -> None:
     """One is saved, as if there were no others; the ranks check that all of them resume from it."""
     for found in run(device, 2, replicas=2, only=cases, out=tmp_path):
         check(found, "auto", cases)
@@ -142,7 +144,7 @@ def test_copies_of_the_weights(run: Run, check: Check, device: str, cases: list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "npu"])
-def test_copies_of_a_row(run: Run, check: Check, device: str) -> None:
+def test_copies_of_a_single_row_train_alike(run: Run, check: Check, device: str) -> None:
     """A critic's head has one: columns are split over the two ranks of each copy."""
     for found in run(device, 4, replicas=2, only=["critic"]):
         check(found, "auto", ["critic"])
@@ -157,7 +159,7 @@ dispatches = pytest.mark.skipif(
 @dispatches
 @pytest.mark.ranks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("npu", marks=pytest.mark.slow)])
-def test_split_experts(run: Run, check: Check, device: str) -> None:
+def test_split_experts_change_nothing(run: Run, check: Check, device: str) -> None:
     """Each rank has half of the experts; their whole weights have the published names."""
     for found in run(device, 2, expert=2, only=["mixture"]):
         check(found, "auto", ["mixture"])

@@ -31,14 +31,14 @@ def test_memory_is_given_away_and_training_is_not_changed(outcome: Outcome, rank
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_frozen_model(outcome: Outcome, ranks: int) -> None:
+def test_a_frozen_model_frees_its_memory_and_comes_back_bitwise(outcome: Outcome, ranks: int) -> None:
     for found in jobs.results(outcome("npu", ranks), ranks):
         freed, held = found["offload/reference/freed"].tolist()
         assert freed >= held > 100_000
         assert found["offload/reference/same"]
 
 
-def test_who_is_away_cannot_be_asked(tiny: Path) -> None:
+def test_an_offloaded_model_cannot_run(tiny: Path) -> None:
     device = choose_device("npu")
     with join_world(device) as world:
         job = Job(device, world, tiny / "model")

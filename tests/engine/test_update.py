@@ -58,7 +58,7 @@ def test_loss_gradient_and_metrics_equal_full_logits(tiny: Path, job: Job) -> No
     assert result.metrics["tokens"] == TOKENS
 
 
-def test_accumulation(job: Job) -> None:
+def test_accumulation_changes_nothing(job: Job) -> None:
     """1 micro-batch == 4 of them, one of which is empty."""
     cuts: list[list[PackedBatch]] = [
         [pack(SAMPLES)],
@@ -69,7 +69,7 @@ def test_accumulation(job: Job) -> None:
 
 
 @pytest.mark.parametrize("kind", ["policy", "lora", "critic"])
-def test_ranks(outcome: Outcome, device_type: str, kind: str) -> None:
+def test_the_number_of_ranks_changes_nothing(outcome: Outcome, device_type: str, kind: str) -> None:
     """1 rank == 2 ranks, of which one has an empty micro-batch; both know the same numbers."""
     (alone,) = jobs.results(outcome(device_type, 1), 1)
     first, second = jobs.results(outcome(device_type, 2), 2)

@@ -51,13 +51,13 @@ def test_a_composite_model_says_what_its_language_model_does(kind: str) -> None:
     assert training_flops(10, 10, whole, lengths) == training_flops(10, 10, text, lengths) > 0
 
 
-def test_windows_of_composite_models() -> None:
+def test_finds_windows_of_composite_models() -> None:
     assert has_window(Gemma3Config()) and has_window(Gemma4Config())
     assert not has_window(Qwen2_5_VLConfig()) and not has_window(PretrainedConfig(num_hidden_layers=2))
 
 
 @pytest.mark.skipif(not hasattr(PretrainedConfig, "per_layer_config"), reason="transformers is older")
-def test_a_window_that_some_layers_have() -> None:
+def test_finds_a_window_that_only_some_layers_have() -> None:
     config = small_config("mistral", sliding_window=None)
     assert not has_window(config)
     config.per_layer_config = {1: {"sliding_window": 5}}
@@ -76,7 +76,7 @@ def test_attention_of_a_composite_model_with_windows(tmp_path: Path, fused: str)
 
 
 @pytest.mark.skipif(not hasattr(PretrainedConfig, "per_layer_config"), reason="transformers is older")
-def test_layers_that_differ() -> None:
+def test_counts_layers_of_different_shapes() -> None:
     """Full attention of Gemma 4 has larger heads than that with a window."""
     config = small_config("gemma4_text", global_head_dim=16, num_kv_shared_layers=0)
     kinds = {"sliding_attention": 8, "full_attention": 16}

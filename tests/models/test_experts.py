@@ -64,7 +64,7 @@ def models(config: PretrainedConfig) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_forward_and_backward(name: str) -> None:
+def test_grouped_products_equal_the_loop_over_experts(name: str) -> None:
     eager, grouped = models(CONFIGS[name])
     assert uses_grouped(grouped) and not uses_grouped(eager)
     ids = torch.arange(5, 45, device="npu").view(2, 20)
@@ -81,7 +81,7 @@ def test_forward_and_backward(name: str) -> None:
     assert any(".experts." in parameter for parameter, _ in grouped.named_parameters())
 
 
-def test_experts_that_nobody_chose() -> None:
+def test_experts_that_nobody_chose_have_zero_gradients() -> None:
     """Their gradients are zero, whatever the operator leaves there."""
     eager, grouped = models(CONFIGS["qwen3_moe"])
     ids = torch.tensor([[7, 7]], device="npu")
@@ -97,7 +97,7 @@ def test_experts_that_nobody_chose() -> None:
     assert chosen
 
 
-def test_in_bfloat16() -> None:
+def test_grouped_products_in_bfloat16_equal_the_loop() -> None:
     eager, grouped = (model.bfloat16() for model in models(CONFIGS["qwen3_moe"]))
     ids = torch.arange(3, 23, device="npu").view(1, 20)
     one, other = (model(input_ids=ids).logits for model in (eager, grouped))
@@ -105,13 +105,13 @@ def test_in_bfloat16() -> None:
     torch.testing.assert_close(other, one, rtol=0.05, atol=0.2)
 
 
-def test_one_expert_alone() -> None:
+def test_a_group_of_one_expert_is_a_plain_product() -> None:
     rows, weights = torch.randn(6, 4, device="npu"), torch.randn(1, 4, 3, device="npu")
     counts = torch.tensor([6], device="npu")
     torch.testing.assert_close(OPERATORS.grouped_matmul(rows, weights, counts), rows @ weights[0])
 
 
-def test_a_model_without_experts() -> None:
+def test_a_model_without_experts_uses_no_grouped_products() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = {name: value for name, value in SMALL.items() if "moe" not in name and "experts" not in name}

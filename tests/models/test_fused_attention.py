@@ -43,7 +43,7 @@ def assert_same(
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("scaling", [None, 0.7])
-def test_packed(key_heads: int, scaling: float | None) -> None:
+def test_packed_attention_equals_segments(key_heads: int, scaling: float | None) -> None:
     qkv, reference = inputs(key_heads=key_heads), inputs(key_heads=key_heads)
     out = fused(qkv, segment_lengths=LENGTHS, scaling=scaling)
     assert out.shape == (1, 9, 4, 8)
@@ -58,7 +58,7 @@ def test_a_segment_sees_the_one_that_it_continues() -> None:
     assert_same(qkv, out, reference, segments(reference, lengths, segment_continues=continues))
 
 
-def test_padded() -> None:
+def test_padding_changes_nothing_for_real_tokens() -> None:
     """Rows of 5 tokens, the first of which is padded by two: padding changes nothing for real tokens."""
     real = [0, 1, 2, 5, 6, 7, 8, 9]
     qkv, reference = inputs(2, 5), inputs(2, 5)

@@ -171,7 +171,7 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_a_missing_tensor(copy: Path) -> None:
+def test_refuses_a_missing_tensor(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
@@ -179,7 +179,7 @@ def test_a_missing_tensor(copy: Path) -> None:
         loaded(copy)
 
 
-def test_a_tensor_of_another_shape(copy: Path) -> None:
+def test_refuses_a_tensor_of_another_shape(copy: Path) -> None:
     change(copy / "config.json", intermediate_size=100)
     with pytest.raises(
         ModelError, match=r"_proj\.weight' has shape \(192, 64\), config\.json says \(100, 64\)"
@@ -187,14 +187,14 @@ def test_a_tensor_of_another_shape(copy: Path) -> None:
         loaded(copy)
 
 
-def test_weights_that_are_not_safetensors(copy: Path) -> None:
+def test_refuses_weights_that_are_not_safetensors(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"no model\.safetensors; convert .* \(pickles are never loaded\)"):
         WeightFiles(copy)
 
 
 @pytest.mark.parametrize("outside", ["../model.safetensors", "/etc/passwd", "weights/model.safetensors"])
-def test_an_index_that_points_outside(copy: Path, outside: str) -> None:
+def test_refuses_an_index_that_points_outside(copy: Path, outside: str) -> None:
     names = load_file(copy / "model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, outside)}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -213,7 +213,7 @@ def test_a_model_that_scales_its_logits(tmp_path: Path) -> None:
     assert build_causal_lm(tmp_path, "sdpa").config.logits_scaling == 1.0
 
 
-def test_a_head_with_a_bias(tmp_path: Path) -> None:
+def test_refuses_a_head_with_a_bias(tmp_path: Path) -> None:
     PhiConfig(
         hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1
     ).save_pretrained(tmp_path)
@@ -221,7 +221,7 @@ def test_a_head_with_a_bias(tmp_path: Path) -> None:
         build_causal_lm(tmp_path, "sdpa")
 
 
-def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
+def test_refuses_a_directory_without_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json; set a Hugging Face model directory"):
         model_directory(str(tmp_path))
     with pytest.raises(ModelError, match=r"'\./typo' does not exist"):
@@ -232,12 +232,12 @@ def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
         model_directory(str(tmp_path))
 
 
-def test_a_name_that_is_nowhere() -> None:
+def test_refuses_a_name_that_is_nowhere() -> None:
     with pytest.raises(ModelError, match="'nobody/nothing' is neither a local model directory nor reachable"):
         model_directory("nobody/nothing")
 
 
-def test_tokenizer(tiny: Path) -> None:
+def test_a_tokenizer_reads_back_what_it_wrote(tiny: Path) -> None:
     tokenizer = load_tokenizer(tiny / "model")
     assert tokenizer.decode(tokenizer("1 + 2 = 3")["input_ids"]) == "1 + 2 = 3"
 

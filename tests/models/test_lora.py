@@ -95,7 +95,7 @@ def test_only_adapters_train(tiny: Path, device_type: str) -> None:
             assert torch.equal(before[name], after[name]) != is_adapter(name), name
 
 
-def test_types(tiny: Path, device_type: str) -> None:
+def test_adapters_are_float32_and_alone_train(tiny: Path, device_type: str) -> None:
     with build(tiny, device_type, dtype="bfloat16", rank=4) as engine:
         for name, parameter in engine.model.named_parameters():
             expected = torch.float32 if is_adapter(name) else torch.bfloat16
@@ -128,14 +128,14 @@ def adapted(directory: Path, targets: str | list[str]) -> set[str]:
     }
 
 
-def test_targets(tiny: Path, tmp_path: Path) -> None:
+def test_targets_choose_layers_and_never_the_head(tiny: Path, tmp_path: Path) -> None:
     assert adapted(tiny / "model", "all-linear") == LINEAR
     assert adapted(tiny / "model", ["q_proj", "v_proj"]) == {"q_proj", "v_proj"}
     make_tiny(tmp_path, train_rows=1, validation_rows=1, tie_word_embeddings=False)
     assert adapted(tmp_path / "model", "all-linear") == LINEAR, "the head is left out, tied or not"
 
 
-def test_an_unknown_target(tiny: Path) -> None:
+def test_refuses_an_unknown_target(tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.lora\.targets: .*q_prj"):
         adapted(tiny / "model", ["q_prj"])
 
@@ -151,7 +151,7 @@ def test_one_unknown_target_of_several(tiny: Path) -> None:
         adapted(tiny / "model", ["q_proj", "v_prj"])
 
 
-def test_names() -> None:
+def test_names_of_adapters_and_of_the_layers_below_them() -> None:
     base, adapter = "layers.0.q_proj.base_layer.weight", "layers.0.q_proj.lora_A.default.weight"
     assert base_name(base) == "layers.0.q_proj.weight" and base_name("norm.weight") == "norm.weight"
     assert is_adapter(adapter) and not is_adapter(base)
@@ -163,7 +163,7 @@ def initialised(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, 
     return {name: p.detach() for name, p in parameters.items()}
 
 
-def test_initial_values() -> None:
+def test_adapters_start_at_zero_with_uniform_inputs() -> None:
     shapes = {"a.lora_A.default.weight": (64, 100), "a.lora_B.default.weight": (30, 64)}
     down, up = initialised(shapes).values()
     assert torch.equal(up, torch.zeros(30, 64))

@@ -154,7 +154,7 @@ def test_eta_follows_the_recent_steps() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (32.4, "0:32"), (725, "12:05"), (97384, "27:03:04")]
 )
-def test_times(seconds: float, text: str) -> None:
+def test_times_are_short_and_readable(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
@@ -198,7 +198,7 @@ def test_a_bar_shows_what_it_waits_for_before_the_figures() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
-def test_terminal_bar(width: int) -> None:
+def test_a_terminal_shows_a_bar_and_messages_above_it(width: int) -> None:
     stream = io.StringIO()
     console = RichConsole(
         force_terminal=True, file=stream, width=width, color_system=None, _environ={"TERM": "xterm"}

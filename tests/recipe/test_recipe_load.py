@@ -93,7 +93,7 @@ def test_not_utf8_names_line_and_column(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-def test_missing_file_and_directory(tmp_path: Path) -> None:
+def test_refuses_a_missing_file_and_a_directory(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such file"):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="cannot be read"):
@@ -136,7 +136,7 @@ def test_half_a_character_is_reported() -> None:
     assert line == "r.yaml:9: 'observe.project' contains a lone surrogate: remove this half character"
 
 
-def test_overrides() -> None:
+def test_later_overrides_win_and_replace_wrong_values() -> None:
     recipe = parse_recipe(
         MINIMAL + "trainer: {steps: 5}\noptimizer: {lr: .inf}",
         "r.yaml",

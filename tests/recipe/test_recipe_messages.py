@@ -152,7 +152,7 @@ def test_values_of_other_trainers_lead_to_choices_that_exist() -> None:
         ("x" * 100_000, None),
     ],
 )
-def test_nearest(wanted: str, near: str | None) -> None:
+def test_suggests_the_nearest_known_name(wanted: str, near: str | None) -> None:
     assert nearest(wanted, Recipe) == near
 
 
