@@ -50,7 +50,7 @@ class CleanErrors(TyperGroup):
             return super().invoke(ctx)
         except IsotrainError as error:
             _say(said(tr("error: {message}", message=words_of(error))))
-            # Of parity's exit codes, 1 says `different`; what could not be looked at cannot be told.
+            # In parity, exit code 1 says `different`; runs that could not be read are not that.
             code = RETRYABLE if error.may_pass else 1
             raise typer.Exit(2 if ctx.invoked_subcommand == "parity" else code) from None
         except OSError as error:

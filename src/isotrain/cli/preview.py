@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOSS, _NO_LOSS = "bold green", "dim"
 _WARNING = "bold yellow"
 _OPEN, _CLOSE, _BETWEEN = "⟦", "⟧", "│"
-# What the samples of an item are.
+# Titles of the samples of an item.
 SIDES = {"pairs": ("chosen", "rejected"), "responses": ("response",), "steps": ("solution",)}
 _SIGNS = f"{_BETWEEN} token boundary  · space  ⏎ newline  ⇥ tab"
 

@@ -351,7 +351,7 @@ def _marked(
 def _generation_start(chat: _Chat, text: str, turn: int, content: int) -> int:
     """Where the content begins, or the white space that the template writes before it.
 
-    That white space is the model's to generate unless the generation prompt has it, which is told by
+    That white space is the model's to generate unless the generation prompt has it, which is seen by
     comparing what follows the message before in both renderings.
     """
     prompt = chat.first(turn).try_render(add_generation_prompt=True)

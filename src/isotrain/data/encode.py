@@ -122,7 +122,7 @@ class Prompt:
 
 def _read(columns: Columns) -> Prompt:
     prompt = Prompt(columns[_TOKENS], columns[_ROWS].tobytes())
-    _ = prompt.row  # a damaged one is told where the store is known
+    _ = prompt.row  # a damaged row is reported where the store is known
     return prompt
 
 

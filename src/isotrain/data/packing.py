@@ -384,7 +384,7 @@ def pack_trajectories(
 
 
 def _turn_rewards(trajectory: Trajectory) -> npt.NDArray[np.float32]:
-    """The last turn's is not told apart: it comes with what else is rewarded at the end."""
+    """Rewards on the last tokens of all turns but the last, whose reward is part of that at the end."""
     rewards_N = np.zeros(len(trajectory.mask_N), np.float32)
     turns = trajectory.episode.turns if trajectory.episode else ()
     for turn in [turn for turn in turns if turn.end > turn.start][:-1]:

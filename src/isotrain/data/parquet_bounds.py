@@ -1,6 +1,6 @@
 """The memory that decoding a Parquet file takes, known before: a few bytes can stand for billions of values.
 
-The footer's counts and sizes are claims. What a reader decodes is told by the header in front of each page,
+The footer's counts and sizes are claims. The header in front of each page says what a reader decodes,
 so these are read here. Arrow follows the same headers, and gives no page more values than its header says.
 """
 

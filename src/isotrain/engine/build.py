@@ -384,7 +384,7 @@ def split_dimension(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     shards = mesh.shape[-1]
 
     def dimension(parameter: nn.Parameter) -> Shard | None:
-        # Of split experts, a rank has some rows already: it is those that are sharded.
+        # A rank has only some rows of split experts: those are sharded.
         shape = shard_of(parameter.detach()).local.shape
         if shape[0] >= shards:
             return None

@@ -239,12 +239,12 @@ def form_mesh(device: Device, size: int, shape: MeshSection) -> DeviceMesh:
     return init_device_mesh(device.type, copies, mesh_dim_names=("replicate", "shard"))
 
 
-# What this process opened for the others; a listening store lives as long as its object.
+# Meeting places that this process opened for the others; a listening store lives as long as its object.
 _opened: dict[str, TCPStore | None] = {}
 
 
 def open_store(host: str | None, directory: str | None = None) -> str:
-    """Make the place where ranks meet, to be told to all of them; rank 0 calls this before anyone joins.
+    """Make the place where ranks meet, whose name all of them need; rank 0 calls this before anyone joins.
 
     Without a host it is a file, for ranks of one machine, below `directory` or the system's for temporary
     files; otherwise a socket that listens on that address of this machine alone.

@@ -106,7 +106,7 @@ DEPTH = 3
 MOST_DIRECTORIES = 10_000
 # A run on another machine, whose lock cannot be seen from here, is believed for so long.
 SECONDS_BELIEVED = 120.0
-# Of the end of a file: the last row of metrics is in it.
+# Bytes at the end of a file: the last row of metrics is in them.
 TAIL = 1 << 16
 
 

@@ -84,7 +84,7 @@ def thinned(steps: Array, values: Array) -> tuple[Array, Array]:
     whole = len(steps) // each * each
     rows = np.where(np.isfinite(values[:whole]), values[:whole], math.nan).reshape(-1, each)
     start = np.arange(0, whole, each)
-    # Of a row without a number any step will do: it is a gap.
+    # A row without a number is a gap: any step will do.
     low = start + np.where(np.isnan(rows), math.inf, rows).argmin(axis=1)
     high = start + np.where(np.isnan(rows), -math.inf, rows).argmax(axis=1)
     kept = np.unique(np.concatenate([[0], low, high, np.arange(whole, len(steps)), [len(steps) - 1]]))
@@ -124,7 +124,7 @@ def finish(axes: Axes, label: str, legend: Literal["best", "lower right", "below
     if not handles:
         return
     if legend == "below":
-        # Of the figure and not of the axes: only then is room made for it.
+        # A legend of the figure, not of the axes: only then is room made for it.
         figure = axes.get_figure(root=True)
         assert figure is not None
         columns = 2 if 2 * max(map(len, labels)) < 80 else 1

@@ -14,9 +14,9 @@ from typing import Any
 from isotrain.errors import DataError, RecipeError
 from isotrain.files import is_link_out, parse_json, read_regular
 
-# Of the JSON files of a run; environments of many starts are the largest.
+# Size limit of the JSON files of a run; environments of many starts are the largest.
 LARGEST_JSON = 64 << 20
-# What the trackers of `observe.loggers` leave in a run directory.
+# Left in a run directory by the trackers of `observe.loggers`.
 TRACKERS = ("trackers.json", "tensorboard", "wandb", "swanlab", "mlflow")
 
 
@@ -56,7 +56,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.saved = self.path / "saved.json"
-        """The newest step that was saved: tells lost checkpoints from a run that has none yet."""
+        """The newest step that was saved: distinguishes lost checkpoints from a run that has none yet."""
         self.log = self.path / "log.txt"
         self.status = self.path / "status.json"
         self.plots = self.path / "plots"
@@ -133,7 +133,7 @@ class RunDirectory:
     def set_aside(self) -> Path | None:
         """Move what an earlier run has written to `earlier-N`; returns that, or None if there is nothing.
 
-        A kill on the way leaves `saved`, which then tells of missing checkpoints.
+        A kill on the way leaves `saved`, which then names missing checkpoints.
         """
         present = [path for path in self.written() if os.path.lexists(path)]
         if not present:

@@ -164,7 +164,7 @@ def _short(text: str) -> str:
 
 
 def _hint(value: Any, spelling: str | None, annotation: Any) -> str:
-    """A correction of what was written, where one can be told."""
+    """A correction of what was written, where there is an obvious one."""
     kinds = options(annotation)
     choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, str):

@@ -129,7 +129,7 @@ NOTES = {
     "use_vllm": tr("Write 'engine: vllm'."),
 }
 
-# What they call the values of our fields.
+# Their names of the values of our fields.
 OTHER_VALUES = {
     "colocate": "colocated",
     "dapo": "grpo",

@@ -150,7 +150,7 @@ _EXAMPLES = ("(15 + 27) * 8", "91 - 36 / 4")
 _NUMBER = "number"
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2, _NUMBER: 3}
 
-# Of a number its value; of a calculation its sign and the keys of its parts.
+# For a number its value; for a calculation its sign and the keys of its parts.
 _ChainKey = tuple[Any, ...]
 Messages = list[dict[str, str]]
 
@@ -255,7 +255,7 @@ def prepare_gsm8k_preferences(source: Path | None, out: Path, seed: int = 0) -> 
     """Write pairs, labelled responses and labelled steps of both splits; returns the rows of each file.
 
     Solutions are right, or have one number corrupted: a number after a mark that is not its result. So the
-    true reward is known, and it can be told from the text alone which step is wrong.
+    true reward is known, and the text alone shows which step is wrong.
     """
     out.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, Callable[..., dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from isotrain.data.prepare.tiny_reward import KINDS
 
 Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"]
 
-# Of the last two: eight experts, two for each token. DeepSeek's first layer is dense, as published.
+# The last two: eight experts, two for each token. DeepSeek's first layer is dense, as published.
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "deepseek_v3": {

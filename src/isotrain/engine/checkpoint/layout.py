@@ -134,7 +134,7 @@ def problem_in(directory: Path, name: str, expected: dict[str, Any]) -> str | No
 
 
 POLL_SECONDS = 0.05
-# Most are written by then: what takes longer is told.
+# Most checkpoints are written by then: a longer wait is announced.
 QUIET_SECONDS = 1.0
 
 

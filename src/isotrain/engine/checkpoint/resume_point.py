@@ -37,7 +37,7 @@ def resume_point(
     for step in _newer_steps(storage, world, reader.step if reader else -1):
         problem = _fetch(storage, step, root, world)
         if problem is None:
-            # What was wrong with local ones does not matter any more.
+            # Complaints about local ones do not matter any more.
             return CheckpointReader(step_directory(root, step)), refused
         refused.append(f"checkpoint {step_name(step)} of {storage.url} is not used: {problem}")
     if refused and not reader:
@@ -60,7 +60,7 @@ def lost_checkpoint(
     """Whether a newer checkpoint than `reader`, the one to resume from, was saved; the same on all ranks.
 
     A disk that is not mounted looks like a run that was killed before its first checkpoint, except that
-    `saved.json` tells of one.
+    `saved.json` names one.
     """
     saved, error = 0, None
     if world.is_main:
