@@ -11,7 +11,7 @@ from pathlib import Path
 import npusim
 import pytest
 
-from isotrain.engine.checkpoint.layout import FINISHING, MARKER, how_to_go_on, steps_in
+from isotrain.engine.checkpoint.layout import FINISHING, MARKER, resume_hint, steps_in
 from isotrain.observe.console import LineConsole
 from isotrain.trainers.job import Recorder
 from support import command, tiny_recipe, write_recipe
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.heavy
 
 
 def test_the_newest_checkpoint_that_is_complete_is_named(tmp_path: Path) -> None:
-    assert how_to_go_on(tmp_path / "none") == (
+    assert resume_hint(tmp_path / "none") == (
         "no checkpoint yet: the same command starts from the first step"
     )
     for step in (10, 200, 300):
         (tmp_path / f"step-{step:08d}").mkdir()
     for step in (10, 200):
         (tmp_path / f"step-{step:08d}" / MARKER).touch()
-    assert how_to_go_on(tmp_path) == "the same command resumes after step 200"
+    assert resume_hint(tmp_path) == "the same command resumes after step 200"
 
 
 def test_only_a_checkpoint_that_is_being_written_is_waited_for_in_words(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from isotrain import errors
 from isotrain.children import die_with_parent, module_command
-from isotrain.engine.checkpoint.layout import how_to_go_on
+from isotrain.engine.checkpoint.layout import resume_hint
 from isotrain.errors import IsotrainError, LaunchError, PreemptedError
 from isotrain.language import said, tr
 from isotrain.observe.run_directory import RunDirectory
@@ -62,7 +62,7 @@ def train_here(recipe: Recipe, source: str) -> None:
     checkpoints = RunDirectory(recipe.output).checkpoints
 
     def last_words() -> str:
-        return f"preempted: {how_to_go_on(checkpoints)}"
+        return f"preempted: {resume_hint(checkpoints)}"
 
     seconds = recipe.trainer.preemption_seconds
     with preemptible(seconds, closing=closing, last_words=last_words) as preemption:
@@ -71,7 +71,7 @@ def train_here(recipe: Recipe, source: str) -> None:
         try:
             launch(recipe, source, preemption)
         except KeyboardInterrupt:
-            print(how_to_go_on(checkpoints), file=sys.stderr, flush=True)
+            print(resume_hint(checkpoints), file=sys.stderr, flush=True)
             raise
         except BaseException as error:
             if not (preemption.requested or isinstance(error, Preempted)):

@@ -105,10 +105,10 @@ def logs(
             typer.echo(b"".join(last).decode("utf-8", "replace"), nl=False)
             decoder = getincrementaldecoder("utf-8")("replace")
             while follow:
-                goes_on = state_of(run).state in ("starting", "running")
+                is_running = state_of(run).state in ("starting", "running")
                 while text := file.read(_LONGEST_LINE):
                     typer.echo(decoder.decode(text), nl=False)
-                if not goes_on:
+                if not is_running:
                     return
                 time.sleep(0.5)
     except (FileNotFoundError, NotADirectoryError):

@@ -141,7 +141,7 @@ class BatchLoader:
             self._donors = donors(self.store.columns[PROMPT_IDS][first])
 
     @property
-    def own_columns(self) -> slice:
+    def reference_columns(self) -> slice:
         """Where a reference table has the log-probs of an item's own samples."""
         return RESPONSE if self.longest else PAIR
 
@@ -152,10 +152,10 @@ class BatchLoader:
         """These items as one step."""
         of_items = [sizes(self.store, number) for number in numbers]
         lengths = [size.tokens for item in of_items for size in item]
-        micro_batches = self._own(numbers, [self._stored(item) for item in of_items])
+        micro_batches = self._rank_share(numbers, [self._stored(item) for item in of_items])
         return StepData(
             batches=[
-                self._packed([self.store[n] for n in chosen], chosen, self.own_columns)
+                self._packed([self.store[n] for n in chosen], chosen, self.reference_columns)
                 for chosen in micro_batches
             ],
             mismatched=self._mismatched(numbers) if self.longest else [],
@@ -171,7 +171,7 @@ class BatchLoader:
         while self.sampler.taken < self.sampler.rows:
             yield self.next_step()
 
-    def _own(self, numbers: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
+    def _rank_share(self, numbers: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
         plan = plan_micro_batches(tokens, self.budget, self.ranks)[self.rank]
         return [[numbers[i] for i in chosen] for chosen in plan]
 
@@ -207,7 +207,7 @@ class BatchLoader:
             self._packed(
                 [self._swapped(number, int(self._donors[number])) for number in chosen], chosen, MISMATCHED
             )
-            for chosen in self._own(numbers, tokens)
+            for chosen in self._rank_share(numbers, tokens)
         ]
 
     def _swapped(self, number: int, donor: int) -> Item:

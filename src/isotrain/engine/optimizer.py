@@ -107,13 +107,13 @@ class StoredMoments(torch.optim.AdamW):
             for group in groups:
                 for bucket in _buckets([p for p in group["params"] if p.grad is not None]):
                     self.param_groups = [{**group, "params": bucket}]
-                    with self._taken_out(bucket):
+                    with self._loaded_moments(bucket):
                         super().step()
         finally:
             self.param_groups = groups
 
     @contextmanager
-    def _taken_out(self, bucket: list[nn.Parameter]) -> Iterator[None]:
+    def _loaded_moments(self, bucket: list[nn.Parameter]) -> Iterator[None]:
         """The moments of some parameters in float32 beside their weights; none before the first update."""
         stored = {p: [self.state[p].get(moment) for moment in MOMENTS] for p in bucket}
         for p in bucket:

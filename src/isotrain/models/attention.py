@@ -55,7 +55,7 @@ def segment_attention(
     """
     refuse_unsupported(module, attention_mask, extras, "packed attention", PADDED)
     if segment_lengths is None:
-        raise hands_nothing_on(module, PADDED)
+        raise missing_borders(module, PADDED)
     if varlen.takes(query_1HTD, dropout):
         query_THD, key_KGD, value_KGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
         key_KGD, value_KGD, key_lengths = _after_trunks(
@@ -109,7 +109,7 @@ def refuse_unsupported(
             )
 
 
-def hands_nothing_on(module: torch.nn.Module, remedy: str) -> ModelError:
+def missing_borders(module: torch.nn.Module, remedy: str) -> ModelError:
     """The error for attention that was not told where samples begin: they would see each other."""
     return ModelError(
         f"model type '{_model_type(module)}' does not tell its attention where packed samples begin; {remedy}"
@@ -232,7 +232,7 @@ def fused_attention(
     if padded:
         return attend(query, key, value, scale=scale, dropout=dropout), None
     if segment_lengths is None:
-        raise hands_nothing_on(module, PADDED)
+        raise missing_borders(module, PADDED)
     query_THD, key_KGD, value_KGD = query[0], key[0], value[0]
     key_KGD, value_KGD, key_lengths = _after_trunks(key_KGD, value_KGD, segment_lengths, segment_continues)
     out_THD = attend(
@@ -279,7 +279,7 @@ def flash_attention(
     unsupported = {} if windows else {"sliding_window": sliding_window}
     refuse_unsupported(module, attention_mask, {**extras, **unsupported}, "flash attention", NO_FLASH)
     if cu_seq_lens_q is None:
-        raise hands_nothing_on(module, PADDED)
+        raise missing_borders(module, PADDED)
     output: tuple[torch.Tensor, None] = flash_attention_forward(
         module,
         query_1HTD,

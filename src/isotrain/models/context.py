@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isotrain.errors import ModelError
-from isotrain.models.attention import hands_nothing_on, refuse_unsupported
+from isotrain.models.attention import missing_borders, refuse_unsupported
 from isotrain.models.ring import RingTokens, ring_attention
 
 Places = npt.NDArray[np.int64]
@@ -262,7 +262,7 @@ def context_attention(
     """transformers' attention signature, over this rank's tokens."""
     refuse_unsupported(module, attention_mask, extras, "attention that is split over ranks", WHOLE)
     if split is None:
-        raise hands_nothing_on(module, WHOLE)
+        raise missing_borders(module, WHOLE)
     heads, group = split.group.place.heads, split.group.heads
     query_1HTD, key_1GTD, value_1GTD = _tokens_for_heads(heads, group, query_1HLD, key_1GLD, value_1GLD)
     if split.group.place.ring > 1:

@@ -79,7 +79,7 @@ NONE_FUSED = Fused()
 
 def fuse_layers(model: PreTrainedModel, table: FusedOperators) -> Fused:
     """Give the layers that are known a forward of their own; parameters and names stay as they are."""
-    turns = _turns_plainly(model)
+    turns = _rotates_whole_heads(model)
     used: set[str] = set()
     unknown: set[str] = set()
     for layer in model.modules():
@@ -144,7 +144,7 @@ def _is_rms_norm(layer: Any) -> bool:
     # Small numbers among them, so that epsilon counts.
     x, weight = _random(4, 8) * torch.tensor([1.0, 1e-2, 1e-3, 10.0])[:, None], _random(8)
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.variance_epsilon) * weight
-    return _gives(lambda: _stand_in(layer, {"weight": weight}, {})(x), expected)
+    return _computes(lambda: _stand_in(layer, {"weight": weight}, {})(x), expected)
 
 
 def _is_swiglu(layer: Any) -> bool:
@@ -154,10 +154,10 @@ def _is_swiglu(layer: Any) -> bool:
     linears = {"gate_proj": gate_ID, "up_proj": up_ID, "down_proj": down_DI}
     parts = {**{name: _linear(weight) for name, weight in linears.items()}, "act_fn": layer.act_fn}
     expected = (F.silu(x @ gate_ID.T) * (x @ up_ID.T)) @ down_DI.T
-    return _gives(lambda: _stand_in(layer, {}, parts)(x), expected)
+    return _computes(lambda: _stand_in(layer, {}, parts)(x), expected)
 
 
-def _turns_plainly(model: PreTrainedModel) -> bool:
+def _rotates_whole_heads(model: PreTrainedModel) -> bool:
     """Whether every rotary embedding turns whole heads and scales nothing: operators want cosines up to 1."""
     embeddings = [layer for layer in model.modules() if type(layer).__name__.endswith("RotaryEmbedding")]
     heads = {layer.head_dim for layer in model.modules() if hasattr(layer, "head_dim")}
@@ -182,7 +182,7 @@ def _is_rotated_by_halves(layer: nn.Module) -> bool:
         return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
     expected = torch.cat([turned(q_SHLD), turned(k_SHLD)], 1)
-    return _gives(lambda: torch.cat(rotate(q_SHLD, k_SHLD, cos, sin), 1), expected)
+    return _computes(lambda: torch.cat(rotate(q_SHLD, k_SHLD, cos, sin), 1), expected)
 
 
 def _has_parts(layer: nn.Module, parameters: Iterable[str] = (), modules: Iterable[str] = ()) -> bool:
@@ -215,7 +215,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _gives(compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
+def _computes(compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
     try:
         result = compute()
     except Exception:  # whatever it is that the layer needs: its kind is not known

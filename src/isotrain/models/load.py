@@ -277,7 +277,7 @@ def _own_logits(
     projection = nn.Linear(weight_KD.shape[1], weight_KD.shape[0], bias=False, device="meta")
     projection.weight = nn.Parameter(weight_KD, requires_grad=False)
     parts: dict[str, nn.Module] = {
-        name: _Given(hidden_1LD) if part is model.base_model else projection if part is head else part
+        name: _FixedOutput(hidden_1LD) if part is model.base_model else projection if part is head else part
         for name, part in model._modules.items()
         if part is not None
     }
@@ -289,7 +289,7 @@ def _own_logits(
     return logits
 
 
-class _Given(nn.Module):
+class _FixedOutput(nn.Module):
     """Stands for a model's layers, and gives what it was given."""
 
     def __init__(self, hidden_1LD: torch.Tensor) -> None:

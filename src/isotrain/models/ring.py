@@ -38,7 +38,7 @@ class Block(NamedTuple):
     """With a window: tokens from the first key to the first query; a mask says which keys are seen."""
 
 
-class _Held(NamedTuple):
+class _HeldSegment(NamedTuple):
     """The pieces of a segment within a part, which lie side by side there."""
 
     first: int
@@ -64,34 +64,34 @@ class RingTokens:
 
     def blocks(self, query_part: int, other: int, window: int | None = None) -> Iterator[Block]:
         """Queries of the part `query_part` with keys of the part `other`."""
-        theirs = self._held[other]
-        for segment, queries in self._held[query_part].items():
+        theirs = self._segments_by_rank[other]
+        for segment, queries in self._segments_by_rank[query_part].items():
             trunk = self.continues[segment] if self.continues else -1
             offset = self.lengths[trunk] if trunk >= 0 else 0
             for keys, before in ((theirs.get(trunk), offset), (theirs.get(segment), 0)):
                 if keys is None:
                     continue
                 if window is not None:
-                    yield from _near(queries, keys, before, window)
+                    yield from _window_blocks(queries, keys, before, window)
                 elif before:
                     yield Block(queries.tokens(0, len(queries.pieces)), keys.tokens(0, len(keys.pieces)))
                 else:
-                    yield from _earlier(queries, keys, same=query_part == other)
+                    yield from _earlier_blocks(queries, keys, same=query_part == other)
 
     @cached_property
-    def _held(self) -> list[dict[int, _Held]]:
+    def _segments_by_rank(self) -> list[dict[int, _HeldSegment]]:
         held = []
         for part in self.parts:
             segments, first = {}, 0
             for segment, pieces in groupby(part, key=lambda piece: piece[0]):
                 spans = tuple((start, stop) for _, start, stop in pieces)
-                segments[segment] = _Held(first, spans)
+                segments[segment] = _HeldSegment(first, spans)
                 first += sum(stop - start for start, stop in spans)
             held.append(segments)
         return held
 
 
-def _earlier(queries: _Held, keys: _Held, same: bool) -> Iterator[Block]:
+def _earlier_blocks(queries: _HeldSegment, keys: _HeldSegment, same: bool) -> Iterator[Block]:
     """Pieces of one segment do not overlap: of another part's, each is seen by all of a piece or by none."""
     if same:
         yield Block(queries.tokens(0, len(queries.pieces)), keys.tokens(0, len(keys.pieces)), causal=True)
@@ -103,7 +103,7 @@ def _earlier(queries: _Held, keys: _Held, same: bool) -> Iterator[Block]:
             yield Block(queries.tokens(pieces[0], pieces[-1] + 1), keys.tokens(0, number))
 
 
-def _near(queries: _Held, keys: _Held, before: int, window: int) -> Iterator[Block]:
+def _window_blocks(queries: _HeldSegment, keys: _HeldSegment, before: int, window: int) -> Iterator[Block]:
     """Keys among the last `window` tokens up to each query; `before` tokens precede the queries' segment."""
     for q, (query_start, query_end) in enumerate(queries.pieces):
         place = queries.tokens(q, q + 1).start - query_start
@@ -334,11 +334,11 @@ class _Passing:
             waiting = None
             if step + 1 < size:
                 incoming = self._room(self._now, following)
-                waiting = self._hand_on(self._now, incoming)
+                waiting = self._pass_to_next(self._now, incoming)
             yield part, self._now
             if self._gradients:  # also after the last part: its gradient goes home
                 arriving = self._room(self.gradient, following)
-                _wait(self._hand_on(self.gradient, arriving))
+                _wait(self._pass_to_next(self.gradient, arriving))
                 self.gradient = arriving
             if waiting is not None:
                 _wait(waiting)
@@ -347,7 +347,7 @@ class _Passing:
     def _room(self, like: torch.Tensor, part: int) -> torch.Tensor:
         return like.new_empty(*like.shape[:2], self._tokens.size(part), like.shape[3])
 
-    def _hand_on(self, given: torch.Tensor, taken: torch.Tensor) -> list[dist.Work]:
+    def _pass_to_next(self, given: torch.Tensor, taken: torch.Tensor) -> list[dist.Work]:
         group, size, rank = self._group, dist.get_world_size(self._group), dist.get_rank(self._group)
         to, source = (dist.get_global_rank(group, n % size) for n in (rank + 1, rank - 1))
         return dist.batch_isend_irecv(

@@ -234,7 +234,7 @@ def check(document: Document, model: type[Model]) -> Model | None:
         text = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
         valid = model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        _note(document, model, error.errors(include_url=False, include_input=False), walk.suggested)
+        _report_errors(document, model, error.errors(include_url=False, include_input=False), walk.suggested)
         assert document.problems, "the schema refuses what the messages do not name"
         return None
     return None if document.problems else valid
@@ -349,7 +349,9 @@ class _Walk:
             self.document.rejected.add(path)
 
 
-def _note(document: Document, model: SectionType, errors: list[ErrorDetails], suggested: Set[str]) -> None:
+def _report_errors(
+    document: Document, model: SectionType, errors: list[ErrorDetails], suggested: Set[str]
+) -> None:
     """Turn pydantic's errors into our sentences: one for each value, or for each item of a list."""
     noted_before = frozenset(document.rejected)
     by_path: dict[Path, dict[int | None, ErrorDetails]] = {}
@@ -359,7 +361,7 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails], su
     for path, by_index in by_path.items():
         info = field_at(model, path, document.values)
         if info is None:
-            _note_section(document, path, by_index[None], suggested)
+            _report_broken_rules(document, path, by_index[None], suggested)
             continue
         if any(path[: len(other)] == other or other[: len(path)] == path for other in noted_before):
             continue
@@ -376,7 +378,7 @@ def _note(document: Document, model: SectionType, errors: list[ErrorDetails], su
             document.complain(path, wrong_value(path, value, spelling.get(path), info))
 
 
-def _note_section(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:
+def _report_broken_rules(document: Document, path: Path, details: ErrorDetails, suggested: Set[str]) -> None:
     """Rules between the fields of a section, one a line, each at its first field that was written."""
     rejected = frozenset(document.rejected)
     for text in _own_words(details):

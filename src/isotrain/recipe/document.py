@@ -138,7 +138,7 @@ def parse(text: str, source: str, override: int | None = None, root: Path = ()) 
     document = Document(source)
     if len(text) > MAX_CHARACTERS:
         raise error_at(source, tr("longer than {size} KiB; is this a recipe?", size=MAX_CHARACTERS // 1024))
-    reader = _Reader(document, override)
+    reader = _NodeReader(document, override)
     try:
         reader.check_events(text)
         node = yaml.compose(text, Loader=RecipeLoader)
@@ -174,7 +174,7 @@ def as_written(value: Any) -> Any:
     return value if document.problems else document.values
 
 
-class _Reader:
+class _NodeReader:
     """Fills one document from YAML nodes."""
 
     def __init__(self, document: Document, override: int | None) -> None:

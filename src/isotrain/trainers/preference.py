@@ -145,7 +145,7 @@ def _compute(engine: TrainingEngine, loader: BatchLoader, numbers: Sequence[int]
             rows = np.array([places[number] for number in batch.numbers], np.int64)  # may be empty
             own_IC[rows, columns] = logp_S.cpu().numpy().reshape(own_IC[rows, columns].shape)
 
-    fill(data.batches, loader.own_columns)
+    fill(data.batches, loader.reference_columns)
     if data.mismatched:
         fill(data.mismatched, MISMATCHED)
     total = engine.world.total(own_IC.reshape(-1).tolist())

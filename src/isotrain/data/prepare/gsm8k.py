@@ -71,6 +71,14 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     return len(lines)
 
 
+def _write_splits(out: Path, rows_of: Callable[[str], Iterable[Mapping[str, Any]]]) -> dict[str, int]:
+    """Both splits as JSON lines, training first; returns how many rows each file has."""
+    out.mkdir(parents=True, exist_ok=True)
+    return {
+        f"{split}.jsonl": write_rows(out / f"{split}.jsonl", rows_of(split)) for split in ("train", "test")
+    }
+
+
 def _rows(rows: Rows, split: str) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(rows):
         question, answer = _field(row, "question"), _field(row, "answer")
@@ -106,13 +114,8 @@ def prepare_gsm8k_sums(source: Path | None, out: Path) -> dict[str, int]:
     Single calculations: a task that models too small for GSM8K's questions can learn. `3 + 5` and `5 + 3`
     are one: the first of them is kept.
     """
-    out.mkdir(parents=True, exist_ok=True)
     seen: set[_SumKey] = set()
-    written = {}
-    for split in ("train", "test"):
-        file = f"{split}.jsonl"
-        written[file] = write_rows(out / file, _sums(source, split, seen))
-    return written
+    return _write_splits(out, lambda split: _sums(source, split, seen))
 
 
 def _sums(source: Path | None, split: str, seen: set[_SumKey]) -> Iterator[dict[str, Any]]:
@@ -174,12 +177,8 @@ def prepare_gsm8k_tool(source: Path | None, out: Path) -> dict[str, int]:
 
     No calculation is in both, also with the order of what is added or multiplied changed.
     """
-    out.mkdir(parents=True, exist_ok=True)
     seen: set[_ChainKey] = set()
-    written = {}
-    for split in ("train", "test"):
-        file = f"{split}.jsonl"
-        written[file] = write_rows(out / file, _chained(source, split, seen))
+    written = _write_splits(out, lambda split: _chained(source, split, seen))
     (out / "calculator.py").write_bytes(Path(calculator.__file__).read_bytes())
     return written
 

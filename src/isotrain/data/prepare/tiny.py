@@ -83,7 +83,7 @@ def make_tiny(
         _write_rows(out / f"{supervised}.jsonl", toy_rows(rows, seed=own_seed))
         prompts = list(toy_prompts(rows, seed=own_seed))
         _write_rows(out / f"prompts{suffix}.jsonl", prompts)
-        _write_rows(out / f"questions{suffix}.jsonl", map(_hidden, prompts))
+        _write_rows(out / f"questions{suffix}.jsonl", map(_without_the_answer, prompts))
         for kind, items in toy_preferences(prompts, own_seed).items():
             _write_rows(out / f"{kind}{suffix}.jsonl", items)
     (out / "reward.py").write_bytes(Path(tiny_reward.__file__).read_bytes())
@@ -226,7 +226,7 @@ def make_model(
             hf.logging.enable_progress_bar()
 
 
-def _hidden(row: dict[str, Any]) -> dict[str, Any]:
+def _without_the_answer(row: dict[str, Any]) -> dict[str, Any]:
     """A prompt that does not say what is wanted: an environment does."""
     said = [
         {**message, "content": message["content"].replace(row["answer"], "something")}
@@ -244,14 +244,14 @@ def toy_preferences(prompts: Rows, seed: int) -> dict[str, Rows]:
     rows: dict[str, Rows] = {"pairs": [], "responses": [], "steps": []}
     for asked in prompts:
         prompt, right = asked["prompt"], asked["answer"]
-        good, bad = _text(KINDS[right], draw, 4), _spoilt(right, draw)
-        rows["pairs"].append({"prompt": prompt, "chosen": _said(good), "rejected": _said(bad)})
+        good, bad = _text(KINDS[right], draw, 4), _wrong_text(right, draw)
+        rows["pairs"].append({"prompt": prompt, "chosen": _assistant(good), "rejected": _assistant(bad)})
         label = draw.random() < 0.5
         rows["responses"].append(
-            {"prompt": prompt, "completion": _said(good if label else bad), "label": label}
+            {"prompt": prompt, "completion": _assistant(good if label else bad), "label": label}
         )
         labels = [draw.random() < 0.6 for _ in range(draw.randint(1, 3))]
-        steps = [_text(KINDS[right], draw, 4) if label else _spoilt(right, draw) for label in labels]
+        steps = [_text(KINDS[right], draw, 4) if label else _wrong_text(right, draw) for label in labels]
         rows["steps"].append({"prompt": prompt, "completions": steps, "labels": labels})
     return rows
 
@@ -260,7 +260,7 @@ def _text(characters: str, draw: random.Random, longest: int) -> str:
     return " ".join(draw.choice(characters) for _ in range(draw.randint(1, longest)))
 
 
-def _spoilt(right: str, draw: random.Random) -> str:
+def _wrong_text(right: str, draw: random.Random) -> str:
     """The other kind, or anything: otherwise any odd response would fool a reward model."""
     (wrong,) = set(KINDS) - {right}
     if draw.random() < 0.5:
@@ -269,5 +269,5 @@ def _spoilt(right: str, draw: random.Random) -> str:
     return text.replace(" ", draw.choice((" ", "")))
 
 
-def _said(text: str) -> list[dict[str, str]]:
+def _assistant(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]

@@ -176,7 +176,7 @@ def newest_complete(checkpoints: Path) -> int | None:
     return next(complete, None)
 
 
-def how_to_go_on(checkpoints: Path) -> str:
+def resume_hint(checkpoints: Path) -> str:
     newest = newest_complete(checkpoints)
     if newest is None:
         return "no checkpoint yet: the same command starts from the first step"

@@ -180,21 +180,21 @@ class StoredCopy:
         self.error: str | None = None
         self._file: BinaryIO | None = None
         if storage is not None:
-            with self._noted():
+            with self._failure_recorded():
                 self._file = storage.open_file(step, name)
 
     def write(self, data: memoryview) -> None:
         if self._file is not None and self.error is None:
-            with self._noted():
+            with self._failure_recorded():
                 self._file.write(data)
 
     def close(self) -> None:
         if self._file is not None:
-            with self._noted():
+            with self._failure_recorded():
                 self._file.close()
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _failure_recorded(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of a service; the local checkpoint goes on
