@@ -18,7 +18,7 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,12 +134,12 @@ class Guard(_Filter):
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(stream)
         beneath = getattr(stream, "rich_proxied_file", stream)
-        self._styled = beneath._styled if isinstance(beneath, Guard) else _Styled(beneath)
+        self._styled: _Styled = beneath._styled if isinstance(beneath, Guard) else _Styled(beneath)
 
     @property
     def rich_proxied_file(self) -> IO[str]:
         """Where consoles of rich write that are not this program's: rich asks for this name."""
-        return _Coloured(self._styled._stream)
+        return cast("IO[str]", _Coloured(self._styled._stream))
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):
@@ -177,7 +177,7 @@ def guarded() -> Iterator[None]:
 
 def beneath(stream: IO[str]) -> IO[str]:
     """Where a library's own progress may move the cursor: for code whose texts are all ours."""
-    return stream._styled if isinstance(stream, Guard) else stream
+    return cast("IO[str]", stream._styled) if isinstance(stream, Guard) else stream
 
 
 @cache
@@ -191,7 +191,8 @@ def filtered_console() -> type[Console]:
         @property
         def file(self) -> IO[str]:
             stream = self._file or (sys.stderr if self.stderr else sys.stdout)
-            return stream._styled if isinstance(stream, Guard) else super().file
+            filtered = beneath(stream)
+            return super().file if filtered is stream else filtered
 
         @file.setter
         def file(self, stream: IO[str]) -> None:
