@@ -63,7 +63,8 @@ Margins = Annotated[
     ),
 ]
 Allow = Annotated[
-    list[str] | None, Option(metavar="NAME", help="An intended difference of the inputs: recipe or data.")
+    list[str] | None,
+    Option(metavar="NAME", help="An intended difference: recipe, data, or steps (one run is shorter)."),
 ]
 Reruns = Annotated[
     list[Path] | None,

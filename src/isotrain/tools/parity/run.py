@@ -40,6 +40,8 @@ class Run:
     """All fields, where the source has them."""
     environment: dict[str, Any] | None = None
     """Device, versions and variables of its last start."""
+    planned_steps: int | None = None
+    """Steps that it was to train for, where the source says so."""
     data: dict[str, str] = field(default_factory=dict)
     """Digests of the data that it was trained on."""
     sha256: dict[str, str] = field(default_factory=dict)

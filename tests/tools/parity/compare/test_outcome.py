@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from isotrain.tools.parity.compare.comparison import compare
 from isotrain.tools.parity.compare.outcome import OtherRuns, margins_of, outcome_of, pairing_of
 from isotrain.tools.parity.protocol import Companions, verdict_on
 from isotrain.tools.parity.run import Run, Series
-from isotrain.tools.parity.verdict import Verdict
+from isotrain.tools.parity.verdict import Verdict, judge
 
 STEPS = 200
 
@@ -163,6 +164,48 @@ def test_the_cut_is_in_the_first_sentence(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps({"step": s + 1, "loss": curve[s]}) + "\n" for s in range(steps)))
     words = verdict_on(a, b).words.splitlines()[0]
     assert "over 60 steps: the reference has 80, the candidate 60" in words
+
+
+def cut(run: Run, steps: int) -> Run:
+    series = {name: Series(one.steps_S[:steps], one.values_S[:steps]) for name, one in run.metrics.items()}
+    return replace(run, metrics=series)
+
+
+@pytest.mark.parametrize("role", ["candidate", "reference"])
+def test_a_run_that_ended_early_is_at_most_inconclusive(role: str) -> None:
+    whole, ended = sampled(1, size=0.005), cut(sampled(2, size=0.005), 35)
+    pair = (whole, ended) if role == "candidate" else (ended, whole)
+    found = judge(compare(*pair), outcome_of(compare(*pair), "free-running"), [])
+    assert found.outcome.effects[0].verdict == "equivalent" and found.outcome.verdict == "inconclusive"
+    assert found.exit_code() == 2
+    words = found.words.splitlines()[0]
+    assert f"The {role} ended at step 35 of 200." in words and "within the margin" in words
+    intended = compare(*pair, allow=["steps"])
+    assert outcome_of(intended, "free-running").verdict == "equivalent"
+
+
+def test_runs_that_ended_before_their_plan_are_at_most_inconclusive() -> None:
+    pair = [replace(cut(sampled(seed, size=0.005), 150), planned_steps=200) for seed in (1, 2)]
+    found = outcome_of(compare(*pair), "free-running")
+    assert found.verdict == "inconclusive" and len(found.objections) == 2
+
+
+def test_a_worse_run_that_ended_early_is_different() -> None:
+    pair = sampled(1), cut(sampled(2, -0.2), 100)
+    found = judge(compare(*pair), outcome_of(compare(*pair), "free-running"), [])
+    assert found.exit_code() == 1 and "ended at step 100 of 200" in found.words
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "early"), [(1, 199, False), (1, 198, True), (10, 190, False), (10, 180, True)]
+)
+def test_a_log_may_lack_what_came_after_its_last_record(every: int, last: int, early: bool) -> None:
+    whole = sampled(1)
+    recorded = slice(every - 1, last, every)
+    series = {
+        name: Series(one.steps_S[recorded], one.values_S[recorded]) for name, one in whole.metrics.items()
+    }
+    assert bool(compare(whole, replace(whole, metrics=series)).objections) == early
 
 
 def test_margins() -> None:

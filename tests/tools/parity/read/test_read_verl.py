@@ -154,7 +154,7 @@ def runs(shared_data: Path) -> dict[str, Run]:
 @pytest.mark.parametrize(("name", "steps"), [(FSDP, 210), (MEGATRON, 105)])
 def test_steps_and_values(runs: dict[str, Run], name: str, steps: int) -> None:
     run = runs[name]
-    assert run.format == "verl console log" and run.notes == ()
+    assert run.format == "verl console log" and run.notes == () and run.planned_steps == steps
     for metric, (first, last) in FIRST_AND_LAST[name].items():
         series = run.metrics[metric]
         assert series.steps_S.tolist() == list(range(1, steps + 1)), metric

@@ -12,12 +12,13 @@ import numpy.typing as npt
 from isotrain.errors import DataError
 from isotrain.language import listed, tr
 from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, version_changes
+from isotrain.tools.parity.compare.objections import Objection, ended_early
 from isotrain.tools.parity.compare.published import RuleResult, kind_of, rule_results
 from isotrain.tools.parity.compare.statistics import Apart, Throughput, apart, throughput
 from isotrain.tools.parity.run import ROLES, Numbers, Run, common, section
 
 _FREE_ENVIRONMENT = ("time", "command")
-ALLOWED = ("recipe", "data")
+ALLOWED = ("recipe", "data", "steps")
 
 # The published ratio is over the first steps; the first of them also compile and warm up.
 FIRST_STEPS, WARM_UP = 4, 4
@@ -133,6 +134,8 @@ class Comparison:
     differences: tuple[InputDifference, ...]
     """Recipe or data that differ, and that nobody allowed: it is another computation by what went into it."""
     allowed: tuple[InputDifference, ...]
+    objections: tuple[Objection, ...] = ()
+    """Why it is not called equivalent even where losses and rewards are within the margin."""
 
     @property
     def broken(self) -> list[RuleResult]:
@@ -159,6 +162,7 @@ class Comparison:
             "not_numbers": [{**asdict(one), "words": one.words} for one in self.not_numbers],
             "differences": [asdict(one) for one in self.differences],
             "allowed": [asdict(one) for one in self.allowed],
+            "objections": [asdict(one) for one in self.objections],
             "recipe": recipe_changes(self.reference, self.candidate),
             "environment": environment_changes(self.reference, self.candidate),
             "curves": {metric: asdict(curve) for metric, curve in self.curves.items()},
@@ -199,6 +203,7 @@ def compare(
         tuple(not_numbers),
         tuple(one for one in input_differences if one.name not in allow),
         tuple(one for one in input_differences if one.name in allow),
+        tuple(one for one in ended_early(reference, candidate, list(curves)) if one.name not in allow),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from isotrain.errors import DataError
@@ -16,6 +16,7 @@ from isotrain.language import tr
 from isotrain.tools.parity import thresholds
 from isotrain.tools.parity.compare.comparison import Comparison
 from isotrain.tools.parity.compare.effects import Answer, Effect, effect_of_curves, effect_of_runs, values_of
+from isotrain.tools.parity.compare.objections import Objection
 from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.compare.statistics import correlation
 from isotrain.tools.parity.run import Run, common, section
@@ -73,12 +74,15 @@ class Outcome:
     pairing: Pairing
     broken: tuple[str, ...] = ()
     """Metrics that are not a number on one side, in words."""
+    objections: tuple[Objection, ...] = ()
+    """Why it is at most inconclusive."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,
             "pairing": self.pairing,
             "broken": list(self.broken),
+            "objections": [asdict(one) for one in self.objections],
             "effects": {one.metric: one.as_json() for one in self.effects},
         }
 
@@ -106,18 +110,20 @@ def outcome_of(
     one_sided = tuple(one.words for one in comparison.not_numbers if one.one_sided)
     stated = margins or {}
     effects = tuple(_effects(comparison, pairing, others, stated))
-    verdict: Answer = "inconclusive"
+    answer: Answer = "inconclusive"
     verdicts = {one.verdict for one in effects}
     if one_sided or "different" in verdicts:
-        verdict = "different"
+        answer = "different"
     elif effects and not comparison.not_numbers:
         known = [one for one in effects if one.windows[0].interval is not None] or effects
         deciding = [one for one in known if _decides(one, effects, pairing, stated)]
-        verdict = "equivalent" if all(one.verdict == "equivalent" for one in deciding) else "inconclusive"
+        answer = "equivalent" if all(one.verdict == "equivalent" for one in deciding) else "inconclusive"
     order = sorted(
-        effects, key=lambda one: (one.verdict != verdict, not _decides(one, effects, pairing, stated))
+        effects, key=lambda one: (one.verdict != answer, not _decides(one, effects, pairing, stated))
     )
-    return Outcome(verdict, tuple(order), pairing, one_sided)
+    objections = comparison.objections
+    verdict = "inconclusive" if answer == "equivalent" and objections else answer
+    return Outcome(verdict, tuple(order), pairing, one_sided, objections)
 
 
 def _decides(one: Effect, effects: Sequence[Effect], pairing: Pairing, stated: Mapping[str, float]) -> bool:

@@ -63,7 +63,22 @@ def read_isotrain_run(path: Path) -> Run:
     digests = dict(source.sha256)
     recipe = _facts(path, run.resolved.name, digests)
     environment, data = _last_start(path, run.environment.name, digests)
-    return replace(curves, path=path, recipe=recipe, environment=environment, data=data, sha256=digests)
+    return replace(
+        curves,
+        path=path,
+        recipe=recipe,
+        environment=environment,
+        planned_steps=_planned_steps(recipe),
+        data=data,
+        sha256=digests,
+    )
+
+
+def _planned_steps(recipe: dict[str, Any] | None) -> int | None:
+    """None where the recipe counts epochs, or where the run is a probe and ends earlier."""
+    steps = section(recipe, "trainer").get("steps")
+    is_probe = section(recipe, "observe").get("layer_trace_after")
+    return steps if type(steps) is int and not is_probe else None
 
 
 def _last_start(

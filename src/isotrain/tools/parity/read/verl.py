@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from isotrain.tools.parity.run import Run
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # At the start, or after a prefix or a progress bar that shares the line.
 _STEP = re.compile(r"(?:^|(?<=[\s\])]))step:(\S{1,40}) - ")
+
+_PLANNED = re.compile(rb"Total training steps: (\d{1,9})\s*$")
 
 
 def metrics_of(line: bytes) -> tuple[str, list[str]] | None:
@@ -39,7 +42,10 @@ def metrics_of(line: bytes) -> tuple[str, list[str]] | None:
 def read_verl_console(path: Path) -> Run:
     source = Source(path)
     columns = Columns(source, resumes=True)
+    planned = None
     for line, content, ended in source.console_lines():
+        if not planned and (matched := _PLANNED.search(content)):
+            planned = int(matched[1])
         # The last number of a line without an end may lack digits.
         parsed = metrics_of(content) if ended else None
         if not parsed:
@@ -56,7 +62,8 @@ def read_verl_console(path: Path) -> Run:
                 )
             metrics.append(metric)
         columns.add_row(step, metrics, line)
-    return columns.run("verl console log", "no line `step:3 - name:0.5 - ...`")
+    run = columns.run("verl console log", "no line `step:3 - name:0.5 - ...`")
+    return replace(run, planned_steps=planned)
 
 
 def _pair(text: str) -> tuple[str, float] | None:

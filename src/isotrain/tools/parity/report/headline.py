@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from isotrain.language import listed, tr
+from isotrain.language import capital, listed, tr
 from isotrain.tools.parity.compare.effects import ALONE, Answer, Effect, WindowEffect
 from isotrain.tools.parity.compare.noise import WINDOWS
 
@@ -44,6 +44,14 @@ def computation_words(verdict: Verdict) -> str:
 
 
 def outcome_reason(verdict: Verdict) -> str:
+    """What keeps it from being equivalent comes first; where it is different anyway, last."""
+    objections = [_sentence(capital(one.words)) for one in verdict.outcome.objections]
+    found = _difference_found(verdict)
+    parts = [found, *objections] if verdict.outcome.verdict == "different" else [*objections, found]
+    return listed(parts, " ")
+
+
+def _difference_found(verdict: Verdict) -> str:
     outcome = verdict.outcome
     if outcome.broken:
         return _sentence(listed(outcome.broken, "; "))
@@ -65,7 +73,7 @@ def outcome_reason(verdict: Verdict) -> str:
             margin=first.margin,
         )
         return listed((beyond, steps), " ")
-    if outcome.verdict == "equivalent":
+    if first.verdict == "equivalent":
         within = tr(
             "{difference}, within the margin of {margin:g}.",
             difference=_difference(first, first.windows[0]),
