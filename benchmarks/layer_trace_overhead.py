@@ -57,7 +57,7 @@ def main() -> None:
     from isotrain.engine.world import join_world
     from isotrain.recipe.schema import ModelSection, OptimizerSection
     from isotrain.tools.probes.layer_trace import LayerTrace
-    from isotrain.tools.probes.score_tests.recorder import ScoreTests
+    from isotrain.tools.probes.score_tests.recorder import ScoreTestRecorder
 
     draw = np.random.default_rng(0)
     every = np.ones(LENGTH, np.bool_)
@@ -80,7 +80,7 @@ def main() -> None:
             measured = {"plain": update()}
             engine.probes = [LayerTrace(traces, steps=1)]
             measured["traced"] = update()
-            engine.probes = [LayerTrace(traces, steps=1), ScoreTests(Path(directory) / "score_tests")]
+            engine.probes = [LayerTrace(traces, steps=1), ScoreTestRecorder(Path(directory) / "score_tests")]
             measured["tested"] = update()
             measured["afterwards"] = update()
             if turn:  # the first one warms up

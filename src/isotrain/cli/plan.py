@@ -17,7 +17,7 @@ from isotrain.recipe.load import load_recipe
 from isotrain.terminal import rich_console
 
 if TYPE_CHECKING:
-    from isotrain.tools.plan.plan import StepPlan
+    from isotrain.tools.plan.plan import RecipePlan
 
 
 def plan(
@@ -70,7 +70,7 @@ def _gigabytes(text: str) -> float:
     return float(size[1])
 
 
-def _show(result: StepPlan, searched: bool) -> None:
+def _show(result: RecipePlan, searched: bool) -> None:
     from rich.table import Table
 
     from isotrain.tools.plan import estimate

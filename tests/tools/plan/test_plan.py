@@ -12,7 +12,7 @@ from isotrain.errors import PlanError
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.plan import plan as plans
 from isotrain.tools.plan.memory import TrainingMemory
-from isotrain.tools.plan.plan import StepPlan, alternatives, device_named, make_plan, search
+from isotrain.tools.plan.plan import RecipePlan, alternatives, device_named, make_plan, search
 
 GB = 2**30
 A2 = device_named("a2")
@@ -95,7 +95,7 @@ ONLINE: dict[str, Any] = {
 
 def planned(
     path: str, monkeypatch: pytest.MonkeyPatch, dtype: str, devices: int = 8, gb: float = 64, **algorithm: Any
-) -> StepPlan:
+) -> RecipePlan:
     """4e9 weights, of which 3e9 are multiplied and 1.5e9 trained; steps of 64 prompts with 4 responses.
 
     The tiny model has 2 layers, 2 heads and one key head of 32: a token's cache has 2 x 2 x 32 numbers.

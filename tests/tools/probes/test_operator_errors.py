@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isotrain.tools.probes.operator_errors import OperatorErrors, deviation
+from isotrain.tools.probes.operator_errors import OperatorRecorder, deviation
 from isotrain.tools.probes.operator_oracles import attention
 from isotrain.trainers.launch import launch
 from support import stable_metrics, tiny_recipe
@@ -19,12 +19,12 @@ from support import stable_metrics, tiny_recipe
 EPS = 2.0**-23
 
 
-def only(errors: OperatorErrors) -> dict[str, Any]:
+def only(errors: OperatorRecorder) -> dict[str, Any]:
     (row,) = errors.as_json()["operators"]
     return dict(row)
 
 
-def by_name(errors: OperatorErrors) -> dict[str, dict[str, Any]]:
+def by_name(errors: OperatorRecorder) -> dict[str, dict[str, Any]]:
     return {row["operator"]: row for row in errors.as_json()["operators"]}
 
 
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_counted_unless_the_type_cannot_hold_it() -> None:
 
 def test_what_an_operator_writes_to_is_compared(device_type: str) -> None:
     weights = [torch.full((3,), 0.1, device=device_type), torch.full((2, 2), 0.7, device=device_type)]
-    with OperatorErrors() as errors:
+    with OperatorRecorder() as errors:
         weights[0].mul_(0.3)
         torch._foreach_mul_(weights, torch.tensor(0.7, device=device_type))
         torch._foreach_add_(weights, 0.1)
@@ -69,14 +69,14 @@ def test_the_fused_optimizer_is_compared() -> None:
     weight = torch.nn.Parameter(torch.randn(8, 8))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.randn(8, 8)
-    with OperatorErrors() as errors:
+    with OperatorRecorder() as errors:
         optimizer.step()
     assert by_name(errors)["aten._fused_adamw_.default"]["error"] < EPS
 
 
 def test_only_what_computes_is_compared(device_type: str) -> None:
     x = torch.randn(4, 6, device=device_type)
-    with OperatorErrors(compared=1) as errors:
+    with OperatorRecorder(compared=1) as errors:
         x.t().contiguous().to(torch.bfloat16)
         torch.cat([x, x])
         x > 0  # noqa: B015
@@ -103,7 +103,7 @@ def test_results_on_the_device_are_as_without(device_type: str) -> None:
         return F.dropout(F.silu(x @ x), 0.3).softmax(-1)
 
     before = compute()
-    with OperatorErrors():
+    with OperatorRecorder():
         assert torch.equal(compute(), before)
 
 
@@ -124,14 +124,14 @@ def test_a_part_of_a_large_call_is_exact(name: str, limit: int) -> None:
         ),
         "in place": lambda: batch.add_(wide),
     }
-    with OperatorErrors(largest=limit) as errors:
+    with OperatorRecorder(largest=limit) as errors:
         calls[name]()
     assert errors.skipped_large == 0
     assert only(errors)["error"] < 2 * EPS
 
 
 def test_large_calls_without_an_exact_part_are_counted() -> None:
-    with OperatorErrors(largest=10) as errors:
+    with OperatorRecorder(largest=10) as errors:
         torch.randn(100).cumsum(0)
         torch._foreach_norm([torch.randn(100)])
         torch.randn(100).softmax(0)
@@ -148,7 +148,7 @@ def test_operators_that_the_host_cannot_compute_are_named() -> None:
             return x + 1
 
         library.impl("narrow_only", narrow_only, "CPU")
-        with OperatorErrors() as errors:
+        with OperatorRecorder() as errors:
             torch.ops.isotrain_test.narrow_only(torch.ones(3))
     assert errors.as_json()["no_oracle"] == ["isotrain_test.narrow_only.default"]
 
@@ -162,7 +162,7 @@ def test_attention_by_its_formula(causal: bool) -> None:
     )
     found = attention(query.double(), key.double(), value.double(), is_causal=causal, scale=0.3)
     assert torch.allclose(found, wanted, atol=1e-14)
-    with OperatorErrors() as errors:
+    with OperatorRecorder() as errors:
         F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
     assert any("scaled_dot_product" in name for name in by_name(errors))
 

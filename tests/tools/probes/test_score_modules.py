@@ -14,11 +14,11 @@ import pytest
 import torch
 from scipy import stats
 
-from isotrain.tools.probes.score_tests.fit import Estimate, Fit, fit
+from isotrain.tools.probes.score_tests.fit import Fit, FittedConstant, fit
 from isotrain.tools.probes.score_tests.modules import (
+    AttentionSample,
     Norm,
     Rope,
-    Sample,
     check_attention,
     check_norm,
     check_rotary,
@@ -42,7 +42,7 @@ def wide(tensor: torch.Tensor) -> np.ndarray:
     return tensor.double().numpy()
 
 
-def close(found: Estimate, truth: float, widths: float = 4.5, floor: float = 2e-6) -> bool:
+def close(found: FittedConstant, truth: float, widths: float = 4.5, floor: float = 2e-6) -> bool:
     assert found.error is not None
     return abs(found.off - truth) <= widths * found.error + floor
 
@@ -93,7 +93,7 @@ def attention_fit(
         turns = (wide(cos), wide(sin))
         parts = [wide(x) for x in (query, key, value)]
         exactly = partial(turned_exactly, dtype)
-        made.append(Sample(*parts, turns, turns, seen.numpy(), wide(output), exactly))
+        made.append(AttentionSample(*parts, turns, turns, seen.numpy(), wide(output), exactly))
     return check_attention(made, size**-0.5, dtype)
 
 

@@ -17,7 +17,7 @@ from isotrain.device.detect import choose_device
 from isotrain.engine.engine import TrainingEngine, UpdateResult, Work
 from isotrain.engine.world import join_world
 from isotrain.models.packed import TokenHead
-from isotrain.tools.probes.score_tests.recorder import ScoreTests
+from isotrain.tools.probes.score_tests.recorder import ScoreTestRecorder
 
 SAMPLES = [jobs.sample(length, seed) for seed, length in enumerate((12, 7, 20, 9, 31, 25, 40, 33, 18, 26))]
 BATCH = pack(SAMPLES)
@@ -51,7 +51,7 @@ def update(engine: TrainingEngine) -> UpdateResult:
 
 
 def recorded(engine: TrainingEngine, directory: Path) -> dict[str, Any]:
-    engine.probes.append(ScoreTests(directory))
+    engine.probes.append(ScoreTestRecorder(directory))
     update(engine)
     found: dict[str, Any] = json.loads((directory / "step-000001-rank-00000.json").read_text())
     return found
@@ -100,7 +100,7 @@ def test_wrong_constants_are_named(job: Job, tmp_path: Path, dtype: str) -> None
 def test_training_does_not_notice_it_and_it_goes(job: Job, tmp_path: Path) -> None:
     plain, tested = (job.policy(gradient_checkpointing=True) for _ in range(2))
     untouched = hooks_of(plain)
-    tested.probes.append(ScoreTests(tmp_path))
+    tested.probes.append(ScoreTestRecorder(tmp_path))
 
     def work() -> Work:
         tested.infer([BATCH], TokenHead.logps)

@@ -66,7 +66,10 @@ def verdict_on(
     pairing = pairing_of(chosen.reference, chosen.candidate, free=free_running)
     stated = margins_of(margins, list(comparison.curves))
     reruns = _reruns(comparison, companions.reruns, pairing)
-    pairs = [(read_run(one), read_run(other)) for one, other in companions.pairs]
+    pairs = [
+        (read_run(reference_path), read_run(candidate_path))
+        for reference_path, candidate_path in companions.pairs
+    ]
     _check_numbers(comparison, [*reruns, *(run for pair in pairs for run in pair)])
     outcome = outcome_of(comparison, pairing, OtherRuns(reruns, pairs), stated)
     levels = _levels(comparison, pairing, reruns, stated, dumps)

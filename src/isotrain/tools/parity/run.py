@@ -59,6 +59,6 @@ def section(content: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
 def common(series: Sequence[Series]) -> tuple[npt.NDArray[np.int64], list[Numbers]]:
     """The steps that all have, with each one's values there."""
     steps_S = series[0].steps_S
-    for one in series[1:]:
-        steps_S = np.intersect1d(steps_S, one.steps_S, assume_unique=True)
-    return steps_S, [one.values_S[np.searchsorted(one.steps_S, steps_S)] for one in series]
+    for curve in series[1:]:
+        steps_S = np.intersect1d(steps_S, curve.steps_S, assume_unique=True)
+    return steps_S, [curve.values_S[np.searchsorted(curve.steps_S, steps_S)] for curve in series]

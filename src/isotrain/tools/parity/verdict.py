@@ -86,9 +86,9 @@ def judge(comparison: Comparison, outcome: Outcome, levels_run: Iterable[Level])
     """The levels that were not run are shown as not run."""
     by_name = {level.name: level for level in levels_run}
     levels = tuple(by_name.get(name) or not_run(name) for name in LEVELS)
-    inputs = tuple(one.message for one in comparison.differences)
-    broken = tuple(one.words for one in comparison.not_numbers if one.one_sided)
-    flat = tuple(listed((one.metric, one.reason), ": ") for one in outcome.effects if one.reason)
+    inputs = tuple(difference.message for difference in comparison.differences)
+    broken = tuple(value.words for value in comparison.not_numbers if value.one_sided)
+    flat = tuple(listed((effect.metric, effect.reason), ": ") for effect in outcome.effects if effect.reason)
     verdict = "different" if inputs or broken or flat else _computation(levels)
     if verdict == "same" and comparison.not_numbers:
         verdict = "inconclusive"

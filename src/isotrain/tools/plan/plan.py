@@ -31,7 +31,7 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class RecipePlan:
     recipe: Recipe
     changes: tuple[str, ...]
     """Overrides of the recipe that was given."""
@@ -97,7 +97,7 @@ def device_named(name: str) -> DataSheet:
 
 def make_plan(
     recipe: Recipe, devices: int, device: DataSheet, device_gb: float, changes: tuple[str, ...] = ()
-) -> StepPlan:
+) -> RecipePlan:
     recipe = _changed(recipe, [*changes, *_placed(recipe, devices)])
     _refuse(recipe)
     directory = config_directory(recipe.model.path)
@@ -106,7 +106,7 @@ def make_plan(
     memory = training_memory(fake, shape.layers, ranks, _micro_batches(recipe))
     engines = plan_engines(recipe, shape, memory, device_gb, devices, ranks)
     time = step_time(recipe, shape, memory, device, ranks, engines)
-    return StepPlan(recipe, changes, device, device_gb, devices, ranks, memory, engines, time)
+    return RecipePlan(recipe, changes, device, device_gb, devices, ranks, memory, engines, time)
 
 
 def _changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -181,7 +181,7 @@ def alternatives(recipe: Recipe, ranks: int) -> Iterator[tuple[str, ...]]:
     yield (*shorter, "model.offload.weights=true", "model.offload.activations=true")
 
 
-def search(recipe: Recipe, devices: int, device: DataSheet, device_gb: float) -> Iterator[StepPlan]:
+def search(recipe: Recipe, devices: int, device: DataSheet, device_gb: float) -> Iterator[RecipePlan]:
     """Plans in the order of `alternatives`, up to the first that fits."""
     ranks = _changed(recipe, _placed(recipe, devices)).device.ranks
     for changes in alternatives(recipe, ranks):

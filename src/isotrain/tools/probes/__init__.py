@@ -7,7 +7,7 @@ from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.probes.layer_trace import LayerTrace
 from isotrain.tools.probes.operator_errors import FirstUpdateOperators
-from isotrain.tools.probes.score_tests.recorder import ScoreTests
+from isotrain.tools.probes.score_tests.recorder import ScoreTestRecorder
 from isotrain.tools.probes.truth import TruthTrace
 
 
@@ -17,7 +17,10 @@ def make_probes(recipe: Recipe, done: int) -> list[Probe]:
     if observe.truth:
         return [TruthTrace(run.layer_trace, after=done)]
     if observe.layer_trace:
-        probes += [LayerTrace(run.layer_trace, observe.layer_trace, after=done), ScoreTests(run.score_tests)]
+        probes += [
+            LayerTrace(run.layer_trace, observe.layer_trace, after=done),
+            ScoreTestRecorder(run.score_tests),
+        ]
     if observe.operators:
         probes.append(FirstUpdateOperators(run.layer_trace, recipe.model.dtype))
     return probes

@@ -93,16 +93,16 @@ def deviation(
     non_finite = int((representable & ~finite).sum())
     if not (non_finite or bool(keep.any())):
         return None
-    wanted, found = oracle[keep], result.double()[keep]
-    difference = found - wanted
-    norm, got, off = (float(x.norm()) for x in (wanted, found, difference))
-    sizes, differences = wanted.abs(), difference.abs()
+    expected, actual = oracle[keep], result.double()[keep]
+    difference = actual - expected
+    norm, got, off = (float(x.norm()) for x in (expected, actual, difference))
+    sizes, differences = expected.abs(), difference.abs()
     large = sizes > info.eps * sizes.max() if len(sizes) else sizes > 0
     return Deviation(
         error=off / (max(norm, least_norm) or got) if off else 0.0,
         eps=info.eps,
         result=str(result.dtype).removeprefix("torch."),
-        cosine=min(float(found.dot(wanted)) / (got * norm), 1.0) if got and norm else float(off == 0),
+        cosine=min(float(actual.dot(expected)) / (got * norm), 1.0) if got and norm else float(off == 0),
         max_abs=_most(differences),
         max_rel=_most(differences[large] / sizes[large]),
         within_thousandth=_share(differences <= 0.001 * sizes),
@@ -126,7 +126,7 @@ class _Entry:
     worst: Deviation | None = None
 
 
-class OperatorErrors(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """While it is active, compares what operators return; training itself is not changed by it."""
 
     def __init__(self, compared: int = COMPARED, largest: int = LARGEST) -> None:
@@ -168,24 +168,24 @@ class OperatorErrors(TorchDispatchMode):
         largest = max(leaf.numel() for leaf in tree_leaves(given) if _floating(leaf))
         try:
             least = least_norm(func, args, kwargs)
-            wanted = should_return(func, args, kwargs)
+            expected = should_return(func, args, kwargs)
         except NoOracleError:
             self.without_oracle.add(str(func))
             return
         if func._schema.is_mutable:
             pairs = zip(_written(func, part.args, part.kwargs), _written(func, args, kwargs), strict=True)
         else:
-            found, expected = tree_leaves(part.of_output(result)), tree_leaves(wanted)
+            actual_leaves, expected_leaves = tree_leaves(part.of_output(result)), tree_leaves(expected)
             # What attention keeps for its backward pass is each kernel's own matter.
             first = 1 if is_attention(func) else None
-            pairs = zip(found[:first], expected[:first], strict=True)
-        for own, oracle in pairs:
-            if not _floating(own) or not _floating(oracle):
+            pairs = zip(actual_leaves[:first], expected_leaves[:first], strict=True)
+        for actual, oracle in pairs:
+            if not _floating(actual) or not _floating(oracle):
                 continue
-            if own.shape != oracle.shape:
+            if actual.shape != oracle.shape:
                 self.without_oracle.add(str(func))
                 continue
-            seen = deviation(own.detach().cpu(), oracle, least_norm=least, given=largest)
+            seen = deviation(actual.detach().cpu(), oracle, least_norm=least, given=largest)
             if seen is not None:
                 entry.worst = seen if entry.worst is None else entry.worst.worse(seen)
 
@@ -218,7 +218,7 @@ class FirstUpdateOperators:
             return
         self._done = True
         # The backward pass would have threads of its own, two of which might be in the mode at once.
-        with torch.autograd.set_multithreading_enabled(False), OperatorErrors() as errors:
+        with torch.autograd.set_multithreading_enabled(False), OperatorRecorder() as errors:
             yield
         self._directory.mkdir(parents=True, exist_ok=True)
         content = {"dtype": self._dtype, "device": world.device.type, **errors.as_json()}
@@ -260,11 +260,11 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that the operator writes to, in the order of its schema."""
-    found: list[Any] = []
+    written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            written += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _floating(value: Any) -> bool:

@@ -146,10 +146,10 @@ def _of_lists(args: tuple[Any, ...], kwargs: Mapping[str, Any], largest: int) ->
     chosen, elements = [], 0
     for i in range(count):
         beside = [tensors[i] for tensors in lists if len(tensors) == count]
-        own = sum(t.numel() for t in beside if isinstance(t, torch.Tensor))
-        if elements + own <= largest:
+        size = sum(t.numel() for t in beside if isinstance(t, torch.Tensor))
+        if elements + size <= largest:
             chosen.append(i)
-            elements += own
+            elements += size
     if not chosen:
         return None
 

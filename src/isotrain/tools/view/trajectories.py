@@ -54,7 +54,7 @@ class _File(NamedTuple):
         return len(self.columns["step"]) if self.columns else 0
 
 
-class _Table(NamedTuple):
+class _Trajectories(NamedTuple):
     columns: dict[str, Column]
     files: int
 
@@ -71,7 +71,7 @@ class TrajectoryIndex:
         self._words: list[str] = []
         self._numbers: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._table: _Table | None = None
+        self._table: _Trajectories | None = None
         # Of a directory of which everything is known: long runs have too many files to look at every second.
         self._settled: int | None = None
 
@@ -137,7 +137,7 @@ class TrajectoryIndex:
             self._numbers[text] = len(self._words) - 1
         return self._numbers[text]
 
-    def _whole(self) -> _Table:
+    def _whole(self) -> _Trajectories:
         with self._lock:
             if self._table is None:
                 ranks = {step: file.ranks for (step, rank), file in self._files.items() if rank == 0}
@@ -152,7 +152,7 @@ class TrajectoryIndex:
                 columns = {
                     name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()
                 }
-                self._table = _Table(columns, len(kept))
+                self._table = _Trajectories(columns, len(kept))
             return self._table
 
     def summary(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class TrajectoryIndex:
             raise DataError(f"rank {rank} has recorded nothing at step {step}")
         return step_file(self.directory, step, rank)
 
-    def _meets(self, table: _Table, conditions: Sequence[Condition]) -> Column:
+    def _meets(self, table: _Trajectories, conditions: Sequence[Condition]) -> Column:
         met: Column = np.ones(len(table.columns["step"]), np.bool_)
         for column, comparison, value in conditions:
             values = table.columns[column]
@@ -225,7 +225,7 @@ class TrajectoryIndex:
             return [i - 1 for i, word in enumerate(words) if value.lower() in word.lower() and word]
         return [i - 1 for i, word in enumerate(words) if (word == value) == (comparison == "eq")]
 
-    def _order(self, table: _Table, chosen: Column, sort: str, descending: bool) -> Column:
+    def _order(self, table: _Trajectories, chosen: Column, sort: str, descending: bool) -> Column:
         keys = [table.columns[name][chosen] for name in ("index", "rank", "part", "sample", "prompt_index")]
         # Newest first among equals, whatever the direction; texts in the order of the alphabet.
         keys.append(-table.columns["step"][chosen])
@@ -240,7 +240,7 @@ class TrajectoryIndex:
         order: Column = np.lexsort(keys)
         return order
 
-    def _as_row(self, table: _Table, i: int) -> dict[str, Any]:
+    def _as_row(self, table: _Trajectories, i: int) -> dict[str, Any]:
         row: dict[str, Any] = {}
         for name in NUMBERS:
             value = table.columns[name][i].item()

@@ -209,7 +209,7 @@ class Curve(CertificatePart):
         if not self.steps or any(a >= b for a, b in zip(self.steps, self.steps[1:], strict=False)):
             raise ValueError("the steps do not rise")
         values = (self.reference, self.candidate, *self.envelope.values())
-        if any(len(one) != len(self.steps) for one in values):
+        if any(len(run_values) != len(self.steps) for run_values in values):
             raise ValueError("not every run has a value at each step")
         return self
 

@@ -75,7 +75,7 @@ def figures_of(comparison: Comparison, loss_metric: str | None, reward_metric: s
     reward = curves[reward_metric] if reward_metric is not None else None
     speeds = list(comparison.speed.values())
     return Figures(
-        steps=max(one.steps for one in curves.values()),
+        steps=max(curve.steps for curve in curves.values()),
         loss_metric=loss_metric,
         loss_error=_hundredths(loss.mean_absolute) if loss else None,
         loss_relative=_hundredths(loss.mean_relative) if loss and loss.mean_relative is not None else None,

@@ -219,12 +219,14 @@ def certify(
     both_traced = reference.traced and candidate.traced
     traced, why = (TRACED, "P0 to P2") if both_traced else (UNTRACED, "P2")
     recorded = (*traced, "rollout.record=true") if protocol.replays else traced
-    one = children.train("reference", reference, recorded, why=why)
-    forced = _replay_of(one) if protocol.replays else ()
-    other = children.train("candidate", candidate, (*traced, *forced), why=why)
+    reference_run = children.train("reference", reference, recorded, why=why)
+    forced = _replay_of(reference_run) if protocol.replays else ()
+    candidate_run = children.train("candidate", candidate, (*traced, *forced), why=why)
 
     def verdict(companions: Companions) -> Verdict:
-        return verdict_on(one.path, other.path, companions, free_running=protocol.free_running)
+        return verdict_on(
+            reference_run.path, candidate_run.path, companions, free_running=protocol.free_running
+        )
 
     companions = Companions()
     current = verdict(companions)
@@ -232,7 +234,7 @@ def certify(
     failed = any(current.level(name).state == "different" for name in ("P0", "P1"))
     if failed or current.computation.inputs or current.computation.broken:
         return Certified(current, companions)
-    chosen = _plan(protocol, one, other)
+    chosen = _plan(protocol, reference_run, candidate_run)
     for line in chosen.words():
         tell(line)
     members = [
@@ -256,12 +258,12 @@ def _replay_of(run: Finished) -> tuple[str, ...]:
     return (path_override("rollout.replay", run.path),)
 
 
-def _plan(protocol: CertifyPlan, one: Finished, other: Finished) -> Plan:
+def _plan(protocol: CertifyPlan, reference_run: Finished, candidate_run: Finished) -> Plan:
     if protocol.budget is None:
         members = 0 if protocol.free_running else protocol.members
         return Plan(members, protocol.seeds, 0.0)
-    left = protocol.budget - one.seconds - other.seconds
-    return plan(left, one.seconds, other.seconds, envelope=not protocol.free_running)
+    left = protocol.budget - reference_run.seconds - candidate_run.seconds
+    return plan(left, reference_run.seconds, candidate_run.seconds, envelope=not protocol.free_running)
 
 
 def _pairs(
@@ -272,8 +274,8 @@ def _pairs(
         untraced = () if reference.traced and candidate.traced else UNTRACED
         settings, why = (f"seed={protocol.seed + number}", *untraced), f"P4, seed {number} of {seeds}"
         records = ("rollout.record=true",) if protocol.replays else ()
-        one = children.train(f"seed-{number}-a", reference, (*settings, *records), why=why)
-        forced = _replay_of(one) if protocol.replays else ()
-        other = children.train(f"seed-{number}-b", candidate, (*settings, *forced), why=why)
-        pairs.append((one.path, other.path))
+        reference_run = children.train(f"seed-{number}-a", reference, (*settings, *records), why=why)
+        forced = _replay_of(reference_run) if protocol.replays else ()
+        candidate_run = children.train(f"seed-{number}-b", candidate, (*settings, *forced), why=why)
+        pairs.append((reference_run.path, candidate_run.path))
     return pairs

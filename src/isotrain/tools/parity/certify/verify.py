@@ -95,7 +95,7 @@ def _itself(certificate: Certificate) -> Iterator[Verified]:
     yield _finding("levels", not broken, "each fits its checks", "; ".join(broken))
     outcome = outcome_again(certificate)
     yield _outcome(certificate, outcome_found(outcome))
-    levels = [Level(one.name, one.state, one.words) for one in certificate.levels]
+    levels = [Level(level.name, level.state, level.words) for level in certificate.levels]
     computation = judge(comparison, outcome, levels).computation.verdict
     said = f"the levels say {computation!r}"
     fits = computation == certificate.computation
@@ -104,7 +104,7 @@ def _itself(certificate: Certificate) -> Iterator[Verified]:
 
 def _outcome(certificate: Certificate, again: OutcomeFound) -> Verified:
     stated = certificate.outcome
-    if any(one.evidence != ALONE for one in stated.effects):
+    if any(effect.evidence != ALONE for effect in stated.effects):
         return _outcome_of_more_runs(stated, again)
     # What keeps whole runs from being equivalent, such as an early end, may lie outside of the file.
     cautious = (stated.verdict, again.verdict) == ("inconclusive", "equivalent")

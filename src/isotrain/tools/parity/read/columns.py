@@ -165,19 +165,19 @@ class Columns:
             )
 
 
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
 
 
 def _notes(resumes: Sequence[_Resume]) -> list[str]:
     notes = [
         tr(
             "resumed: line {line} goes back from step {before} to step {step}; the later values stand",
-            line=one.line,
-            before=one.before,
-            step=one.step,
+            line=resume.line,
+            before=resume.before,
+            step=resume.step,
         )
-        for one in resumes[:_RESUMES_TOLD]
+        for resume in resumes[:_RESUMES_TOLD]
     ]
     more = len(resumes) - len(notes)
     return [*notes, tr("resumed {count} more times", count=more)] if more > 0 else notes

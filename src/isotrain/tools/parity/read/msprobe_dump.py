@@ -108,7 +108,7 @@ class DumpedStep:
 
     @property
     def has_statistics(self) -> bool:
-        return any(one.has_statistics for call in self.calls for one in (*call.outputs, *call.inputs))
+        return any(tensor.has_statistics for call in self.calls for tensor in (*call.outputs, *call.inputs))
 
 
 def is_msprobe_dump(path: Path) -> bool:
@@ -249,7 +249,7 @@ class _Reader:
         self.arguments: dict[str, float | str] = {}
 
     def tensors(self, call: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
-        return tuple(one for name in names for one in self._walk(call.get(name), (), 0))
+        return tuple(tensor for name in names for tensor in self._walk(call.get(name), (), 0))
 
     def _walk(self, content: Any, place: tuple[str, ...], depth: int) -> Iterator[Tensor]:
         if depth > _MAX_NESTING:

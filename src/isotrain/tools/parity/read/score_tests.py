@@ -110,7 +110,8 @@ def _read(run: Path, name: str) -> _ScoreTestFile:
         raise source.error("written by another version of isotrain; record both runs with this one")
     names = [module.module for module in file.modules]
     twice = len(set(names)) < len(names) or any(
-        len({one.constant for one in module.constants}) < len(module.constants) for module in file.modules
+        len({estimate.constant for estimate in module.constants}) < len(module.constants)
+        for module in file.modules
     )
     if twice:
         raise source.error("a module or constant comes twice; record the run again")
@@ -134,15 +135,17 @@ def _mean(same: list[Module]) -> Module:
     constants = []
     for number, estimate in enumerate(first.constants):
         others = [module.constants[number] for module in same if number < len(module.constants)]
-        known = [one for one in others if one.constant == estimate.constant and one.error]
+        known = [constant for constant in others if constant.constant == estimate.constant and constant.error]
         if not known:
             constants.append(estimate)
             continue
-        weights = [1 / (one.error or 1.0) ** 2 for one in known]
+        weights = [1 / (constant.error or 1.0) ** 2 for constant in known]
         whole = math.fsum(weights)
-        off = math.fsum(w * one.off for w, one in zip(weights, known, strict=True)) / whole
-        effect = max(one.effect for one in known)
-        confused = sorted({name for one in known for name in one.confused})
+        off = (
+            math.fsum(weight * constant.off for weight, constant in zip(weights, known, strict=True)) / whole
+        )
+        effect = max(constant.effect for constant in known)
+        confused = sorted({name for constant in known for name in constant.confused})
         change = {"off": off, "error": whole**-0.5, "effect": effect, "confused": confused}
         constants.append(estimate.model_copy(update=change))
     change = {

@@ -89,15 +89,15 @@ def rope_constants(text: Any, layer_type: str | None) -> Rope:
         raise UnknownError(f"rotary embeddings of type '{kind}'")
     if stated.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnknownError("rotary embeddings of a part of each head")
-    found = Rope(kind, float(stated["rope_theta"]), head_size(text))
+    plain = Rope(kind, float(stated["rope_theta"]), head_size(text))
     if kind == "default":
-        return found
+        return plain
     if kind == "linear":
-        return Rope(kind, found.base, found.head_size, float(stated["factor"]))
+        return Rope(kind, plain.base, plain.head_size, float(stated["factor"]))
     return Rope(
         kind,
-        found.base,
-        found.head_size,
+        plain.base,
+        plain.head_size,
         float(stated["factor"]),
         float(stated["low_freq_factor"]),
         float(stated["high_freq_factor"]),

@@ -29,7 +29,7 @@ _NEEDED = 3.0
 
 
 @dataclass(frozen=True)
-class Estimate:
+class FittedConstant:
     off: float
     error: float | None
     """Standard error; None where the output does not depend on the constant, or not on it alone."""
@@ -41,7 +41,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Fit:
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[FittedConstant, ...]
     clusters: int
     rest: float
     """Norm of what the constants do not explain."""
@@ -75,19 +75,19 @@ def fit(module: Module, observed_N: Array, cluster_N: Labels, start_C: Array) ->
         place = _descended(module, observed_N, place, fitted)
     while True:
         others = [c for c in range(len(start_C)) if c not in fitted]
-        found = {c: _estimated(place, [*fitted, c], label_N, clusters)[-1] for c in others}
-        strength = {c: abs(off / error) if error else 0.0 for c, (off, error) in found.items()}
+        one_more = {c: _estimated(place, [*fitted, c], label_N, clusters)[-1] for c in others}
+        strength = {c: abs(off / error) if error else 0.0 for c, (off, error) in one_more.items()}
         if not strength or max(strength.values()) < _FITTED:
             break
         fitted.append(max(strength, key=lambda c: strength[c]))
         place = _descended(module, observed_N, place, fitted)
-    own = dict(zip(fitted, _estimated(place, fitted, label_N, clusters), strict=True))
+    together = dict(zip(fitted, _estimated(place, fitted, label_N, clusters), strict=True))
     confused = {c: _confused(place, fitted, c, others, label_N, clusters) for c in fitted}
     output_norm = float(np.linalg.norm(observed_N)) or 1.0
     estimates = [
-        Estimate(
-            float(place.off_C[c]) + (own[c][0] if c in own else found[c][0]),
-            own[c][1] if c in own else found[c][1],
+        FittedConstant(
+            float(place.off_C[c]) + (together[c][0] if c in together else one_more[c][0]),
+            together[c][1] if c in together else one_more[c][1],
             float(np.linalg.norm(place.slope_NC[:, c])) / output_norm,
             confused.get(c, ()),
         )
@@ -169,7 +169,7 @@ def _confused(
     label_N: Labels,
     clusters: int,
 ) -> tuple[int, ...]:
-    """Of the others, those beside which this constant is no longer needed."""
+    """Other constants beside which this one is no longer needed."""
     alike = []
     for other in others:
         _, error = _estimated(place, [*fitted, other], label_N, clusters)[fitted.index(constant)]

@@ -149,22 +149,22 @@ def check_rotary(
         angle_PF, used_PF = rotary.angles()
         # What a frequency is rounded to is shared by all positions.
         frequency_N = np.tile(np.broadcast_to(np.arange(angle_PF.shape[1]), angle_PF.shape)[used_PF], 2)
-        found = fit(rotary, np.concatenate([cos_PF[used_PF], sin_PF[used_PF]]), frequency_N, off_C)
-        off_C = np.array([estimate.off for estimate in found.estimates])
+        base_fit = fit(rotary, np.concatenate([cos_PF[used_PF], sin_PF[used_PF]]), frequency_N, off_C)
+        off_C = np.array([estimate.off for estimate in base_fit.estimates])
     short_PF = rounded(rounded(rope.frequencies(rope.base), "float32") * positions_P[:, None], "float32")
     error = [
         rounded(function(short_PF), dtype)[used_PF] - function(angle_PF)[used_PF]
         for function in (np.cos, np.sin)
     ]
-    return _base_as_share(found), float(np.linalg.norm(np.concatenate(error)))
+    return _base_as_share(base_fit), float(np.linalg.norm(np.concatenate(error)))
 
 
-def _base_as_share(found: Fit) -> Fit:
+def _base_as_share(base_fit: Fit) -> Fit:
     """From the base's logarithm."""
-    base, gain = found.estimates
+    base, gain = base_fit.estimates
     ratio = math.exp(min(50.0, max(-50.0, base.off)))
     error = None if base.error is None else ratio * base.error
-    return replace(found, estimates=(replace(base, off=ratio - 1, error=error), gain))
+    return replace(base_fit, estimates=(replace(base, off=ratio - 1, error=error), gain))
 
 
 ATTENTION_CONSTANTS = ("scale", "gain", "bias")
@@ -199,7 +199,7 @@ TURNS = (turned_exactly, turned_and_rounded, turned_in_steps)
 
 
 @dataclass(frozen=True)
-class Sample:
+class AttentionSample:
     """Some queries of one sample with all keys that they may see, before they are turned."""
 
     query_GRQD: Array
@@ -234,7 +234,7 @@ class Sample:
 class Attention:
     """Scale and gain are off by a share of themselves, the bias by a share of the output's size."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[AttentionSample]
     scale: float
 
     def __call__(self, off_C: Array) -> tuple[Array, Array]:
@@ -254,7 +254,7 @@ class Attention:
         return math.sqrt(squares / max(1, sum(sample.value_GKD.size for sample in self.samples))) or 1.0
 
 
-def check_attention(samples: Sequence[Sample], scale: float, dtype: str) -> tuple[Fit, float]:
+def check_attention(samples: Sequence[AttentionSample], scale: float, dtype: str) -> tuple[Fit, float]:
     """The fit over all samples, and the norm of the error that rounding would make.
 
     How a kernel rounds what it has turned is not known: the way that fits best is taken. Without it, keys
@@ -272,16 +272,16 @@ def check_attention(samples: Sequence[Sample], scale: float, dtype: str) -> tupl
         return ways[rests.index(min(rests))]
 
     attention = best(np.zeros(3))
-    found = fit(attention, observed_N, cluster_N, np.zeros(3))
+    result = fit(attention, observed_N, cluster_N, np.zeros(3))
     # A wrong constant hides how it was rounded: only beside the fitted one can that be seen.
-    again = best(np.array([one.off for one in found.estimates]))
+    again = best(np.array([estimate.off for estimate in result.estimates]))
     if again is not attention:
-        found = fit(again, observed_N, cluster_N, np.zeros(3))
+        result = fit(again, observed_N, cluster_N, np.zeros(3))
     exact_N, short_N = (way(np.zeros(3))[0] for way in ways[:2])
-    return found, float(np.linalg.norm(rounded(short_N, dtype) - exact_N))
+    return result, float(np.linalg.norm(rounded(short_N, dtype) - exact_N))
 
 
-def _without_repetitions(samples: Sequence[Sample]) -> list[Sample]:
+def _without_repetitions(samples: Sequence[AttentionSample]) -> list[AttentionSample]:
     """Samples that begin alike compute the same numbers: each query is kept once."""
     known: set[bytes] = set()
     kept = []
@@ -307,7 +307,7 @@ def _without_repetitions(samples: Sequence[Sample]) -> list[Sample]:
     return kept
 
 
-def _clusters(samples: Sequence[Sample]) -> list[npt.NDArray[np.int64]]:
+def _clusters(samples: Sequence[AttentionSample]) -> list[npt.NDArray[np.int64]]:
     """One for each sample and key head, whose keys are rounded once for all queries."""
     heads = sum(len(sample.key_GKD) for sample in samples)
     parts = -(-_FEWEST_CLUSTERS // max(1, heads))

@@ -45,7 +45,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class ScoreTests:
+class ScoreTestRecorder:
     """Looks on through hooks at the first micro-batch that trains; training stays bitwise identical.
 
     Each norm, attention and rotary embedding is computed again on the host, in float64 and from its own real
@@ -143,11 +143,11 @@ class ScoreTests:
             return
         given = dict(zip(("x", "position_ids", "layer_type"), arguments, strict=False)) | options
         layer_type = given.get("layer_type")
-        told = name if layer_type is None else f"{name} ({layer_type})"
+        shown_name = name if layer_type is None else f"{name} ({layer_type})"
         try:
             rope = rope_constants(self._text, layer_type)
         except UnknownError as reason:
-            self._not_tested[told] = str(reason)
+            self._not_tested[shown_name] = str(reason)
             return
 
         def test(dtype: str) -> tuple[Fit, float]:
@@ -159,7 +159,7 @@ class ScoreTests:
             cos_PF, sin_PF = (on_host(y.reshape(-1, rope.head_size)[:, :half]) for y in (cos, sin))
             return check_rotary(rope, positions_P, cos_PF, sin_PF, dtype)
 
-        self._tell(told, "rotary", ROTARY_CONSTANTS, (rope.base, None), output[0], test)
+        self._tell(shown_name, "rotary", ROTARY_CONSTANTS, (rope.base, None), output[0], test)
 
     def _angles(self, name: str, _: nn.Module, arguments: Any, options: dict[str, Any]) -> None:
         if self._looking:
@@ -213,30 +213,30 @@ class ScoreTests:
             dtype = _TYPES[output.dtype]
             # Without gradients: gradient checkpointing counts what each forward keeps for them.
             with torch.no_grad(), np.errstate(all="ignore"):
-                found, rounding = test(dtype)
-            if not all(map(math.isfinite, (found.rest, rounding, *(e.off for e in found.estimates)))):
+                result, rounding = test(dtype)
+            if not all(map(math.isfinite, (result.rest, rounding, *(e.off for e in result.estimates)))):
                 raise UnknownError("its numbers are not finite")
         except UnknownError as reason:
             self._not_tested[name] = str(reason)
             return
-        rounds = found.rest / rounding if rounding else (0.0 if found.rest == 0 else 1e30)
+        rounds = result.rest / rounding if rounding else (0.0 if result.rest == 0 else 1e30)
         self._modules.append(
             {
                 "module": name,
                 "kind": kind,
                 "dtype": dtype,
-                "clusters": found.clusters,
+                "clusters": result.clusters,
                 "rest": min(rounds, 1e30),
                 "constants": [
                     {
                         "constant": constant,
                         "stated": value,
-                        "off": one.off,
-                        "error": one.error,
-                        "effect": one.effect,
-                        "confused": [constants[other] for other in one.confused],
+                        "off": estimate.off,
+                        "error": estimate.error,
+                        "effect": estimate.effect,
+                        "confused": [constants[other] for other in estimate.confused],
                     }
-                    for constant, value, one in zip(constants, stated, found.estimates, strict=True)
+                    for constant, value, estimate in zip(constants, stated, result.estimates, strict=True)
                 ],
             }
         )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from isotrain.tools.probes.score_tests.fit import Array
-from isotrain.tools.probes.score_tests.modules import Sample, turned_exactly
+from isotrain.tools.probes.score_tests.modules import AttentionSample, turned_exactly
 
 # A norm's numbers, and an attention's scores, that are looked at: a tenth of a second each on one core.
 NUMBERS, SCORES = 1 << 19, 1 << 22
@@ -37,14 +37,14 @@ def segments(lengths: Sequence[int], continues: Sequence[int], padded: bool) -> 
     if padded:
         return [Segment(row, 0, length) for row, length in enumerate(lengths)]
     ends = list(accumulate(lengths))
-    own = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    trunks = [own[trunk] if trunk >= 0 else (0, 0) for trunk in continues or (-1,) * len(own)]
-    return [Segment(0, start, end, trunk) for (start, end), trunk in zip(own, trunks, strict=True)]
+    spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    trunks = [spans[trunk] if trunk >= 0 else (0, 0) for trunk in continues or (-1,) * len(spans)]
+    return [Segment(0, start, end, trunk) for (start, end), trunk in zip(spans, trunks, strict=True)]
 
 
-def spread(count: int, wanted: int) -> npt.NDArray[np.int64]:
+def spread(count: int, most: int) -> npt.NDArray[np.int64]:
     """Up to so many of `count` places, evenly."""
-    return np.unique(np.linspace(0, count - 1, min(count, wanted)).round().astype(np.int64))
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
 def on_host(tensor: torch.Tensor) -> Array:
@@ -72,13 +72,13 @@ class Heads:
     output_STHD: torch.Tensor
     window: int | None
 
-    def samples(self, all_segments: Sequence[Segment]) -> list[Sample]:
+    def samples(self, all_segments: Sequence[Segment]) -> list[AttentionSample]:
         # A first token sees itself alone: nothing that a scale could change.
         long = [segment for segment in all_segments if segment.end - segment.start > 1]
         chosen = [long[number] for number in spread(len(long), SAMPLES)] if long else []
         return [self._sample(segment, SCORES // len(chosen)) for segment in chosen]
 
-    def _sample(self, segment: Segment, scores: int) -> Sample:
+    def _sample(self, segment: Segment, scores: int) -> AttentionSample:
         heads, groups = self.query_STHD.shape[2], self.key_STGD.shape[2]
         repeats = heads // groups
         group_G, repeat_R = spread(groups, KEY_HEADS), spread(repeats, QUERY_HEADS)
@@ -97,7 +97,7 @@ class Heads:
         ahead_QK = past + query_Q[:, None] - np.arange(keys)
         seen_QK = (ahead_QK >= 0) & (ahead_QK < (self.window or math.inf))
         turned = partial(turned_exactly, "")
-        return Sample(query_GRQD, key_GKD, value_GKD, *turns, seen_QK, observed_GRQD, turned)
+        return AttentionSample(query_GRQD, key_GKD, value_GKD, *turns, seen_QK, observed_GRQD, turned)
 
     def _part(
         self, x: torch.Tensor, row: int, tokens: npt.NDArray[np.int64], heads: npt.NDArray[np.int64]
