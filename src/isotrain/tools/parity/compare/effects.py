@@ -64,15 +64,15 @@ class Effect:
         return f"the {self.kind}'s own unit"
 
     def of(self, window: str) -> WindowEffect:
-        return next(one for one in self.windows if one.window == window)
+        return next(effect for effect in self.windows if effect.window == window)
 
     @property
     def worst(self) -> WindowEffect:
         """The window that the verdict rests on: the clearest difference, or else the whole run."""
         if self.verdict != "different" or self.reason:
             return self.windows[0]
-        beyond = [one for one in self.windows if abs(one.difference) > self.margin]
-        return min(beyond, key=lambda one: one.chance)
+        beyond = [effect for effect in self.windows if abs(effect.difference) > self.margin]
+        return min(beyond, key=lambda effect: effect.chance)
 
     def as_json(self) -> dict[str, Any]:
         whole = asdict(self.windows[0])
@@ -85,7 +85,7 @@ class Effect:
             "evidence": self.evidence,
             "reason": self.reason,
             "runs_to_decide": self.runs_to_decide,
-            "windows": [asdict(one) for one in self.windows],
+            "windows": [asdict(effect) for effect in self.windows],
         }
 
 
@@ -104,9 +104,9 @@ def effect_of_curves(
     weights_WS = windows_of(len(reference_S)).weights_WS
     windows = tuple(
         WindowEffect(
-            name, float(w_S @ reference_S), float(w_S @ candidate_S), one.value, one.interval, one.chance
+            name, float(w_S @ reference_S), float(w_S @ candidate_S), mean.value, mean.interval, mean.chance
         )
-        for name, w_S, one in zip(WINDOWS, weights_WS, means, strict=True)
+        for name, w_S, mean in zip(WINDOWS, weights_WS, means, strict=True)
     )
     reason = _flat(reference_S, candidate_S)
     verdict = "different" if reason else _answer(windows, margin, tests)
@@ -158,10 +158,10 @@ def effect_of_runs(
 def _answer(windows: Sequence[WindowEffect], margin: float, tests: int) -> Answer:
     """Different: noise does not explain it, and it is larger than the margin."""
     shares = alarm_shares(len(windows))
-    for one, share in zip(windows, shares, strict=True):
-        if abs(one.difference) > margin and one.chance < thresholds.FALSE_ALARMS * share / tests:
+    for effect, share in zip(windows, shares, strict=True):
+        if abs(effect.difference) > margin and effect.chance < thresholds.FALSE_ALARMS * share / tests:
             return "different"
-    deciding = [one.interval for one in windows if one.window in _DECIDE]
+    deciding = [effect.interval for effect in windows if effect.window in _DECIDE]
     within = all(i is not None and -margin <= i.low and i.high <= margin for i in deciding)
     return "equivalent" if within else "inconclusive"
 

@@ -67,13 +67,15 @@ def _names(text: str, reference: Run, candidate: Run) -> tuple[str, str]:
 
 def _instead(run: Run, name: str) -> str:
     # Bounded, because a stranger's log may have many and long names.
-    known = [one for one in list(run.metrics)[:_COMPARED] if len(one) <= _LONGEST]
+    known = [metric for metric in list(run.metrics)[:_COMPARED] if len(metric) <= _LONGEST]
     close = get_close_matches(name[:_LONGEST], known, n=_SHOWN, cutoff=0.5)
     # `loss` is far from `actor/pg_loss` by its letters.
     parts = {part for part in name.lower().replace("_", "/").split("/") if len(part) > 2}
-    close += [one for one in known if one not in close and any(part in one.lower() for part in parts)]
+    close += [
+        metric for metric in known if metric not in close and any(part in metric.lower() for part in parts)
+    ]
     if close:
-        return "did you mean " + ", ".join(clipped(one, 200) for one in close[:_SHOWN]) + "?"
-    some = ", ".join(clipped(one, 200) for one in list(run.metrics)[:_SHOWN])
+        return "did you mean " + ", ".join(clipped(metric, 200) for metric in close[:_SHOWN]) + "?"
+    some = ", ".join(clipped(metric, 200) for metric in list(run.metrics)[:_SHOWN])
     more = len(run.metrics) - _SHOWN
     return f"it has {some}" + (f" and {more} more" if more > 0 else "")

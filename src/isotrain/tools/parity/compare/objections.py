@@ -30,10 +30,10 @@ def ended_early(reference: Run, candidate: Run, metrics: Sequence[str]) -> Itera
         planned = run.planned_steps or 0
         endings = []
         for metric in metrics:
-            own, beside = run.metrics[metric], other.metrics[metric]
-            expected = max(int(beside.steps_S[-1]), planned)
-            last = int(own.steps_S[-1])
-            if expected - last > max(_recording_interval(own), _recording_interval(beside)):
+            series, other_series = run.metrics[metric], other.metrics[metric]
+            expected = max(int(other_series.steps_S[-1]), planned)
+            last = int(series.steps_S[-1])
+            if expected - last > max(_recording_interval(series), _recording_interval(other_series)):
                 endings.append((last, expected))
         if endings:
             last, expected = min(endings)

@@ -82,8 +82,8 @@ class Outcome:
             "verdict": self.verdict,
             "pairing": self.pairing,
             "broken": list(self.broken),
-            "objections": [asdict(one) for one in self.objections],
-            "effects": {one.metric: one.as_json() for one in self.effects},
+            "objections": [asdict(objection) for objection in self.objections],
+            "effects": {effect.metric: effect.as_json() for effect in self.effects},
         }
 
 
@@ -107,30 +107,34 @@ def outcome_of(
     margins: Mapping[str, float] | None = None,
 ) -> Outcome:
     """From the curves of both runs, or from several runs where there are some."""
-    one_sided = tuple(one.words for one in comparison.not_numbers if one.one_sided)
+    one_sided = tuple(value.words for value in comparison.not_numbers if value.one_sided)
     stated = margins or {}
     effects = tuple(_effects(comparison, pairing, others, stated))
     answer: Answer = "inconclusive"
-    verdicts = {one.verdict for one in effects}
+    verdicts = {effect.verdict for effect in effects}
     if one_sided or "different" in verdicts:
         answer = "different"
     elif effects and not comparison.not_numbers:
-        known = [one for one in effects if one.windows[0].interval is not None] or effects
-        deciding = [one for one in known if _decides(one, effects, pairing, stated)]
-        answer = "equivalent" if all(one.verdict == "equivalent" for one in deciding) else "inconclusive"
+        known = [effect for effect in effects if effect.windows[0].interval is not None] or effects
+        deciding = [effect for effect in known if _decides(effect, effects, pairing, stated)]
+        answer = (
+            "equivalent" if all(effect.verdict == "equivalent" for effect in deciding) else "inconclusive"
+        )
     order = sorted(
-        effects, key=lambda one: (one.verdict != answer, not _decides(one, effects, pairing, stated))
+        effects, key=lambda effect: (effect.verdict != answer, not _decides(effect, effects, pairing, stated))
     )
     objections = comparison.objections
     verdict = "inconclusive" if answer == "equivalent" and objections else answer
     return Outcome(verdict, tuple(order), pairing, one_sided, objections)
 
 
-def _decides(one: Effect, effects: Sequence[Effect], pairing: Pairing, stated: Mapping[str, float]) -> bool:
+def _decides(
+    effect: Effect, effects: Sequence[Effect], pairing: Pairing, stated: Mapping[str, float]
+) -> bool:
     """A free-running policy loss says little about how good a run is: rewards decide, if there are some."""
-    if one.metric in stated or pairing == "paired":
+    if effect.metric in stated or pairing == "paired":
         return True
-    return one.kind != "loss" or all(other.kind == "loss" for other in effects)
+    return effect.kind != "loss" or all(other.kind == "loss" for other in effects)
 
 
 def _effects(
@@ -154,8 +158,8 @@ def _effects(
             *a, b_S = values_of(metric, [*references, comparison.candidate])
             yield effect_of_runs(metric, kind, margin, a, [b_S], paired=False, tests=tests)
         else:
-            one = comparison.aligned[metric]
-            curves = (one.reference_S, one.candidate_S)
+            aligned = comparison.aligned[metric]
+            curves = (aligned.reference_S, aligned.candidate_S)
             yield effect_of_curves(metric, kind, margin, *curves, free=free, tests=tests)
     for metric in scores:
         margin = margins.get(metric, thresholds.MARGINS["score"])

@@ -119,27 +119,27 @@ class Power:
         tried = [row for row in self.rows if evidence in row.verdicts]
         if not tried:
             return None
-        told = Counter((row.kind, row.verdicts[evidence]) for row in tried)
+        counts = Counter((row.kind, row.verdicts[evidence]) for row in tried)
         return Counts(
             mutations=sum(row.kind == "mutation" for row in tried),
-            caught=told["mutation", "different"],
-            missed=told["mutation", "same"],
+            caught=counts["mutation", "different"],
+            missed=counts["mutation", "same"],
             honest=sum(row.kind == "honest" for row in tried),
-            accused=told["honest", "different"],
-            accepted=told["honest", "same"],
+            accused=counts["honest", "different"],
+            accepted=counts["honest", "same"],
         )
 
     def told(self, evidence: Evidence) -> dict[str, Any] | None:
         """Power of this evidence for the reader of a verdict, as JSON."""
-        found = self.of(evidence)
+        counts = self.of(evidence)
         about = {"evidence": evidence, "protocol": self.protocol, "date": self.date}
-        return None if found is None else {**about, **asdict(found)}
+        return None if counts is None else {**about, **asdict(counts)}
 
     def as_json(self) -> dict[str, Any]:
         return {
             "protocol": self.protocol,
             "date": self.date,
-            "evidence": {name: asdict(found) for name in EVIDENCE if (found := self.of(name)) is not None},
+            "evidence": {name: asdict(counts) for name in EVIDENCE if (counts := self.of(name)) is not None},
             "rows": [asdict(row) for row in self.rows],
         }
 

@@ -79,19 +79,19 @@ class DumpLimits:
 
 def coarsest(tensors: Sequence[Tensor], default: str = "float64") -> str:
     """The type with the largest rounding: what passed through it is rounded to it, however it is kept."""
-    known = [one.dtype for one in tensors if one.dtype in _EPSILON]
+    known = [tensor.dtype for tensor in tensors if tensor.dtype in _EPSILON]
     return max([default, *known], key=lambda dtype: _EPSILON[dtype])
 
 
-def typical(one: Tensor) -> float:
+def typical(tensor: Tensor) -> float:
     """The size of an element: the root of the mean square, where that is known."""
-    if one.norm is not None and math.isfinite(one.norm) and one.size:
-        return one.norm / math.sqrt(one.size)
-    return _reach(one)
+    if tensor.norm is not None and math.isfinite(tensor.norm) and tensor.size:
+        return tensor.norm / math.sqrt(tensor.size)
+    return _reach(tensor)
 
 
-def _reach(one: Tensor) -> float:
-    known = (abs(x) for x in (one.maximum, one.minimum) if x is not None and math.isfinite(x))
+def _reach(tensor: Tensor) -> float:
+    known = (abs(x) for x in (tensor.maximum, tensor.minimum) if x is not None and math.isfinite(x))
     return max(known, default=0.0)
 
 
@@ -106,9 +106,11 @@ def worst(
 
     Errors are of a tensor's own size, or of `floor` where that is larger.
     """
-    others = {one.place: one for one in b}
-    ratings = [rate(one, others[one.place], limits, floor(one)) for one in a if one.place in others]
-    return max(ratings, key=lambda one: one.excess, default=AGREES)
+    others = {tensor.place: tensor for tensor in b}
+    ratings = [
+        rate(tensor, others[tensor.place], limits, floor(tensor)) for tensor in a if tensor.place in others
+    ]
+    return max(ratings, key=lambda rating: rating.excess, default=AGREES)
 
 
 def rate(a: Tensor, b: Tensor, limits: DumpLimits, floor: float = 0.0) -> DumpRating:
@@ -117,33 +119,33 @@ def rate(a: Tensor, b: Tensor, limits: DumpLimits, floor: float = 0.0) -> DumpRa
     if not (a.is_floating and b.is_floating):
         return _exact(a, b)
     ratings = list(_statistics(a, b, limits, floor))
-    return max(ratings, key=lambda one: one.excess, default=AGREES)
+    return max(ratings, key=lambda rating: rating.excess, default=AGREES)
 
 
 def _exact(a: Tensor, b: Tensor) -> DumpRating:
     """Integers and truth values are not rounded."""
     pairs = ((a.checksum, b.checksum), (a.maximum, b.maximum), (a.minimum, b.minimum))
-    for one, other in pairs:
-        if one is not None and other is not None and one != other:
+    for left, right in pairs:
+        if left is not None and right is not None and left != right:
             return DumpRating("values", NOT_A_NUMBER, 1.0, a.place)
     return AGREES
 
 
 def _statistics(a: Tensor, b: Tensor, limits: DumpLimits, floor: float) -> Iterator[DumpRating]:
     reach, norm = max(_reach(a), floor), None if a.norm is None else max(a.norm, floor * math.sqrt(a.size))
-    for name, one, other, scale, limit in (
+    for name, left, right, scale, limit in (
         ("norm", a.norm, b.norm, norm, limits.of_all),
         ("mean", a.mean, b.mean, max(typical(a), floor), limits.of_all),
         ("max", a.maximum, b.maximum, reach, limits.of_one),
         ("min", a.minimum, b.minimum, reach, limits.of_one),
     ):
-        if one is None or other is None or scale is None:
+        if left is None or right is None or scale is None:
             continue
-        yield DumpRating(name, _error(one, other, scale), limit, a.place)
+        yield DumpRating(name, _error(left, right, scale), limit, a.place)
 
 
-def _error(one: float, other: float, scale: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):
+def _error(left: float, right: float, scale: float) -> float:
+    if left == right or (math.isnan(left) and math.isnan(right)):
         return 0.0
-    error = abs(one - other) / scale if scale else math.inf
+    error = abs(left - right) / scale if scale else math.inf
     return error if math.isfinite(error) else NOT_A_NUMBER

@@ -89,7 +89,7 @@ def _is_lookup(call: Call) -> bool:
         return False
     if not call.is_module:
         return call.what.endswith(".embedding")
-    integers = [one.is_integer for one in call.inputs]
+    integers = [tensor.is_integer for tensor in call.inputs]
     return "embedding" in call.type_name.lower() and bool(integers) and all(integers)
 
 
@@ -103,7 +103,7 @@ class _Findings:
     statistics: bool = False
 
     def of(self, *, modules: bool) -> list[Compared]:
-        return [one for one in self.compared if one.call.is_module == modules]
+        return [compared for compared in self.compared if compared.call.is_module == modules]
 
 
 def dump_levels(reference: Path, candidate: Path) -> tuple[Level, Level]:
@@ -116,9 +116,9 @@ def dump_levels(reference: Path, candidate: Path) -> tuple[Level, Level]:
         )
         return not_run("P0", why), not_run("P1", why)
     findings = _Findings()
-    for one, other in both:
+    for part, other_part in both:
         if findings.premise is None:
-            _add(findings, one, read_part(one), read_part(other), first=one.step == both[0][0].step)
+            _add(findings, part, read_part(part), read_part(other_part), first=part.step == both[0][0].step)
     if not findings.statistics:
         why = tr("the dumps have no statistics; set summary_mode to statistics in msprobe's config.json")
         return not_run("P0", why), not_run("P1", why)
@@ -135,7 +135,7 @@ def _add(findings: _Findings, place: Place, a: DumpedStep, b: DumpedStep, *, fir
     findings.statistics = findings.statistics or (a.has_statistics and b.has_statistics)
     pairs, one_sided = _pairs(a, b)
     findings.one_sided += one_sided
-    dtype = coarsest([one for call, other in pairs for one in (*call.outputs, *other.outputs)])
+    dtype = coarsest([tensor for call, other in pairs for tensor in (*call.outputs, *other.outputs)])
     new: list[Compared] = []
     later, went_back = not first, False
     for position, (call, other) in enumerate(pairs):
@@ -200,7 +200,9 @@ def _counts(keyed: dict[tuple[Any, ...], Call]) -> dict[tuple[Any, ...], int]:
 
 def _cancelled(call: Call, output: Tensor) -> float:
     """The size that the roundings of a sum may have, though its terms cancel each other."""
-    terms = max((one for one in call.inputs if one.is_floating), key=lambda one: one.size, default=None)
+    terms = max(
+        (tensor for tensor in call.inputs if tensor.is_floating), key=lambda tensor: tensor.size, default=None
+    )
     if call.is_module or terms is None or not 0 < _REDUCED * output.size <= terms.size:
         return 0.0
     adds = "sum" in call.what or call.direction == "backward"
@@ -208,48 +210,52 @@ def _cancelled(call: Call, output: Tensor) -> float:
 
 
 def _constants(a: Call, b: Call) -> Iterator[str]:
-    for name, one in a.arguments.items():
+    for name, value in a.arguments.items():
         other = b.arguments.get(name)
-        if isinstance(one, str) or isinstance(other, str) or other is None:
+        if isinstance(value, str) or isinstance(other, str) or other is None:
             continue
-        largest = max(abs(one), abs(other))
-        if largest <= _LARGEST_CONSTANT and abs(one - other) > _SAME_CONSTANT * largest:
+        largest = max(abs(value), abs(other))
+        if largest <= _LARGEST_CONSTANT and abs(value - other) > _SAME_CONSTANT * largest:
             yield tr(
                 "{name} is {other:.6g} in place of {one:.6g}",
                 name=name or tr("its argument"),
                 other=other,
-                one=one,
+                one=value,
             )
 
 
 def _premises(calls: Sequence[Compared]) -> Iterator[str]:
     """Inputs that must be alike before anything is computed, where they are not."""
-    for one in calls:
-        if one.call.direction != "forward":
+    for compared in calls:
+        if compared.call.direction != "forward":
             return
-        if not one.weights.passed and not one.later:
-            yield tr("the weights of {name} differ ({size})", name=one.name, size=_size(one.weights))
-        integers = [tensor for tensor in one.call.inputs if tensor.is_integer]
-        if integers and one.inputs.statistic in ("values", "shape") and not one.inputs.passed:
-            yield tr("{name} gets other integers (token ids, positions or labels)", name=one.name)
-        elif one.inputs.statistic == "shape" and not one.inputs.passed:
-            yield tr("{name} gets a tensor of another shape", name=one.name)
-        elif _is_lookup(one.call) and not one.outputs.passed:
+        if not compared.weights.passed and not compared.later:
+            yield tr(
+                "the weights of {name} differ ({size})", name=compared.name, size=_size(compared.weights)
+            )
+        integers = [tensor for tensor in compared.call.inputs if tensor.is_integer]
+        if integers and compared.inputs.statistic in ("values", "shape") and not compared.inputs.passed:
+            yield tr("{name} gets other integers (token ids, positions or labels)", name=compared.name)
+        elif compared.inputs.statistic == "shape" and not compared.inputs.passed:
+            yield tr("{name} gets a tensor of another shape", name=compared.name)
+        elif _is_lookup(compared.call) and not compared.outputs.passed:
             yield tr(
                 "{name} looks up other rows ({size}): other tokens or other weights",
-                name=one.name,
-                size=_size(one.outputs),
+                name=compared.name,
+                size=_size(compared.outputs),
             )
 
 
-def _size(one: DumpRating) -> str:
-    if one.error >= NOT_A_NUMBER:
-        return tr("{statistic}: no number, or another one where nothing is rounded", statistic=one.statistic)
+def _size(rating: DumpRating) -> str:
+    if rating.error >= NOT_A_NUMBER:
+        return tr(
+            "{statistic}: no number, or another one where nothing is rounded", statistic=rating.statistic
+        )
     return tr(
         "{statistic} off by {error:.1e}, at most {limit:.0e}",
-        statistic=one.statistic,
-        error=one.error,
-        limit=one.limit,
+        statistic=rating.statistic,
+        error=rating.error,
+        limit=rating.limit,
     )
 
 
@@ -259,12 +265,12 @@ def _modules(findings: _Findings) -> Level:
     modules = findings.of(modules=True)
     if not modules:
         return not_run("P1", tr("the dumps have no modules in common; dump with level L0 or mix"))
-    beyond = [one for one in modules if not (one.outputs.passed and one.inputs.passed)]
-    blamed = next((one for one in modules if one.is_to_blame), None)
-    first = blamed or next((one for one in beyond if not one.outputs.passed), None)
+    beyond = [module for module in modules if not (module.outputs.passed and module.inputs.passed)]
+    blamed = next((module for module in modules if module.is_to_blame), None)
+    first = blamed or next((module for module in beyond if not module.outputs.passed), None)
     evidence = {
         **_DUMPED,
-        "layers": [_layer(one) for one in _kept(modules, first)],
+        "layers": [_layer(module) for module in _kept(modules, first)],
         "first": None if first is None else _layer(first),
     }
     checks = tuple(_checks(modules))
@@ -311,9 +317,12 @@ def _apis(findings: _Findings) -> Level:
     apis = findings.of(modules=False)
     if not apis:
         return not_run("P0", tr("the dumps have no APIs in common; dump with level L1 or mix"))
-    blamed = [one for one in apis if one.is_to_blame]
-    shown = [*blamed, *sorted((one for one in apis if not one.is_to_blame), key=lambda o: -o.outputs.excess)]
-    evidence = {**_DUMPED, "table": {"columns": _COLUMNS, "rows": [_row(one) for one in shown[:_SHOWN]]}}
+    blamed = [api for api in apis if api.is_to_blame]
+    shown = [
+        *blamed,
+        *sorted((api for api in apis if not api.is_to_blame), key=lambda api: -api.outputs.excess),
+    ]
+    evidence = {**_DUMPED, "table": {"columns": _COLUMNS, "rows": [_row(api) for api in shown[:_SHOWN]]}}
     checks = tuple(_checks(apis))
     alone = (
         [tr("{count} calls are made by one run only", count=findings.one_sided)] if findings.one_sided else []
@@ -336,7 +345,7 @@ def _apis(findings: _Findings) -> Level:
     ]
     if len(blamed) > 1:
         words.append(tr("more such calls: {count}", count=len(blamed) - 1))
-    names = dict.fromkeys(listed((_pass(one), _wrong(one)), ": ") for one in blamed)
+    names = dict.fromkeys(listed((_pass(call), _wrong(call)), ": ") for call in blamed)
     unsure = tr("{no_oracle}, so it does not say which of the two is right", no_oracle=_NO_ORACLE)
     sentence = listed([*words, *alone, unsure], "; ")
     return Level("P0", "different", sentence, checks, tuple(names)[:_NAMED], evidence)
@@ -347,8 +356,8 @@ _COLUMNS = ["API", "pass", "step", "statistic", "error of outputs", "limit", "er
 
 
 def _what(calls: Sequence[Compared], what: str) -> str:
-    names = len({one.call.what for one in calls})
-    steps = len({one.step for one in calls})
+    names = len({call.call.what for call in calls})
+    steps = len({call.step for call in calls})
     if steps > 1:
         return tr(
             "{names} {what} in {calls} calls of {steps} steps",
@@ -360,21 +369,21 @@ def _what(calls: Sequence[Compared], what: str) -> str:
     return tr("{names} {what} in {calls} calls of 1 step", names=names, what=what, calls=len(calls))
 
 
-def _wrong(one: Compared) -> str:
-    if one.constants:
-        return listed(one.constants, "; ")
-    return tr("its outputs differ ({size})", size=_size(one.outputs))
+def _wrong(compared: Compared) -> str:
+    if compared.constants:
+        return listed(compared.constants, "; ")
+    return tr("its outputs differ ({size})", size=_size(compared.outputs))
 
 
-def _pass(one: Compared) -> str:
-    if one.call.direction == "forward":
-        return tr("the forward of {name}", name=one.name)
-    return tr("the backward of {name}", name=one.name)
+def _pass(compared: Compared) -> str:
+    if compared.call.direction == "forward":
+        return tr("the forward of {name}", name=compared.name)
+    return tr("the backward of {name}", name=compared.name)
 
 
 def _checks(calls: Sequence[Compared]) -> Iterator[Check]:
-    for kind in dict.fromkeys(one.kind for one in calls):
-        closest = max((one for one in calls if one.kind == kind), key=lambda one: one.outputs.excess)
+    for kind in dict.fromkeys(call.kind for call in calls):
+        closest = max((call for call in calls if call.kind == kind), key=lambda call: call.outputs.excess)
         rated, note = closest.outputs, tr("{name} at step {step}", name=closest.name, step=closest.step)
         if rated is not AGREES:
             what = tr("{kind}: {statistic}", kind=_PLURAL[kind], statistic=rated.statistic)
@@ -385,15 +394,15 @@ def _kept(calls: Sequence[Compared], first: Compared | None) -> list[Compared]:
     """All where there is room; otherwise the furthest off, in the order of the computation."""
     furthest = sorted(range(len(calls)), key=lambda index: -calls[index].outputs.excess)[:_SHOWN]
     kept = set(furthest)
-    return [one for index, one in enumerate(calls) if index in kept or one is first]
+    return [call for index, call in enumerate(calls) if index in kept or call is first]
 
 
-def _layer(one: Compared) -> dict[str, Any]:
-    place = {"step": one.step, "kind": one.kind, "name": one.name}
-    return {**place, "error": one.outputs.error, "limit": one.outputs.limit}
+def _layer(compared: Compared) -> dict[str, Any]:
+    place = {"step": compared.step, "kind": compared.kind, "name": compared.name}
+    return {**place, "error": compared.outputs.error, "limit": compared.outputs.limit}
 
 
-def _row(one: Compared) -> list[Any]:
-    rated = one.outputs
-    figures = [rated.statistic, rated.error, rated.limit, one.inputs.error]
-    return [one.name, one.call.direction, one.step, *figures, "; ".join(one.constants)]
+def _row(compared: Compared) -> list[Any]:
+    rated = compared.outputs
+    figures = [rated.statistic, rated.error, rated.limit, compared.inputs.error]
+    return [compared.name, compared.call.direction, compared.step, *figures, "; ".join(compared.constants)]

@@ -132,11 +132,11 @@ def envelope_level(
     per_metric = np.split(rated.ratio_T, len(names))
     ratios = {name: _largest(ratio_T) for name, ratio_T in zip(names, per_metric, strict=True)}
     for name in names:
-        steps_S, one, _ = by_metric[name]
+        steps_S, distances, _ = by_metric[name]
         inside = ratios[name] <= rated.limit
         what = tr("{metric}: distance / members'", metric=name)
         checks.append(Check(what, ratios[name], rated.limit, inside, tr("at most")))
-        evidence[name] = _drawn(steps_S, one, len(members))
+        evidence[name] = _drawn(steps_S, distances, len(members))
     worst = max(names, key=lambda name: ratios[name])
     if ratios[worst] > rated.limit:
         state: State = "different"
@@ -201,8 +201,8 @@ def _largest(ratio_T: Numbers) -> float:
 
 def _unit(entry: Found) -> float:
     """A ratio of 1 in the metric's unit, for the mean over the whole run."""
-    _, one, own_NT = entry
-    return float(np.sqrt(np.mean(own_NT[:, 0] ** 2))) * float(np.sqrt(np.mean(one.width_S**2)))
+    _, distances, own_NT = entry
+    return float(np.sqrt(np.mean(own_NT[:, 0] ** 2))) * float(np.sqrt(np.mean(distances.width_S**2)))
 
 
 def _margin(metric: str, margins: Mapping[str, float]) -> float:
@@ -211,10 +211,10 @@ def _margin(metric: str, margins: Mapping[str, float]) -> float:
     return margins.get(metric, thresholds.MARGINS[kind] if kind else math.inf)
 
 
-def _drawn(steps_S: npt.NDArray[np.int64], one: Distances, members: int) -> dict[str, Any]:
+def _drawn(steps_S: npt.NDArray[np.int64], distances: Distances, members: int) -> dict[str, Any]:
     """As differences from the reference, which is how they are drawn."""
     thin = slice(None, None, -(-len(steps_S) // _SHOWN))
-    half_S = _DRAWN * one.width_S[thin]
+    half_S = _DRAWN * distances.width_S[thin]
     return {
         "steps": steps_S[thin].tolist(),
         "low": (-half_S).tolist(),

@@ -161,15 +161,15 @@ def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, 
     limits = LayerLimits(dtype, known)
     rated = [limits.rate(first_difference) for first_difference in _all_differences(a, b)]
     checks = (*_kind_checks(rated), *anchor_checks)
-    first = next((number for number, one in enumerate(rated) if not one.passed), None)
+    first = next((number for number, rating in enumerate(rated) if not rating.passed), None)
     evidence = {
-        "layers": [_as_json(one) for one in rated if one.difference.kind != "data"],
+        "layers": [_as_json(rating) for rating in rated if rating.difference.kind != "data"],
         "first": None if first is None else _as_json(rated[first]),
     }
     constants = score_tests(reference.path, candidate.path)
     if constants is not None:
         evidence["constants"] = constants.as_json()
-    named = [one.words for one in constants.different[:_NAMED]] if constants is not None else []
+    named = [constant.words for constant in constants.different[:_NAMED]] if constants is not None else []
     if first is not None:
         first_difference = _First(rated, first, a, b)
         words = listed([first_difference.words(), *named], "; ")
@@ -227,8 +227,8 @@ def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
 
 
 def _same_shapes(a: Update, b: Update) -> bool:
-    one, other = (update.kinds.get("activation", {}) for update in (a, b))
-    return all(one[name].shapes == other[name].shapes for name in one if name in other)
+    reference, candidate = (update.kinds.get("activation", {}) for update in (a, b))
+    return all(reference[name].shapes == candidate[name].shapes for name in reference if name in candidate)
 
 
 def _steps(a: Updates, b: Updates) -> list[int]:
@@ -275,9 +275,9 @@ def _anchor_checks(reference: Run, candidate: Run) -> tuple[tuple[Check, ...], l
 
 def _kind_checks(rated: Sequence[LayerRating]) -> Iterator[Check]:
     """The entry of each kind that comes closest to its limit."""
-    for kind in dict.fromkeys(one.difference.kind for one in rated):
-        of_kind = [one for one in rated if one.difference.kind == kind]
-        worst = max(of_kind, key=lambda one: one.error / one.limit)
+    for kind in dict.fromkeys(rating.difference.kind for rating in rated):
+        of_kind = [rating for rating in rated if rating.difference.kind == kind]
+        worst = max(of_kind, key=lambda rating: rating.error / rating.limit)
         difference = worst.difference
         note = tr(
             "{name} at step {step}, of {count}",
@@ -290,8 +290,8 @@ def _kind_checks(rated: Sequence[LayerRating]) -> Iterator[Check]:
 
 
 def _agreement(rated: Sequence[LayerRating]) -> str:
-    closest = max(rated, key=lambda one: one.error / one.limit)
-    steps_seen = {one.difference.step for one in rated}
+    closest = max(rated, key=lambda rating: rating.error / rating.limit)
+    steps_seen = {rating.difference.step for rating in rated}
     steps, first = len(steps_seen), min(steps_seen)
     forced = tr("{count} forced steps", count=steps) if steps > 1 else tr("1 forced step")
     if first > 1:
@@ -305,23 +305,23 @@ def _agreement(rated: Sequence[LayerRating]) -> str:
     )
 
 
-def _place(one: LayerRating) -> str:
-    difference = one.difference
+def _place(rating: LayerRating) -> str:
+    difference = rating.difference
     if difference.kind == "loss":
-        return tr("is the loss at step {step} ({size})", step=difference.step, size=_size(one))
+        return tr("is the loss at step {step} ({size})", step=difference.step, size=_size(rating))
     return tr(
         "are the {kind} of {name} at step {step} ({size})",
         kind=_PLURAL[difference.kind],
         name=difference.name,
         step=difference.step,
-        size=_size(one),
+        size=_size(rating),
     )
 
 
-def _size(one: LayerRating) -> str:
-    if one.error >= NOT_A_NUMBER:
+def _size(rating: LayerRating) -> str:
+    if rating.error >= NOT_A_NUMBER:
         return tr("no numbers, or of another shape")
-    return tr("{error:.1e} against at most {limit:.0e}", error=one.error, limit=one.limit)
+    return tr("{error:.1e} against at most {limit:.0e}", error=rating.error, limit=rating.limit)
 
 
 def _other_data(name: str, step: int) -> str:
@@ -346,19 +346,19 @@ class _First:
     b: Updates
 
     @property
-    def one(self) -> LayerRating:
+    def rating(self) -> LayerRating:
         return self.rated[self.number]
 
     @property
     def before(self) -> str | None:
         """The entry of the same kind and step that was computed just before."""
-        difference = self.one.difference
+        difference = self.rating.difference
         earlier = self.rated[self.number - 1].difference if self.number else None
         alike = earlier is not None and (earlier.step, earlier.kind) == (difference.step, difference.kind)
         return earlier.name if earlier is not None and alike else None
 
     def words(self) -> str:
-        difference, one = self.one.difference, self.one
+        difference, rating = self.rating.difference, self.rating
         if difference.kind == "data":
             return _other_data(difference.name, difference.step)
         sentence = tr(
@@ -366,13 +366,13 @@ class _First:
             kind=_PLURAL[difference.kind],
             name=difference.name,
             step=difference.step,
-            size=_size(one),
+            size=_size(rating),
         )
         if difference.kind == "loss":
             sentence = tr(
                 "the first difference is in the loss at step {step} ({size})",
                 step=difference.step,
-                size=_size(one),
+                size=_size(rating),
             )
         factor = self.factor()
         if factor is None:
@@ -381,20 +381,22 @@ class _First:
 
     def factor(self) -> float | None:
         """By which all entries of this kind and step differ alike; None where they do not."""
-        difference = self.one.difference
+        difference = self.rating.difference
         if difference.kind not in ("gradient", "parameter gradient", "update"):
             return None
         both = common(self.a[difference.step], self.b[difference.step], difference.kind)
         factor = common_factor(both)
         size = next(
-            one for one in self.rated if one.difference.key == (difference.step, difference.kind, ALL)
+            rating
+            for rating in self.rated
+            if rating.difference.key == (difference.step, difference.kind, ALL)
         )
         alike = not size.passed and math.isfinite(factor) and _is_common(factor, both)
         # Updates keep their size where a gradient changes its sign, and their direction does not.
         return factor if alike and (difference.kind == "update" or _explains(factor, both)) else None
 
     def causes(self) -> tuple[str, ...]:
-        difference = self.one.difference
+        difference = self.rating.difference
         if difference.kind == "data":
             return (_DATA[difference.name],)
         causes = self._of_kind(difference)
@@ -459,7 +461,7 @@ def _explains(factor: float, entries: Mapping[str, tuple[TraceEntry, TraceEntry]
     return left < _LEFT * whole
 
 
-def _as_json(one: LayerRating) -> dict[str, Any]:
-    difference = one.difference
+def _as_json(rating: LayerRating) -> dict[str, Any]:
+    difference = rating.difference
     place = {"step": difference.step, "kind": difference.kind, "name": difference.name}
-    return {**place, "error": one.error, "limit": one.limit}
+    return {**place, "error": rating.error, "limit": rating.limit}

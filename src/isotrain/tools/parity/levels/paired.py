@@ -26,7 +26,7 @@ class _Signed:
     window: str
     mean: float
     floor: float
-    found: bool
+    significant: bool
     """Whether noise without a sign does not explain it."""
 
 
@@ -78,12 +78,12 @@ def _limits(metric: str, comparison: Comparison, members: Sequence[Run]) -> _Pai
 
 
 def _signed(metric: str, comparison: Comparison) -> _Signed:
-    one = comparison.aligned[metric]
-    means = window_means(one.candidate_S - one.reference_S)
-    floor = thresholds.FLOOR * float(np.abs(one.reference_S).mean())
+    aligned = comparison.aligned[metric]
+    means = window_means(aligned.candidate_S - aligned.reference_S)
+    floor = thresholds.FLOOR * float(np.abs(aligned.reference_S).mean())
     limit = thresholds.FALSE_ALARMS / len(comparison.curves)
     shares = alarm_shares(len(means))
-    clear = [one.chance < limit * share for one, share in zip(means, shares, strict=True)]
+    clear = [mean.chance < limit * share for mean, share in zip(means, shares, strict=True)]
     # The whole run, unless only quarters of it show what noise does not explain: then the largest of those.
     quarters = [at for at in range(1, len(means)) if clear[at]]
     best = max(quarters, key=lambda at: abs(means[at].value)) if quarters and not clear[0] else 0
@@ -94,7 +94,7 @@ def _state(apart_by: Apart, limits: _PairedLimits, signed: _Signed) -> State:
     if not apart_by.mean_absolute:
         return "same"
     correlation, share = apart_by.change_correlation, apart_by.share_of_flat
-    if signed.found and abs(signed.mean) > signed.floor:
+    if signed.significant and abs(signed.mean) > signed.floor:
         return "different"
     if correlation is None or share is None:
         return "cannot tell"
@@ -123,9 +123,9 @@ def _checks(name: str, apart_by: Apart, limits: _PairedLimits, signed: _Signed) 
     size = abs(signed.mean)
     what = tr("{metric}: mean difference, {window}", metric=name, window=signed.window)
     note = tr("at most, unless it has no lasting sign; noise explains it")
-    if signed.found:
+    if signed.significant:
         note = tr("at most, unless it has no lasting sign; noise does not explain it")
-    checks.append(Check(what, size, signed.floor, not (signed.found and size > signed.floor), note))
+    checks.append(Check(what, size, signed.floor, not (signed.significant and size > signed.floor), note))
     return checks
 
 
@@ -157,7 +157,7 @@ def _parting(
         return words, (tr("other data, or another order of it"),)
     from_start = apart_by.first * apart_by.signed_mean > 0.5 * apart_by.signed_mean**2
     causes = (_FROM_THE_START if from_start else _ONE_SIGN,)
-    if signed.found and abs(signed.mean) > signed.floor:
+    if signed.significant and abs(signed.mean) > signed.floor:
         return _shifted(name, signed), causes
     distance = 100 * apart_by.mean_absolute
     how = tr("{distance:.2g} hundredths apart on average", distance=distance)

@@ -150,10 +150,10 @@ class ScoreTests:
     @property
     def words(self) -> str:
         """The finding in one sentence."""
-        found = self.different
-        if found:
-            more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            return found[0].words + more
+        different = self.different
+        if different:
+            more = f", and {len(different) - 1} more" if len(different) > 1 else ""
+            return different[0].words + more
         known = self.tested - self.not_resolved
         words = f"{known} of {self.tested} constants are as the config states, or off alike in both runs"
         return words + (f"; {self.not_resolved} have no effect to be seen" if self.not_resolved else "")
@@ -184,17 +184,20 @@ def compared(reference: Record, candidate: Record) -> ScoreTests:
         if name in reference.modules
     ]
     pairs = [
-        (a, b, one, other)
+        (a, b, estimate_a, estimate_b)
         for a, b in both
-        for one in a.constants
-        for other in b.constants
-        if one.constant == other.constant
+        for estimate_a in a.constants
+        for estimate_b in b.constants
+        if estimate_a.constant == estimate_b.constant
     ]
     # Each side's interval and that of their difference.
     tests = 3 * max(1, len(pairs))
     findings = [_finding(*pair, tests) for pair in pairs]
     findings.sort(
-        key=lambda found: (not found.different, "off" not in (found.candidate.state, found.reference.state))
+        key=lambda finding: (
+            not finding.different,
+            "off" not in (finding.candidate.state, finding.reference.state),
+        )
     )
     missing = {
         name: "not recorded by the other run"
@@ -210,20 +213,22 @@ def compared(reference: Record, candidate: Record) -> ScoreTests:
     )
 
 
-def _finding(a: Module, b: Module, one: Estimate, other: Estimate, tests: int) -> ConstantDifference:
-    reference, candidate = _side(a, one, tests), _side(b, other, tests)
-    ratio = other.stated / one.stated if other.stated and one.stated else 1.0
-    difference = (1 + other.off) * ratio - (1 + one.off)
-    width = math.hypot(_width(a, one, tests), ratio * _width(b, other, tests))
-    far = _beyond(b if candidate.state == "off" else a, other, difference, width)
+def _finding(
+    a: Module, b: Module, estimate_a: Estimate, estimate_b: Estimate, tests: int
+) -> ConstantDifference:
+    reference, candidate = _side(a, estimate_a, tests), _side(b, estimate_b, tests)
+    ratio = estimate_b.stated / estimate_a.stated if estimate_b.stated and estimate_a.stated else 1.0
+    difference = (1 + estimate_b.off) * ratio - (1 + estimate_a.off)
+    width = math.hypot(_width(a, estimate_a, tests), ratio * _width(b, estimate_b, tests))
+    far = _beyond(b if candidate.state == "off" else a, estimate_b, difference, width)
     off = "off" in (reference.state, candidate.state) or ratio != 1
     # What is unexplained or not resolved on the other side may be anything: no statement about a difference.
     known = "unexplained" not in (reference.state, candidate.state)
     return ConstantDifference(
         b.module,
         b.kind,
-        other.constant,
-        other.stated,
+        estimate_b.constant,
+        estimate_b.stated,
         ratio,
         reference,
         candidate,
@@ -234,23 +239,25 @@ def _finding(a: Module, b: Module, one: Estimate, other: Estimate, tests: int) -
     )
 
 
-def _side(module: Module, one: Estimate, tests: int) -> EstimatedConstant:
-    width = _width(module, one, tests)
+def _side(module: Module, estimate: Estimate, tests: int) -> EstimatedConstant:
+    width = _width(module, estimate, tests)
     state: State
     if module.rest > _LARGEST_REST[module.dtype]:
         state = "unexplained"
-    elif _beyond(module, one, one.off, width):
+    elif _beyond(module, estimate, estimate.off, width):
         state = "off"
     else:
-        state = "as stated" if width <= _RESOLVED[one.constant] else "not resolved"
-    return EstimatedConstant(state, one.off, one.off - width, one.off + width, tuple(one.confused))
+        state = "as stated" if width <= _RESOLVED[estimate.constant] else "not resolved"
+    return EstimatedConstant(
+        state, estimate.off, estimate.off - width, estimate.off + width, tuple(estimate.confused)
+    )
 
 
-def _width(module: Module, one: Estimate, tests: int) -> float:
+def _width(module: Module, estimate: Estimate, tests: int) -> float:
     """Half of the interval."""
-    if one.error is None or module.clusters < 2:
+    if estimate.error is None or module.clusters < 2:
         return 1e30  # JSON has no infinity
-    return min(1e30, _quantile(tests, module.clusters) * one.error)
+    return min(1e30, _quantile(tests, module.clusters) * estimate.error)
 
 
 @lru_cache(maxsize=1024)
@@ -260,13 +267,13 @@ def _quantile(tests: int, clusters: int) -> float:
     return -float(stdtrit(clusters - 1, FAMILY_WISE / tests / 2))
 
 
-def _beyond(module: Module, one: Estimate, off: float, width: float) -> bool:
+def _beyond(module: Module, estimate: Estimate, off: float, width: float) -> bool:
     """Whether it is beyond its interval and beyond what is of no consequence."""
     if abs(off) <= width:
         return False
-    if one.constant == "epsilon":
-        return abs(off) > _EPSILON_OFF and abs(off) * one.effect > _EPSILON_EFFECT[module.dtype]
-    rounded = one.constant in ("scale", "base") or module.kind == "rotary"
+    if estimate.constant == "epsilon":
+        return abs(off) > _EPSILON_OFF and abs(off) * estimate.effect > _EPSILON_EFFECT[module.dtype]
+    rounded = estimate.constant in ("scale", "base") or module.kind == "rotary"
     floors = _ROUNDED if rounded else _MOVED
     return abs(off) > floors[module.dtype]
 

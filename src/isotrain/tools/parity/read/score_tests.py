@@ -135,17 +135,15 @@ def _mean(same: list[Module]) -> Module:
     constants = []
     for number, estimate in enumerate(first.constants):
         others = [module.constants[number] for module in same if number < len(module.constants)]
-        known = [constant for constant in others if constant.constant == estimate.constant and constant.error]
+        known = [peer for peer in others if peer.constant == estimate.constant and peer.error]
         if not known:
             constants.append(estimate)
             continue
-        weights = [1 / (constant.error or 1.0) ** 2 for constant in known]
+        weights = [1 / (peer.error or 1.0) ** 2 for peer in known]
         whole = math.fsum(weights)
-        off = (
-            math.fsum(weight * constant.off for weight, constant in zip(weights, known, strict=True)) / whole
-        )
-        effect = max(constant.effect for constant in known)
-        confused = sorted({name for constant in known for name in constant.confused})
+        off = math.fsum(weight * peer.off for weight, peer in zip(weights, known, strict=True)) / whole
+        effect = max(peer.effect for peer in known)
+        confused = sorted({name for peer in known for name in peer.confused})
         change = {"off": off, "error": whole**-0.5, "effect": effect, "confused": confused}
         constants.append(estimate.model_copy(update=change))
     change = {
