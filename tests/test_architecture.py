@@ -28,7 +28,7 @@ TRAINING: set[str] = set().union(*LAYERS)
 # torch is not installed.
 TOOLS: dict[str, set[str]] = {
     "tools": set(),
-    "tools.parity": {"recipe", "observe"},
+    "tools.parity": {"recipe", "observe", "tools.imports"},
     "tools.imports": {"recipe", "observe"},
     "tools.doctor": {"recipe", "observe"},
     "tools.doctor.self_test": {*TRAINING, "tools.doctor", "tools.probes"},

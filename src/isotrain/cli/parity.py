@@ -218,13 +218,19 @@ def show(verdict: Verdict) -> None:
     """The two answers in words first, then what they rest on."""
 
     from isotrain.tools.parity.levels.level import STATES
-    from isotrain.tools.parity.report.headline import computation_words, next_words, outcome_words
+    from isotrain.tools.parity.report.headline import (
+        computation_words,
+        inputs_first,
+        next_words,
+        outcome_words,
+    )
 
     console = rich_console(highlight=False, markup=False)
-    for answer, words in (
+    answers = (
         (verdict.outcome.verdict, outcome_words(verdict)),
         (verdict.computation.verdict, computation_words(verdict)),
-    ):
+    )
+    for answer, words in inputs_first(verdict, answers):
         console.print(said(words), style=_STYLES[answer], soft_wrap=True)
     for words in next_words(verdict):
         console.print(said(words), soft_wrap=True)
@@ -270,6 +276,9 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
     for item in comparison.differences:
         text = tr("differs: {message} (intended? --allow {name})", message=item.message, name=item.name)
         console.print(said(text), style="red", soft_wrap=True)
+    if comparison.reference.configuration is None or comparison.candidate.configuration is None:
+        text = tr("recipes and configurations: not known of both runs, so they were not compared")
+        console.print(said(text), style="yellow", soft_wrap=True)
     changes = environment_changes(comparison.reference, comparison.candidate)
     if changes:
         console.print(f"\n{said(tr('differences in recipe and environment'))}")

@@ -10,13 +10,13 @@ import yaml
 
 from isotrain.errors import IsotrainError, RecipeError
 from isotrain.recipe.document import RecipeDumper
-from isotrain.recipe.load import parse_recipe
+from isotrain.recipe.load import parse_recipe, resolved
 from isotrain.recipe.names import all_names
 from isotrain.recipe.schema import Recipe
 from isotrain.tools.imports import keys, openrlhf, openrlhf_offline, verl, verl_sft
 from isotrain.tools.imports.draft import Draft, KeyFinding, RecipeLine
 from isotrain.tools.imports.hydra import shown
-from isotrain.tools.imports.read import read_source
+from isotrain.tools.imports.read import log_source, read_source
 from isotrain.tools.imports.source import (
     ImportSource,
     ImportSourceError,
@@ -24,6 +24,7 @@ from isotrain.tools.imports.source import (
     ScriptCondition,
     Unknown,
     WordOutcome,
+    without_secrets,
 )
 
 _MOST_TRIES = 20
@@ -101,6 +102,20 @@ def from_source(
         source.conditions,
         account(draft),
     )
+
+
+def recipe_of_log(text: str) -> dict[str, Any] | None:
+    """The resolved recipe of the configuration that a log of verl begins with; None if it prints none.
+
+    `verl` has the values that no field of a recipe takes and that change the training.
+    """
+    source = log_source(text)
+    if source is None:
+        return None
+    draft = _verl(source, None, None)
+    recipe = resolved(parse_recipe(to_text(draft), "recipe"))
+    left = [finding.key for finding in (*draft.refused, *draft.unknown) if finding.changes]
+    return recipe | {"verl": {key: without_secrets(draft.raw(key)) for key in sorted(set(left))}}
 
 
 def account(draft: Draft) -> dict[WordOutcome, int]:

@@ -82,7 +82,7 @@ def read_source(data: bytes, framework: str, given: dict[str, str] | None = None
 
 def _without_variables(text: str) -> ImportSource | None:
     """A log, a configuration or overrides of verl."""
-    if source := _from_log(text):
+    if source := log_source(text):
         return source
     if _is_config(text):
         source = ImportSource("config")
@@ -103,7 +103,7 @@ def _unquoted(line: str) -> str:
     return line[1:-1].replace("''", "'") if quoted and line[0] == "'" else line[1:-1] if quoted else line
 
 
-def _from_log(text: str) -> ImportSource | None:
+def log_source(text: str) -> ImportSource | None:
     """A log has a printed configuration; without one, the command that `set -x` printed."""
     if "{'" not in text and "+ " not in text:
         return None

@@ -38,6 +38,8 @@ class Run:
     metrics: Mapping[str, Series]
     recipe: dict[str, Any] | None = None
     """All fields, where the source has them."""
+    settings: dict[str, Any] | None = None
+    """The recipe that a log's printed configuration comes to, where another trainer wrote it."""
     environment: dict[str, Any] | None = None
     """Device, versions and variables of its last start."""
     planned_steps: int | None = None
@@ -48,6 +50,11 @@ class Run:
     """SHA-256 of every file that was read, by name."""
     notes: tuple[str, ...] = ()
     """Notes on the log for readers of the comparison, such as where it was resumed."""
+
+    @property
+    def configuration(self) -> dict[str, Any] | None:
+        """What it trained, as fields of a recipe; None where nothing tells."""
+        return self.recipe if self.recipe is not None else self.settings
 
 
 def section(content: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

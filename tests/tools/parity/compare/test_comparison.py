@@ -145,3 +145,34 @@ def test_a_replay_has_no_throughput_of_its_own() -> None:
     recorded, replayed = ({"rollout": {"replay": path, "n": 8}} for path in (None, "runs/here"))
     assert compare(run(recipe=recorded), run("b", recipe=recorded)).speed
     assert not compare(run(recipe=recorded), run("b", recipe=replayed)).speed
+
+
+def test_two_logs_with_other_configurations() -> None:
+    """Settings of logs are compared field by field; files and models by their names."""
+    settings: dict[str, Any] = {
+        "model": {"path": "/cache/models--Qwen--Qwen2-7B/snapshots/f28"},
+        "data": {"train": ["/a/gsm8k/train.parquet"], "batch_size": 8, "tokens_per_micro_batch": 1},
+        "reward": {"gsm8k": {"method": "strict", "weight": 1.0, "format_score": 0.0, "more": "x" * 90}},
+        "verl": {"algorithm.adv_estimator": "gpg"},
+    }
+    there = {
+        **settings,
+        "model": {"path": "/models/Qwen2-7B/"},
+        "data": {"train": "/b/gsm8k/train.parquet", "batch_size": 8, "tokens_per_micro_batch": 2},
+    }
+    log = run(settings=settings)
+    assert not compare(log, run("b", settings=there)).differences
+    other = {**there, "data": {"train": "/b/math/train.parquet", "batch_size": 8}, "reward": None}
+    (difference,) = compare(log, run("b", settings={**other, "verl": {}})).differences
+    assert difference.name == "recipe" and difference.message.startswith(
+        "the printed configurations differ: "
+    )
+    assert (
+        'data.train: ["gsm8k/train.parquet"] -> ["math/train.parquet"]; reward: {"gsm8k"'
+        in difference.message
+    )
+    assert '"more... -> null; verl.algorithm.adv_estimator: gpg -> (absent)' in difference.message
+    assert not compare(log, run("b")).differences
+    # A run of isotrain has the same fields.
+    (difference,) = compare(run(recipe=settings), run("b", settings=other)).differences
+    assert "math/train.parquet" in difference.message

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from pprint import pformat
+from typing import Any
 
 import pytest
 from run_samples import verl_console, verl_file, verl_line
 
 from isotrain.errors import DataError
+from isotrain.tools.parity.compare.comparison import differences, recipe_changes
+from isotrain.tools.parity.protocol import verdict_on
 from isotrain.tools.parity.read.runs import read_run
 from isotrain.tools.parity.report.acceptance import accept
 from isotrain.tools.parity.run import Run
@@ -204,3 +208,74 @@ def test_the_rule_of_the_tasks(runs: dict[str, Run]) -> None:
     assert "over 105 steps in common" in found.lines[2].remark
     assert "at step 105, the worst of 1; not a separate evaluation" in found.lines[3].remark
     assert "do not name the devices" in found.lines[4].remark
+
+
+def test_the_printed_configurations_are_compared(runs: dict[str, Run]) -> None:
+    """The two were trained on other data, with another reward, schedule and number of steps."""
+    assert all(run.settings is not None for run in runs.values())
+    (difference,) = differences(runs[FSDP], runs[MEGATRON])
+    changed = {line.partition(":")[0] for line in recipe_changes(runs[FSDP], runs[MEGATRON])}
+    assert difference.message.startswith("the printed configurations differ: data.train: ")
+    assert {"data.train", "data.validation", "optimizer.schedule", "trainer.steps"} <= changed
+    # Both name Qwen2-7B-Instruct, one in the Hub's cache; sharding, offloading and micro-batches are free.
+    assert changed - {"data.train", "data.validation", "optimizer.schedule", "trainer.steps"} == {
+        "reward.gsm8k",
+        "reward.function",
+    }
+    assert not list(differences(runs[FSDP], runs[FSDP]))
+
+
+def printed(**changed: Any) -> str:
+    """A configuration as verl prints it, behind the name of a Ray worker."""
+    trainer = {
+        "project_name": "p",
+        "experiment_name": "e",
+        "total_epochs": 1,
+        "nnodes": 1,
+        "n_gpus_per_node": 8,
+    }
+    data = {"train_files": "gsm8k/train.parquet", "val_files": "gsm8k/test.parquet", "train_batch_size": 64}
+    actor = {"ppo_mini_batch_size": 32, "optim": {"lr": changed.pop("lr", 1e-6)}}
+    config = {
+        "data": {**data, **changed},
+        "algorithm": {"adv_estimator": "grpo"},
+        "trainer": trainer,
+        "actor_rollout_ref": {"actor": actor, "model": {"path": "Qwen/Qwen3-8B"}, "rollout": {"n": 5}},
+    }
+    return f"(TaskRunner pid=7) {pformat(config)}\n(TaskRunner pid=7) Total training steps: 9\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"lr": 2e-6}, "optimizer.lr: 1e-06 -> 2e-06"),
+        ({"train_batch_size": 128}, "data.batch_size: 64 -> 128"),
+        ({"train_files": "math/train.parquet"}, "data.train"),
+        ({"train_files": "/elsewhere/gsm8k/train.parquet"}, None),
+        ({"invented": 3}, "verl.data.invented: (absent) -> 3"),
+    ],
+)
+def test_a_changed_setting_is_another_training(
+    tmp_path: Path, changed: dict[str, Any], field: str | None
+) -> None:
+    for name, config in (("a", printed()), ("b", printed(**changed))):
+        (tmp_path / name).write_text(config + "".join(verl_line(step) + "\n" for step in range(1, 6)))
+    verdict = verdict_on(tmp_path / "a", tmp_path / "b")
+    lines = recipe_changes(verdict.comparison.reference, verdict.comparison.candidate)
+    if field is None:
+        assert lines == [] and not verdict.computation.inputs
+    else:
+        assert lines[0].startswith(field)
+        assert verdict.words.startswith("Computation: different. the printed configurations differ: " + field)
+        allowed = verdict_on(tmp_path / "a", tmp_path / "b", allow=["recipe"])
+        assert allowed.computation.verdict != "different" and allowed.comparison.allowed
+
+
+def test_a_configuration_that_cannot_be_imported_is_a_note(tmp_path: Path) -> None:
+    endless = "(T pid=7) {'data': {" + "'x': 1, " * 80_000
+    (tmp_path / "a").write_text(f"{endless}\n{verl_line(1)}\n")
+    run = read_run(tmp_path / "a")
+    assert run.settings is None
+    assert run.notes == (
+        "the printed configuration is not compared: 'line 1: the printed configuration has no end'",
+    )

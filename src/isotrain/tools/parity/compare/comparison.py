@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,10 @@ from isotrain.tools.parity.run import ROLES, Numbers, Run, common, section
 
 _FREE_ENVIRONMENT = ("time", "command")
 ALLOWED = ("recipe", "data", "steps")
+# How samples are put into micro-batches: frameworks count them in tokens or in rows.
+_LEFT_TO_FRAMEWORKS = ("data.tokens_per_micro_batch",)
+_LONGEST_VALUE = 80
+_CACHED = re.compile(r"models--[^/]*?--([^/]+)/snapshots/")
 
 # The published ratio is over the first steps; the first of them also compile and warm up.
 FIRST_STEPS, WARM_UP = 4, 4
@@ -39,10 +44,36 @@ def differences(reference: Run, candidate: Run) -> Iterator[InputDifference]:
 
 def recipe_changes(reference: Run, candidate: Run) -> list[str]:
     """Fields that make it another training: `optimizer.lr: 1e-05 -> 0.0001`."""
-    if reference.recipe is None or candidate.recipe is None:
+    if reference.recipe is not None and candidate.recipe is not None:
+        changed = version_changes(reference.recipe, candidate.recipe)
+        return not_free(changed, {*MAY_DIFFER_IN_PARITY, *_same_content(reference, candidate)})
+    a, b = reference.configuration, candidate.configuration
+    if a is None or b is None:
         return []
-    changed = version_changes(reference.recipe, candidate.recipe)
-    return not_free(changed, {*MAY_DIFFER_IN_PARITY, *_same_content(reference, candidate)})
+    # A log does not say what is in its files: they may be the same if both have one name.
+    a, b = ({**_by_name(recipe), "verl": recipe.get("verl", {})} for recipe in (a, b))
+    return not_free(version_changes(a, b), {*MAY_DIFFER_IN_PARITY, *_LEFT_TO_FRAMEWORKS})
+
+
+def _by_name(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe whose files and models are told by their names, wherever a machine has them."""
+    renamed = {}
+    for name, value in recipe.items():
+        if isinstance(value, dict):
+            value = _by_name(value)
+        elif name == "path" and isinstance(value, str):
+            value = _model_name(value)
+        elif name in ("train", "validation"):
+            paths = value if isinstance(value, list) else [value]
+            value = ["/".join(path.split("/")[-2:]) for path in paths if isinstance(path, str)]
+        renamed[name] = value
+    return renamed
+
+
+def _model_name(path: str) -> str:
+    """`Qwen2-7B` of `/models/Qwen2-7B` and of the Hub's cache, `models--Qwen--Qwen2-7B/snapshots/f2826a`."""
+    cached = _CACHED.search(path)
+    return cached[1] if cached else path.rstrip("/").rpartition("/")[2]
 
 
 def _same_content(reference: Run, candidate: Run) -> Iterator[str]:
@@ -61,8 +92,19 @@ def environment_changes(reference: Run, candidate: Run) -> list[str]:
 
 def _recipes(reference: Run, candidate: Run) -> Iterator[InputDifference]:
     changed = recipe_changes(reference, candidate)
-    if changed:
-        yield InputDifference("recipe", tr("the recipes differ: {changes}", changes=listed(changed, "; ")))
+    if not changed:
+        return
+    # A section that one side lacks is a whole dictionary; verdict.json has all of it.
+    shown = [" -> ".join(_shortened(side) for side in line.split(" -> ")) for line in changed]
+    words = listed(shown, "; ")
+    if reference.recipe is None or candidate.recipe is None:
+        yield InputDifference("recipe", tr("the printed configurations differ: {changes}", changes=words))
+    else:
+        yield InputDifference("recipe", tr("the recipes differ: {changes}", changes=words))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
 
 
 def _data(reference: Run, candidate: Run) -> Iterator[InputDifference]:

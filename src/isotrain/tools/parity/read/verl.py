@@ -14,12 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isotrain.errors import IsotrainError
+from isotrain.language import tr
 from isotrain.tools.parity.read.bounded import Source, clipped, number
 from isotrain.tools.parity.read.columns import Columns, step_of
 from isotrain.tools.parity.read.tables import objects, value_of
 from isotrain.tools.parity.run import Run
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# A configuration, and what Ray prints beside it.
+_LONGEST_HEAD = 4 << 20
 # At the start, or after a prefix or a progress bar that shares the line.
 _STEP = re.compile(r"(?:^|(?<=[\s\])]))step:(\S{1,40}) - ")
 
@@ -43,13 +47,16 @@ def read_verl_console(path: Path) -> Run:
     source = Source(path)
     columns = Columns(source, resumes=True)
     planned = None
+    head = _Head()
     for line, content, ended in source.console_lines():
         if not planned and (matched := _PLANNED.search(content)):
             planned = int(matched[1])
         # The last number of a line without an end may lack digits.
         parsed = metrics_of(content) if ended else None
         if not parsed:
+            head.add(content)
             continue
+        head.end()
         text, pairs = parsed
         step = step_of(source, "step", text, line)
         metrics = []
@@ -63,7 +70,38 @@ def read_verl_console(path: Path) -> Run:
             metrics.append(metric)
         columns.add_row(step, metrics, line)
     run = columns.run("verl console log", "no line `step:3 - name:0.5 - ...`")
-    return replace(run, planned_steps=planned)
+    settings, notes = head.settings()
+    return replace(run, planned_steps=planned, settings=settings, notes=(*run.notes, *notes))
+
+
+class _Head:
+    """The lines before the first step, where verl prints its configuration."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+        self._left = _LONGEST_HEAD
+
+    def add(self, line: bytes) -> None:
+        if len(line) < self._left:
+            self._lines.append(line)
+            self._left -= len(line) + 1
+
+    def end(self) -> None:
+        self._left = 0
+
+    def settings(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+        """The recipe that the configuration comes to, and a note if it cannot be read."""
+        text = b"\n".join(self._lines).decode("utf-8", errors="replace")
+        # The import's tables are loaded only for a log that prints something for them.
+        if "{'" not in text and "+ " not in text:
+            return None, ()
+        from isotrain.tools.imports.convert import recipe_of_log
+
+        try:
+            return recipe_of_log(text), ()
+        except IsotrainError as error:
+            reason = clipped(str(error), 200)
+            return None, (tr("the printed configuration is not compared: {reason}", reason=reason),)
 
 
 def _pair(text: str) -> tuple[str, float] | None:

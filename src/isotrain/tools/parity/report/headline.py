@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from isotrain.language import capital, listed, tr
 from isotrain.tools.parity.compare.effects import ALONE, Answer, Effect, WindowEffect
@@ -13,6 +13,7 @@ from isotrain.tools.parity.compare.noise import WINDOWS
 if TYPE_CHECKING:
     from isotrain.tools.parity.verdict import Same, Verdict
 
+_Answer = TypeVar("_Answer")
 _MOST_CAUSES = 3
 # Between curves that are equal in every digit, an interval is as narrow as numbers can be told apart.
 _NOTHING = 1e-100
@@ -31,8 +32,14 @@ COMPUTATIONS: dict[Same, str] = {
 
 
 def headline(verdict: Verdict) -> str:
-    """Outcome, computation, and what to run to know more; a paragraph each."""
-    return listed([outcome_words(verdict), computation_words(verdict), *next_words(verdict)], "\n")
+    """Both answers, and what to run to know more; a paragraph each."""
+    answers = [outcome_words(verdict), computation_words(verdict)]
+    return listed([*inputs_first(verdict, answers), *next_words(verdict)], "\n")
+
+
+def inputs_first(verdict: Verdict, answers: Sequence[_Answer]) -> list[_Answer]:
+    """Outcome and computation; where other inputs made another training, that is what to know first."""
+    return list(reversed(answers)) if verdict.computation.inputs else list(answers)
 
 
 def outcome_words(verdict: Verdict) -> str:

@@ -12,7 +12,12 @@ from isotrain.language import Language, chosen, tr
 from isotrain.tools.parity.compare.power import Power, evidence_of
 from isotrain.tools.parity.levels.level import LEVELS, STATES
 from isotrain.tools.parity.report.facts import UNKNOWN, device_of, facts
-from isotrain.tools.parity.report.headline import computation_reason, next_words, outcome_reason
+from isotrain.tools.parity.report.headline import (
+    computation_reason,
+    inputs_first,
+    next_words,
+    outcome_reason,
+)
 from isotrain.tools.parity.report.sections import (
     around,
     effects,
@@ -98,7 +103,7 @@ def _banner(verdict: Verdict, date: str) -> Markup:
     )
     return element(
         "header",
-        element("div", *answers, class_="answers"),
+        element("div", *inputs_first(verdict, answers), class_="answers"),
         *(element("p", words, class_="words") for words in next_words(verdict)),
         element("p", " · ".join([*about, date]), class_="about"),
         element("div", *runs, class_="runs"),

@@ -235,7 +235,12 @@ def around(verdict: Verdict) -> Markup:
             ]
     environments = reference.environment, candidate.environment
     known = (
-        (tr("Recipe"), recipe_changes(reference, candidate), reference.recipe, candidate.recipe),
+        (
+            tr("Recipe"),
+            recipe_changes(reference, candidate),
+            reference.configuration,
+            candidate.configuration,
+        ),
         (tr("Environment"), environment_changes(reference, candidate), *environments),
     )
     for title, changes, one, other in known:
