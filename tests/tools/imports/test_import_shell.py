@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,6 +58,38 @@ SAME_AS_BASH = {
     "arithmetic tests": 'n=3; if (( n % 2 == 1 && n > 2 )); then run odd; fi; (( n > 5 )) || run small',
     "lists of tests": 'x=(a); [[ 1 == 1 ]] && x+=(b); [[ 1 == 2 ]] && x+=(c); run "${x[@]}"',
     "quoted parts": """a='k=v w'; run +"$a" k='["a","b"]' 'k={a: 1, b: 2}' ++k="a b" $'t\\tu'""",
+    "escapes": r"""run $'a\x41b' $'\101' $'\u00e9' $'\e' $'\cA' $'a\'b' $'\?' $'\z' $'a\\b'""",
+    "a line goes on in quotes": 'run "a\\\nb" \'c\\\nd\' e',
+    "first item of a list": 'x=(a b); x=c; run "${x[@]}"; x+=d; run "${x[@]}"',
+    "octal and hexadecimal": "x=010; run $((x + 1)) $((010)) $((0x1f)); "
+    "[[ 010 -eq 8 ]] && run yes; [ 010 -eq 10 ] && run no",
+    "words behind a redirection": "run 2>/dev/null a b; run c >f d 2>&1 e; run g <<< x h; >f run i j",
+    "words behind a here-document": "run a <<EOF b\nx\nEOF\nrun c",
+    "a command behind a here-document": "cat <<EOF && run a\nx\nEOF\ncat <<EOF | run b\ny\nEOF",
+    "quotes of a default": r'''run "${x:-a b}" ${x:-a b} ${x:-"a b"} '''
+    r'''"${x:-"a b"}" ${x:-'a b'} ${x:-a\ b} "${x:-'a b'}"''',
+    "quotes of an alternative": 'y=v; run ${y:+"a b" c} "${y:+a b}" ${y:+a b} ${x:+no} "${x:+}"',
+    "a list if it is set": 'x=(1 "2 3"); y=(); run "${x[@]+"${x[@]}"}" ${y[@]+"${y[@]}"} '
+    '"${y[@]+no}" "${y[@]:-d}" ${y+no}',
+    "an item if it is set": "y=(a); run ${y[1]-no} ${y[0]-wrong} ${y[1]+wrong} ${y[0]+yes}",
+    "tests by the number of words": '[ a = a -a b = b ] && run 1; [ a = b -o c = c ] && run 2; '
+    'x=; [ -n $x ] && run 3',
+    "tests of signs": '[ ! a = a -a b = b ] || run 1; [ = = = ] && run 2; [ ! "" ] && run 4; [ -z ] && run 5',
+    "read takes backslashes": "read -d '' w <<EOF\na\\tb \\\nc\nEOF\nrun $w",
+    "read strips tabs": "read -r -d '' w <<-EOF\n\ta\n\tb\n\tEOF\nrun \"$w\"",
+    "quoted patterns": 'x="a*"; [[ abc == $x ]] && run 1; [[ abc == "$x" ]] || run 2; '
+    '[[ ab == a\\* ]] || run 3; [[ abc == ab"c" ]] && run 4',
+    "patterns of case": 'p="a*"; case abc in $p) run 1 ;; esac; '
+    'case abc in "$p") run 2 ;; *) run 3 ;; esac; case [a] in \\[a\\]) run 4 ;; esac',
+    "negated classes": 'case b in [^a]) run 1 ;; esac; case b in [!a]) run 2 ;; esac',
+    "prefixes": 'f() { run "$@"; }; time f a; command run2 2>/dev/null; builtin eval "x=1"; run b $x',
+    "in the background": 'x=1; x=2 & wait; run $x; f() { x=3; }; f & wait; run $x; run c 2>&1',
+    "a function that is unset": 'run2() { run no; }; unset -f run2; run2 2>/dev/null; run yes',
+    "return outside a function": "return 2>/dev/null; run a",
+    "comments in lists": 'x=( # no\n a # b c\n # d\n "e # f"\n g\\#h\n # it is "open\n i#j\n); run "${x[@]}"',
+    "a comment ends a continued command": "run a \\\n  # b=c \\\n  : d\nrun e",
+    "patterns without files": "run k=a* k=? 'a*' \"b?\" c\\*",
+    "empty words": "x=; y=(); run '' \"\" \"$x\" $x a=\"$x\" \"${y[@]}\" \"${y[*]}\"",
     "lists of Hydra": """run a=['c','d'] 'b=["e"]' c="['f']" d=[g,h]""",
 }  # fmt: skip
 
@@ -67,18 +100,41 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     if bash is None:
         pytest.skip("no bash to compare with")
     script = SAME_AS_BASH[name]
-    preamble = 'run() { for word in "$@"; do printf \'%s\\n\' "$word"; done; }\n'
+    preamble = 'exec 3>&1 >/dev/null\nrun() { [ $# = 0 ] || printf "%s\\0" "$@" >&3; }\n'
     command = [bash, "--norc", "-c", preamble + script]
     expected = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, cwd=tmp_path, env={}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=tmp_path,
+        env={"PATH": os.defpath, "LC_ALL": "C.UTF-8"},
     ).stdout
     found = [
         word
         for command in read_script(script).commands
-        if command.words[0] == "run"
+        if command.words[0] in ("run", "time")
         for word in command.words[1:]
     ]
-    assert found == expected.splitlines()
+    assert found == expected.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("x=1\nrun a\\\nb", 2),  # bash reads the one word ab
+        ("x=1\nrun a \\ \n b", 2),  # a word of one blank, and the end of the command
+        ("run a=1 \\\t\n b=2", 1),
+        ("run (a)", 1),
+        ("run a;;", 1),
+        ("run a\nrun 'b", 2),
+        ("shopt -s expand_aliases\nalias python3='python3 -m verl.trainer.main_ppo'", 1),
+        ("if true; then run a; fi | cat > f g", 1),
+        ("x=1\neval 'run (a)'", 2),
+    ],
+)
+def test_text_that_is_read_otherwise_than_by_bash_is_named_by_line(script: str, line: int) -> None:
+    assert line in read_script(script).broken_lines
 
 
 @pytest.mark.parametrize(
@@ -110,6 +166,10 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("read -r x <<< 1; run a=$x", "sets it with read"),
         ("printf -v x %d 3; run a=$x", "sets it with printf"),
         ("x=1; x[0]=2; run a=$x", "sets a part of it"),
+        ("readonly x=1; x=2; run a=$x", "it is set although it is readonly"),
+        ("x=08; run a=$((x + 1))", "'08' is no number"),
+        ("run a=$'\\xff'", "has bytes that are no text"),
+        ("IFS=,; x=1,2; run a=$x", "IFS is set"),
         ('f() { [ "$N" = 1 ] && return; x=2; }; x=1; f; run a=$x', 'if [ "$N" = 1 ]'),
         ("x=1; nvidia-smi && x=2; run a=$x", "x is 2 if nvidia-smi (line 1), 1 unless nvidia-smi (line 1)"),
         ('x=1; if [ "$N" = 1 ]; then x=2; elif [ "$N" = 2 ]; then x=3; fi; run a=$x', "1 otherwise (line 1)"),
@@ -120,6 +180,12 @@ def test_what_the_text_does_not_tell_is_unknown(script: str, why: str) -> None:
     assert isinstance(word, Unknown)
     assert why in word.why
     assert word.text == "a=?"
+
+
+def test_files_that_match_a_pattern_are_unknown() -> None:
+    for script in ("run data/*.jsonl", "x='?'; run $x", "shopt -s nullglob; run a=*", "x=(*); run ${x[@]}"):
+        word = next(command.words[1] for command in read_script(script).commands if command.words[0] == "run")
+        assert isinstance(word, Unknown) and "takes the files that match it" in word.why
 
 
 def test_only_the_word_with_the_gap_is_unknown() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from isotrain.tools.imports import syntax
-from isotrain.tools.imports.expand import MARKS, ScriptState, Value, loose, uncertain
+from isotrain.tools.imports import literals, syntax
+from isotrain.tools.imports.expand import ScriptState, Value
+from isotrain.tools.imports.literals import MARKS, loose, uncertain
 from isotrain.tools.imports.source import ScriptCondition, Unknown
 
 _MOST_COMPARED = 100
@@ -99,19 +99,20 @@ def walk_case(state: ScriptState, node: Any) -> None:
     complete = False
     for item in items:
         values = item.children_by_field_name("value")
-        patterns = [state.joined(child) if child.type == "string" else syntax.text(child).strip("'")
-                    for child in values]  # fmt: skip
+        patterns = [state.pattern(child) for child in values]
+        fits = [literals.matches(subject, pattern) for pattern in patterns]
         body = [child for child in item.named_children if child not in values]
         falls = any(child.type in (";&", ";;&") for child in item.children)
         if number < 0:
-            if falls or any(MARKS.search(pattern) for pattern in patterns):
+            if falls or None in fits or any(MARKS.search(pattern) for pattern in patterns):
                 number = condition(state, subject_node or node, f"case {syntax.short(subject_node or node)}")
-            elif any(fnmatchcase(subject, pattern) for pattern in patterns):
+            elif any(fits):
                 state.walk_all(body)
                 return
             else:
                 continue
-        shown, text = "|".join(patterns), state.conditions[number].text.removeprefix("case ")
+        shown = "|".join(syntax.text(child).strip("'\"") for child in values)
+        text = state.conditions[number].text.removeprefix("case ")
         when = f"if {text} is {shown}" if shown != "*" else f"for other values of {text}"
         branches.append((_label(state, when, number), shown, partial(state.walk_all, body)))
         complete = complete or "*" in patterns
@@ -170,8 +171,9 @@ def truth(state: ScriptState, node: Any) -> bool | None:
     if node.type == "test_command":
         state.testing = True
         try:
-            double = syntax.text(node).startswith("[[")
-            return _test(state, children[0], double) if len(children) == 1 else None
+            if not syntax.text(node).startswith("[["):
+                return _bracket(state, list(syntax.bracket_words(node)))
+            return _test(state, children[0]) if len(children) == 1 else None
         finally:
             state.testing = False
     if node.type == "negated_command" and len(children) == 1:
@@ -283,38 +285,48 @@ def _merged_lists(state: ScriptState, lists: list[tuple[int, list[str]]]) -> lis
     return words
 
 
-def _test(state: ScriptState, node: Any, double: bool) -> bool | None:
-    """The expression of `[ ... ]` or `[[ ... ]]`."""
+def _bracket(state: ScriptState, nodes: list[Any]) -> bool | None:
+    """The words of `[ ... ]`: operators as they are, others expanded and split as bash does."""
+    words: list[str | None] = []
+    for node in nodes:
+        expanded = state.words(node) if node.is_named else [syntax.text(node)]
+        if any(map(loose, expanded)):
+            return None
+        words += [None if MARKS.search(word) else word for word in expanded]
+    return syntax.evaluate(words)
+
+
+def _test(state: ScriptState, node: Any) -> bool | None:
+    """The expression of `[[ ... ]]`."""
     parts = [child for child in node.children if child.type not in ("(", ")")]
     if node.type == "parenthesized_expression" and len(parts) == 1:
-        return _test(state, parts[0], double)
+        return _test(state, parts[0])
     if node.type == "unary_expression" and len(parts) == 2:
         if parts[0].type == "!":
-            inner = _test(state, parts[1], double)
+            inner = _test(state, parts[1])
             return None if inner is None else not inner
         words = [syntax.text(parts[0]), state.joined(parts[1])]
     elif node.type == "binary_expression" and len(parts) == 3:
         operator = syntax.text(parts[1])
-        if operator in ("&&", "||", "-a", "-o"):
-            sides = [_test(state, parts[0], double), _test(state, parts[2], double)]
-            decides = operator in ("||", "-o")
+        if operator in ("&&", "||"):
+            sides = [_test(state, parts[0]), _test(state, parts[2])]
+            decides = operator == "||"
             return decides if decides in sides else None if None in sides else not decides
         if parts[0].type == "unary_expression" and parts[0].children[0].type == "!":  # the grammar's order
-            inner = _compared(state, [parts[0].children[1], *parts[1:]], double)
+            inner = _compared(state, [parts[0].children[1], *parts[1:]])
             return None if inner is None else not inner
-        return _compared(state, parts, double)
+        return _compared(state, parts)
     else:
         words = ["-n", state.joined(node)]
     return None if any(MARKS.search(word) for word in words) else syntax.compare(words, patterns=False)
 
 
-def _compared(state: ScriptState, parts: list[Any], double: bool) -> bool | None:
-    """`left OPERATOR right`."""
-    words = [state.joined(parts[0]), syntax.text(parts[1]), state.joined(parts[2])]
-    if any(MARKS.search(word) for word in words):
-        return None
-    quoted = parts[2].type in ("string", "raw_string")
-    return syntax.compare(words, patterns=double and not quoted)
+def _compared(state: ScriptState, parts: list[Any]) -> bool | None:
+    """`left OPERATOR right` in `[[`."""
+    operator = syntax.text(parts[1])
+    is_pattern = operator in ("=", "==", "!=")
+    words = [state.joined(parts[0]), operator, (state.pattern if is_pattern else state.joined)(parts[2])]
+    return None if any(MARKS.search(word) for word in words) else syntax.compare(words, patterns=True)
 
 
 def _clause(node: Any) -> tuple[Any, list[Any]]:

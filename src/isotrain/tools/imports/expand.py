@@ -11,11 +11,11 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from fnmatch import translate
 from typing import Any
 
-from isotrain.tools.imports import syntax
-from isotrain.tools.imports.source import ImportSourceError, ScriptCondition, Unknown
+from isotrain.tools.imports import literals, syntax
+from isotrain.tools.imports.literals import GAP, GAPS, MARKS, MAYBE, MAYBES, loose, uncertain
+from isotrain.tools.imports.source import SECRET, ImportSourceError, ScriptCondition, Unknown
 
 MOST_STEPS = 200_000
 MOST_DEPTH = 60
@@ -23,13 +23,17 @@ LONGEST_WORD = 100_000
 MOST_WORDS = 10_000
 _LONGEST_COMPARED = 1000
 HOME = "~"
-GAP, MAYBE = "\ue000", "\ue001"
-MARKS = re.compile(f"[{GAP}{MAYBE}]")
-_GAPS = re.compile(f"{GAP}(\\d+){GAP}")
-_MAYBES = re.compile(f"{MAYBE}(\\d+){MAYBE}")
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 
 Value = str | list[str]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The text behind `${x:-`, which has quotes of its own; `--set` of `name` stands in its place."""
+
+    nodes: list[Any]
+    name: str = ""
 
 
 @dataclass
@@ -68,6 +72,8 @@ class ScriptState:
     returned: list[list[tuple[int, dict[str, Value]]]] = field(default_factory=list)
     # Why variables that the script does not set may have a value all the same.
     others_set: str = ""
+    # Whether `shopt` changed what becomes of patterns that no file matches.
+    glob_options: bool = False
     testing: bool = False
     steps: int = 0
     depth: int = 0
@@ -100,14 +106,14 @@ class ScriptState:
 
     def depends_on(self, *texts: str) -> frozenset[int]:
         """The conditions that texts depend on."""
-        of_gaps = [self.reasons[int(number)].conditions for text in texts for number in _GAPS.findall(text)]
-        of_words = [self.labels[int(number)].conditions for text in texts for number in _MAYBES.findall(text)]
+        of_gaps = [self.reasons[int(number)].conditions for text in texts for number in GAPS.findall(text)]
+        of_words = [self.labels[int(number)].conditions for text in texts for number in MAYBES.findall(text)]
         return frozenset[int]().union(*of_gaps, *of_words)
 
     def named(self, value: Value, name: str) -> None:
         """`--set` of `name` fills the gaps in its value."""
         for text in value if isinstance(value, list) else [value]:
-            for number in _GAPS.findall(text):
+            for number in GAPS.findall(text):
                 if name not in (names := self.reasons[int(number)].names):
                     names.append(name)
 
@@ -117,7 +123,7 @@ class ScriptState:
 
     def maybe(self, word: str, label: int) -> str:
         """The word of a list, there under a condition only; it may be under another one already."""
-        inner = _MAYBES.match(word)
+        inner = MAYBES.match(word)
         if inner:
             first, second = self.labels[int(inner[1])], self.labels[label]
             label = self.label(f"{first.text} and {second.text}", *first.conditions, *second.conditions)
@@ -127,18 +133,18 @@ class ScriptState:
     def known(self, word: str) -> tuple[str | Unknown, str]:
         """A word for its reader, and the condition under which it is there ("" if it always is)."""
         when = ""
-        if label := _MAYBES.match(word):
+        if label := MAYBES.match(word):
             when, word = self.labels[int(label[1])].text, word[label.end() :]
-        gap = _GAPS.search(word)
+        gap = GAPS.search(word)
         if not gap:
             return word, when
         reason = self.reasons[int(gap[1])]
         hint = f" (--set {reason.names[0]}=VALUE gives it)" if reason.names else ""
-        return Unknown(reason.why + hint, _GAPS.sub("?", word), word[: gap.start()]), when
+        return Unknown(reason.why + hint, GAPS.sub("?", word), word[: gap.start()]), when
 
     def plain(self, text: str) -> str:
         """Text for messages."""
-        return _GAPS.sub("?", _MAYBES.sub("", text))
+        return GAPS.sub("?", MAYBES.sub("", text))
 
     # Words
 
@@ -146,12 +152,20 @@ class ScriptState:
         """The words that one node becomes: a list expands to several, an unquoted text is split."""
         if node.type == "command_name":
             return [word for child in node.named_children for word in self.words(child)]
-        if node.type == "brace_expression" and (numbers := syntax.brace_range(node)) is not None:
+        if (
+            node.type == "brace_expression"
+            and (numbers := literals.brace_range(syntax.text(node))) is not None
+        ):
             return self.few(numbers)
         result, stays, literal = [""], False, ""  # `stays`: quotes around nothing are an empty word
         pieces = [*self.pieces(node)]
+        before = ""
         for piece, quoted, splits in pieces:
             stays = stays or quoted
+            texts = piece if isinstance(piece, list) else [piece]
+            if not quoted and any(self._is_glob(before, text) for text in texts):
+                return [self.gap_at(node, f"takes the files that match it: {syntax.short(node)}")]
+            before += texts[-1] if texts else ""
             literal += piece if not quoted and not splits and isinstance(piece, str) else "x"
             if isinstance(piece, list):
                 parts = [part for word in piece for part in (self.split(word) if splits else [word])]
@@ -168,6 +182,14 @@ class ScriptState:
         if _BRACES.search(literal):
             return [self.gap_at(node, f"has braces that bash expands: {syntax.short(node)}")]
         return self.few([self.bounded(word) for word in kept])
+
+    def _is_glob(self, before: str, text: str) -> bool:
+        """Whether files may stand in the place of a word; no file is called `key=...`."""
+        text = text.replace(SECRET, "")
+        if self.glob_options:
+            return bool(re.search(r"[*?\[]", text))
+        place = re.search(r"[*?]", text)
+        return place is not None and "=" not in before + text[: place.start()]
 
     @staticmethod
     def _add(result: list[str], parts: list[str], edges: tuple[str, str]) -> None:
@@ -193,9 +215,9 @@ class ScriptState:
             return [self.gap("IFS is set, so that words end elsewhere")]
         words: list[str] = []
         for word in re.findall(r"[^ \t\n]+", text):
-            gap = _GAPS.fullmatch(word)
+            gap = GAPS.fullmatch(word)
             options = self.reasons[int(gap[1])].options if gap else ()
-            if alone and options and not any(_GAPS.search(option) for _, option in options):
+            if alone and options and not any(GAPS.search(option) for _, option in options):
                 words += [self.maybe(part, label) for label, option in options for part in option.split()]
             else:
                 words.append(word)
@@ -208,6 +230,14 @@ class ScriptState:
             "".join(self.one_word(piece, node) if isinstance(piece, list) else piece for piece in pieces)
         )
 
+    def pattern(self, node: Any) -> str:
+        """The text of one node as a pattern: characters in quotes stand for themselves."""
+        texts = [(self.one_word(piece, node) if isinstance(piece, list) else piece, quoted)
+                 for piece, quoted, _ in self.pieces(node)]  # fmt: skip
+        return self.bounded(
+            "".join(literals.literal_pattern(text) if quoted else text for text, quoted in texts)
+        )
+
     def one_word(self, words: list[str], node: Any) -> str:
         """A list as one word."""
         if any(MAYBE in word for word in words):
@@ -216,35 +246,47 @@ class ScriptState:
         separator = self.variables.get("IFS", " ")
         return (separator[:1] if isinstance(separator, str) else " ").join(words)
 
-    def pieces(self, node: Any, quoted: bool = False) -> Iterator[tuple[Value, bool, bool]]:
-        """Parts of a word in order: the value, whether it is quoted, and whether blanks end words in it."""
+    def pieces(
+        self, node: Any, quoted: bool = False, splits: bool = False
+    ) -> Iterator[tuple[Value, bool, bool]]:
+        """Parts of a word in order: the value, whether it is quoted, and whether blanks end words in it.
+
+        `splits` says whether blanks of plain text end words too: they do behind `${x:-`.
+        """
         self.steps += 1
         if self.steps > MOST_STEPS or self.depth > MOST_DEPTH:
             raise ImportSourceError("the script is too long or too deeply nested to be read")
         self.depth += 1
         try:
-            if node.type == "raw_string":
-                yield syntax.text(node)[1:-1], True, False
+            if node.type == "raw_string":  # in double quotes, as in "${x:-'a'}", it is text
+                yield syntax.text(node)[0 if quoted else 1 : None if quoted else -1], True, False
             elif node.type == "ansi_c_string":
-                yield _ansi(syntax.text(node)[2:-1]), True, False
+                yield self._ansi(node), True, False
             elif node.type in ("string", "translated_string"):
                 yield "", True, False
                 string = node if node.type == "string" else node.named_children[0]
                 yield from self._between(string, quoted=True)
             elif node.type in _EXPANSIONS:
                 value = _EXPANSIONS[node.type](self, node)
+                if isinstance(value, Alternative):
+                    for part in value.nodes:
+                        for piece in self.pieces(part, quoted, splits=True):
+                            if value.name:
+                                self.named(piece[0], value.name)
+                            yield piece
+                    return
                 star = syntax.text(node) == "$*" or "[*]" in syntax.text(node)
                 if quoted and star and isinstance(value, list):
                     value = self.one_word(value, node)
                 yield value, quoted, not quoted
             elif node.named_child_count and node.type not in ("word", "extglob_pattern", "regex"):
-                yield from self._between(node, quoted)
+                yield from self._between(node, quoted, splits)
             else:
-                yield _literal(node.text, False), quoted, False
+                yield from literals.literal(node.text, quoted, splits)
         finally:
             self.depth -= 1
 
-    def _between(self, node: Any, quoted: bool) -> Iterator[tuple[Value, bool, bool]]:
+    def _between(self, node: Any, quoted: bool, splits: bool = False) -> Iterator[tuple[Value, bool, bool]]:
         """The expansions inside a node, and the text between them as it is."""
         source: bytes = node.text
         in_quotes = node.type == "string"
@@ -254,11 +296,11 @@ class ScriptState:
                 continue
             first = child.start_byte - node.start_byte
             if first > start:
-                yield _literal(source[start:first], quoted), quoted, False
-            yield from self.pieces(child, quoted)
+                yield from literals.literal(source[start:first], quoted, splits)
+            yield from self.pieces(child, quoted, splits)
             start = child.end_byte - node.start_byte
         if end > start:
-            yield _literal(source[start:end], quoted), quoted, False
+            yield from literals.literal(source[start:end], quoted, splits)
 
     def bounded(self, word: str) -> str:
         if len(word) > LONGEST_WORD:
@@ -271,6 +313,11 @@ class ScriptState:
         return words
 
     # Expansions
+
+    def _ansi(self, node: Any) -> str:
+        text = literals.ANSI_ESCAPES.sub(literals.ansi_escape, syntax.text(node)[2:-1])
+        unreadable = "\ufffd" in text or MARKS.search(text)
+        return self.gap_at(node, f"has bytes that are no text: {syntax.short(node)}") if unreadable else text
 
     def _substitution(self, node: Any) -> str:
         text = syntax.text(node)
@@ -287,14 +334,14 @@ class ScriptState:
         result = syntax.calculate(inner[0], lambda name: self.number(name, node))
         if not isinstance(result, Unknown):
             return str(result)
-        return result.text if _GAPS.fullmatch(result.text) else self.gap(result.why)
+        return result.text if GAPS.fullmatch(result.text) else self.gap(result.why)
 
     def number(self, name: str, node: Any) -> str | Unknown:
         """A variable for arithmetic; a gap keeps its reason."""
         value = self.lookup(name, node)
         if isinstance(value, list):
             value = value[0] if value and MAYBE not in value[0] else self.gap(f"{name} is a list", name)
-        gap = _GAPS.search(value)
+        gap = GAPS.search(value)
         return Unknown(self.reasons[int(gap[1])].why, gap[0]) if gap else value
 
     def lookup(self, name: str, node: Any) -> Value:
@@ -332,7 +379,7 @@ class ScriptState:
             return self.gap_at(node, "counts the script's own arguments ($#)", "1")
         return self.gap_at(node, "counts words") if uncertain(given) else str(len(given))
 
-    def expand(self, node: Any) -> Value:
+    def expand(self, node: Any) -> Value | Alternative:
         """`$x` and the forms of `${x...}`; what is not understood is unknown."""
         computes = f"line {syntax.line(node)} computes it: {syntax.short(node)}"
         children = [child for child in node.children if child.type not in ("$", "${", "}")]
@@ -346,7 +393,9 @@ class ScriptState:
         value = self.lookup(name, node)
         if index:
             value = self._item(value, index, name, node)
+            is_set = is_set and value != [] and (index in ("@", "*") or self._has_item(name, index))
         elif isinstance(value, list) and name not in ("@", "*"):
+            is_set = is_set and value != []
             value = (value[0] if value else "") if not uncertain(value) else self.gap(computes, name)
         if not is_set and rest and rest[0].type in _DEFAULTS and self.others_set:
             return value
@@ -355,7 +404,7 @@ class ScriptState:
         if not rest:
             return value
         if rest[0].type in _DEFAULTS:
-            return self._default(name, is_set, value, rest)
+            return self._default(name, is_set, value, rest, node)
         return self._computed(value, rest, computes, name)
 
     def _item(self, value: Value, index: str, name: str, node: Any) -> Value:
@@ -375,27 +424,43 @@ class ScriptState:
         uncertain_text = uncertain(value) if isinstance(value, list) else bool(MARKS.search(value))
         return self.gap(computes, name) if uncertain_text else str(len(value))
 
-    def _default(self, name: str, is_set: bool, value: Value, rest: list[Any]) -> Value:
+    def _has_item(self, name: str, index: str) -> bool:
+        items = self.variables.get(name, "")
+        return index in ("0", "-1") or (
+            isinstance(items, list) and index.isdigit() and int(index) < len(items)
+        )
+
+    def _default(
+        self, name: str, is_set: bool, value: Value, rest: list[Any], node: Any
+    ) -> Value | Alternative:
         """`${x:-y}` and its relatives. A variable of the environment that has a default is taken as unset."""
         operator = rest[0].type
-        empty = not is_set or value in ("", []) or (value == [""])
+        empty = not is_set or value in ("", [], [""])
         missing = empty if operator.startswith(":") else not is_set
+        alternative = Alternative(rest[1:], name)
+        if isinstance(value, list) and value and all(map(loose, value)):
+            # Whether any of them is there is not known; ${x[@]+"${x[@]}"} is the list in both cases.
+            same = operator in ("+", ":+") and syntax.text(rest[-1]).strip('"') == f"${{{name}[@]}}"
+            return (
+                alternative
+                if same
+                else self.gap_at(node, f"takes it from a list: {syntax.short(node)}", name)
+            )
         if operator in (":+", "+"):
-            if not missing and isinstance(value, str) and _GAPS.fullmatch(value):
+            if not missing and isinstance(value, str) and GAPS.fullmatch(value):
                 return value
-            return "" if missing else "".join(self.joined(child) for child in rest[1:])
+            return ([] if isinstance(value, list) else "") if missing else Alternative(rest[1:])
         if operator in (":?", "?") or not missing:
             return value
-        default = "".join(self.joined(child) for child in rest[1:])
         if operator in (":=", "="):
-            self.variables[name] = default
-        self.named(default, name)
-        return default
+            self.variables[name] = "".join(self.joined(child) for child in rest[1:])
+        return alternative
 
     def _computed(self, value: Value, rest: list[Any], computes: str, name: str) -> Value:
         """Slices, removed ends and other cases of a text or of a list."""
         operator = rest[0].type
-        arguments = [self.joined(child) for child in rest[1:] if child.type not in (":", "/")]
+        read = self.pattern if operator in ("%", "%%", "#", "##") else self.joined
+        arguments = [read(child) for child in rest[1:] if child.type not in (":", "/")]
         listed = value if isinstance(value, list) else [value]
         if uncertain(listed) or any(MARKS.search(argument) for argument in arguments):
             return self.gap(computes, *([name] if uncertain(listed) else []))
@@ -406,64 +471,16 @@ class ScriptState:
             if first < 0 or any(size < 0 for size in count):
                 return self.gap(computes)
             return value[first : first + count[0]] if count else value[first:]
-        changed = _removed(operator, arguments) or _CASES.get(operator)
+        changed = literals.removed(operator, arguments) or literals.CASES.get(operator)
         too_long = any(len(text) > _LONGEST_COMPARED for text in listed)
-        if changed is None or too_long or (operator in _CASES and arguments):
+        if changed is None or too_long or (operator in literals.CASES and arguments):
             return self.gap(computes)
         texts = [changed(text) for text in listed]
         return texts if isinstance(value, list) else texts[0]
 
 
-def uncertain(words: list[str]) -> bool:
-    """Whether number or text of the words is not known."""
-    return any(MARKS.search(word) for word in words)
-
-
-def many(word: str) -> bool:
-    """Whether a word may be any number of words."""
-    return bool(_GAPS.fullmatch(_MAYBES.sub("", word)))
-
-
-def loose(word: str) -> bool:
-    """Whether a word may be none, or several."""
-    return many(word) or MAYBE in word
-
-
-def _literal(source: bytes, quoted: bool) -> str:
-    text = source.decode("utf-8", "replace").replace("\\\n", "")
-    return re.sub(r'\\([$`"\\])' if quoted else r"\\(.)", r"\1", text)
-
-
-def _ansi(text: str) -> str:
-    escapes = {"n": "\n", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
-    return re.sub(r"\\(.)", lambda escape: escapes.get(escape[1], escape[0]), text)
-
-
-def _removed(operator: str, arguments: list[str]) -> Callable[[str], str] | None:
-    """`${x%pattern}` and `${x#pattern}`, shortest or longest."""
-    if operator not in ("%", "%%", "#", "##") or len(arguments) != 1 or "\\" in arguments[0]:
-        return None
-    pattern = re.compile(translate(arguments[0]), re.S)
-
-    def remove(text: str) -> str:
-        places = range(len(text) + 1)
-        if operator in ("%", "##"):
-            places = places[::-1]
-        if operator[0] == "%":
-            return next((text[:place] for place in places if pattern.match(text[place:])), text)
-        return next((text[place:] for place in places if pattern.match(text[:place])), text)
-
-    return remove
-
-
 _DEFAULTS = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
-_CASES: dict[str, Callable[[str], str]] = {
-    ",,": str.lower,
-    "^^": str.upper,
-    "^": lambda text: text[:1].upper() + text[1:],
-    ",": lambda text: text[:1].lower() + text[1:],
-}
-_EXPANSIONS: dict[str, Callable[[ScriptState, Any], Value]] = {
+_EXPANSIONS: dict[str, Callable[[ScriptState, Any], Value | Alternative]] = {
     "simple_expansion": ScriptState.expand,
     "expansion": ScriptState.expand,
     "command_substitution": ScriptState._substitution,

@@ -8,8 +8,9 @@ under its condition only.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from isotrain.tools.imports import syntax
@@ -22,9 +23,11 @@ from isotrain.tools.imports.branches import (
     walk_case,
     walk_if,
 )
-from isotrain.tools.imports.expand import MARKS, MOST_DEPTH, MOST_STEPS, ScriptState, Value, loose, uncertain
+from isotrain.tools.imports.expand import MOST_DEPTH, MOST_STEPS, ScriptState, Value
+from isotrain.tools.imports.literals import MARKS, loose, uncertain
 from isotrain.tools.imports.source import SECRET, ImportSourceError, Unknown, holds_secret
 
+_BACKGROUND = re.compile(rb"[ \t]*&(?![&>])")
 LONGEST_SCRIPT = 1024 * 1024
 _MOST_ROUNDS = 100
 # Files that set up an environment and not the variables of a training.
@@ -54,15 +57,21 @@ class Shell(ScriptState):
     commands: list[ShellCommand] = field(default_factory=list)
     frames: list[dict[str, Value | None]] = field(default_factory=list)
     exported: set[str] = field(default_factory=set)
+    read_only: set[str] = field(default_factory=set)
     broken_lines: list[int] = field(default_factory=list)
+    source: bytes = b""
 
     def walk(self, node: Any) -> None:
         self.steps += 1
         if self.steps > MOST_STEPS or self.depth > MOST_DEPTH:
             raise ImportSourceError("the script is too long or too deeply nested to be read")
         self.depth += 1
+        follow = _STATEMENTS.get(node.type, Shell._children)
         try:
-            _STATEMENTS.get(node.type, Shell._children)(self, node)
+            if _BACKGROUND.match(self.source, node.end_byte):
+                self._isolated(lambda: follow(self, node))
+            else:
+                follow(self, node)
         finally:
             self.depth -= 1
 
@@ -91,8 +100,12 @@ class Shell(ScriptState):
             value = self.joined(value_node)
             if holds_secret(name, value):
                 value = SECRET
+        before = self.variables.get(name, [] if isinstance(value, list) else "")
         if appends:
-            value = self._appended(self.variables.get(name, [] if isinstance(value, list) else ""), value)
+            value = self._appended(before, value)
+        elif isinstance(before, list) and isinstance(value, str):  # x=a is x[0]=a of a list
+            certain = not before or not loose(before[0])
+            value = [value, *before[1:]] if certain else self.gap_at(node, "sets a part of it", name)
         self.assign(name, value, node)
 
     def _appended(self, before: Value, value: Value) -> Value:
@@ -108,7 +121,8 @@ class Shell(ScriptState):
     def assign(self, name: str, value: Value, node: Any = None) -> None:
         """Give a variable its value, unless `--set` did."""
         if name not in self.pinned:
-            self.variables[name] = value
+            fixed = name in self.read_only
+            self.variables[name] = self.gap("it is set although it is readonly", name) if fixed else value
             return
         pinned = self.pinned[name]
         if node is not None and isinstance(value, str) and not MARKS.search(value) and value != pinned:
@@ -134,12 +148,17 @@ class Shell(ScriptState):
                 self.assign(name, [] if re.search(r"-\w*a", options) else "")
             if re.search(r"-\w*[nAilu]", options) and (keyword != "export"):
                 self.assign(name, self.gap_at(node, f"declares it as {options}", name))
+            if keyword == "readonly" or re.search(r"-\w*r", options):
+                self.read_only.add(name)
             if keyword == "export" or re.search(r"-\w*x", options):
                 self.exported.add(name)
 
     def _unset(self, node: Any) -> None:
-        for child in node.named_children:
-            name = syntax.text(child)
+        names = [syntax.text(child) for child in node.named_children]
+        for name in names:
+            if "-f" in names:
+                self.functions.pop(name, None)
+                continue
             if syntax.NAME.fullmatch(name):
                 self.variables.pop(name, None)
             elif "[" in name:
@@ -148,23 +167,25 @@ class Shell(ScriptState):
 
     # Commands
 
-    def _command(self, node: Any) -> None:
+    def _command(self, node: Any, behind: Sequence[Any] = ()) -> None:
+        """A command; `behind` are its redirections, which may have words of it between them."""
         words: list[str] = []
         lines: list[int] = []
         before = [child for child in node.named_children if child.type == "variable_assignment"]
-        for child in node.named_children:
-            if child.type in ("variable_assignment", "file_redirect", "herestring_redirect", "comment"):
-                continue
+        for child in [part for outer in (*node.named_children, *behind) for part in syntax.words_in(outer)]:
             expanded = self.words(child)
             words += expanded
             lines += [syntax.line(child)] * len(expanded)
         if not words:
             return
-        name = words[0]
-        if name in self.functions and self.depth < MOST_DEPTH - 10:
+        name, plain = words[0], 0
+        while name in ("command", "builtin", "time") and plain < len(words) - 1:
+            plain += 1
+            name = words[plain]
+        if name in self.functions and words[0] in ("time", name) and self.depth < MOST_DEPTH - 10:
             saved = dict(self.variables) if before else None
             self.walk_all(before)
-            self._call(name, words[1:])
+            self._call(name, words[plain + 1 :])
             if saved is not None:
                 self.variables = saved
             return
@@ -183,7 +204,7 @@ class Shell(ScriptState):
                 depends | (label.conditions if label else frozenset()),
             )
         )
-        self._builtin(name, words, lines[0])
+        self._builtin(name, words[plain:], lines[0])
 
     def _builtin(self, name: str, words: list[str], line: int) -> None:
         """Commands that change variables, run other text, or end the script."""
@@ -193,7 +214,14 @@ class Shell(ScriptState):
         elif name == "eval":
             self._text(" ".join(arguments), line, f"line {line} runs text as a program, which may set it")
         elif name in ("exit", "return") or (name == "exec" and arguments):
-            raise FunctionReturned if name == "return" else ScriptEnded
+            if name != "return":
+                raise ScriptEnded
+            if self.frames:
+                raise FunctionReturned
+        elif name == "shopt" and {"nullglob", "failglob", "extglob", "nocasematch"} & {*arguments}:
+            self.glob_options = True
+        elif name == "shopt" and "expand_aliases" in arguments:
+            self.broken_lines.append(line)
         elif name == "set" and arguments and (arguments[0] == "--" or arguments[0][:1] not in ("-", "+")):
             self._positional(arguments[1:] if arguments[0] == "--" else arguments)
         elif name == "shift" and "@" in self.variables:
@@ -229,8 +257,14 @@ class Shell(ScriptState):
         if MARKS.search(text):
             self._anything(why)
             return
-        tree = syntax.parser().parse(("\n" * (line - 1) + text).encode("utf-8", "replace"))
-        self.walk(tree.root_node)
+        data = ("\n" * (line - 1) + text).encode("utf-8", "replace")
+        tree = syntax.parser().parse(data)
+        self.broken_lines += syntax.errors(tree.root_node)
+        outside, self.source = self.source, data
+        try:
+            self.walk(tree.root_node)
+        finally:
+            self.source = outside
 
     def _program(self, text: str, line: int) -> None:
         """`bash -c TEXT`: only exported variables reach it, and none comes back."""
@@ -288,18 +322,39 @@ class Shell(ScriptState):
 
     def _redirected(self, node: Any) -> None:
         """`read -r -d '' name <<EOF` puts a text into a variable; other redirections change no word."""
-        redirects = [child for child in node.named_children if child.type == "heredoc_redirect"]
-        parts = [part for redirect in redirects for part in redirect.named_children]
-        bodies = [part for part in parts if part.type == "heredoc_body"]
-        quoted = any(part.type == "heredoc_start" and syntax.text(part)[:1] in "'\"\\" for part in parts)
+        body, *redirects = node.named_children
+        heredocs = [child for child in redirects if child.type == "heredoc_redirect"]
+        parts = [part for redirect in heredocs for part in redirect.named_children]
         before = len(self.commands)
-        self._children(node)
-        if bodies and len(self.commands) > before and self.commands[-1].words[0] == "read":
-            words = [word for word in self.commands[-1].words[1:] if isinstance(word, str)]
-            names = [word for word in words if syntax.NAME.fullmatch(word)]
-            if names and "-d" in words:
-                text = syntax.text(bodies[0]) if quoted else self._heredoc(bodies[0])
-                self.assign(names[-1], text.strip())
+        if body.type == "command":
+            self._command(body, redirects)
+        elif body.type in syntax.REDIRECTS:
+            self._children(node)
+        else:
+            self.walk(body)
+            self.broken_lines += [syntax.line(word) for child in redirects for word in syntax.words_in(child)]
+        for part in parts:  # `cat <<EOF && next`: what follows stands before the text
+            if part.type in syntax.STATEMENTS:
+                self.walk(part)
+        bodies = [part for part in parts if part.type == "heredoc_body"]
+        if bodies and len(self.commands) > before and self.commands[before].words[0] == "read":
+            self._read(self.commands[before].words[1:], body, bodies[0], parts)
+
+    def _read(self, words: tuple[str | Unknown, ...], command: Any, body: Any, parts: list[Any]) -> None:
+        known = [word for word in words if isinstance(word, str)]
+        names = [word for word in known if syntax.NAME.fullmatch(word)]
+        options = "".join(word for word in known if word[:1] == "-")
+        if len(names) != 1 or "d" not in options or set(options) - set("-rd"):
+            return  # a gap already
+        start = next(part for part in parts if part.type == "heredoc_start")
+        quoted = syntax.text(start)[:1] in ("'", '"', "\\")
+        text = syntax.text(body) if quoted else self._heredoc(body)
+        if start.parent.children[0].type == "<<-":
+            text = re.sub(r"(?m)^\t+", "", text)
+        if "r" not in options:
+            text = re.sub(r"\\(.)", lambda escape: escape[1].strip("\n"), text, flags=re.S)
+        kept = any(syntax.text(child) == "IFS=" for child in command.named_children)
+        self.assign(names[0], text if kept else text.strip())
 
     def _heredoc(self, body: Any) -> str:
         """Expanded like a string in double quotes; the grammar does not see all expansions in it."""
@@ -311,15 +366,20 @@ class Shell(ScriptState):
 
     def _apart(self, node: Any) -> None:
         """A subshell and each part of a pipeline have variables of their own."""
-        parts = [[part] for part in node.named_children] if node.type == "pipeline" else [node.named_children]
-        for part in parts:
-            outside = dict(self.variables)
-            try:
-                self.walk_all(part)
-            except (ScriptEnded, FunctionReturned):
-                pass
-            finally:
-                self.variables = outside
+        if node.type == "pipeline":
+            for part in node.named_children:
+                self._isolated(partial(self.walk, part))
+        else:
+            self._isolated(lambda: self.walk_all(node.named_children))
+
+    def _isolated(self, walk: Callable[[], object]) -> None:
+        outside = dict(self.variables)
+        try:
+            walk()
+        except (ScriptEnded, FunctionReturned):
+            pass
+        finally:
+            self.variables = outside
 
     def _arithmetic_statement(self, node: Any) -> None:
         """`{ ...; }`, or `(( x += 1 ))`, which sets what it names."""
@@ -409,7 +469,7 @@ def read_script(text: str, given: dict[str, str] | None = None) -> Shell:
         tree = syntax.parser().parse(data)
         if tree.root_node.has_error:  # the grammar stumbles over arithmetic that begins with a bracket
             tree = syntax.parser().parse(data.replace(b"$(((", b"$(( ("))
-        shell.broken_lines = syntax.errors(tree.root_node)
+        shell.broken_lines, shell.source = syntax.errors(tree.root_node), tree.root_node.text
         shell.walk(tree.root_node)
     except (ScriptEnded, FunctionReturned):
         pass
