@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ CONTRACT = Path(__file__).with_name("contract")
 
 
 def run_child(
-    child: Path, work: Path, *arguments: str, timeout: float, python: str = sys.executable
+    child: Path,
+    work: Path,
+    *arguments: str,
+    timeout: float,
+    python: str = sys.executable,
+    path: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Everything that one engine can show; starting it is what takes the time."""
     # An interpreter of another environment has what isotrain needs, but not isotrain.
-    source = {"PYTHONPATH": str(Path(isotrain.__file__).parents[1])}
+    source = {"PYTHONPATH": os.pathsep.join(map(str, [Path(isotrain.__file__).parents[1], *path]))}
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("NPU_SIM")}
     done = subprocess.run(
         [python, str(child), str(work), *arguments],

@@ -107,16 +107,7 @@ class VllmEngine:
         special = _set_environment(device_type)
         if eager:
             _compile_nothing()
-        try:
-            import vllm
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise cannot_import(error, device_type) from error
-        if current_platform.device_type != device_type:
-            raise RolloutError(
-                f"rollout.engine: the installed vLLM is for {current_platform.device_type}, but device.type "
-                f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
-            )
+        vllm, current_platform = _import_vllm(device_type)
         self.name, self.version, self._timeout = name, 0, update_timeout
         self._unusable = "its weights are random until the first update" if load_format == "dummy" else ""
         self._lost, self._asleep = False, list[str]()
@@ -164,8 +155,16 @@ class VllmEngine:
             )
         except Exception as error:  # of many kinds, from any depth of vLLM
             raise RolloutError(f"{name}: vLLM did not start: {error}") from error
+        self._report_sampled()
         self._engine = self._llm.llm_engine
         self.at_once = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def _report_sampled(self) -> None:
+        for problem in filter(None, self._llm.collective_rpc("isotrain_report_sampled")):
+            raise RolloutError(
+                f"{self.name}: this vLLM cannot report log-probs after temperature, top-k and top-p: "
+                f"{problem}; set rollout.engine: hf"
+            )
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, more: More = no_more
@@ -413,6 +412,21 @@ def _set_environment(device_type: str) -> dict[str, str]:
     for variable, value in (DEFAULTS | find_device(device_type).port_variables(os.environ)).items():
         os.environ.setdefault(variable, value)
     return special
+
+
+def _import_vllm(device_type: str) -> tuple[Any, Any]:
+    """vLLM and its platform, which must be that of the run."""
+    try:
+        import vllm
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise cannot_import(error, device_type) from error
+    if current_platform.device_type != device_type:
+        raise RolloutError(
+            f"rollout.engine: the installed vLLM is for {current_platform.device_type}, but device.type "
+            f"is {device_type}; install the vLLM for that device, or set rollout.engine: hf"
+        )
+    return vllm, current_platform
 
 
 def _compile_nothing() -> None:

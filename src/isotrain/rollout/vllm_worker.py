@@ -47,6 +47,19 @@ class WeightReceiver:
     device: torch.device
     rank: int
 
+    def isotrain_report_sampled(self) -> str:
+        """Make log-probs those of the distribution that is sampled; returns an error, or nothing.
+
+        The sampler of a platform's plug-in may ignore the engine's `logprobs_mode`: its
+        log-probs are then those before temperature, top-k and top-p, until the sampler itself has the mode.
+        """
+        sampler = self.model_runner.sampler
+        for part in (sampler, getattr(sampler, "topk_topp_sampler", sampler)):
+            if not hasattr(part, "logprobs_mode"):
+                return f"{type(part).__name__} has no logprobs_mode"
+            part.logprobs_mode = self.vllm_config.model_config.logprobs_mode
+        return ""
+
     def isotrain_update(self, engine: str, update: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Errors are returned, not raised: one worker's would leave the replies of the others unread."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
@@ -70,6 +83,7 @@ def _take(
     """The model is opened for reloading only now: a file has been found whole before."""
     # Asked before reloading, during which a head that is tied to the embedding is a parameter of its own.
     parameters = {name for name, _ in model.named_parameters()}
+    _lay_out_experts_for_kernels(model)
     initialize_layerwise_reload(model)
     # What vLLM computed from weights, as for latent attention, is gone now and will be computed again.
     parameters &= {name for name, _ in model.named_parameters()}
@@ -196,6 +210,19 @@ def _expected_numel(layer: nn.Module, parameters: dict[str, nn.Parameter]) -> in
     return sum(
         getattr(parameter, "weight_loader_numel", parameter.numel()) for parameter in parameters.values()
     )
+
+
+def _lay_out_experts_for_kernels(model: nn.Module) -> None:
+    """Undo what a plug-in's `wake_up` does for loaders that write into parameters.
+
+    Its kernels take experts transposed. `wake_up` replaces them by views in the layout of checkpoints; the
+    reload makes tensors in the layout of kernels, and copies them into what is there.
+    """
+    for layer in model.modules():
+        for name in ("w13_weight", "w2_weight"):
+            weight = layer._parameters.get(name)
+            if weight is not None and not weight.is_contiguous() and weight.mT.is_contiguous():
+                layer.register_parameter(name, nn.Parameter(weight.data.mT, requires_grad=False))
 
 
 def _pack_experts_again(model: nn.Module) -> None:
