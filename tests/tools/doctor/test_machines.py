@@ -48,6 +48,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "import-crashes": ("torch-import",),
     "mask-names-a-gap": ("mask-names-missing-devices",),
     "mask-out-of-order": ("mask-out-of-order",),
+    "nnal-not-sourced": ("nnal-not-switched-on",),
     "nothing-installed": ("missing-torch",),
     "old-driver-and-firmware": ("driver-and-firmware", "driver-older-than-cann"),
     "openrlhf-0.6.2": ("bounds-of-peft", *TOO_OLD),
@@ -65,6 +66,8 @@ FOUND: dict[str, tuple[str, ...]] = {
     "verl-sglang-2025-a3": ("missing-peft", "bounds-of-torch", "bounds-of-transformers"),
     "verl-spring-2025": ("missing-peft", *TOO_OLD),
     "vllm-ascend-0.23-a2": (),
+    "vllm-ascend-of-a2-on-a3": ("vllm-ascend-for-another-chip",),
+    "vllm-ascend-without-nnal": ("nnal-missing",),
 }
 # With a recipe: what comes, or becomes an error.
 FOUND_FOR: dict[tuple[str, str], tuple[str, ...]] = {

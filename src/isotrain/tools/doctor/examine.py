@@ -30,7 +30,7 @@ from isotrain.tools.doctor.system import System, ThisMachine, relevant
 _CHECKS = (rules.apply, versions.check, devices.check, recipe.check, versions.check_import)
 # The first makes the second redundant.
 _IMPLIES = {
-    "npu-plugin-without-toolkit": {"torch-import", "no-npu-visible", "npu-plugin-not-loaded"},
+    "npu-plugin-without-toolkit": {"torch-import", "no-npu-visible", "npu-plugin-not-loaded", "nnal-missing"},
     "unused-npu-plugin": {"torch-import"},
     "toolkit-not-switched-on": {"torch-import"},
     "torch-and-torch-npu": {"torch-import"},

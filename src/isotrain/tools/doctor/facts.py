@@ -94,6 +94,8 @@ IMPORT_TORCH = ("python", "-c", "import torch")
 BUBBLEWRAP = ("bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true")
 SHARED_MEMORY = "/dev/shm"
 _TOOLKITS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+# Ascend's Neural Network Acceleration Library; its set_env.sh sets ATB_HOME_PATH.
+_ATB = "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_*"
 _DRIVER = "/usr/local/Ascend/driver/version.info"
 _FIRMWARE = "/usr/local/Ascend/firmware/version.info"
 _LISTENING = "0A"
@@ -116,6 +118,10 @@ class MachineFacts:
     """Version of the toolkit; None where there is none, or where it does not tell."""
     cann_home: str | None = None
     """Where the toolkit is; None where there is none."""
+    atb: str | None = None
+    """Where NNAL's libatb.so is; None where there is none."""
+    vllm_ascend_chip: str | None = None
+    """Generation of chips that the installed vllm-ascend was built for; None where it does not tell."""
     driver: str | None = None
     firmware: str | None = None
     """The driver package that the firmware came with, not the firmware's own number."""
@@ -164,6 +170,8 @@ def collect(system: System, commands: bool = True, places: Sequence[str] = (SHAR
         variables=variables,
         cann=cann,
         cann_home=home,
+        atb=_find_atb(system, variables),
+        vllm_ascend_chip=_chip_of_build(system) if "vllm-ascend" in packages else None,
         driver=_field(system.read(_DRIVER), "package_version", "Version")
         or (parse_driver(smi.text) if smi else None),
         firmware=_field(system.read(_FIRMWARE), "package_version"),
@@ -215,6 +223,22 @@ def find_toolkit(system: System, variables: dict[str, str]) -> tuple[str | None,
             if system.find(f"{place}/libhccl.so"):
                 return folder, None
     return None, None
+
+
+def _find_atb(system: System, variables: dict[str, str]) -> str | None:
+    """The folder that is switched on counts before the usual one."""
+    home = variables.get("ATB_HOME_PATH")
+    folders = [*([f"{home}/lib"] if home else []), *variables.get("LD_LIBRARY_PATH", "").split(":")]
+    for folder in filter(None, [*folders, f"{_ATB}/lib"]):
+        for library in system.find(f"{folder}/libatb.so"):
+            return library.rpartition("/")[0]
+    return None
+
+
+def _chip_of_build(system: System) -> str | None:
+    text = system.read_in_package("vllm_ascend", "_build_info.py")
+    match = re.search(r"__device_type__\s*=\s*['\"](\w+)['\"]", text or "")
+    return match[1] if match else None
 
 
 def _field(text: str | None, *names: str) -> str | None:

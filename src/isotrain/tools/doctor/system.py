@@ -4,6 +4,7 @@ A recorded machine is a folder, to be examined elsewhere:
 
 machine.json      machine, python, packages, variables, free bytes by path, paths that were found
 files/...         files that were read, under their own paths
+packages/...      files of installed packages that were read
 commands/*.txt    `exit N`, then what the command wrote
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import fnmatch
 import glob
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -62,6 +64,9 @@ class System(Protocol):
     def read(self, path: str) -> str | None:
         """The start of a file; None where it cannot be read."""
 
+    def read_in_package(self, package: str, name: str) -> str | None:
+        """The start of a file of an installed package, which is not imported; None without one."""
+
     def find(self, pattern: str) -> list[str]:
         """Paths that match a shell pattern, sorted."""
 
@@ -93,6 +98,13 @@ class ThisMachine:
                 return file.read(LONGEST)
         except OSError:
             return None
+
+    def read_in_package(self, package: str, name: str) -> str | None:
+        with contextlib.suppress(ImportError, ValueError):
+            if spec := importlib.util.find_spec(package):
+                for folder in spec.submodule_search_locations or ():
+                    return self.read(f"{folder}/{name}")
+        return None
 
     def find(self, pattern: str) -> list[str]:
         return sorted(glob.glob(pattern))
@@ -174,6 +186,9 @@ class RecordedMachine:
     def read(self, path: str) -> str | None:
         return self._text(f"files/{path.lstrip('/')}")
 
+    def read_in_package(self, package: str, name: str) -> str | None:
+        return self._text(f"packages/{package}/{name}")
+
     def find(self, pattern: str) -> list[str]:
         pattern_parts = pattern.split("/")
         return sorted(
@@ -228,6 +243,12 @@ class Recording:
         text = self._system.read(path)
         if text is not None:
             self._keep("files" + path, _listening(text) if path.startswith("/proc/net/") else text)
+        return text
+
+    def read_in_package(self, package: str, name: str) -> str | None:
+        text = self._system.read_in_package(package, name)
+        if text is not None:
+            self._keep(f"packages/{package}/{name}", text)
         return text
 
     def find(self, pattern: str) -> list[str]:

@@ -28,6 +28,7 @@ def check(scene: Scene) -> Iterator[MachineFinding]:
         yield from _torch_and_plugin(scene)
         yield from _plugin_and_toolkit(scene)
         yield from _engine_and_plugin(scene)
+        yield from _plugin_and_machine(scene)
 
 
 def own_bounds(scene: Scene) -> Iterator[MachineFinding]:
@@ -252,6 +253,44 @@ def _engine_and_plugin(scene: Scene) -> Iterator[MachineFinding]:
                 problem,
                 remedy,
             )
+
+
+# Where vllm-ascend's name of a generation of chips is not the one of `npu-smi`'s chips.
+_CHIPS = {"A5": "950", "_310P": "inference only"}
+
+
+def _plugin_and_machine(scene: Scene) -> Iterator[MachineFinding]:
+    """What vllm-ascend's workers ask for when they start."""
+    facts = scene.facts
+    if "vllm-ascend" not in facts.packages:
+        return
+    level: Level = "error" if scene.needs is None or "vllm" in scene.needs else "warning"
+    chip, generation = facts.vllm_ascend_chip, scene.generation
+    if chip and generation and _CHIPS.get(chip, chip) != generation:
+        problem = tr(
+            "the installed vllm-ascend was built for {chip}, and this machine has {generation}: its workers "
+            'end with "does not match the installed version\'s device type"',
+            chip=_CHIPS.get(chip, chip),
+            generation=generation,
+        )
+        remedy = tr(
+            "use vllm-ascend's image for this generation, or build it from source on this machine; its "
+            "wheels on PyPI are built for A2"
+        )
+        yield MachineFinding("vllm-ascend-for-another-chip", level, problem, remedy)
+    if facts.atb is None:
+        problem = tr('NNAL is not installed: vllm-ascend\'s workers end with "libatb.so: cannot open"')
+        remedy = tr(
+            "install the Ascend-cann-nnal package of this CANN's version, then source "
+            "/usr/local/Ascend/nnal/atb/set_env.sh"
+        )
+        yield MachineFinding("nnal-missing", level, problem, remedy)
+    elif not facts.variables.get("ATB_HOME_PATH") and facts.atb not in facts.variables.get(
+        "LD_LIBRARY_PATH", ""
+    ).split(":"):
+        problem = tr("NNAL is installed, but its variables are not set in this shell: libatb.so is not found")
+        remedy = tr("source /usr/local/Ascend/nnal/atb/set_env.sh in every shell and on every Ray node")
+        yield MachineFinding("nnal-not-switched-on", level, problem, remedy)
 
 
 # The first pattern found in the message explains it.
