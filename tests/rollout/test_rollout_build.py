@@ -26,6 +26,26 @@ def test_engines_compile_where_it_pays_unless_told(device: str, written: bool | 
     assert plan.eager is eager
 
 
+def arguments(device: str, name: str, repeatable: bool) -> EngineArguments:
+    named: Any = SimpleNamespace(type=device)
+    return EngineArguments(
+        RolloutSection(), Path(), "float32", named, 1, Positions(None), 7, name, repeatable
+    )
+
+
+def test_responses_have_seeds_only_where_they_must_be_repeatable() -> None:
+    """On the host a seed costs nothing that can be measured; on a device it is kernels for each response."""
+    assert arguments("npu", "engine 0", True).seeded and arguments("cpu", "engine 0", False).seeded
+    assert not arguments("npu", "engine 0", False).seeded
+
+
+def test_engines_without_seeds_of_responses_do_not_share_their_noise() -> None:
+    seeds = [arguments("npu", f"engine {index}", False).engine_seed for index in range(8)]
+    assert len(set(seeds)) == 8 and all(0 <= seed < 2**31 for seed in seeds)
+    assert seeds[0] == arguments("npu", "engine 0", False).engine_seed
+    assert arguments("npu", "engine 3", True).engine_seed == 7
+
+
 @pytest.mark.parametrize("length", [512, 131_072])
 def test_a_step_reads_a_bounded_part_of_the_prompts(length: int) -> None:
     """The memory of a step's activations is taken from the cache, whatever is the longest prompt."""

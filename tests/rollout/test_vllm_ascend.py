@@ -45,6 +45,11 @@ def test_refuses_a_sampler_without_modes(ascend: dict[str, Any]) -> None:
     assert ascend["refused"] == "Module has no logprobs_mode"
 
 
+def test_noise_is_drawn_once_a_token_without_seeds(ascend: dict[str, Any]) -> None:
+    """For 64 requests; each draw is 7 kernels on A2 and A3."""
+    assert ascend["draws"] == [64, 1]
+
+
 def test_a_mixture_is_updated_after_waking_up(ascend: dict[str, Any]) -> None:
     for outcome in ascend["updates"]:
         assert not outcome["error"] and all(outcome["equal"].values())

@@ -14,6 +14,7 @@ import torch
 import torch_npu
 import vllm
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -62,7 +63,24 @@ def make_worker(runner: Any) -> Any:
     return worker
 
 
-def sample(sampler: Any) -> dict[str, float]:
+class DrawsOfNoise(TorchDispatchMode):
+    """Counts launches of the operator that sampling draws its noise with."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.exponential_.default
+        return function(*args, **(kwargs or {}))
+
+
+def draws_a_token(sampler: Any, *, seeded: bool) -> int:
+    generators = {row: torch.Generator().manual_seed(row) for row in range(B)} if seeded else {}
+    with DrawsOfNoise() as draws:
+        sample(sampler, generators)
+    return draws.count
+
+
+def sample(sampler: Any, generators: dict[int, torch.Generator]) -> dict[str, float]:
     """Difference of the log-probs of sampled tokens to those of the distribution that was asked for."""
     logits_BV = 2 * torch.randn(B, V, generator=torch.Generator().manual_seed(0))
     zeros, ones = torch.zeros(B), torch.ones(B)
@@ -74,7 +92,7 @@ def sample(sampler: Any) -> dict[str, float]:
             all_random=True,
             top_p=torch.full((B,), TOP_P),
             top_k=None,
-            generators={},
+            generators=generators,
             max_num_logprobs=0,
             no_penalties=True,
             prompt_token_ids=None,
@@ -182,11 +200,12 @@ def update(rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     set_up()
     sampler = sampler_module.AscendSampler()  # as `NPUModelRunner` makes it
-    before = sample(sampler)
+    before = sample(sampler, {})
     problem = make_worker(SimpleNamespace(sampler=sampler)).isotrain_report_sampled()
     refused = make_worker(SimpleNamespace(sampler=nn.Module())).isotrain_report_sampled()
-    result = {"vllm": vllm.__version__, "before": before, "after": sample(sampler), "problem": problem}
-    print(json.dumps({**result, "refused": refused, "updates": update(2)}))
+    draws = [draws_a_token(sampler, seeded=seeded) for seeded in (True, False)]
+    result = {"vllm": vllm.__version__, "before": before, "after": sample(sampler, {}), "problem": problem}
+    print(json.dumps({**result, "refused": refused, "draws": draws, "updates": update(2)}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted; its seed is its own, so that no response depends on its neighbours."""
+    """One response that is wanted; an engine that uses its seed makes it independent of its neighbours."""
 
     row: int
     prompt_index: int

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isotrain.data.trajectory import sample_seed
 from isotrain.device.base import Device
 from isotrain.errors import RolloutError
 from isotrain.models.config import Positions, positions
@@ -29,6 +31,18 @@ class EngineArguments:
     """The model's positions."""
     seed: int
     name: str
+    repeatable: bool = True
+    """Responses must be the same from run to run."""
+
+    @property
+    def seeded(self) -> bool:
+        """Each response has noise of its own: on a device that is several kernels a response and token."""
+        return self.repeatable or self.device.type == "cpu"
+
+    @property
+    def engine_seed(self) -> int:
+        """Without seeds of their own, responses of two engines must not share their noise."""
+        return self.seed if self.seeded else sample_seed(self.seed, zlib.crc32(self.name.encode()), 0)
 
     @property
     def eager(self) -> bool:
@@ -66,6 +80,7 @@ def build_rollout(
     max_prompt: int,
     seed: int,
     name: str,
+    repeatable: bool = True,
 ) -> RolloutEngine:
     directory = model_directory(model_path)
     longest = max_prompt + rollout.max_tokens
@@ -76,7 +91,7 @@ def build_rollout(
             f"{longest}, the model has {limit} positions; write {limit - max_prompt} or less"
         )
     return ENGINES[rollout.engine](
-        EngineArguments(rollout, directory, dtype, device, longest, usable, seed, name)
+        EngineArguments(rollout, directory, dtype, device, longest, usable, seed, name, repeatable)
     )
 
 
@@ -87,8 +102,13 @@ def _vllm(plan: EngineArguments) -> RolloutEngine:
     from isotrain.rollout.vllm import VllmEngine
 
     max_length = plan.room(1)  # scoring a whole sequence, it writes a token after it
-    load_format = plan.rollout.load_format
-    return VllmEngine(plan.directory, max_length=max_length, load_format=load_format, **plan.server)
+    return VllmEngine(
+        plan.directory,
+        max_length=max_length,
+        load_format=plan.rollout.load_format,
+        seeded=plan.seeded,
+        **{**plan.server, "seed": plan.engine_seed},
+    )
 
 
 def _sglang(plan: EngineArguments) -> RolloutEngine:

@@ -96,6 +96,7 @@ class VllmEngine:
         device_type: str,
         max_length: int,
         seed: int = 0,
+        seeded: bool = True,
         tensor_parallel: int = 1,
         memory_utilization: float = 0.5,
         cache_bytes: int = 2 << 30,
@@ -108,7 +109,7 @@ class VllmEngine:
         if eager:
             _compile_nothing()
         vllm, current_platform = _import_vllm(device_type)
-        self.name, self.version, self._timeout = name, 0, update_timeout
+        self.name, self.version, self._timeout, self._seeded = name, 0, update_timeout, seeded
         self._unusable = "its weights are random until the first update" if load_format == "dummy" else ""
         self._lost, self._asleep = False, list[str]()
         self._serial, self._updates, self._workers, self._between_tokens = 0, 0, tensor_parallel, False
@@ -121,6 +122,7 @@ class VllmEngine:
             "vllm": vllm.__version__,
             "platform": current_platform.device_type,
             "eager": str(eager),
+            "seeds": "one a response" if seeded else f"one an engine ({seed})",
             "sleep": "level 2" if self._sleeps else "not available",
             "weights": "layer-wise reload",
             **special,
@@ -176,7 +178,7 @@ class VllmEngine:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=request.seed,
+                seed=request.seed if self._seeded else None,
                 max_tokens=request.room(sampling),
                 logprobs=0,  # of the sampled token alone
                 stop_token_ids=list(self._ends),

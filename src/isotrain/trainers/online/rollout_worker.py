@@ -63,6 +63,7 @@ class RolloutWorker:
             max_prompt=self._longest_prompt(),
             seed=recipe.seed,
             name=self.name,
+            repeatable=recipe.device.determinism != "off" or recipe.rollout.record,
         )
 
     def _longest_prompt(self) -> int:
