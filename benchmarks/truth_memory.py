@@ -17,8 +17,6 @@ from pathlib import Path
 import bench
 from smollm2 import smollm2
 
-TOKENS = 512
-
 
 def peak_of(*command: str) -> int:
     """Largest anonymous memory of one child process, in bytes.
@@ -38,14 +36,16 @@ def peak_of(*command: str) -> int:
 
 
 def main() -> None:
-    bench.Options(__doc__).read()
+    parser = bench.Options(__doc__, tokens=128)
+    parser.add_argument("--tokens", type=int, default=512, help="length of the micro-batch")
+    tokens: int = parser.read().tokens
     from isotrain.models.load import build_causal_lm
     from isotrain.tools.probes.truth import memory_of
 
     model = build_causal_lm(smollm2(), "sdpa")
-    plan = memory_of(model, TOKENS)
+    plan = memory_of(model, tokens)
     parameters = sum(p.numel() for p in model.parameters())
-    large = memory_of(build_causal_lm(bench.REPOSITORY / "benchmarks/plan_models/qwen2.5-7b", "sdpa"), TOKENS)
+    large = memory_of(build_causal_lm(bench.REPOSITORY / "benchmarks/plan_models/qwen2.5-7b", "sdpa"), tokens)
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         recipe = {
@@ -56,9 +56,9 @@ def main() -> None:
             "data": {
                 "train": str(_rows(Path(directory))),
                 "batch_size": 2,
-                "max_length": TOKENS // 2,
+                "max_length": tokens // 2,
                 "too_long": "truncate",
-                "tokens_per_micro_batch": TOKENS,
+                "tokens_per_micro_batch": tokens,
             },
             "algorithm": {"name": "sft"},
             "trainer": {"steps": 1},
@@ -76,7 +76,8 @@ def main() -> None:
         plan_gb=plan.total / 1e9,
         gradients_on_disk_gb=plan.disk / 1e9,
         float64_weights_and_gradients_gb=16 * parameters / 1e9,
-        plan_7b_512_tokens_gb=large.total / 1e9,
+        tokens=tokens,
+        plan_7b_gb=large.total / 1e9,
     )
 
 

@@ -160,6 +160,7 @@ CASES = {
     "simulated_scale": Case(("figures", "free_figures", "by_source")),
     "stale_weights": Case(("lost", "honest", "value")),
     "supervised_overhead": Case(("losses_equal", "bare_step_s", "isotrain_step_s"), minutes=15),
+    "truth_memory": Case(("peak_gb", "plan_gb", "plan_7b_gb"), met=True),
     "versions": Case(("resumed_metrics_equal", "by_recipe", "step_s"), minutes=15),
     "versus_trl sft": Case(("losses_agree", "ratio_packing"), arguments=("--algorithm", "sft"), minutes=20),
     "versus_trl dpo": Case(PREFERENCE, arguments=("--algorithm", "dpo"), minutes=20),

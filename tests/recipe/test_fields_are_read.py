@@ -26,15 +26,19 @@ def reads(source: str) -> Iterator[tuple[str, str]]:
             elif isinstance(owner, ast.Attribute):
                 yield owner.attr, node.attr
         elif isinstance(node, ast.FunctionDef):
-            yield from reads_of_arguments(node)
+            yield from reads_of_variables(node)
 
 
-def reads_of_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Each `argument.field` of an argument that is annotated with classes of sections, by their names."""
+def reads_of_variables(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """Each `name.field` of a name that is annotated with classes of sections, by their names."""
+    annotations = {argument.arg: argument.annotation for argument in function.args.args}
+    for node in ast.walk(function):
+        if isinstance(node, ast.AnnAssign):
+            annotations[ast.unparse(node.target)] = node.annotation
     types = {
-        argument.arg: re.findall(r"\w+Section", ast.unparse(argument.annotation))
-        for argument in function.args.args
-        if argument.annotation
+        name: re.findall(r"\w+Section", ast.unparse(annotation))
+        for name, annotation in annotations.items()
+        if annotation
     }
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -71,6 +75,8 @@ def test_reads_sees_code_and_not_text() -> None:
     assert set(reads(source)) == {("recipe", "data"), ("data", "train"), ("optimizer", "lr")}
     typed = "def f(one: ASection | BSection, two: int):\n    return one.field, two.real\n"
     assert {("ASection", "field"), ("BSection", "field")} <= set(reads(typed))
+    typed = "def f(self):\n    one: ASection = self.x.section\n    return one.field\n"
+    assert ("ASection", "field") in set(reads(typed))
     computed = "class A:\n    @model_validator()\n    def f(self): self.x\n    def g(self): self.y\n"
     assert set(reads_of_methods(computed)) == {("A", "y")}
     assert "OnlineSection" in classes("algorithm")

@@ -104,8 +104,8 @@ def _uncorrected(engine: Any, update: Any, work: Any, lr: float) -> Any:
 
 def _clip(change: Callable[[Any, Callable[[Any], float]], float]) -> Patch:
     def patch(engine: Any) -> None:
-        right = engine.TrainingEngine._clip
-        engine.TrainingEngine._clip = lambda self: change(self, right)
+        right = engine.TrainingEngine.clip_gradients
+        engine.TrainingEngine.clip_gradients = lambda self: change(self, right)
 
     return patch
 

@@ -45,7 +45,7 @@ class Episodes:
     def __init__(self, recipe: Recipe, source: str, loop: EngineLoop) -> None:
         """`source` is the text of the file of the environment or agent."""
         assert recipe.rollout is not None and recipe.rollout.episodes is not None
-        section = recipe.rollout.episodes
+        section: EnvironmentSection | AgentSection = recipe.rollout.episodes
         self._loop, self._seed = loop, recipe.seed
         self._prompt_key = recipe.data.prompt_key
         self._answer_key = recipe.reward.answer_key if recipe.reward else ""
