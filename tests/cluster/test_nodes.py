@@ -34,7 +34,7 @@ def machines() -> Iterator[Machines]:
 def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
-        with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
+        with place(cluster, Cpu(), Demand(ranks=2), start_timeout=240) as placement:
             assert len({slot.node for slot in placement.ranks}) == 2
             environments = rank_environments(placement.ranks, Cpu())
             assert [own["LOCAL_RANK"] + own["LOCAL_WORLD_SIZE"] for own in environments] == ["01", "01"]
@@ -42,7 +42,7 @@ def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch)
                 Member(environment=own, slot=slot)
                 for own, slot in zip(environments, placement.ranks, strict=True)
             ]
-            with WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=90) as group:
+            with WorkerGroup("training rank", Rank, members, spmd=True, start_timeout=240) as group:
                 assert [where.node for where in group.locations] == [slot.node for slot in placement.ranks]
                 assert placement.store_host == "127.0.0.1"
                 store = group.call_on(0, Rank.open_store, placement.store_host)
@@ -50,7 +50,7 @@ def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch)
                 listening = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
                 addresses = [line.split()[3] for line in listening.splitlines()]
                 assert [one for one in addresses if one.endswith(f":{port}")] == [f"127.0.0.1:{port}"]
-                joined = group.within(90).call(Rank.join, store)
+                joined = group.within(240).call(Rank.join, store)
                 assert [one["interface"] for one in joined] == ["lo", "lo"]
                 assert group.within(30).call_each(Rank.sum, [1.0, 2.0]) == [3.0, 3.0]
 
@@ -72,7 +72,7 @@ def test_ranks_on_two_nodes(machines: Machines, monkeypatch: pytest.MonkeyPatch)
 def test_a_lost_node_is_noticed(machines: Machines) -> None:
     with join_cluster(ClusterSection(address=machines.address), Cpu()) as cluster:
         lost = next(iter(machines.worker_nodes))
-        with place(cluster, Cpu(), Demand(ranks=2), start_timeout=60) as placement:
+        with place(cluster, Cpu(), Demand(ranks=2), start_timeout=240) as placement:
             members = [Member(slot=slot) for slot in placement.ranks]
             group = WorkerGroup("training rank", Clerk, members, spmd=True, start_timeout=60)
             others = WorkerGroup("rollout engine", Clerk, members, start_timeout=600)
