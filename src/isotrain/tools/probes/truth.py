@@ -261,7 +261,7 @@ class _LayerProgress:
 
 
 @dataclass(frozen=True)
-class Memory:
+class TruthMemory:
     """Bytes that a truth needs at most, from shapes alone."""
 
     weights: int
@@ -278,7 +278,7 @@ class Memory:
         return PROCESS + self.weights + self.wide + self.activations
 
 
-def memory_of(pretrained: Any, tokens: int, *, chunk: int | None = None) -> Memory:
+def memory_of(pretrained: Any, tokens: int, *, chunk: int | None = None) -> TruthMemory:
     """The plan for a micro-batch of `tokens` tokens; the model may be on the meta device.
 
     An operator inside a layer keeps its result, and one copy where types or layouts change.
@@ -293,7 +293,7 @@ def memory_of(pretrained: Any, tokens: int, *, chunk: int | None = None) -> Memo
     inner = 16 * hidden + 6 * max(sides, default=4 * hidden)
     heads = max(shape.query_heads for shape in attention_shapes(pretrained.config))
     longest = tokens * tokens * heads
-    return Memory(
+    return TruthMemory(
         weights=4 * everything,
         # The head's copy stays, its gradient is summed over chunks, and so is the embedding's made.
         wide=8 * (3 * per_layer + 4 * vocabulary * hidden),

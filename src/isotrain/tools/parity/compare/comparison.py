@@ -182,7 +182,11 @@ class Comparison:
     @property
     def broken(self) -> list[RuleResult]:
         """Published rules on absolute errors, the 2 % and 4 %, that do not hold."""
-        return [one for one in self.rule_results if not one.passed and not one.relative]
+        return [
+            rule_result
+            for rule_result in self.rule_results
+            if not rule_result.passed and not rule_result.relative
+        ]
 
     @property
     def has_curves(self) -> bool:
@@ -195,20 +199,22 @@ class Comparison:
             "candidate": _described(self.candidate),
             "steps": {
                 metric: {
-                    "compared": len(one.steps_S),
-                    "reference": one.of_reference,
-                    "candidate": one.of_candidate,
+                    "compared": len(curve.steps_S),
+                    "reference": curve.of_reference,
+                    "candidate": curve.of_candidate,
                 }
-                for metric, one in self.aligned.items()
+                for metric, curve in self.aligned.items()
             },
-            "not_numbers": [{**asdict(one), "words": one.words} for one in self.not_numbers],
-            "differences": [asdict(one) for one in self.differences],
-            "allowed": [asdict(one) for one in self.allowed],
-            "objections": [asdict(one) for one in self.objections],
+            "not_numbers": [{**asdict(value), "words": value.words} for value in self.not_numbers],
+            "differences": [asdict(difference) for difference in self.differences],
+            "allowed": [asdict(difference) for difference in self.allowed],
+            "objections": [asdict(objection) for objection in self.objections],
             "recipe": recipe_changes(self.reference, self.candidate),
             "environment": environment_changes(self.reference, self.candidate),
             "curves": {metric: asdict(curve) for metric, curve in self.curves.items()},
-            "published_rules": [{**asdict(one), "passed": one.passed} for one in self.rule_results],
+            "published_rules": [
+                {**asdict(rule_result), "passed": rule_result.passed} for rule_result in self.rule_results
+            ],
             "throughput": {name: asdict(ratio) for name, ratio in self.speed.items()},
         }
 
@@ -226,12 +232,12 @@ def compare(
             f"{reference.path} and {candidate.path} have no loss or reward in common; name one with --metric"
         )
     input_differences = list(differences(reference, candidate))
-    not_numbers = [one for metric in chosen if (one := _not_a_number(metric, reference, candidate))]
+    not_numbers = [value for metric in chosen if (value := _not_a_number(metric, reference, candidate))]
     aligned = {metric: _aligned(metric, reference, candidate) for metric in chosen}
     curves = {
-        metric: apart(one.steps_S, one.reference_S, one.candidate_S)
-        for metric, one in aligned.items()
-        if len(one.steps_S)
+        metric: apart(curve.steps_S, curve.reference_S, curve.candidate_S)
+        for metric, curve in aligned.items()
+        if len(curve.steps_S)
     }
     if chosen and not curves and not not_numbers:
         raise DataError(f"'{chosen[0]}' has no step in both runs: {reference.path} and {candidate.path}")
@@ -240,12 +246,16 @@ def compare(
         candidate,
         {metric: aligned[metric] for metric in curves},
         curves,
-        tuple(result for metric, one in curves.items() for result in rule_results(metric, one)),
+        tuple(result for metric, curve in curves.items() for result in rule_results(metric, curve)),
         _speed(reference, candidate),
         tuple(not_numbers),
-        tuple(one for one in input_differences if one.name not in allow),
-        tuple(one for one in input_differences if one.name in allow),
-        tuple(one for one in ended_early(reference, candidate, list(curves)) if one.name not in allow),
+        tuple(difference for difference in input_differences if difference.name not in allow),
+        tuple(difference for difference in input_differences if difference.name in allow),
+        tuple(
+            objection
+            for objection in ended_early(reference, candidate, list(curves))
+            if objection.name not in allow
+        ),
     )
 
 
@@ -283,9 +293,9 @@ def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
         tr("without the first {count} steps", count=WARM_UP): (a[WARM_UP:], b[WARM_UP:]),
     }
     return {
-        what: throughput(one, other)
-        for what, (one, other) in parts.items()
-        if len(one) and len(other) and (one > 0).all() and (other > 0).all()
+        what: throughput(a, b)
+        for what, (a, b) in parts.items()
+        if len(a) and len(b) and (a > 0).all() and (b > 0).all()
     }
 
 

@@ -36,7 +36,7 @@ class LayerErrors:
 
 
 @dataclass(frozen=True)
-class OperatorErrors:
+class OperatorRow:
     """One operator of level P0, each side against the exact result."""
 
     operator: str
@@ -72,14 +72,12 @@ def first_layer(level: Level) -> LayerErrors | None:
     """The first that differs, if it is among the layers."""
     first = level.evidence.get("first")
     key = [first.get(name) for name in ("step", "kind", "name")] if isinstance(first, dict) else []
-    return next((one for one in layers(level) if [one.step, one.kind, one.name] == key), None)
+    return next((layer for layer in layers(level) if [layer.step, layer.kind, layer.name] == key), None)
 
 
-def operators(level: Level) -> list[OperatorErrors]:
+def operators(level: Level) -> list[OperatorRow]:
     """Those that the candidate rounds worst, beside the reference, first."""
-    return sorted(
-        _each(OperatorErrors, level.evidence.get("operators")), key=lambda one: -_badness(one.ratio)
-    )
+    return sorted(_each(OperatorRow, level.evidence.get("operators")), key=lambda row: -_badness(row.ratio))
 
 
 def one_sided_operators(level: Level) -> list[str]:
@@ -104,7 +102,14 @@ def without_oracle(level: Level) -> list[str]:
 def envelope(level: Level, metric: str) -> Envelope | None:
     metrics = level.evidence.get("envelope")
     envelopes = _each(Envelope, [metrics.get(metric)] if isinstance(metrics, dict) else [])
-    return next((one for one in envelopes if len(one.steps) == len(one.low) == len(one.high) > 0), None)
+    return next(
+        (
+            envelope
+            for envelope in envelopes
+            if len(envelope.steps) == len(envelope.low) == len(envelope.high) > 0
+        ),
+        None,
+    )
 
 
 def table(level: Level) -> Table | None:
@@ -112,11 +117,11 @@ def table(level: Level) -> Table | None:
 
 
 def _each(kind: type[Kind], rows: object) -> list[Kind]:
-    adapter, found = TypeAdapter(kind), list[Kind]()
+    adapter, readable = TypeAdapter(kind), list[Kind]()
     for row in rows if isinstance(rows, list | tuple) else ():
         with suppress(ValidationError):
-            found.append(adapter.validate_python(row))
-    return found
+            readable.append(adapter.validate_python(row))
+    return readable
 
 
 def _badness(ratio: float | None) -> float:

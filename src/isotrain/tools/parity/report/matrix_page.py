@@ -77,10 +77,10 @@ def _entries(directory: Path) -> Iterator[_MatrixEntry]:
 
 
 def _order(entry: _MatrixEntry) -> tuple[str, ...]:
-    one = entry.certificate
-    subject = one.subject
-    pair = (one.reference.label, one.candidate.label)
-    return (subject.algorithm, subject.model, *pair, subject.kind, one.date, entry.name)
+    certificate = entry.certificate
+    subject = certificate.subject
+    pair = (certificate.reference.label, certificate.candidate.label)
+    return (subject.algorithm, subject.model, *pair, subject.kind, certificate.date, entry.name)
 
 
 def _matrix(entries: Sequence[_MatrixEntry]) -> Iterator[str]:
@@ -105,28 +105,28 @@ def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
 
 
 def _pair(entry: _MatrixEntry, published: dict[str, Any]) -> dict[str, str]:
-    one = entry.certificate
-    ring = uses_ring(one.candidate.settings)
+    certificate = entry.certificate
+    ring = uses_ring(certificate.candidate.settings)
     errors = published["with_ring_attention_hundredths" if ring else "loss_error_hundredths"]
-    subject, figures, signed = one.subject, one.figures, entry.signature
+    subject, figures, signed = certificate.subject, certificate.figures, entry.signature
     return {
         "algorithm": _cell(subject.algorithm),
-        "model": _cell(_model(one)),
-        "reference": _device(one.reference),
-        "candidate": _device(one.candidate),
+        "model": _cell(_model(certificate)),
+        "reference": _device(certificate.reference),
+        "candidate": _device(certificate.candidate),
         "engine": subject.engine,
-        "kind": _kind(one),
+        "kind": _kind(certificate),
         "steps": str(figures.steps),
         "loss error, hundredths": _number(figures.loss_error),
         "published by others, hundredths": _number(errors.get(subject.algorithm)),
         "loss error, relative, %": _number(figures.loss_relative),
         "reward error, hundredths": _number(figures.reward_error),
         "throughput, candidate / reference": _number(figures.throughput_ratio),
-        "same at": _same_at(one),
-        "not run": ", ".join(level.name for level in one.levels if level.state == "not run") or "-",
-        "outcome": one.outcome.verdict,
-        "computation": one.computation,
-        "date": one.date[:10],
+        "same at": _same_at(certificate),
+        "not run": ", ".join(level.name for level in certificate.levels if level.state == "not run") or "-",
+        "outcome": certificate.outcome.verdict,
+        "computation": certificate.computation,
+        "date": certificate.date[:10],
         "standing": f"signed by {_cell(signed.by)}" if signed.state == "signed" else "**claimed**",
         "certificate": _link(entry.name),
     }

@@ -271,9 +271,9 @@ def _headed(title: str, aside: str) -> tuple[Figure, Axes]:
 
 def _file_name(name: str, taken: set[str]) -> str:
     base = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:60] or "metric"
-    found, count = base, 1
-    while found in taken:
+    candidate, count = base, 1
+    while candidate in taken:
         count += 1
-        found = f"{base}-{count}"
-    taken.add(found)
-    return found
+        candidate = f"{base}-{count}"
+    taken.add(candidate)
+    return candidate

@@ -90,7 +90,7 @@ def _operators(level: Level) -> list[Markup]:
             for side in ("reference", "candidate")
         ]
         rows = [
-            [one.operator, one.shapes, one.dtype, number(one.ratio), *_both_sides(one)] for one in operators
+            [row.operator, row.shapes, row.dtype, number(row.ratio), *_both_sides(row)] for row in operators
         ]
         count = tr("{count:,} operators, the worst first", count=len(rows))
         parts.append(_folded(count, columns + sides, rows))
@@ -104,8 +104,8 @@ def _operators(level: Level) -> list[Markup]:
     return parts
 
 
-def _both_sides(one: evidence.OperatorErrors) -> list[str]:
-    sides = (one.reference, one.candidate)
+def _both_sides(row: evidence.OperatorRow) -> list[str]:
+    sides = (row.reference, row.candidate)
     return [number(values.get(figure)) for figure in evidence.OPERATOR_FIGURES for values in sides]
 
 
@@ -116,14 +116,14 @@ def _layers(level: Level) -> list[Markup]:
     worst = sorted(range(len(compared)), key=lambda index: -compared[index].decades)[:MOST_ROWS]
     rows = [
         [
-            element("b", one.name) if one is first or one == first else one.name,
-            one.kind,
-            one.step,
-            number(one.error),
-            number(one.limit),
-            chip(tr("past"), "different") if one.decades > 0 else chip(tr("within"), "same"),
+            element("b", layer.name) if layer is first or layer == first else layer.name,
+            layer.kind,
+            layer.step,
+            number(layer.error),
+            number(layer.limit),
+            chip(tr("past"), "different") if layer.decades > 0 else chip(tr("within"), "same"),
         ]
-        for one in (compared[index] for index in sorted(worst))
+        for layer in (compared[index] for index in sorted(worst))
     ]
     shown = table((tr("layer"), tr("of"), tr("step"), tr("error|number"), tr("limit"), ""), rows)
     words = tr("{count:,} comparisons of layers, in order of execution", count=len(compared))
@@ -231,7 +231,7 @@ def around(verdict: Verdict) -> Markup:
         if differences:
             parts += [
                 element("h3", title),
-                bullets([listed((one.name, one.message), ": ") for one in differences]),
+                bullets([listed((difference.name, difference.message), ": ") for difference in differences]),
             ]
     environments = reference.environment, candidate.environment
     known = (
@@ -243,9 +243,9 @@ def around(verdict: Verdict) -> Markup:
         ),
         (tr("Environment"), environment_changes(reference, candidate), *environments),
     )
-    for title, changes, one, other in known:
+    for title, changes, of_reference, of_candidate in known:
         parts.append(element("h3", title))
-        if one is None or other is None:
+        if of_reference is None or of_candidate is None:
             parts.append(element("p", tr("Not known of both runs, so it was not compared.")))
         elif not changes:
             parts.append(element("p", tr("Nothing that matters differs.")))
@@ -303,12 +303,18 @@ def effects(verdict: Verdict) -> Markup:
     columns = (tr("metric"), *EFFECT_COLUMNS, tr("answer"))
     rows: list[list[object]] = []
     for effect in verdict.outcome.effects:
-        for position, one in enumerate(effect.windows):
+        for position, window in enumerate(effect.windows):
             answer: object = chip(ANSWERS[effect.verdict], effect.verdict) if position == 0 else ""
-            means = (one.reference, one.candidate, one.difference)
-            figures = [*map(number, means), interval(one.interval)]
+            means = (window.reference, window.candidate, window.difference)
+            figures = [*map(number, means), interval(window.interval)]
             rows.append(
-                [effect.metric if position == 0 else "", one.window, *figures, number(effect.margin), answer]
+                [
+                    effect.metric if position == 0 else "",
+                    window.window,
+                    *figures,
+                    number(effect.margin),
+                    answer,
+                ]
             )
     if not rows:
         return element("p", _NO_FIGURES)

@@ -32,8 +32,8 @@ def number(value: float | None) -> str:
     return tr("not a number") if math.isnan(value) else tr("infinite")
 
 
-def interval(one: Interval | None) -> str:
-    return "-" if one is None else tr("{low} to {high}", low=number(one.low), high=number(one.high))
+def interval(bounds: Interval | None) -> str:
+    return "-" if bounds is None else tr("{low} to {high}", low=number(bounds.low), high=number(bounds.high))
 
 
 STATISTICS: tuple[tuple[str, Callable[[Apart], str]], ...] = (
