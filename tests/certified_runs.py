@@ -21,7 +21,7 @@ from isotrain.tools.parity.levels.envelope import envelope_level
 from isotrain.tools.parity.levels.level import Check, Level, not_run
 from isotrain.tools.parity.levels.paired import paired_level
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 from isotrain.tools.parity.verdict import Verdict, judge
 
 RECIPE: dict[str, Any] = {
@@ -105,7 +105,9 @@ def run_of(
 MEMBERS = {f"envelope-{n}": 1e-4 * size for n, size in enumerate((2, -2, 0.9, -1, 1.5, -0.5), start=1)}
 
 
-def verdict_of(reference: Run, candidate: Run, members: Sequence[Run] = (), **options: Any) -> Verdict:
+def verdict_of(
+    reference: RunLog, candidate: RunLog, members: Sequence[RunLog] = (), **options: Any
+) -> Verdict:
     comparison = compare(reference, candidate, **options)
     levels = [
         paired_level(comparison, members),

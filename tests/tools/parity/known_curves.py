@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isotrain.tools.parity.run import Numbers, Run, Series
+from isotrain.tools.parity.run import Numbers, RunLog, Series
 
 
 def falling(steps: int = 80, seed: int = 0) -> Numbers:
@@ -16,13 +16,13 @@ def falling(steps: int = 80, seed: int = 0) -> Numbers:
     return curve
 
 
-def run_of(name: str = "run", **curves: Numbers) -> Run:
+def run_of(name: str = "run", **curves: Numbers) -> RunLog:
     """`loss=` becomes `train/loss`; all from step 1 on."""
     metrics = {
         f"train/{metric}": Series(np.arange(1, len(values) + 1), np.asarray(values, np.float64))
         for metric, values in curves.items()
     }
-    return Run(Path(name), "test", metrics)
+    return RunLog(Path(name), "test", metrics)
 
 
 def noisy(curve: Numbers, size: float, seed: int) -> Numbers:

@@ -10,7 +10,7 @@ from typing import Any
 from isotrain.errors import RecipeError
 from isotrain.language import tr
 from isotrain.recipe.schema import MeshSection
-from isotrain.tools.parity.run import ROLES, Run, section
+from isotrain.tools.parity.run import ROLES, RunLog, section
 
 # The host's libraries choose the best instructions they find; each may be held below them.
 _HOST = {
@@ -113,7 +113,7 @@ def uses_ring(device: Mapping[str, Any]) -> bool:
     return mesh_of(device).get("context_attention") == "ring"
 
 
-def why_untraced(reference: Run, candidate: Run) -> str | None:
+def why_untraced(reference: RunLog, candidate: RunLog) -> str | None:
     """Why two runs have no layers to compare, where a mesh divides them over ranks."""
     for role, run in (("reference", reference), ("candidate", candidate)):
         if mesh := mesh_words(section(run.recipe, "device")):

@@ -23,7 +23,7 @@ from isotrain.tools.parity.levels.operators import operators_level
 from isotrain.tools.parity.levels.paired import paired_level
 from isotrain.tools.parity.read.msprobe_dump import FORMAT as DUMP
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run, section
+from isotrain.tools.parity.run import RunLog, section
 from isotrain.tools.parity.verdict import Verdict, judge
 
 PERTURBATION = "model.perturbation"
@@ -76,7 +76,7 @@ def verdict_on(
     return judge(comparison, outcome, levels)
 
 
-def _dumps(reference: Run, candidate: Run, companions: Companions) -> tuple[Path, Path] | None:
+def _dumps(reference: RunLog, candidate: RunLog, companions: Companions) -> tuple[Path, Path] | None:
     """The dumps to compare: those given beside logs, or the two runs themselves."""
     are = [run.format == DUMP for run in (reference, candidate)]
     if not any(are):
@@ -97,7 +97,7 @@ def _dumps(reference: Run, candidate: Run, companions: Companions) -> tuple[Path
 def _levels(
     comparison: Comparison,
     pairing: Pairing,
-    reruns: Sequence[Run],
+    reruns: Sequence[RunLog],
     margins: Mapping[str, float],
     dumps: tuple[Path, Path] | None,
 ) -> Iterator[Level]:
@@ -127,14 +127,14 @@ def _levels(
         yield envelope_level(reference, candidate, reruns, margins)
 
 
-def _reruns(comparison: Comparison, paths: Sequence[Path], pairing: Pairing) -> list[Run]:
+def _reruns(comparison: Comparison, paths: Sequence[Path], pairing: Pairing) -> list[RunLog]:
     reference = comparison.reference
     if len({path.resolve() for path in (reference.path, *paths)}) <= len(paths):
         raise DataError("--rerun names a run twice, or the reference itself: give further runs")
     return [_rerun(reference, path, pairing) for path in paths]
 
 
-def _rerun(reference: Run, path: Path, pairing: Pairing) -> Run:
+def _rerun(reference: RunLog, path: Path, pairing: Pairing) -> RunLog:
     """A run that only differs from the reference by rounding or, where responses are sampled, by its seed."""
     rerun = read_run(path)
     free = tuple(name for name in _HARMLESS if name != "seed:" or pairing == "free-running")
@@ -150,7 +150,7 @@ def _rerun(reference: Run, path: Path, pairing: Pairing) -> Run:
     return rerun
 
 
-def _changes(reference: Run, rerun: Run, but: str) -> list[str]:
+def _changes(reference: RunLog, rerun: RunLog, but: str) -> list[str]:
     """How a rerun's device, model and data sections differ, but for one field."""
     changed = [
         f"{name}.{line}"
@@ -160,7 +160,7 @@ def _changes(reference: Run, rerun: Run, but: str) -> list[str]:
     return [line for line in changed if not line.startswith(but)]
 
 
-def _check_numbers(comparison: Comparison, runs: Sequence[Run]) -> None:
+def _check_numbers(comparison: Comparison, runs: Sequence[RunLog]) -> None:
     for run in runs:
         for metric in comparison.curves:
             series = run.metrics.get(metric)

@@ -1,4 +1,4 @@
-"""One run to compare: its curves, and what is known of where they come from.
+"""One run to compare, as its log tells: its curves, and what is known of where they come from.
 
 S: steps that a metric was recorded at.
 """
@@ -31,7 +31,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLog:
     path: Path
     format: str
     """How it was written, for people: `isotrain run`, `verl console log`, ..."""

@@ -11,10 +11,10 @@ import pytest
 from isotrain.errors import DataError
 from isotrain.tools.parity.compare.comparison import compare, environment_changes
 from isotrain.tools.parity.compare.published import kind_of
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 
 
-def run(name: str = "a", steps: int = 10, shift: float = 0.0, **more: Any) -> Run:
+def run(name: str = "a", steps: int = 10, shift: float = 0.0, **more: Any) -> RunLog:
     steps_S = np.arange(1, steps + 1)
     loss_S = 2.0 / steps_S + shift
     metrics = {
@@ -23,7 +23,7 @@ def run(name: str = "a", steps: int = 10, shift: float = 0.0, **more: Any) -> Ru
         "perf/throughput": Series(steps_S, np.where(steps_S <= 4, 50.0, 100.0) * (1 + shift)),
         "lr": Series(steps_S, np.full(steps, 1e-5)),
     }
-    return Run(Path(name), "test", {**metrics, **more.pop("metrics", {})}, **more)
+    return RunLog(Path(name), "test", {**metrics, **more.pop("metrics", {})}, **more)
 
 
 def test_losses_and_rewards_are_compared() -> None:
@@ -123,7 +123,7 @@ def test_what_differs_around_them() -> None:
 
 def test_nothing_in_common() -> None:
     with pytest.raises(DataError, match="no loss or reward in common"):
-        compare(Run(Path("a"), "test", {}), run("b"))
+        compare(RunLog(Path("a"), "test", {}), run("b"))
     late = run("b", metrics={"train/loss": Series(np.arange(11, 21), np.ones(10))})
     with pytest.raises(DataError, match="'train/loss' has no step in both runs"):
         compare(run(), late, ["train/loss"])

@@ -7,18 +7,18 @@ import pytest
 
 from isotrain.errors import DataError
 from isotrain.tools.parity.compare.metric_names import choose
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 
 
-def run(path: str, **values: float) -> Run:
+def run(path: str, **values: float) -> RunLog:
     metrics = {
         name.replace("__", "/"): Series(np.array([1, 2]), np.array([value, value]))
         for name, value in values.items()
     }
-    return Run(Path(path), "CSV", metrics)
+    return RunLog(Path(path), "CSV", metrics)
 
 
-def levels(one: Run) -> dict[str, float]:
+def levels(one: RunLog) -> dict[str, float]:
     return {name: float(series.values_S[0]) for name, series in one.metrics.items()}
 
 
@@ -48,7 +48,7 @@ def test_names_that_change_places_and_one_for_two() -> None:
 
 
 def test_an_equals_sign_in_a_name() -> None:
-    a = Run(Path("a"), "CSV", {"k=1": Series(np.array([1]), np.array([1.0]))})
+    a = RunLog(Path("a"), "CSV", {"k=1": Series(np.array([1]), np.array([1.0]))})
     assert choose(["k=1"], a, a).metrics == ("k=1",)
 
 

@@ -14,18 +14,18 @@ from isotrain.errors import DataError
 from isotrain.tools.parity.compare.comparison import compare
 from isotrain.tools.parity.compare.outcome import OtherRuns, margins_of, outcome_of, pairing_of
 from isotrain.tools.parity.protocol import Companions, verdict_on
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 from isotrain.tools.parity.verdict import Verdict, judge
 
 STEPS = 200
 
 
-def sampled(seed: int, shift: float = 0.0, size: float = 0.02) -> Run:
+def sampled(seed: int, shift: float = 0.0, size: float = 0.02) -> RunLog:
     """A free-running run: a reward that rises, a policy loss around 0."""
     draw = np.random.default_rng(seed)
     steps_S = np.arange(1, STEPS + 1)
     reward_S = 0.2 + 0.6 * (1 - np.exp(-steps_S / 60)) + size * draw.normal(size=STEPS) + shift
-    return Run(
+    return RunLog(
         Path(f"run-{seed}"),
         "test",
         {
@@ -35,7 +35,7 @@ def sampled(seed: int, shift: float = 0.0, size: float = 0.02) -> Run:
     )
 
 
-def written(path: Path, run: Run) -> Path:
+def written(path: Path, run: RunLog) -> Path:
     with path.open("w") as file:
         for index in range(STEPS):
             row = {name: series.values_S[index] for name, series in run.metrics.items()}
@@ -43,7 +43,7 @@ def written(path: Path, run: Run) -> Path:
     return path
 
 
-def verdict(tmp_path: Path, a: Run, b: Run, **options: object) -> Verdict:
+def verdict(tmp_path: Path, a: RunLog, b: RunLog, **options: object) -> Verdict:
     paths = [written(tmp_path / name, run) for name, run in (("a.jsonl", a), ("b.jsonl", b))]
     return verdict_on(*paths, **options)  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def test_an_honest_rerun_is_equivalent_and_says_what_is_not_known(tmp_path: Path
 def test_supervised_logs_on_other_data_are_another_computation(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     a, b = (
-        Run(Path("x"), "test", {"loss": Series(np.arange(1, 201), 2 + 0.1 * draw.normal(size=200))})
+        RunLog(Path("x"), "test", {"loss": Series(np.arange(1, 201), 2 + 0.1 * draw.normal(size=200))})
         for _ in range(2)
     )
     found = verdict(tmp_path, a, b)
@@ -87,7 +87,7 @@ def test_recipes_say_whether_a_run_samples() -> None:
         "replay": {"rollout": {"replay": "x"}},
     }
     runs = {
-        name: Run(Path(name), "test", sampled(seed).metrics, recipe=recipe)
+        name: RunLog(Path(name), "test", sampled(seed).metrics, recipe=recipe)
         for seed, (name, recipe) in enumerate(recipes.items())
     }
     assert pairing_of(
@@ -143,9 +143,9 @@ def test_pairs_of_seeds(tmp_path: Path) -> None:
 
 
 def test_scores_are_compared_over_seeds() -> None:
-    def run(score: float) -> Run:
+    def run(score: float) -> RunLog:
         one = sampled(int(1000 * score))
-        return Run(
+        return RunLog(
             one.path,
             "test",
             {**one.metrics, "val-core/x/reward/mean@1": Series(np.array([9]), np.array([score]))},
@@ -166,7 +166,7 @@ def test_the_cut_is_in_the_first_sentence(tmp_path: Path) -> None:
     assert "over 60 steps: the reference has 80, the candidate 60" in words
 
 
-def cut(run: Run, steps: int) -> Run:
+def cut(run: RunLog, steps: int) -> RunLog:
     series = {name: Series(one.steps_S[:steps], one.values_S[:steps]) for name, one in run.metrics.items()}
     return replace(run, metrics=series)
 

@@ -13,7 +13,7 @@ from isotrain.tools.parity.compare.comparison import compare
 from isotrain.tools.parity.compare.outcome import OtherRuns, Pairing, outcome_of
 from isotrain.tools.parity.compare.power import Power, PowerRow, called, evidence_of, load_power, wilson
 from isotrain.tools.parity.levels.level import Level
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 from isotrain.tools.parity.verdict import Verdict, judge
 
 
@@ -79,7 +79,7 @@ def verdict(
     recipe = {"rollout": {"replay": replay}} if replay else None
     noise_S = np.random.default_rng(1).normal(0, 0.01, (2, 60))
     runs = [
-        Run(Path(name), "test", {"critic/rewards/mean": Series(steps_S, 0.5 + more + own_S)}, recipe)
+        RunLog(Path(name), "test", {"critic/rewards/mean": Series(steps_S, 0.5 + more + own_S)}, recipe)
         for name, more, own_S in (("a", 0.0, noise_S[0]), ("b", shift, noise_S[1]))
     ]
     compared = compare(*runs)

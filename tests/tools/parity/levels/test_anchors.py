@@ -13,7 +13,7 @@ import torch
 
 from isotrain.tools.parity.levels.layers import anchors
 from isotrain.tools.parity.read.runs import read_isotrain_run
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 from isotrain.trainers import job
 from isotrain.trainers.launch import train_supervised
 from preference_runs import preference_recipe, write_preferences
@@ -22,13 +22,13 @@ from traced_runs import layers_level
 pytestmark = pytest.mark.heavy
 
 
-def run_of(metrics: dict[str, float], algorithm: dict[str, Any], **recipe: Any) -> Run:
+def run_of(metrics: dict[str, float], algorithm: dict[str, Any], **recipe: Any) -> RunLog:
     series = {name: Series(np.array([1, 2]), np.array([value, 7.0])) for name, value in metrics.items()}
     sections = {"model": {"dtype": "float32"}, "algorithm": algorithm, **recipe}
-    return Run(Path("run"), "isotrain run", series, sections)
+    return RunLog(Path("run"), "isotrain run", series, sections)
 
 
-def passed(run: Run) -> dict[str, bool | None]:
+def passed(run: RunLog) -> dict[str, bool | None]:
     return {check.name.removesuffix(" at step 1"): check.passed for check in anchors(run)}
 
 
@@ -147,7 +147,7 @@ def test_advantages_of_a_group() -> None:
 )
 def test_nothing_is_known_of_other_runs(recipe: Any) -> None:
     loss = {"train/loss": Series(np.array([1]), np.array([3.0]))}
-    assert not anchors(Run(Path("run"), "isotrain run", loss, recipe))
+    assert not anchors(RunLog(Path("run"), "isotrain run", loss, recipe))
 
 
 def test_strange_numbers_of_a_recipe() -> None:

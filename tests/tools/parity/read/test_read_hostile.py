@@ -17,7 +17,7 @@ from run_samples import SAMPLES
 from isotrain.errors import DataError
 from isotrain.tools.parity.read import bounded, columns, tensorboard
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 pytestmark = pytest.mark.heavy
 
@@ -64,7 +64,7 @@ def test_mutations(tmp_path: Path, name: str) -> None:
             assert str(tmp_path) in str(error)
             outcomes[False] += 1
         else:
-            assert isinstance(run, Run) and run.metrics
+            assert isinstance(run, RunLog) and run.metrics
             for series in run.metrics.values():
                 assert len(series) == len(series.values_S) > 0
                 assert (series.steps_S[1:] > series.steps_S[:-1]).all()

@@ -13,10 +13,10 @@ from run_samples import csv_table, json_lines
 
 from isotrain.errors import DataError
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 
-def curves(run: Run) -> dict[str, list[tuple[int, float]]]:
+def curves(run: RunLog) -> dict[str, list[tuple[int, float]]]:
     return {
         name: list(zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True))
         for name, series in run.metrics.items()
@@ -118,12 +118,12 @@ def test_jsonl_errors(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def read(tmp_path: Path, text: str, name: str = "export.csv") -> Run:
+def read(tmp_path: Path, text: str, name: str = "export.csv") -> RunLog:
     (tmp_path / name).write_text(text, encoding="utf-8")
     return read_run(tmp_path / name)
 
 
-def exported_curves(run: Run) -> dict[str, list[tuple[int, float]]]:
+def exported_curves(run: RunLog) -> dict[str, list[tuple[int, float]]]:
     return {
         name: list(zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True))
         for name, series in run.metrics.items()

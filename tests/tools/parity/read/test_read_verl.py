@@ -16,7 +16,7 @@ from isotrain.tools.parity.compare.comparison import differences, recipe_changes
 from isotrain.tools.parity.protocol import verdict_on
 from isotrain.tools.parity.read.runs import read_run
 from isotrain.tools.parity.report.acceptance import accept
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 
 def test_console_log_behind_ray_and_colours(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ FIRST_AND_LAST = {
 
 
 @pytest.fixture(scope="module")
-def runs(shared_data: Path) -> dict[str, Run]:
+def runs(shared_data: Path) -> dict[str, RunLog]:
     folder = shared_data / "verl-logs"
     if not folder.is_dir():
         pytest.skip(f"no logs of verl at {folder}")
@@ -156,7 +156,7 @@ def runs(shared_data: Path) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize(("name", "steps"), [(FSDP, 210), (MEGATRON, 105)])
-def test_steps_and_values(runs: dict[str, Run], name: str, steps: int) -> None:
+def test_steps_and_values(runs: dict[str, RunLog], name: str, steps: int) -> None:
     run = runs[name]
     assert run.format == "verl console log" and run.notes == () and run.planned_steps == steps
     for metric, (first, last) in FIRST_AND_LAST[name].items():
@@ -165,7 +165,7 @@ def test_steps_and_values(runs: dict[str, Run], name: str, steps: int) -> None:
         assert (series.values_S[0], series.values_S[-1]) == (first, last), metric
 
 
-def test_validations(runs: dict[str, Run]) -> None:
+def test_validations(runs: dict[str, RunLog]) -> None:
     gsm8k, maths = runs[FSDP].metrics[GSM8K], runs[FSDP].metrics[MATH]
     assert gsm8k.steps_S.tolist() == maths.steps_S.tolist() == list(range(0, 211, 5))
     assert gsm8k.values_S[[0, 1, -1]].tolist() == [0.221, 0.864, 0.879]
@@ -175,12 +175,12 @@ def test_validations(runs: dict[str, Run]) -> None:
     assert other.values_S[[0, 1, -1]].tolist() == [0.212, 0.874, 0.880]
 
 
-def test_every_metric_is_read(runs: dict[str, Run]) -> None:
+def test_every_metric_is_read(runs: dict[str, RunLog]) -> None:
     """53 and 50 in the line of step 1; validations, their time and that of checkpoints in later ones."""
     assert (len(runs[FSDP].metrics), len(runs[MEGATRON].metrics)) == (53 + 4, 50 + 3)
 
 
-def test_the_nightly_rule(runs: dict[str, Run]) -> None:
+def test_the_nightly_rule(runs: dict[str, RunLog]) -> None:
     """Other data and another back end. The means were computed from the text with awk."""
     found = accept("verl-ascend-nightly", runs[FSDP], runs[MEGATRON])
     told = [(line.status, line.reference, line.candidate, line.measured) for line in found.lines]
@@ -195,7 +195,7 @@ def test_the_nightly_rule(runs: dict[str, Run]) -> None:
     assert found.lines[4].remark == "`actor/perf/max_memory_allocated_gb` missing in the candidate"
 
 
-def test_the_rule_of_the_tasks(runs: dict[str, Run]) -> None:
+def test_the_rule_of_the_tasks(runs: dict[str, RunLog]) -> None:
     found = accept("verl-ascend-task", runs[FSDP], runs[MEGATRON])
     assert [(line.status, line.measured) for line in found.lines] == [
         ("holds", "105 steps, 6.58 h"),
@@ -210,7 +210,7 @@ def test_the_rule_of_the_tasks(runs: dict[str, Run]) -> None:
     assert "do not name the devices" in found.lines[4].remark
 
 
-def test_the_printed_configurations_are_compared(runs: dict[str, Run]) -> None:
+def test_the_printed_configurations_are_compared(runs: dict[str, RunLog]) -> None:
     """The two were trained on other data, with another reward, schedule and number of steps."""
     assert all(run.settings is not None for run in runs.values())
     (difference,) = differences(runs[FSDP], runs[MEGATRON])

@@ -12,7 +12,7 @@ from run_samples import tensorboard
 from isotrain.errors import DataError
 from isotrain.tools.parity.read.columns import MAX_RESUMES
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 Row = tuple[int, dict[str, float]]
 
@@ -59,7 +59,7 @@ WRITERS: dict[str, Callable[[Path, list[Row]], None]] = {
 }
 
 
-def curve(run: Run, name: str) -> dict[int, float]:
+def curve(run: RunLog, name: str) -> dict[int, float]:
     series = run.metrics[name]
     return dict(zip(series.steps_S.tolist(), series.values_S.tolist(), strict=True))
 

@@ -10,14 +10,14 @@ import pytest
 from isotrain.errors import DataError
 from isotrain.language import Language
 from isotrain.tools.parity.report.acceptance import Acceptance, accept, markdown
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 
 STEPS = np.arange(1, 121)
 NIGHTLY, TASK = "verl-ascend-nightly", "verl-ascend-task"
 DEVICES = ("A100", "A2")
 
 
-def run(name: str = "gpu.log", **changes: object) -> Run:
+def run(name: str = "gpu.log", **changes: object) -> RunLog:
     """120 steps; `changes` replace metrics by their last name, None takes one away."""
     values: dict[str, object] = {
         "critic/rewards/mean": 0.3 + STEPS / 1000 + 1 / 3000,
@@ -36,7 +36,7 @@ def run(name: str = "gpu.log", **changes: object) -> Run:
         for metric, value in values.items()
         if value is not None
     }
-    return Run(Path(name), "verl console log", metrics, sha256={name: "ab" * 32})
+    return RunLog(Path(name), "verl console log", metrics, sha256={name: "ab" * 32})
 
 
 def statuses(found: Acceptance) -> list[str]:
@@ -179,7 +179,7 @@ def test_every_line_of_the_tasks(at: int, changes: dict[str, object], status: st
 
 
 def test_a_task_is_long_in_steps_or_in_hours() -> None:
-    def first(count: int, seconds: float | None) -> Run:
+    def first(count: int, seconds: float | None) -> RunLog:
         whole = run(timing=seconds)
         return replace(
             whole,
@@ -198,7 +198,7 @@ def test_a_task_is_long_in_steps_or_in_hours() -> None:
 
 def test_supervised_runs_are_judged_by_their_loss() -> None:
     metrics = {"train/loss": Series(STEPS, 2 - STEPS / 1000)}
-    sft = Run(Path("sft.log"), "verl console log", metrics)
+    sft = RunLog(Path("sft.log"), "verl console log", metrics)
     found = accept(TASK, sft, sft)
     assert statuses(found) == ["holds", "holds", "holds", "not in the logs", "not in the logs"]
     assert found.accepted is None and "no number for convergence" in found.lines[1].remark

@@ -29,7 +29,7 @@ from isotrain.tools.parity.report import evidence, pictures
 from isotrain.tools.parity.report.page import page
 from isotrain.tools.parity.report.text import MOST_ROWS
 from isotrain.tools.parity.report.write import write_report
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 from isotrain.tools.parity.verdict import Verdict, judge
 
 pytestmark = pytest.mark.heavy
@@ -38,7 +38,7 @@ HOSTILE = """<script>alert("x")</script>'"><img src=x onerror=y>|`$\\frac{$\x1b[
 VOID = {"meta", "img"}
 
 
-def run(name: str = "a", steps: int = 60, shift: float = 0.0, **more: Any) -> Run:
+def run(name: str = "a", steps: int = 60, shift: float = 0.0, **more: Any) -> RunLog:
     steps_S = np.arange(1, steps + 1)
     loss_S = 2.0 / steps_S + shift * (steps_S % 7)
     metrics = {
@@ -46,7 +46,7 @@ def run(name: str = "a", steps: int = 60, shift: float = 0.0, **more: Any) -> Ru
         "critic/rewards/mean": Series(steps_S, 1 - loss_S / 4),
         "perf/throughput": Series(steps_S, np.full(steps, 100.0 * (1 + shift))),
     }
-    return Run(Path(name), "test", {**metrics, **more.pop("metrics", {})}, **more)
+    return RunLog(Path(name), "test", {**metrics, **more.pop("metrics", {})}, **more)
 
 
 def layers(count: int, past: int | None = None) -> dict[str, Any]:

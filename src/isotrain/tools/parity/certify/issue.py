@@ -37,7 +37,7 @@ from isotrain.tools.parity.levels.paired import paired_level
 from isotrain.tools.parity.protocol import Companions
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run, Series, section
+from isotrain.tools.parity.run import RunLog, Series, section
 from isotrain.tools.parity.verdict import Verdict
 
 # What belongs to one side alone: its device is told there, the rest is about this machine.
@@ -95,7 +95,7 @@ def _finite(value: float) -> float:
     return value
 
 
-def run_of(curves: Mapping[str, Curve], role: str) -> Run:
+def run_of(curves: Mapping[str, Curve], role: str) -> RunLog:
     """One run's curves in a certificate, as if it had been read; metrics without its values are left out."""
     held = {metric: (curve.steps, curve.of(role)) for metric, curve in curves.items()}
     metrics = {
@@ -103,7 +103,7 @@ def run_of(curves: Mapping[str, Curve], role: str) -> Run:
         for metric, (steps, values) in held.items()
         if values is not None
     }
-    return Run(Path(role), "certificate", metrics)
+    return RunLog(Path(role), "certificate", metrics)
 
 
 def levels_again(certificate: Certificate) -> Iterator[Level]:
@@ -130,7 +130,7 @@ def outcome_again(certificate: Certificate) -> Outcome:
 def certificate_of(
     verdict: Verdict,
     *,
-    envelope: Mapping[str, Run] | None = None,
+    envelope: Mapping[str, RunLog] | None = None,
     inputs: Mapping[str, str] | None = None,
     date: datetime.datetime | None = None,
 ) -> Certificate:
@@ -186,7 +186,7 @@ def other_inputs(comparison: Comparison, companions: Companions) -> dict[str, st
     return digests
 
 
-def side_of(run: Run) -> CertifiedSide:
+def side_of(run: RunLog) -> CertifiedSide:
     """The certificate's record of a run's newest start."""
     if run.environment is None:
         raise CertificateError(f"{run.path} has no environment.json: nobody can say what it ran on")
@@ -208,7 +208,7 @@ def _printable(value: Any) -> Any:
     return _line(value) if isinstance(value, str) else value
 
 
-def portable_recipe(run: Run) -> dict[str, Any]:
+def portable_recipe(run: RunLog) -> dict[str, Any]:
     """The recipe that both sides share, without what only means something on the machine that it ran on."""
     if run.recipe is None:
         raise CertificateError(f"{run.path} has no resolved.json: nobody can say what was trained")
@@ -255,7 +255,7 @@ def _check_found(check: Check) -> CheckFound:
     return CheckFound(name=check.name, value=value, limit=limit, passed=passed, note=_words(check.note))
 
 
-def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
+def _curves(verdict: Verdict, envelope: Mapping[str, RunLog]) -> dict[str, Curve]:
     """Everything that was compared, at the steps of all runs, with the throughput of the two sides."""
     comparison = verdict.comparison
     pair = (comparison.reference, comparison.candidate)
@@ -273,7 +273,7 @@ def _curves(verdict: Verdict, envelope: Mapping[str, Run]) -> dict[str, Curve]:
     return curves
 
 
-def _curve(metric: str, reference: Run, candidate: Run, envelope: Mapping[str, Run]) -> Curve:
+def _curve(metric: str, reference: RunLog, candidate: RunLog, envelope: Mapping[str, RunLog]) -> Curve:
     a, b = reference.metrics[metric], candidate.metrics[metric]
     steps_S = np.intersect1d(a.steps_S, b.steps_S, assume_unique=True)
     # A member may stop early, or not record a metric; it then has no part in that curve.
@@ -294,7 +294,7 @@ def _curve(metric: str, reference: Run, candidate: Run, envelope: Mapping[str, R
     )
 
 
-def _inputs(runs: Mapping[str, Run]) -> dict[str, str]:
+def _inputs(runs: Mapping[str, RunLog]) -> dict[str, str]:
     return {f"{role}/{name}": digest for role, run in runs.items() for name, digest in run.sha256.items()}
 
 

@@ -31,7 +31,7 @@ from isotrain.tools.parity.compare.effects import ALONE, farthest_pair
 from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.read.bounded import sha256_of
 from isotrain.tools.parity.read.runs import read_run
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 from isotrain.tools.parity.verdict import judge
 
 State = Literal["right", "wrong", "not checked"]
@@ -228,7 +228,7 @@ def _run(certificate: Certificate, role: str, path: Path) -> Iterator[Verified]:
     yield from _told(certificate, role, run)
 
 
-def _other_curves(certificate: Certificate, role: str, run: Run) -> Iterator[str]:
+def _other_curves(certificate: Certificate, role: str, run: RunLog) -> Iterator[str]:
     for metric, curve in certificate.curves.items():
         values = curve.of(role)
         if values is None:
@@ -240,7 +240,7 @@ def _other_curves(certificate: Certificate, role: str, run: Run) -> Iterator[str
             yield metric
 
 
-def _told(certificate: Certificate, role: str, run: Run) -> Iterator[Verified]:
+def _told(certificate: Certificate, role: str, run: RunLog) -> Iterator[Verified]:
     """Device and recipe of the two sides; of a member of the envelope nothing is told."""
     if role not in certificate.sides:
         return

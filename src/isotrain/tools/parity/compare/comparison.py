@@ -16,7 +16,7 @@ from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, 
 from isotrain.tools.parity.compare.objections import Objection, ended_early
 from isotrain.tools.parity.compare.published import RuleResult, kind_of, rule_results
 from isotrain.tools.parity.compare.statistics import Apart, Throughput, apart, throughput
-from isotrain.tools.parity.run import ROLES, Numbers, Run, common, section
+from isotrain.tools.parity.run import ROLES, Numbers, RunLog, common, section
 
 _FREE_ENVIRONMENT = ("time", "command")
 ALLOWED = ("recipe", "data", "steps")
@@ -36,13 +36,13 @@ class InputDifference:
     message: str
 
 
-def differences(reference: Run, candidate: Run) -> Iterator[InputDifference]:
+def differences(reference: RunLog, candidate: RunLog) -> Iterator[InputDifference]:
     """Everything that makes it another training before a step was computed."""
     yield from _recipes(reference, candidate)
     yield from _data(reference, candidate)
 
 
-def recipe_changes(reference: Run, candidate: Run) -> list[str]:
+def recipe_changes(reference: RunLog, candidate: RunLog) -> list[str]:
     """Fields that make it another training: `optimizer.lr: 1e-05 -> 0.0001`."""
     if reference.recipe is not None and candidate.recipe is not None:
         changed = version_changes(reference.recipe, candidate.recipe)
@@ -76,21 +76,21 @@ def _model_name(path: str) -> str:
     return cached[1] if cached else path.rstrip("/").rpartition("/")[2]
 
 
-def _same_content(reference: Run, candidate: Run) -> Iterator[str]:
+def _same_content(reference: RunLog, candidate: RunLog) -> Iterator[str]:
     """Paths that may differ, because what is there has the same digest."""
     for name, digest in reference.data.items():
         if candidate.data.get(name) == digest:
             yield f"data.{name}" if name in ("train", "validation") else f"{name}.path"
 
 
-def environment_changes(reference: Run, candidate: Run) -> list[str]:
+def environment_changes(reference: RunLog, candidate: RunLog) -> list[str]:
     """Device, versions and variables that differ: what a difference may come from."""
     if reference.environment is None or candidate.environment is None:
         return []
     return not_free(changes(reference.environment, candidate.environment), _FREE_ENVIRONMENT)
 
 
-def _recipes(reference: Run, candidate: Run) -> Iterator[InputDifference]:
+def _recipes(reference: RunLog, candidate: RunLog) -> Iterator[InputDifference]:
     changed = recipe_changes(reference, candidate)
     if not changed:
         return
@@ -107,7 +107,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
 
 
-def _data(reference: Run, candidate: Run) -> Iterator[InputDifference]:
+def _data(reference: RunLog, candidate: RunLog) -> Iterator[InputDifference]:
     differ = [name for name, digest in reference.data.items() if candidate.data.get(name, digest) != digest]
     if differ:
         yield InputDifference(
@@ -164,8 +164,8 @@ class NotANumber:
 
 @dataclass(frozen=True)
 class Comparison:
-    reference: Run
-    candidate: Run
+    reference: RunLog
+    candidate: RunLog
     aligned: dict[str, Aligned]
     curves: dict[str, Apart]
     rule_results: tuple[RuleResult, ...]
@@ -220,7 +220,7 @@ class Comparison:
 
 
 def compare(
-    reference: Run, candidate: Run, metrics: Sequence[str] = (), allow: Sequence[str] = ()
+    reference: RunLog, candidate: RunLog, metrics: Sequence[str] = (), allow: Sequence[str] = ()
 ) -> Comparison:
     """`metrics` are those to compare, by default all losses and rewards that both have."""
     unknown = sorted(set(allow) - set(ALLOWED))
@@ -259,12 +259,12 @@ def compare(
     )
 
 
-def default_metrics(reference: Run, candidate: Run) -> list[str]:
+def default_metrics(reference: RunLog, candidate: RunLog) -> list[str]:
     """Losses and rewards of both; a run may have some of its own, such as validation at other steps."""
     return [name for name in reference.metrics if name in candidate.metrics and kind_of(name)]
 
 
-def _not_a_number(metric: str, reference: Run, candidate: Run) -> NotANumber | None:
+def _not_a_number(metric: str, reference: RunLog, candidate: RunLog) -> NotANumber | None:
     starts = []
     for run in (reference, candidate):
         if metric not in run.metrics:
@@ -275,7 +275,7 @@ def _not_a_number(metric: str, reference: Run, candidate: Run) -> NotANumber | N
     return None if starts == [None, None] else NotANumber(metric, *starts)
 
 
-def _aligned(metric: str, reference: Run, candidate: Run) -> Aligned:
+def _aligned(metric: str, reference: RunLog, candidate: RunLog) -> Aligned:
     a, b = reference.metrics[metric], candidate.metrics[metric]
     steps_S, (reference_S, candidate_S) = common([a, b])
     bad_S = ~(np.isfinite(reference_S) & np.isfinite(candidate_S))
@@ -283,7 +283,7 @@ def _aligned(metric: str, reference: Run, candidate: Run) -> Aligned:
     return Aligned(steps_S[:end], reference_S[:end], candidate_S[:end], len(a), len(b))
 
 
-def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
+def _speed(reference: RunLog, candidate: RunLog) -> dict[str, Throughput]:
     name = next((n for n in SPEED if n in reference.metrics and n in candidate.metrics), None)
     if name is None or _replays(reference) != _replays(candidate):
         return {}
@@ -299,10 +299,10 @@ def _speed(reference: Run, candidate: Run) -> dict[str, Throughput]:
     }
 
 
-def _replays(run: Run) -> bool:
+def _replays(run: RunLog) -> bool:
     """Whether a run trained on another's responses: it took no time to sample them."""
     return section(run.recipe, "rollout").get("replay") is not None
 
 
-def _described(run: Run) -> dict[str, Any]:
+def _described(run: RunLog) -> dict[str, Any]:
     return {"path": str(run.path), "format": run.format, "notes": list(run.notes), "sha256": run.sha256}

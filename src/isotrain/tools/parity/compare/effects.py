@@ -17,7 +17,7 @@ from isotrain.language import tr
 from isotrain.tools.parity import thresholds
 from isotrain.tools.parity.compare.noise import WINDOWS, alarm_shares, window_means, windows_of
 from isotrain.tools.parity.compare.statistics import Interval
-from isotrain.tools.parity.run import ROLES, Numbers, Run, common
+from isotrain.tools.parity.run import ROLES, Numbers, RunLog, common
 from isotrain.tools.parity.thresholds import Kind
 
 Answer = Literal["equivalent", "different", "inconclusive"]
@@ -271,6 +271,6 @@ def farthest_pair(evidence: str, half: float) -> float | None:
     return spread * math.hypot(a - 1, b - 1)
 
 
-def values_of(metric: str, runs: Sequence[Run]) -> list[Numbers]:
+def values_of(metric: str, runs: Sequence[RunLog]) -> list[Numbers]:
     """Each run's values of a metric, at the steps that all of them have."""
     return common([run.metrics[metric] for run in runs])[1]

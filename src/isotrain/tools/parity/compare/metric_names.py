@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from isotrain.errors import DataError
 from isotrain.tools.parity.read.bounded import clipped
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 _SHOWN = 5
 _COMPARED, _LONGEST = 2_000, 100
@@ -16,14 +16,14 @@ _COMPARED, _LONGEST = 2_000, 100
 
 @dataclass(frozen=True)
 class Chosen:
-    reference: Run
-    candidate: Run
+    reference: RunLog
+    candidate: RunLog
     """Its metrics under the reference's names."""
     metrics: tuple[str, ...]
     """By the reference's names, in the order that they were asked for; empty if none was."""
 
 
-def choose(texts: Sequence[str], reference: Run, candidate: Run) -> Chosen:
+def choose(texts: Sequence[str], reference: RunLog, candidate: RunLog) -> Chosen:
     """`texts` as --metric has them: `loss`, or `loss=train/loss` where the candidate has another name for it.
 
     A metric that a run lacks is an error, with the names that may have been meant.
@@ -46,7 +46,7 @@ def choose(texts: Sequence[str], reference: Run, candidate: Run) -> Chosen:
     return Chosen(reference, replace(candidate, metrics=metrics) if chosen else candidate, tuple(chosen))
 
 
-def _names(text: str, reference: Run, candidate: Run) -> tuple[str, str]:
+def _names(text: str, reference: RunLog, candidate: RunLog) -> tuple[str, str]:
     """The reference's name and the candidate's."""
     # A name may have an equals sign in it.
     if text in reference.metrics and text in candidate.metrics:
@@ -65,7 +65,7 @@ def _names(text: str, reference: Run, candidate: Run) -> tuple[str, str]:
     return ours, theirs
 
 
-def _instead(run: Run, name: str) -> str:
+def _instead(run: RunLog, name: str) -> str:
     # Bounded, because a stranger's log may have many and long names.
     known = [metric for metric in list(run.metrics)[:_COMPARED] if len(metric) <= _LONGEST]
     close = get_close_matches(name[:_LONGEST], known, n=_SHOWN, cutoff=0.5)

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from isotrain.language import tr
-from isotrain.tools.parity.run import ROLES, Run, Series
+from isotrain.tools.parity.run import ROLES, RunLog, Series
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Objection:
     words: str
 
 
-def ended_early(reference: Run, candidate: Run, metrics: Sequence[str]) -> Iterator[Objection]:
+def ended_early(reference: RunLog, candidate: RunLog, metrics: Sequence[str]) -> Iterator[Objection]:
     """A run whose compared metrics end before its plan or before the other run's, by more than one record."""
     runs = {"reference": reference, "candidate": candidate}
     for role, run in runs.items():

@@ -19,7 +19,7 @@ from isotrain.tools.parity.compare.effects import Answer, Effect, effect_of_curv
 from isotrain.tools.parity.compare.objections import Objection
 from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.compare.statistics import correlation
-from isotrain.tools.parity.run import Run, common, section
+from isotrain.tools.parity.run import RunLog, common, section
 from isotrain.tools.parity.thresholds import Kind
 
 Pairing = Literal["paired", "free-running"]
@@ -36,7 +36,7 @@ _SCORE = re.compile(r"^val-core/.+@\d+$|^val/(accuracy|f1)$")
 _TYPED = re.compile(r"(?P<metric>.+)=(?P<value>[0-9.eE+-]+)")
 
 
-def pairing_of(reference: Run, candidate: Run, *, free: bool = False) -> Pairing:
+def pairing_of(reference: RunLog, candidate: RunLog, *, free: bool = False) -> Pairing:
     """`free` says that they are free-running, whatever the runs look like."""
     if free:
         return "free-running"
@@ -45,7 +45,7 @@ def pairing_of(reference: Run, candidate: Run, *, free: bool = False) -> Pairing
     return "paired" if _together(reference, candidate) else "free-running"
 
 
-def _samples(run: Run) -> bool:
+def _samples(run: RunLog) -> bool:
     """Whether a run trains on responses that it sampled."""
     if run.recipe is not None:
         rollout = section(run.recipe, "rollout")
@@ -53,7 +53,7 @@ def _samples(run: Run) -> bool:
     return any(_SAMPLED.search(name) or kind_of(name) == "reward" for name in run.metrics)
 
 
-def _together(reference: Run, candidate: Run) -> bool:
+def _together(reference: RunLog, candidate: RunLog) -> bool:
     """Whether every loss and reward changes alike: they sampled the same, or one replayed the other."""
     correlations = []
     for name, series in reference.metrics.items():
@@ -91,9 +91,9 @@ class Outcome:
 class OtherRuns:
     """Runs besides the two that are compared."""
 
-    reruns: Sequence[Run] = ()
+    reruns: Sequence[RunLog] = ()
     """Further runs of the reference."""
-    pairs: Sequence[tuple[Run, Run]] = ()
+    pairs: Sequence[tuple[RunLog, RunLog]] = ()
     """Further runs of reference and candidate, with other seeds."""
 
 
@@ -167,11 +167,11 @@ def _effects(
         yield effect_of_runs(metric, "score", margin, a, b, paired=False, tests=tests)
 
 
-def _all_have(metric: str, runs: Sequence[Run]) -> bool:
+def _all_have(metric: str, runs: Sequence[RunLog]) -> bool:
     return all(metric in run.metrics for run in runs)
 
 
-def _scores(pairs: Sequence[tuple[Run, Run]]) -> list[str]:
+def _scores(pairs: Sequence[tuple[RunLog, RunLog]]) -> list[str]:
     runs = [run for pair in pairs for run in pair]
     return [metric for metric in runs[0].metrics if _SCORE.match(metric) and _all_have(metric, runs)]
 

@@ -23,7 +23,7 @@ from isotrain.tools.parity import thresholds
 from isotrain.tools.parity.compare.noise import windows_of
 from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.levels.level import Check, Level, State, not_run
-from isotrain.tools.parity.run import Numbers, Run, common
+from isotrain.tools.parity.run import Numbers, RunLog, common
 
 # What a run's numerics show in, by their names in isotrain, verl and OpenRLHF.
 FOLLOWED = re.compile(
@@ -51,7 +51,7 @@ class Distances:
     """One width at each step, in the metric's unit."""
 
 
-def followed(runs: Sequence[Run]) -> list[str]:
+def followed(runs: Sequence[RunLog]) -> list[str]:
     """The metrics that show numerics and that all runs have."""
     return [m for m in runs[0].metrics if FOLLOWED.search(m) and all(m in run.metrics for run in runs)]
 
@@ -105,7 +105,10 @@ def calibrated(candidate_T: Numbers, members_NT: npt.NDArray[np.float64]) -> Cal
 
 
 def envelope_level(
-    reference: Run, candidate: Run, members: Sequence[Run], margins: Mapping[str, float] | None = None
+    reference: RunLog,
+    candidate: RunLog,
+    members: Sequence[RunLog],
+    margins: Mapping[str, float] | None = None,
 ) -> Level:
     """The candidate among the reference and its members, in every metric that is followed."""
     if len(members) < thresholds.FEWEST_MEMBERS:
@@ -173,7 +176,7 @@ def envelope_level(
 Found = tuple[npt.NDArray[np.int64], Distances, npt.NDArray[np.float64]]
 
 
-def _all_distances(reference: Run, candidate: Run, members: Sequence[Run]) -> dict[str, Found]:
+def _all_distances(reference: RunLog, candidate: RunLog, members: Sequence[RunLog]) -> dict[str, Found]:
     runs = (reference, candidate, *members)
     by_metric: dict[str, Found] = {}
     for metric in followed(runs):

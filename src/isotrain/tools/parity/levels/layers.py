@@ -26,7 +26,7 @@ from isotrain.tools.parity.levels.layer_errors import (
 from isotrain.tools.parity.levels.level import Check, Level, not_run
 from isotrain.tools.parity.levels.score_tests import score_tests
 from isotrain.tools.parity.read.layer_trace import KINDS, TraceEntry, Update, read_layer_trace
-from isotrain.tools.parity.run import Run, section
+from isotrain.tools.parity.run import RunLog, section
 
 # By how much rounding may move the log-prob of a whole response between two passes, in nats.
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
@@ -60,7 +60,7 @@ _ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
 _NAMED = 3
 
 
-def anchors(run: Run) -> tuple[Check, ...]:
+def anchors(run: RunLog) -> tuple[Check, ...]:
     """Values that the first step must have by its definition, beside the run's; empty where nothing is known.
 
     `value` is the distance from the known number.
@@ -78,7 +78,7 @@ def anchors(run: Run) -> tuple[Check, ...]:
     return tuple(_online(run, recipe, algorithm, rounding))
 
 
-def _dpo(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
+def _dpo(run: RunLog, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
     """The reference is the policy before its first update: no response is preferred yet."""
     beta = _number(algorithm.get("beta"), 0.1) or 0.1
     match algorithm.get("loss"):
@@ -92,7 +92,7 @@ def _dpo(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check
     yield from _check(run, "train/margin", 0.0, beta * rounding, tr("no response is preferred yet"))
 
 
-def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
+def _kto(run: RunLog, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
     weight = _number(algorithm.get("desirable_weight"), 1.0)
     if weight == _number(algorithm.get("undesirable_weight"), 1.0):
         tolerance = weight * _number(algorithm.get("beta"), 0.1) * rounding / 4
@@ -100,7 +100,9 @@ def _kto(run: Run, algorithm: dict[str, Any], rounding: float) -> Iterator[Check
     yield from _check(run, "train/kl", 0.0, rounding, tr("KTO: the policy is its reference"))
 
 
-def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
+def _online(
+    run: RunLog, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float
+) -> Iterator[Check]:
     updated_once = algorithm.get("ppo_epochs") == 1 and algorithm.get("mini_batch_size") in (
         None,
         section(recipe, "data").get("batch_size"),
@@ -120,7 +122,7 @@ def _online(run: Run, recipe: dict[str, Any], algorithm: dict[str, Any], roundin
         yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("advantages of a group add up to 0"))
 
 
-def _check(run: Run, metric: str, expected: float, tolerance: float, why: str) -> Iterator[Check]:
+def _check(run: RunLog, metric: str, expected: float, tolerance: float, why: str) -> Iterator[Check]:
     value = _first(run, metric)
     if value is not None:
         distance = abs(value - expected)
@@ -129,7 +131,7 @@ def _check(run: Run, metric: str, expected: float, tolerance: float, why: str) -
         yield Check(what, distance, tolerance, bool(distance <= tolerance), note)
 
 
-def _first(run: Run, metric: str) -> float | None:
+def _first(run: RunLog, metric: str) -> float | None:
     series = run.metrics.get(metric)
     if series is None:
         return None
@@ -145,7 +147,7 @@ def _number(value: Any, default: float) -> float:
 assert set(KINDS) <= set(_PLURAL)
 
 
-def layers_level(reference: Run, candidate: Run, noise: Sequence[Path] = (), *, dtype: str) -> Level:
+def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (), *, dtype: str) -> Level:
     """From what `observe.layer_trace` recorded in the directories of two runs.
 
     `noise` are runs of the reference with weights that were changed in their last digits: what they differ
@@ -211,7 +213,7 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     return None
 
 
-def _other_layout(*runs: tuple[Run, Updates]) -> str | None:
+def _other_layout(*runs: tuple[RunLog, Updates]) -> str | None:
     """Attention that pads, or reads a shared prompt once per response: no layer sees the same input."""
     ways = [str(section(run.environment, "model").get("attention", "unknown")) for run, _ in runs]
     first = [updates[min(updates)] for _, updates in runs]
@@ -265,7 +267,7 @@ def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[i
     return largest
 
 
-def _anchor_checks(reference: Run, candidate: Run) -> tuple[tuple[Check, ...], list[str]]:
+def _anchor_checks(reference: RunLog, candidate: RunLog) -> tuple[tuple[Check, ...], list[str]]:
     """Anchors of the candidate, and those that only the candidate misses."""
     expected, checks = anchors(reference), anchors(candidate)
     missed_by_both = {check.name for check in expected if not check.passed}

@@ -13,7 +13,7 @@ from isotrain.tools.parity.compare.comparison import Comparison
 from isotrain.tools.parity.compare.noise import WINDOWS, alarm_shares, window_means
 from isotrain.tools.parity.compare.statistics import Apart, apart
 from isotrain.tools.parity.levels.level import Check, Level, State, not_run
-from isotrain.tools.parity.run import Run, common
+from isotrain.tools.parity.run import RunLog, common
 
 _ONE_SIGN = tr("the update: learning rate, optimizer or gradient scaling")
 _FROM_THE_START = tr("the loss itself: its mask, its scale or the model's layers, wrong from the first step")
@@ -30,7 +30,7 @@ class _Signed:
     """Whether noise without a sign does not explain it."""
 
 
-def paired_level(comparison: Comparison, members: Sequence[Run] = ()) -> Level:
+def paired_level(comparison: Comparison, members: Sequence[RunLog] = ()) -> Level:
     """`members` are runs that only round otherwise than the reference: what they do is allowed."""
     if not comparison.curves:
         return not_run("P2", tr("the runs have no curve to compare"))
@@ -60,7 +60,7 @@ class _PairedLimits:
     share: float
 
 
-def _limits(metric: str, comparison: Comparison, members: Sequence[Run]) -> _PairedLimits:
+def _limits(metric: str, comparison: Comparison, members: Sequence[RunLog]) -> _PairedLimits:
     """Some trainings part by rounding alone: where the members do so, the candidate may."""
     correlations, shares = [1.0], [0.0]
     for member in members:

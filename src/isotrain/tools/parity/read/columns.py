@@ -13,7 +13,7 @@ import numpy as np
 from isotrain.errors import DataError
 from isotrain.language import tr
 from isotrain.tools.parity.read.bounded import Source, clipped, whole_number
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 
 MAX_METRICS = 10_000
 MAX_VALUES = 20_000_000
@@ -70,7 +70,7 @@ class Columns:
         for name, value in values:
             self._add(name, step, value, line)
 
-    def run(self, kind: str, expected: str, notes: Sequence[str] = ()) -> Run:
+    def run(self, kind: str, expected: str, notes: Sequence[str] = ()) -> RunLog:
         """The run of these metrics; without any, an error that says what was expected."""
         if not self._columns:
             raise self._source.error(f"no metrics in it: {expected}")
@@ -79,7 +79,7 @@ class Columns:
         if len(resumes) >= _FEW_RESUMES and self._rows < 2 * (len(resumes) + 1):
             raise self._more_than_one_run(resumes, resumes[0].line)
         notes = (*notes, *_notes(resumes))
-        return Run(self._source.path, kind, self.series(), sha256=self._source.sha256, notes=notes)
+        return RunLog(self._source.path, kind, self.series(), sha256=self._source.sha256, notes=notes)
 
     def series(self) -> dict[str, Series]:
         return {

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from isotrain.errors import DataError
 from isotrain.tools.parity.read.bounded import Source, clipped, inside, sha256_of
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 DUMP, CONSTRUCT = "dump.json", "construct.json"
 FORMAT = "msprobe dump"
@@ -115,10 +115,10 @@ def is_msprobe_dump(path: Path) -> bool:
     return next(_directories(path), None) is not None
 
 
-def read_msprobe_dump(path: Path) -> Run:
+def read_msprobe_dump(path: Path) -> RunLog:
     """As a run without curves; its files are read where levels are computed."""
     names = [str(Path(*place.parts_on_disk, DUMP)) for place in _found(path)]
-    return Run(path, FORMAT, {}, sha256={name: sha256_of(path, name) for name in names})
+    return RunLog(path, FORMAT, {}, sha256={name: sha256_of(path, name) for name in names})
 
 
 def places(path: Path) -> list[Place]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from isotrain.tools.parity.read.bounded import Source, number, whole_number
 from isotrain.tools.parity.read.columns import Columns
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 _TRAIN = re.compile(r"Global step ([0-9]{1,18}): (?=\{)")
 _EVAL = re.compile(r"(?:global_step ([0-9]{1,18}), eval_metrics|Eval at step ([0-9]{1,18})): (?=\{)")
@@ -42,7 +42,7 @@ def is_openrlhf_line(line: bytes) -> bool:
     return bool(_TRAIN.search(text) or (bar and _postfix(bar[6])))
 
 
-def read_openrlhf(path: Path) -> Run:
+def read_openrlhf(path: Path) -> RunLog:
     source = Source(path)
     lines, bars = Columns(source, resumes=True), _Bars(source)
     for number_, content, ended in source.console_lines():

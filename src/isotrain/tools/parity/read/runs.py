@@ -26,7 +26,7 @@ from isotrain.tools.parity.read.tensorboard import (
     starts_a_record,
 )
 from isotrain.tools.parity.read.verl import is_verl_row, metrics_of, read_verl_console, read_verl_file
-from isotrain.tools.parity.run import Run, section
+from isotrain.tools.parity.run import RunLog, section
 
 _MAX_FACTS = 64 << 20
 # What makes it another device; `rollout` is beside them in online runs.
@@ -44,7 +44,7 @@ def is_isotrain_run(path: Path) -> bool:
     return RunDirectory(path).metrics.is_file()
 
 
-def read_isotrain_run(path: Path) -> Run:
+def read_isotrain_run(path: Path) -> RunLog:
     run = RunDirectory(path)
     source = Source(inside(path, run.metrics.name))
     columns = Columns(source)
@@ -126,7 +126,7 @@ def _facts(path: Path, name: str, digests: dict[str, str]) -> dict[str, Any] | N
     return content
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str]) -> RunLog:
     """The curves of a run in any format, told by its content and, where that is not enough, by its name."""
     path = Path(path)
     try:
@@ -136,7 +136,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return _read_directory(path) if is_directory else _read_file(path)
 
 
-def _read_directory(path: Path) -> Run:
+def _read_directory(path: Path) -> RunLog:
     if is_isotrain_run(path):
         return read_isotrain_run(path)
     if event_files(path):
@@ -146,7 +146,7 @@ def _read_directory(path: Path) -> Run:
     raise DataError(f"{path}: neither metrics.jsonl nor event files nor dump.json in it; give {_FORMATS}")
 
 
-def _read_file(path: Path) -> Run:
+def _read_file(path: Path) -> RunLog:
     head = next(Source(path).chunks(), b"")
     if not head.strip():
         raise DataError(f"{path}: no metrics in it: the file is empty")
@@ -170,7 +170,7 @@ def _object(line: str) -> dict[str, object] | None:
     return row if isinstance(row, dict) else None
 
 
-def _read_console(path: Path) -> Run:
+def _read_console(path: Path) -> RunLog:
     """Logs hold the output of many programs: the first line with metrics tells whose it is."""
     for _, line, _ in Source(path).console_lines():
         if metrics_of(line):

@@ -21,7 +21,7 @@ from isotrain.files import parse_json
 from isotrain.language import tr
 from isotrain.tools.parity.read.bounded import Source, clipped, number
 from isotrain.tools.parity.read.columns import MAX_METRICS, Columns, step_of
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 _LEAST, _LARGEST = "__MIN", "__MAX"
 _VALUE, _TIME = "_step", "_timestamp"
@@ -155,7 +155,7 @@ def value_of(value: object) -> float | None:
     return None
 
 
-def read_json_lines(path: Path) -> Run:
+def read_json_lines(path: Path) -> RunLog:
     source = Source(path)
     columns = Columns(source, resumes=True)
     text: dict[str, int] = {}
@@ -191,7 +191,7 @@ def is_csv_header(line: str) -> bool:
     return step_name(_cells(line)) is not None
 
 
-def read_csv(path: Path) -> Run:
+def read_csv(path: Path) -> RunLog:
     source = Source(path)
     columns = Columns(source, resumes=True)
     text: dict[str, int] = {}

@@ -26,7 +26,7 @@ from isotrain.errors import DataError
 from isotrain.language import tr
 from isotrain.tools.parity.read.bounded import Source, clipped, inside
 from isotrain.tools.parity.read.columns import MAX_VALUES, check_new_metric, too_many_values
-from isotrain.tools.parity.run import Run, Series
+from isotrain.tools.parity.run import RunLog, Series
 
 _HEADER = struct.Struct("<QI")
 _CHUNK = 4 << 20
@@ -273,7 +273,7 @@ def _age(name: str) -> tuple[int, str]:
     return (int(stamp[1]) if stamp else 0, name)
 
 
-def read_tensorboard(path: Path) -> Run:
+def read_tensorboard(path: Path) -> RunLog:
     files = event_files(path) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path}: no event files in it")
@@ -291,7 +291,7 @@ def read_tensorboard(path: Path) -> Run:
     metrics, notes = _join(dict(zip(digests, sessions, strict=True)))
     if not metrics:
         raise DataError(f"{path}: no metrics in it: no scalars were written")
-    return Run(path=path, format="TensorBoard events", metrics=metrics, sha256=digests, notes=tuple(notes))
+    return RunLog(path=path, format="TensorBoard events", metrics=metrics, sha256=digests, notes=tuple(notes))
 
 
 def _read_file(source: Source, plugins: dict[str, str], left: int) -> Curves:

@@ -19,7 +19,7 @@ from isotrain.language import tr
 from isotrain.tools.parity.read.bounded import Source, clipped, number
 from isotrain.tools.parity.read.columns import Columns, step_of
 from isotrain.tools.parity.read.tables import objects, value_of
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # A configuration, and what Ray prints beside it.
@@ -43,7 +43,7 @@ def metrics_of(line: bytes) -> tuple[str, list[str]] | None:
     return (matched[1], pairs) if _pair(pairs[0]) else None
 
 
-def read_verl_console(path: Path) -> Run:
+def read_verl_console(path: Path) -> RunLog:
     source = Source(path)
     columns = Columns(source, resumes=True)
     planned = None
@@ -114,7 +114,7 @@ def is_verl_row(row: dict[str, Any]) -> bool:
     return "step" in row and isinstance(row.get("data"), dict)
 
 
-def read_verl_file(path: Path) -> Run:
+def read_verl_file(path: Path) -> RunLog:
     source = Source(path)
     columns = Columns(source, resumes=True)
     for line, row in objects(source):

@@ -20,7 +20,7 @@ import numpy as np
 from isotrain.errors import DataError
 from isotrain.language import Language, listed, said, tr, using
 from isotrain.tools.parity.compare.comparison import SPEED
-from isotrain.tools.parity.run import Numbers, Run, Series, common, section
+from isotrain.tools.parity.run import Numbers, RunLog, Series, common, section
 
 Status = Literal["holds", "broken", "not in the logs", "depends on the definition"]
 
@@ -66,8 +66,8 @@ class Devices:
 class Acceptance:
     rule: str
     source: str
-    reference: Run
-    candidate: Run
+    reference: RunLog
+    candidate: RunLog
     devices: Devices
     lines: tuple[Line, ...]
 
@@ -80,7 +80,7 @@ class Acceptance:
 
 
 def accept(
-    rule: str, reference: Run, candidate: Run, stated: tuple[str | None, str | None] = (None, None)
+    rule: str, reference: RunLog, candidate: RunLog, stated: tuple[str | None, str | None] = (None, None)
 ) -> Acceptance:
     """Every line of a rule; one that the logs have no values for is never taken to hold.
 
@@ -94,7 +94,7 @@ def accept(
     return Acceptance(rule, source, reference, candidate, devices, results)
 
 
-def _recorded(run: Run) -> str | None:
+def _recorded(run: RunLog) -> str | None:
     name = section(run.environment, "device").get("name")
     return name if isinstance(name, str) and name else None
 
@@ -102,7 +102,7 @@ def _recorded(run: Run) -> str | None:
 # The nightly check
 
 
-def _nightly(reference: Run, candidate: Run, _: Devices) -> Iterator[Line]:
+def _nightly(reference: RunLog, candidate: RunLog, _: Devices) -> Iterator[Line]:
     def line(
         requirement: str,
         names: Sequence[str],
@@ -169,7 +169,7 @@ def _percent(reference: float, candidate: float) -> float:
 def _of_two_values(
     requirement: str,
     names: Sequence[str],
-    runs: tuple[Run, Run],
+    runs: tuple[RunLog, RunLog],
     value_of: Callable[[Series], float | None],
     change: Callable[[float, float], float],
     unit: str,
@@ -198,14 +198,14 @@ def _of_two_values(
     return Line(requirement, status, metric, a, b, measured, remark)
 
 
-def _rounding(runs: tuple[Run, Run], metrics: Sequence[str | None], value: float) -> float:
+def _rounding(runs: tuple[RunLog, RunLog], metrics: Sequence[str | None], value: float) -> float:
     """How many percent of a value verl's older logs may have lost: up to 0.4 they have three decimals."""
     values = [run.metrics[name].values_S for run, name in zip(runs, metrics, strict=True) if name]
     coarse = any((np.round(values_S, 3) == values_S).all() for values_S in values)
     return 100 * 0.0005 / abs(value) if coarse else 0.0
 
 
-def _find(runs: tuple[Run, Run], names: Sequence[str]) -> tuple[str | None, str | None]:
+def _find(runs: tuple[RunLog, RunLog], names: Sequence[str]) -> tuple[str | None, str | None]:
     """The first of these metrics that both have; otherwise the first that each has."""
     has = [[name for name in names if name in run.metrics and len(run.metrics[name])] for run in runs]
     both = next((name for name in has[0] if name in has[1]), None)
@@ -225,7 +225,7 @@ def _lacking(values: Sequence[object], what: str) -> str:
     return tr("{what} missing in the candidate", what=what)
 
 
-def _short_window(runs: tuple[Run, Run], names: Sequence[str | None]) -> str:
+def _short_window(runs: tuple[RunLog, RunLog], names: Sequence[str | None]) -> str:
     counts = []
     for run, name in zip(runs, names, strict=True):
         steps_S = run.metrics[name or ""].steps_S
@@ -244,7 +244,7 @@ def _short_window(runs: tuple[Run, Run], names: Sequence[str | None]) -> str:
 # The community tasks
 
 
-def _task(reference: Run, candidate: Run, devices: Devices) -> Iterator[Line]:
+def _task(reference: RunLog, candidate: RunLog, devices: Devices) -> Iterator[Line]:
     runs = reference, candidate
     is_reward = bool(_find(runs, REWARD)[1])
     names = REWARD if is_reward else LOSS
@@ -256,7 +256,7 @@ def _task(reference: Run, candidate: Run, devices: Devices) -> Iterator[Line]:
     yield _throughput(reference, candidate, devices)
 
 
-def _length(candidate: Run, metric: str | None) -> Line:
+def _length(candidate: RunLog, metric: str | None) -> Line:
     requirement = tr("{steps} steps or {hours:g} hours", steps=_STEPS, hours=_HOURS)
     if metric is None:
         remark = tr("neither a reward nor a loss in the candidate")
@@ -275,7 +275,7 @@ def _length(candidate: Run, metric: str | None) -> Line:
     return Line(requirement, "broken", metric, measured=measured)
 
 
-def _trend(candidate: Run, metric: str | None, is_reward: bool) -> Line:
+def _trend(candidate: RunLog, metric: str | None, is_reward: bool) -> Line:
     requirement = tr("loss falls and converges")
     if is_reward:
         requirement = tr("reward rises")
@@ -298,7 +298,7 @@ def _trend(candidate: Run, metric: str | None, is_reward: bool) -> Line:
     return Line(requirement, "holds" if right else "broken", metric, measured=measured, remark=remark)
 
 
-def _mean_error(runs: tuple[Run, Run], metrics: tuple[str | None, str | None], expected: str) -> Line:
+def _mean_error(runs: tuple[RunLog, RunLog], metrics: tuple[str | None, str | None], expected: str) -> Line:
     requirement = tr("mean error below 5 %")
     if not metrics[0] or not metrics[1]:
         return Line(requirement, "not in the logs", _named(metrics), remark=_lacking(metrics, expected))
@@ -339,7 +339,7 @@ def _error(
     return Line(requirement, status, metric, a, b, measured, remark)
 
 
-def _evaluation(reference: Run, candidate: Run) -> Line:
+def _evaluation(reference: RunLog, candidate: RunLog) -> Line:
     """By the validations of the logs: the one that is furthest apart after the last step that both have."""
     requirement = tr("downstream evaluation within 5 %")
     names = [name for name in candidate.metrics if _EVALUATION.match(name) and name in reference.metrics]
@@ -366,7 +366,7 @@ def _evaluation(reference: Run, candidate: Run) -> Line:
     return _error(requirement, name, a_S, b_S, lambda percent: percent <= _PERCENT, remark)
 
 
-def _throughput(reference: Run, candidate: Run, devices: Devices) -> Line:
+def _throughput(reference: RunLog, candidate: RunLog, devices: Devices) -> Line:
     requirement = tr("A2: at least 0.7 x A100's throughput")
     runs = reference, candidate
     metrics = _find(runs, SPEED)
@@ -394,7 +394,7 @@ def _steady(series: Series) -> float:
 
 
 _RECIPES = "https://github.com/verl-project/verl-ascend-recipe"
-RULES: dict[str, tuple[str, Callable[[Run, Run, Devices], Iterator[Line]]]] = {
+RULES: dict[str, tuple[str, Callable[[RunLog, RunLog, Devices], Iterator[Line]]]] = {
     "verl-ascend-nightly": (f"{_RECIPES}/blob/main/baseline/check_npu.py", _nightly),
     "verl-ascend-task": (f"{_RECIPES}/issues/79", _task),
 }
@@ -456,7 +456,7 @@ def _row(line: Line) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _run(run: Run, device: str | None) -> str:
+def _run(run: RunLog, device: str | None) -> str:
     digest = next(iter(run.sha256.values()), "")[:12]
     device = _text(device) if device else said(tr("device not recorded"))
     parts = [_code(run.path.name), _text(run.format), device]

@@ -10,7 +10,7 @@ from typing import Any
 
 from isotrain.tools.parity.compare.published import Kind, kind_of
 from isotrain.tools.parity.report.text import number
-from isotrain.tools.parity.run import Run, section
+from isotrain.tools.parity.run import RunLog, section
 from isotrain.tools.parity.verdict import Verdict
 
 UNKNOWN = "unknown"
@@ -50,7 +50,7 @@ def facts(verdict: Verdict) -> Facts:
     )
 
 
-def device_of(run: Run) -> str:
+def device_of(run: RunLog) -> str:
     device = section(run.environment, "device")
     name = _text(device.get("name") or device.get("type"))
     ranks = device.get("ranks")

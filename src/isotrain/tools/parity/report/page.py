@@ -28,7 +28,7 @@ from isotrain.tools.parity.report.sections import (
     statistics,
 )
 from isotrain.tools.parity.report.text import Markup, element, number, text
-from isotrain.tools.parity.run import ROLES, Run
+from isotrain.tools.parity.run import ROLES, RunLog
 from isotrain.tools.parity.verdict import Verdict
 
 # matplotlib comes in only where pictures are drawn.
@@ -125,7 +125,7 @@ def _answer(question: str, answer: str, headlines: dict[str, tuple[str, str]], w
     )
 
 
-def _run(role: str, run: Run) -> Markup:
+def _run(role: str, run: RunLog) -> Markup:
     device = device_of(run)
     return element(
         "div",

@@ -39,7 +39,7 @@ from isotrain.tools.parity.levels.level import Level
 from isotrain.tools.parity.report.evidence import Envelope, LayerErrors, envelope, first_layer, layers
 from isotrain.tools.parity.report.facts import UNKNOWN, device_of
 from isotrain.tools.parity.report.text import number
-from isotrain.tools.parity.run import Run
+from isotrain.tools.parity.run import RunLog
 from isotrain.tools.parity.verdict import Verdict
 
 MOST_ROWS, MOST_COLUMNS, MOST_KINDS = 44, 16, 6
@@ -202,7 +202,7 @@ def _of_layers(verdict: Verdict) -> Iterator[Picture]:
 
 
 def _overlay(
-    metric: str, reference: Run, candidate: Run, apart: Apart | None, *, free: bool
+    metric: str, reference: RunLog, candidate: RunLog, apart: Apart | None, *, free: bool
 ) -> tuple[str, Figure]:
     if apart is None:
         words, aside = tr("as both runs recorded it"), "these curves were not compared"
