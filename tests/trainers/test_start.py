@@ -1,20 +1,21 @@
-"""What a run may be resumed with."""
+"""Whether a run may be resumed, and the digest of the model that it starts from."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isotrain.errors import RecipeError
+from isotrain.errors import ModelError, RecipeError
 from isotrain.observe.run_directory import RunDirectory
 from isotrain.recipe.difference import MAY_CHANGE_ON_RESUME
 from isotrain.recipe.load import resolved
 from isotrain.recipe.schema import Recipe
-from isotrain.trainers.start import check_run, prepare_output, run_lock
+from isotrain.trainers.start import check_run, model_digest, prepare_output, run_lock
 from support import tiny_recipe
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -177,3 +178,21 @@ def test_starting_over_leaves_a_linked_directory_where_it_is(tiny: Path, tmp_pat
     prepare_output(used, quiet)
     assert (tmp_path / "run" / "checkpoints").resolve() == disk
     assert (disk / "earlier-1" / "step-00000001").is_dir() and not (disk / "step-00000001").exists()
+
+
+def test_only_weights_and_config_count_for_the_digest(tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(tiny / "model", copy)
+    digest = model_digest(tiny / "model")
+    (copy / "README.md").write_text("words")
+    assert model_digest(copy) == digest
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert model_digest(copy) != digest, "one bit of a weight"
+
+
+def test_names_a_model_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: .*config\.json cannot be read"):
+        model_digest(tmp_path)

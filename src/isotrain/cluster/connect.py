@@ -229,7 +229,7 @@ class ClusterReply(Enum):
     OPEN = "open"
     """The cluster accepts requests."""
     REFUSED = "refused"
-    """It needs a token, and got none or a wrong one."""
+    """The cluster needs a token, and got none or a wrong one."""
     NONE = "none"
     """No reply in time."""
 

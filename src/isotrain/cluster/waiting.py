@@ -43,7 +43,7 @@ class Watch:
         fetch_local: bool = True,
         but: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Those that are there, at least one unless the time is over; `but` is a look that is left out."""
+        """References that are ready, at least one unless the deadline passes; the check `but` is left out."""
         while True:
             self._look(but)
             left = LOOK_EVERY if deadline is None else min(LOOK_EVERY, max(0.0, deadline - time.monotonic()))

@@ -53,7 +53,7 @@ class Marks(NamedTuple):
     source: str
     """The data set that its prompt is from."""
     greedy: float | None
-    """Score of the greedy response to the same draw, where the algorithm compares with it."""
+    """Score of the greedy response to the same prompt, where the algorithm compares with it."""
     reward: float
     """After everything: what advantages are computed from."""
     detail: str = ""
@@ -137,7 +137,7 @@ def read_trajectories(path: Path) -> list[Recorded]:
 
 
 def read_step(directory: Path, step: int) -> list[Recorded]:
-    """The trajectories of a step, of however many ranks, in the order of draws and their responses."""
+    """The trajectories of a step, of however many ranks, in the order of `prompt_index` and sample."""
     records, ranks = _read(step_file(directory, step, 0))
     for rank in range(1, ranks):
         records += _read(step_file(directory, step, rank))[0]

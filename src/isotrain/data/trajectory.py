@@ -60,7 +60,7 @@ class Trajectory:
     row: int
     """Number of the prompt in its store."""
     prompt_index: int
-    """Index of the drawn prompt over the whole run; responses to one draw are a group."""
+    """Number of the prompt in the whole run; responses with the same one are a group."""
     sample: int
     """Which response of the group, or which episode; several sequences can be of one."""
     seed: int

@@ -237,7 +237,7 @@ class _Program:
         self._command = list(command)
 
     def answer(self, request: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """It stays in the group of processes that ends with the episode."""
+        """Run the program for one episode, in the group of processes that ends with it."""
         ended = subprocess.run(
             self._command,
             input=json.dumps(values["row"]).encode(),

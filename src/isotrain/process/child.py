@@ -193,7 +193,7 @@ def _kill_marked(variable: str) -> None:
 
 
 def marked_processes(variable: str) -> set[int]:
-    """Those that have `NAME=value` in the environment they were started with, on Linux."""
+    """Processes that were started with `NAME=value` in their environment, on Linux."""
     marked = set()
     for pid in all_processes():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:

@@ -50,7 +50,7 @@ class _PendingCall:
     identity: int
     submitted: float
     suspect: bool = False
-    """It was in flight with others when their child had to be ended, so it is repeated alone."""
+    """In flight with other calls when their child had to be ended, so it is repeated alone."""
     begun: bool = False
     deadline: float = math.inf
 
@@ -63,7 +63,7 @@ class _Worker:
     ready: bool = False
     alone: bool = False
     retiring: bool = False
-    """It gets no more calls, and is ended once those in flight are done."""
+    """Gets no more calls, and is ended once those in flight are done."""
     served: int = 0
     calls: dict[int, _PendingCall] = field(default_factory=dict)
 

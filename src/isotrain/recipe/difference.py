@@ -32,7 +32,7 @@ FIXED_BY_RECORDING = tuple(dict.fromkeys(f.path for f in leaves(Recipe) if f.aff
 
 
 def not_free(lines: Sequence[str], free: Collection[str]) -> list[str]:
-    """Those lines of `changes` that are about other fields than `free` and what is below them."""
+    """Lines of `changes` about fields that are neither in `free` nor below one of them."""
     kept = []
     for line in lines:
         name = line.partition(":")[0]

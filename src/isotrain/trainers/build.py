@@ -272,7 +272,7 @@ def cache(kind: str) -> Path:
 
 
 def repetition_warning(data: DataSection, rows: int) -> str:
-    """What a batch that is larger than the data means; empty if it is not."""
+    """A warning if a batch is larger than the data, else empty."""
     if data.batch_size <= rows:
         return ""
     return (

@@ -89,7 +89,7 @@ class Relay:
         self.name = name
 
     def start(self) -> None:
-        """It has nothing to make ready, and so can be replaced at any time between two updates."""
+        """Nothing has to be made ready, so a relay can be replaced at any time between two updates."""
 
     def take(self, announced: WeightUpdate, timeout: float) -> WeightUpdate:
         with BroadcastTransport().receive(announced, self.name, timeout, HOST) as contents:

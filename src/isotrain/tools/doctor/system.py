@@ -137,7 +137,7 @@ class ThisMachine:
 
 
 def relevant(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that training depends on, without anything that may be a secret."""
+    """Variables that training depends on, without anything that may be a secret."""
     return {
         name: URL_CREDENTIALS.sub("***@", value)
         for name, value in sorted(variables.items())

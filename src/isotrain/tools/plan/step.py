@@ -56,7 +56,7 @@ class Usage:
     """On the device, in each phase of a step."""
     host: int
     parameters: tuple[int, int, int]
-    """Those that take part in matrix products, the trained ones among them, and all."""
+    """Parameters in matrix products, the trained ones among them, and all."""
 
 
 def fake_step(recipe: Recipe, ranks: int, micro_batches: int) -> Usage:

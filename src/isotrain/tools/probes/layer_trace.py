@@ -217,7 +217,7 @@ class Sketch:
 
     @property
     def norm(self) -> float:
-        """Of the matrix itself, exact."""
+        """Norm of the matrix itself, exact."""
         return math.sqrt(self._squares)
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ _MASK = 1e30
 
 @dataclass(frozen=True)
 class Deviation:
-    """Of one result, or the worst of several."""
+    """Deviation of one result, or the worst of several."""
 
     error: float
     """The difference's norm over the oracle's."""

@@ -1,4 +1,4 @@
-"""What an operator should return: the same operator in float64 on the host."""
+"""Results that an operator should return: those of the same operator in float64 on the host."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 
 
 def least_norm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """What a sum's norm would be if its terms had random signs; 0 for what is not a sum.
+    """Norm that a sum would have if its terms had random signs; 0 for other operators.
 
     Where terms cancel, a sum is as wrong as they let it be, however little is left of it.
     """

@@ -35,7 +35,7 @@ class RecordedStep:
     top_k: int
     engine: str
     trajectories: list[Trajectory]
-    """Those that were written by the weights in `model` alone."""
+    """Trajectories that were sampled from the weights in `model` alone."""
 
 
 def read_recorded_step(run: Path, step: int = 1, model: Path | None = None) -> RecordedStep:

@@ -226,7 +226,7 @@ class EqualScores:
     differed: bool = False
 
     def problem(self, groups: Sequence[Group], scores_E: Numbers, *, compares_within_groups: bool) -> str:
-        """What is wrong, once, after `STEPS_ALIKE` steps."""
+        """A warning after `STEPS_ALIKE` steps without a difference, once."""
         if self.differed or self.steps == STEPS_ALIKE:
             return ""
         sizes = [len(group.scores) for group in groups] if compares_within_groups else [len(scores_E)]

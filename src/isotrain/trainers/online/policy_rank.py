@@ -347,7 +347,7 @@ class PolicyRank:
         self._batches_to_device()
 
     def onload_reward_models(self) -> None:
-        """Those alone, which is enough to score responses; `offload` ends it."""
+        """Reward models alone, which is enough to score responses; `offload` ends it."""
         for scorer in self.models.reward_models.values():
             onload(scorer.model)
 

@@ -17,7 +17,7 @@ class PromptQueue:
         self._waiting: dict[int, deque[PromptRequest]] = {}
 
     def start(self) -> None:
-        """It has nothing to make ready."""
+        """Workers have a `start`; here nothing has to be made ready."""
 
     def fill(self, number: int, prompt_requests: Sequence[PromptRequest]) -> None:
         self._waiting[number] = deque(prompt_requests)

@@ -144,7 +144,7 @@ def explain(error: Exception) -> str:
 
 
 def read_verdicts(path: Path) -> list[StageVerdict]:
-    """Those of whole lines: the last one may still be being written."""
+    """Verdicts of whole lines: the last line may still be being written."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]

@@ -181,7 +181,7 @@ def _found(path: Path) -> list[_Found]:
 
 
 def _directories(path: Path) -> Iterator[tuple[str, ...]]:
-    """Those with a dump in them, as they lie below; links are not followed."""
+    """Directories below `path` with a dump in them, as parts of their paths; links are not followed."""
     waiting: list[tuple[str, ...]] = [()]
     seen = 0
     while waiting:

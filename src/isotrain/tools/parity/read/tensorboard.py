@@ -247,7 +247,7 @@ def is_event_file(name: str) -> bool:
 
 
 def event_files(directory: Path) -> list[Path]:
-    """Those of one run, oldest first: in the directory itself, or in the only one below it that has some."""
+    """Event files of one run, oldest first: in the directory itself, or in the only one below with some."""
     events_by_folder: dict[Path, list[str]] = {}
     seen = 0
     for place, folders, names in os.walk(directory):

@@ -144,7 +144,7 @@ def _label(names: Sequence[str]) -> str:
 
 
 def head(figure: Figure, title: str, aside: str) -> None:
-    """What is seen, and below it in grey the figures; they take the whole width, axes may be narrow."""
+    """A title, with figures in grey below it; they take the whole width, axes may be narrow."""
     height = figure.get_figheight()
     layout = figure.get_layout_engine()
     assert layout is not None

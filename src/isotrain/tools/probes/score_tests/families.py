@@ -15,7 +15,7 @@ class UnknownError(Exception):
 
 @dataclass(frozen=True)
 class Family:
-    """What the config does not say: how the modules of a model type use its constants."""
+    """How the modules of a model type use its constants, which the config does not say."""
 
     adds_one: bool = False
     """Norms multiply by 1 + weight."""

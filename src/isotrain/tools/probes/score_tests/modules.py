@@ -81,7 +81,7 @@ _STEP = 1e-4
 
 @dataclass(frozen=True)
 class Rope:
-    """What a config says of one rotary embedding."""
+    """Constants of one rotary embedding, as a config states them."""
 
     kind: str
     base: float
@@ -117,7 +117,7 @@ class Rotary:
     largest_slope: float
 
     def angles(self) -> tuple[Array, npt.NDArray[np.bool_]]:
-        """Of all positions and frequencies, and those that are compared."""
+        """Angles of all positions and frequencies, and which of them are compared."""
         angle_PF = self.positions_P[:, None] * self.rope.frequencies(self.rope.base)
         return angle_PF, np.abs(self._by_base(0.0)) <= self.largest_slope
 

@@ -62,7 +62,7 @@ def rows(x: torch.Tensor, y: torch.Tensor) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Heads:
-    """What one attention was given and gave; tokens are before heads."""
+    """Inputs and output of one attention; tokens are before heads."""
 
     query_STHD: torch.Tensor
     key_STGD: torch.Tensor
