@@ -161,6 +161,7 @@ def compare(
     pairs: Sequence[tuple[RunLike, RunLike]] = (),
     dumps: tuple[RunLike, RunLike] | None = None,
     free: bool = False,
+    items: int | None = None,
 ) -> Verdict:
     """Whether `b` ends up like the reference `a`, and computes the same; see `isotrain parity compare`."""
     from isotrain.tools.parity.protocol import Companions, verdict_on
@@ -178,6 +179,7 @@ def compare(
         margins=[f"{metric}={value!r}" for metric, value in (margins or {}).items()],
         allow=allow,
         free_running=free,
+        items=items,
     )
 
 

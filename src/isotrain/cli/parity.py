@@ -64,7 +64,11 @@ Margins = Annotated[
 ]
 Allow = Annotated[
     list[str] | None,
-    Option(metavar="NAME", help="An intended difference: recipe, data, or steps (one run is shorter)."),
+    Option(
+        metavar="NAME",
+        help="An intended difference: recipe, data, steps (one run is shorter), validation, length, kl, "
+        "entropy, grad_norm, clip or throughput.",
+    ),
 ]
 Reruns = Annotated[
     list[Path] | None,
@@ -80,6 +84,10 @@ Dumps = Annotated[
 ]
 Free = Annotated[
     bool, Option("--free", help="Each run sampled its own responses: do not compare step by step.")
+]
+Items = Annotated[
+    int | None,
+    Option(min=1, metavar="N", help="Rows of the validation data: validation scores then have an interval."),
 ]
 Required = Annotated[
     Require | None,
@@ -121,6 +129,7 @@ def compare(
     pair: Pairs = None,
     dump: Dumps = None,
     free: Free = False,
+    items: Items = None,
     require: Required = None,
     rule: Rule = None,
     devices: Devices = None,
@@ -162,6 +171,7 @@ def compare(
         margins=margin or [],
         allow=allow or [],
         free_running=free,
+        items=items,
     )
     accepted = _accept(verdict, rule, devices) if rule is not None else None
     tell(verdict, report, as_json)
@@ -255,6 +265,9 @@ def _effects(verdict: Verdict) -> Table:
     columns = map(said, EFFECT_COLUMNS)
     table = Table("", *columns, "", box=None, header_style="bold", pad_edge=False)
     for effect in verdict.outcome.effects:
+        if effect.same_as:
+            table.add_row(effect.metric, said(tr("as {metric}", metric=effect.same_as)))
+            continue
         for position, window in enumerate(effect.windows):
             means = (window.reference, window.candidate, window.difference)
             figures = (*map(number, means), interval(window.interval), number(effect.margin))

@@ -57,8 +57,12 @@ def verdict_on(
     margins: Sequence[str] = (),
     allow: Sequence[str] = (),
     free_running: bool = False,
+    items: int | None = None,
 ) -> Verdict:
-    """`free_running` says that the runs sampled responses of their own: their curves are not paired."""
+    """`free_running` says that the runs sampled responses of their own: their curves are not paired.
+
+    `items`: how many rows were validated on.
+    """
     runs = read_run(reference), read_run(candidate)
     dumps = _dumps(*runs, companions)
     chosen = choose(metrics, *runs)
@@ -71,7 +75,7 @@ def verdict_on(
         for reference_path, candidate_path in companions.pairs
     ]
     _check_numbers(comparison, [*reruns, *(run for pair in pairs for run in pair)])
-    outcome = outcome_of(comparison, pairing, OtherRuns(reruns, pairs), stated)
+    outcome = outcome_of(comparison, pairing, OtherRuns(reruns, pairs), stated, items)
     levels = _levels(comparison, pairing, reruns, stated, dumps)
     return judge(comparison, outcome, levels)
 

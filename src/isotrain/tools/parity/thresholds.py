@@ -35,6 +35,10 @@ Honest runs of one recipe differ in noise by less than a factor of 2."""
 FEWEST_STEPS = 8
 """Below this, the noise of a curve cannot be told from its course: it is never called different."""
 
+OTHER_LEVEL = 2.0
+"""Response length, KL, entropy, gradient norm, clip ratios and throughput of honest runs of one recipe stay
+within this factor of each other, in level and in growth. Beyond, a pair is not called equivalent."""
+
 # noise of a difference of two curves
 
 COURSE = 3

@@ -28,7 +28,9 @@ from isotrain.tools.parity.certify.certificate import (
     problems_of,
     sealed,
 )
-from isotrain.tools.parity.compare.comparison import SPEED, Comparison, compare
+from isotrain.tools.parity.compare.comparison import Comparison, compare
+from isotrain.tools.parity.compare.effects import VALIDATION
+from isotrain.tools.parity.compare.objections import SPEED
 from isotrain.tools.parity.compare.outcome import Outcome, outcome_of
 from isotrain.tools.parity.compare.published import Kind, kind_of
 from isotrain.tools.parity.levels.envelope import envelope_level, followed
@@ -122,7 +124,7 @@ def levels_again(certificate: Certificate) -> Iterator[Level]:
 
 def outcome_again(certificate: Certificate) -> Outcome:
     """From the curves of the two runs; those of other seeds are not in a certificate."""
-    rated = {m: c for m, c in certificate.curves.items() if kind_of(m) or m in SPEED}
+    rated = {m: c for m, c in certificate.curves.items() if kind_of(m)}
     free = certificate.subject.kind == "free-running"
     return outcome_of(comparison_of(rated), "free-running" if free else "paired")
 
@@ -244,6 +246,7 @@ def outcome_found(outcome: Outcome) -> OutcomeFound:
             evidence=effect.evidence,
         )
         for effect in outcome.effects
+        if effect.windows[0].window != VALIDATION  # they are not among the curves of the file
     )
     return OutcomeFound(verdict=outcome.verdict, effects=effects)
 

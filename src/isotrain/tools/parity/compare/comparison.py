@@ -13,13 +13,13 @@ import numpy.typing as npt
 from isotrain.errors import DataError
 from isotrain.language import listed, tr
 from isotrain.recipe.difference import MAY_DIFFER_IN_PARITY, changes, not_free, version_changes
-from isotrain.tools.parity.compare.objections import Objection, ended_early
+from isotrain.tools.parity.compare.objections import OBJECTIONS, SPEED, Objection, ended_early, looks_wrong
 from isotrain.tools.parity.compare.published import RuleResult, kind_of, rule_results
 from isotrain.tools.parity.compare.statistics import Apart, Throughput, apart, throughput
 from isotrain.tools.parity.run import ROLES, Numbers, RunLog, common, section
 
 _FREE_ENVIRONMENT = ("time", "command")
-ALLOWED = ("recipe", "data", "steps")
+ALLOWED = ("recipe", "data", *OBJECTIONS)
 # How samples are put into micro-batches: frameworks count them in tokens or in rows.
 _LEFT_TO_FRAMEWORKS = ("data.tokens_per_micro_batch",)
 _LONGEST_VALUE = 80
@@ -27,7 +27,6 @@ _CACHED = re.compile(r"models--[^/]*?--([^/]+)/snapshots/")
 
 # The published ratio is over the first steps; the first of them also compile and warm up.
 FIRST_STEPS, WARM_UP = 4, 4
-SPEED = ("perf/throughput", "throughput", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -178,6 +177,8 @@ class Comparison:
     allowed: tuple[InputDifference, ...]
     objections: tuple[Objection, ...] = ()
     """Why it is not called equivalent even where losses and rewards are within the margin."""
+    intended: frozenset[str] = frozenset()
+    """Names of `ALLOWED` that somebody allowed."""
 
     @property
     def broken(self) -> list[RuleResult]:
@@ -241,6 +242,11 @@ def compare(
     }
     if chosen and not curves and not not_numbers:
         raise DataError(f"'{chosen[0]}' has no step in both runs: {reference.path} and {candidate.path}")
+    objections = [
+        one
+        for one in (*ended_early(reference, candidate, list(curves)), *looks_wrong(reference, candidate))
+        if one.name not in allow
+    ]
     return Comparison(
         reference,
         candidate,
@@ -249,13 +255,10 @@ def compare(
         tuple(result for metric, curve in curves.items() for result in rule_results(metric, curve)),
         _speed(reference, candidate),
         tuple(not_numbers),
-        tuple(difference for difference in input_differences if difference.name not in allow),
-        tuple(difference for difference in input_differences if difference.name in allow),
-        tuple(
-            objection
-            for objection in ended_early(reference, candidate, list(curves))
-            if objection.name not in allow
-        ),
+        tuple(one for one in input_differences if one.name not in allow),
+        tuple(one for one in input_differences if one.name in allow),
+        tuple(objections),
+        frozenset(allow),
     )
 
 

@@ -24,8 +24,10 @@ Answer = Literal["equivalent", "different", "inconclusive"]
 
 WHOLE, LAST = WINDOWS[0], WINDOWS[-1]
 ALONE = tr("one run a side")
+VALIDATION = tr("last validations")
 # A run is equivalent by its level and by how it ends; the other quarters can only show a difference.
 _DECIDE = (WHOLE, LAST)
+_DECIDING = (*_DECIDE, VALIDATION)
 _MOST_RUNS = 1000
 
 
@@ -58,6 +60,8 @@ class Effect:
     """Why it is different, where that is not the size of a mean."""
     runs_to_decide: int | None = None
     """Runs of each side that would decide, where more of them would."""
+    same_as: str | None = None
+    """An earlier metric that is equal in every value of both runs: the two count once."""
 
     @property
     def unit(self) -> str:
@@ -85,7 +89,8 @@ class Effect:
             "evidence": self.evidence,
             "reason": self.reason,
             "runs_to_decide": self.runs_to_decide,
-            "windows": [asdict(effect) for effect in self.windows],
+            "same_as": self.same_as,
+            "windows": [asdict(one) for one in self.windows],
         }
 
 
@@ -155,13 +160,47 @@ def effect_of_runs(
     return Effect(metric, kind, margin, verdict, effects_by_window, evidence, runs_to_decide=more)
 
 
+def effect_of_validations(
+    metric: str,
+    margin: float,
+    reference_P: Numbers,
+    candidate_P: Numbers,
+    *,
+    items: int | None,
+    tests: int,
+) -> Effect:
+    """From the last quarter of the validations of one run a side.
+
+    Scores between 0 and 1 have an interval if the number of validated items is known. Validations repeat the
+    same items, so more of them do not make it narrower.
+    """
+    last = -max(1, len(reference_P) // 4)
+    a, b = float(reference_P[last:].mean()), float(candidate_P[last:].mean())
+    interval, chance = None, math.nan
+    if items is not None and min(a, b) >= 0 and max(a, b) <= 1:
+        interval, chance = _binomial(a, b, items)
+    windows = (WindowEffect(VALIDATION, a, b, b - a, interval, chance),)
+    return Effect(metric, "score", margin, _answer(windows, margin, tests), windows, ALONE)
+
+
+def _binomial(a: float, b: float, items: int) -> tuple[Interval, float]:
+    """Interval of `b - a` by Agresti and Caffo, and the chance of such a difference."""
+    from scipy.special import ndtr, ndtri
+
+    shares = [(share * items + 1) / (items + 2) for share in (a, b)]
+    spread = math.sqrt(sum(share * (1 - share) / (items + 2) for share in shares))
+    half = float(ndtri((1 + thresholds.CONFIDENCE) / 2)) * spread
+    middle = shares[1] - shares[0]
+    return Interval(middle - half, middle + half), float(2 * ndtr(-abs(middle) / spread))
+
+
 def _answer(windows: Sequence[WindowEffect], margin: float, tests: int) -> Answer:
     """Different: noise does not explain it, and it is larger than the margin."""
     shares = alarm_shares(len(windows))
     for effect, share in zip(windows, shares, strict=True):
         if abs(effect.difference) > margin and effect.chance < thresholds.FALSE_ALARMS * share / tests:
             return "different"
-    deciding = [effect.interval for effect in windows if effect.window in _DECIDE]
+    deciding = [one.interval for one in windows if one.window in _DECIDING]
     within = all(i is not None and -margin <= i.low and i.high <= margin for i in deciding)
     return "equivalent" if within else "inconclusive"
 

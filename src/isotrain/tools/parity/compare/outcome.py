@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from isotrain.errors import DataError
 from isotrain.language import tr
 from isotrain.tools.parity import thresholds
 from isotrain.tools.parity.compare.comparison import Comparison
-from isotrain.tools.parity.compare.effects import Answer, Effect, effect_of_curves, effect_of_runs, values_of
+from isotrain.tools.parity.compare.effects import (
+    VALIDATION,
+    Answer,
+    Effect,
+    effect_of_curves,
+    effect_of_runs,
+    effect_of_validations,
+    values_of,
+)
 from isotrain.tools.parity.compare.objections import Objection
 from isotrain.tools.parity.compare.published import kind_of
 from isotrain.tools.parity.compare.statistics import correlation
@@ -32,7 +42,11 @@ _SAMPLED = re.compile(
 )
 
 # Scores alone: other figures of a validation are no measure of quality.
-_SCORE = re.compile(r"^val-core/.+@\d+$|^val/(accuracy|f1)$")
+_SCORE = re.compile(
+    r"^val-core/.+@\d+(/mean)?$|^val/(accuracy|f1|test_score/.+)$|^eval/eval_.*(pass\d+|acc(uracy)?|score)$"
+)
+# A hostile log may have any number of them.
+_MOST_SCORES = 64
 _TYPED = re.compile(r"(?P<metric>.+)=(?P<value>[0-9.eE+-]+)")
 
 
@@ -105,11 +119,15 @@ def outcome_of(
     pairing: Pairing,
     others: OtherRuns = NO_OTHERS,
     margins: Mapping[str, float] | None = None,
+    items: int | None = None,
 ) -> Outcome:
-    """From the curves of both runs, or from several runs where there are some."""
-    one_sided = tuple(value.words for value in comparison.not_numbers if value.one_sided)
+    """From the curves of both runs, or from several runs where there are some.
+
+    `items`: how many rows were validated on.
+    """
+    one_sided = tuple(one.words for one in comparison.not_numbers if one.one_sided)
     stated = margins or {}
-    effects = tuple(_effects(comparison, pairing, others, stated))
+    effects = tuple(_effects(comparison, pairing, others, stated, items))
     answer: Answer = "inconclusive"
     verdicts = {effect.verdict for effect in effects}
     if one_sided or "different" in verdicts:
@@ -121,9 +139,14 @@ def outcome_of(
             "equivalent" if all(effect.verdict == "equivalent" for effect in deciding) else "inconclusive"
         )
     order = sorted(
-        effects, key=lambda effect: (effect.verdict != answer, not _decides(effect, effects, pairing, stated))
+        effects,
+        key=lambda one: (
+            one.windows[0].interval is None,
+            one.verdict != answer,
+            not _decides(one, effects, pairing, stated),
+        ),
     )
-    objections = comparison.objections
+    objections = (*comparison.objections, *_validation_objections(comparison, effects))
     verdict = "inconclusive" if answer == "equivalent" and objections else answer
     return Outcome(verdict, tuple(order), pairing, one_sided, objections)
 
@@ -137,15 +160,36 @@ def _decides(
     return effect.kind != "loss" or all(other.kind == "loss" for other in effects)
 
 
+def _validation_objections(comparison: Comparison, effects: Sequence[Effect]) -> Iterator[Objection]:
+    """Validations whose noise is unknown, and that are further apart than the margin."""
+    for effect in effects:
+        one = effect.windows[0]
+        unknown = one.window == VALIDATION and one.interval is None
+        if unknown and abs(one.difference) > effect.margin and "validation" not in comparison.intended:
+            words = tr(
+                "{metric} is {candidate:.3g} and the reference's {reference:.3g} in the last validations; "
+                "--items N says how many rows they have",
+                metric=effect.metric,
+                candidate=one.candidate,
+                reference=one.reference,
+            )
+            yield Objection("validation", words)
+
+
 def _effects(
-    comparison: Comparison, pairing: Pairing, others: OtherRuns, margins: Mapping[str, float]
+    comparison: Comparison,
+    pairing: Pairing,
+    others: OtherRuns,
+    margins: Mapping[str, float],
+    items: int | None,
 ) -> Iterator[Effect]:
     free = pairing == "free-running"
     pairs = [(comparison.reference, comparison.candidate), *others.pairs]
     references = [comparison.reference, *others.reruns]
     metrics = list(comparison.curves)
-    scores = _scores(pairs) if len(pairs) >= thresholds.FEWEST_RUNS else []
-    tests = len(metrics) + len(scores)
+    scores = [metric for metric in _scores(pairs) if metric not in metrics]
+    same_as = _same_values(comparison)
+    tests = len(metrics) - len(same_as) + len(scores)
     for metric in metrics:
         kind: Kind = kind_of(metric) or "score"
         margin = margins.get(metric, thresholds.MARGINS[kind])
@@ -153,18 +197,35 @@ def _effects(
         if len(pairs) >= thresholds.FEWEST_RUNS and _all_have(metric, [*runs_a, *runs_b]):
             values = values_of(metric, [*runs_a, *runs_b])
             a, b = values[: len(pairs)], values[len(pairs) :]
-            yield effect_of_runs(metric, kind, margin, a, b, paired=not free, tests=tests)
+            effect = effect_of_runs(metric, kind, margin, a, b, paired=not free, tests=tests)
         elif free and len(references) >= thresholds.FEWEST_RUNS and _all_have(metric, references):
             *a, b_S = values_of(metric, [*references, comparison.candidate])
-            yield effect_of_runs(metric, kind, margin, a, [b_S], paired=False, tests=tests)
+            effect = effect_of_runs(metric, kind, margin, a, [b_S], paired=False, tests=tests)
         else:
-            aligned = comparison.aligned[metric]
-            curves = (aligned.reference_S, aligned.candidate_S)
-            yield effect_of_curves(metric, kind, margin, *curves, free=free, tests=tests)
+            one = comparison.aligned[metric]
+            curves = (one.reference_S, one.candidate_S)
+            effect = effect_of_curves(metric, kind, margin, *curves, free=free, tests=tests)
+        yield replace(effect, same_as=same_as.get(metric))
     for metric in scores:
-        margin = margins.get(metric, thresholds.MARGINS["score"])
-        a, b = ([pair[side].metrics[metric].values_S[-1:] for pair in pairs] for side in (0, 1))
-        yield effect_of_runs(metric, "score", margin, a, b, paired=False, tests=tests)
+        margin = thresholds.MARGINS["score"]
+        if len(pairs) >= thresholds.FEWEST_RUNS:
+            a, b = ([pair[side].metrics[metric].values_S[-1:] for pair in pairs] for side in (0, 1))
+            yield effect_of_runs(metric, "score", margin, a, b, paired=False, tests=tests)
+            continue
+        steps_S, (a_P, b_P) = common([run.metrics[metric] for run in pairs[0]])
+        if len(steps_S) and np.isfinite([a_P, b_P]).all():
+            yield effect_of_validations(metric, margin, a_P, b_P, items=items, tests=tests)
+
+
+def _same_values(comparison: Comparison) -> dict[str, str]:
+    """Metrics that are equal to an earlier one in every value of both runs, such as rewards and scores."""
+    first: dict[tuple[bytes, bytes, bytes], str] = {}
+    same: dict[str, str] = {}
+    for metric, one in comparison.aligned.items():
+        values = one.steps_S.tobytes(), one.reference_S.tobytes(), one.candidate_S.tobytes()
+        if first.setdefault(values, metric) != metric:
+            same[metric] = first[values]
+    return same
 
 
 def _all_have(metric: str, runs: Sequence[RunLog]) -> bool:
@@ -173,7 +234,9 @@ def _all_have(metric: str, runs: Sequence[RunLog]) -> bool:
 
 def _scores(pairs: Sequence[tuple[RunLog, RunLog]]) -> list[str]:
     runs = [run for pair in pairs for run in pair]
-    return [metric for metric in runs[0].metrics if _SCORE.match(metric) and _all_have(metric, runs)]
+    return [metric for metric in runs[0].metrics if _SCORE.match(metric) and _all_have(metric, runs)][
+        :_MOST_SCORES
+    ]
 
 
 def margins_of(texts: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from isotrain.errors import DataError
 from isotrain.language import Language, listed, said, tr, using
-from isotrain.tools.parity.compare.comparison import SPEED
+from isotrain.tools.parity.compare.objections import SPEED
 from isotrain.tools.parity.run import Numbers, RunLog, Series, common, section
 
 Status = Literal["holds", "broken", "not in the logs", "depends on the definition"]

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from isotrain.language import capital, listed, tr
-from isotrain.tools.parity.compare.effects import ALONE, Answer, Effect, WindowEffect
+from isotrain.tools.parity.compare.effects import ALONE, VALIDATION, Answer, Effect, WindowEffect
 from isotrain.tools.parity.compare.noise import WINDOWS
+from isotrain.tools.parity.compare.objections import WATCHED
 
 if TYPE_CHECKING:
     from isotrain.tools.parity.verdict import Same, Verdict
@@ -52,10 +53,18 @@ def computation_words(verdict: Verdict) -> str:
 
 def outcome_reason(verdict: Verdict) -> str:
     """What keeps it from being equivalent comes first; where it is different anyway, last."""
-    objections = [_sentence(capital(one.words)) for one in verdict.outcome.objections]
+    objections = [_sentence(words) for words in _objection_words(verdict)]
     found = _difference_found(verdict)
     parts = [found, *objections] if verdict.outcome.verdict == "different" else [*objections, found]
     return listed(parts, " ")
+
+
+def _objection_words(verdict: Verdict) -> Iterator[str]:
+    objections = verdict.outcome.objections
+    yield from (capital(one.words) for one in objections if one.name == "steps")
+    yield from (one.words for one in objections if one.name == "validation")
+    if wrong := [one.words for one in objections if one.name in WATCHED]:
+        yield tr("Also looks wrong: {what}", what=listed(wrong, "; "))
 
 
 def _difference_found(verdict: Verdict) -> str:
@@ -86,7 +95,7 @@ def _difference_found(verdict: Verdict) -> str:
             difference=_difference(first, first.windows[0]),
             margin=first.margin,
         )
-        others = len(outcome.effects) - 1
+        others = sum(not effect.same_as for effect in outcome.effects) - 1
         if others and all(effect.verdict == "equivalent" for effect in outcome.effects):
             return listed((within, tr("The same holds for {count} more metrics.", count=others), steps), " ")
         return listed((within, steps), " ")
@@ -168,6 +177,8 @@ def _difference(effect: Effect, one: WindowEffect) -> str:
             return tr("{metric} is equal on average", metric=metric)
         return tr("{metric} is equal in the {window}", metric=metric, window=one.window)
     words = _moved(metric, one)
+    if interval is None and one.window == VALIDATION:
+        return words
     if interval is None:
         return tr("{words} (too few steps for an interval)", words=words)
     low, high = (_figure(bound, sign=True) for bound in (interval.low, interval.high))
@@ -199,7 +210,7 @@ def _widest(effect: Effect) -> WindowEffect:
     def reach(one: WindowEffect) -> float:
         return math.inf if one.interval is None else max(abs(one.interval.low), abs(one.interval.high))
 
-    return max((one for one in effect.windows if one.window in (WINDOWS[0], WINDOWS[-1])), key=reach)
+    return max((one for one in effect.windows if one.window not in WINDOWS[1:-1]), key=reach)
 
 
 def _steps(verdict: Verdict, metric: str) -> str:

@@ -303,6 +303,9 @@ def effects(verdict: Verdict) -> Markup:
     columns = (tr("metric"), *EFFECT_COLUMNS, tr("answer"))
     rows: list[list[object]] = []
     for effect in verdict.outcome.effects:
+        if effect.same_as:
+            rows.append([effect.metric, tr("as {metric}", metric=effect.same_as), *[""] * 6])
+            continue
         for position, window in enumerate(effect.windows):
             answer: object = chip(ANSWERS[effect.verdict], effect.verdict) if position == 0 else ""
             means = (window.reference, window.candidate, window.difference)
