@@ -43,6 +43,27 @@ def test_statistics_on_paper() -> None:
     assert cancelled is not None and cancelled.error == pytest.approx(4.9e-8, rel=1e-3)
 
 
+def test_signed_shares_and_their_standard_errors() -> None:
+    """A gain and a bias that are put in come out; rounding alone is within its own standard error."""
+    torch.manual_seed(0)
+    oracle = torch.randn(256, 64, dtype=torch.float64)
+    noise = 1e-3 * torch.randn(256, 64, dtype=torch.float64)
+    honest = deviation(oracle + noise, oracle)
+    gained, moved = deviation(1.002 * oracle + noise, oracle), deviation(oracle + 0.003 + noise, oracle)
+    assert honest is not None and gained is not None and moved is not None
+    assert honest.blocks == 64
+    error = 1e-3 / 128  # of a mean over 128 x 128 numbers
+    for share in (honest.gain, honest.bias):
+        assert share.error == pytest.approx(error, rel=0.3) and abs(share.value) < 4 * error
+    assert gained.gain.value == pytest.approx(0.002, abs=4 * error)
+    assert gained.gain.error == pytest.approx(error, rel=0.3)
+    assert moved.bias.value == pytest.approx(0.003 / float(oracle.square().mean().sqrt()), abs=4 * error)
+    # Beside terms that cancel, what is left is a share of them.
+    small = deviation(1.5 * oracle, oracle, least_norm=1000 * float(oracle.norm()))
+    assert small is not None and small.gain.value == pytest.approx(0.0005)
+    assert small.gain.error == pytest.approx(0, abs=1e-12)
+
+
 def test_what_is_not_finite_is_counted_unless_the_type_cannot_hold_it() -> None:
     oracle = torch.tensor([1.0, 2.0, 1e39, -3e38], dtype=torch.float64)
     seen = deviation(torch.tensor([1.0, math.nan, math.inf, -3e38]), oracle)

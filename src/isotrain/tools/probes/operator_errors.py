@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from isotrain.tools.probes.operator_oracles import (
     to_host,
 )
 
+BLOCKS = 64
+"""Parts of a result, each of neighbouring rows, over which standard errors are taken."""
 COMPARED = 2
 """Calls of one signature that are compared: the later ones only have other numbers in them."""
 
@@ -43,6 +46,13 @@ _COPIES = {
 _EXCHANGES = {"c10d", "_c10d_functional", "c10d_functional", "fsdp", "symm_mem"}
 # Masks put the most negative number of a type beside scores: beside such numbers no error would be seen.
 _MASK = 1e30
+
+
+@dataclass(frozen=True)
+class SignedShare:
+    value: float
+    error: float
+    """Its standard error."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,11 @@ class Deviation:
     non_finite: int
     terms: float
     """Numbers that were summed for each of the result, as far as shapes tell."""
+    gain: SignedShare
+    """Of the result that the error has: where all numbers are 1 % too large, 0.01."""
+    bias: SignedShare
+    """The error's mean, as a share of the oracle's root mean square."""
+    blocks: int
 
     def worse(self, other: Deviation) -> Deviation:
         most = max(self, other, key=lambda deviation: deviation.error / deviation.eps)
@@ -77,6 +92,9 @@ class Deviation:
             within_five_thousandths=min(self.within_five_thousandths, other.within_five_thousandths),
             non_finite=self.non_finite + other.non_finite,
             terms=max(self.terms, other.terms),
+            gain=max(self.gain, other.gain, key=lambda share: abs(share.value)),
+            bias=max(self.bias, other.bias, key=lambda share: abs(share.value)),
+            blocks=min(self.blocks, other.blocks),
         )
 
 
@@ -97,6 +115,10 @@ def deviation(
     difference = actual - expected
     norm, got, off = (float(x.norm()) for x in (expected, actual, difference))
     sizes, differences = expected.abs(), difference.abs()
+    root = max(norm, least_norm) / math.sqrt(len(expected)) if len(expected) else 0.0
+    squares = expected.square()
+    if norm and norm < least_norm:  # what is left of larger numbers is no measure
+        squares = squares * (least_norm / norm)
     large = sizes > info.eps * sizes.max() if len(sizes) else sizes > 0
     return Deviation(
         error=off / (max(norm, least_norm) or got) if off else 0.0,
@@ -109,7 +131,21 @@ def deviation(
         within_five_thousandths=_share(differences <= 0.005 * sizes),
         non_finite=non_finite,
         terms=max(1.0, given / result.numel()),
+        gain=signed_share(difference * expected, squares),
+        bias=signed_share(difference, torch.full_like(difference, root)),
+        blocks=min(BLOCKS, len(expected)),
     )
+
+
+def signed_share(parts: torch.Tensor, wholes: torch.Tensor) -> SignedShare:
+    """The ratio of two sums, and how much it changes from one block of neighbours to the next."""
+    count = min(BLOCKS, len(parts))
+    if count == 0 or not (total := float(wholes.sum())):
+        return SignedShare(0.0, 0.0)
+    parts_B, wholes_B = (torch.stack([b.sum() for b in x.tensor_split(count)]) for x in (parts, wholes))
+    value = float(parts_B.sum()) / total
+    rest_B = parts_B - value * wholes_B
+    return SignedShare(value, math.sqrt(count / max(1, count - 1)) * float(rest_B.norm()) / total)
 
 
 def _most(values: torch.Tensor) -> float:
@@ -234,6 +270,11 @@ def _as_json(worst: Deviation) -> dict[str, Any]:
         "within_0.1%": worst.within_thousandth,
         "within_0.5%": worst.within_five_thousandths,
         "error": worst.error,
+        "gain": worst.gain.value,
+        "gain_error": worst.gain.error,
+        "bias": worst.bias.value,
+        "bias_error": worst.bias.error,
+        "blocks": worst.blocks,
         "non_finite": worst.non_finite,
         "terms": worst.terms,
     }

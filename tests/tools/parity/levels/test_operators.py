@@ -66,7 +66,7 @@ def test_as_good_as_the_reference(tmp_path: Path) -> None:
         "(largest error ratio 2, aten.mm)"
     )
     (check,) = found.checks
-    assert check.passed and check.value == pytest.approx(2) and check.note == "aten.mm at [2, 2] [2, 2]"
+    assert check.passed and check.value == pytest.approx(2e-7 * 4 * 2**23) and "aten.mm at" in check.note
     shown = found.evidence["operators"][0]
     assert shown["operator"] == "aten.mm.default" and shown["dtype"] == "float32"
     assert (shown["reference"]["error"], shown["candidate"]["error"]) == (1e-7, 2e-7)
@@ -85,18 +85,51 @@ def test_a_worse_operator_is_named(tmp_path: Path) -> None:
         [row(), row(silu, "[512, 64]", error=8.4e-5), row("aten.exp.default", error=1e-5)],
     )
     assert found.state == "different"
-    assert found.words.startswith("aten.silu rounds 840 times worse than the reference's, at [512, 64]")
+    assert found.words.startswith("aten.silu is off by 2.82e+03 rounding units, at [512, 64]")
     assert found.words.endswith("and 1 more calls are too far off")
     assert found.causes == ("the candidate's kernel of aten.silu", "the candidate's kernel of aten.exp")
+    back = level(tmp_path / "back", [row(error=8.4e-5)], [row()])
+    assert back.state == "different" and back.words.startswith("in the reference aten.mm is off by")
     assert found.checks[0].passed is False
 
 
 def test_shorter_types_are_held_to_less_because_they_say_less(tmp_path: Path) -> None:
     narrow = {"result": "bfloat16", "dtypes": "bfloat16 bfloat16"}
-    good, bad = row(error=2e-3, **narrow), row(error=1.2e-2, **narrow)
-    assert level(tmp_path / "a", [good], [good]).state == "same"
+    good, bad = row(error=2e-3, **narrow), row(error=2e-2, **narrow)
+    assert level(tmp_path / "a", [good], [row(error=1.2e-2, **narrow)]).state == "same"
     assert level(tmp_path / "b", [good], [bad]).state == "different"
-    assert level(tmp_path / "c", [bad], [good]).state == "same"
+    assert level(tmp_path / "c", [bad], [bad]).state == "same", "off alike"
+
+
+@pytest.mark.parametrize(
+    ("result", "gain", "state"),
+    [
+        ("float32", 1e-5, "different"),
+        ("float32", 4e-7, "same"),  # no more than approximations of functions have
+        ("bfloat16", -2e-3, "different"),
+        ("bfloat16", 1e-4, "same"),
+    ],
+)
+def test_a_kernel_with_a_gain_is_named(tmp_path: Path, result: str, gain: float, state: str) -> None:
+    """Far within the limit of its rounding error; its standard error says that it is no chance."""
+    kernel = {"result": result, "dtypes": f"{result} {result}", "error": abs(gain)}
+    sure = row(gain=gain, gain_error=abs(gain) / 20, blocks=64, **kernel)
+    found = level(tmp_path / "a", [row(**kernel)], [sure])
+    assert found.state == state, found.words
+    if state == "different":
+        assert f"is {100 * abs(gain):.3g} % (+- " in found.words
+        assert ("too large" if gain > 0 else "too small") in found.words
+        gains = [check for check in found.checks if check.name == "gain"]
+        assert gains[0].passed is False and gains[0].value == abs(gain)
+    by_chance = row(gain=gain, gain_error=abs(gain) / 2, blocks=64, **kernel)
+    assert level(tmp_path / "b", [row(**kernel)], [by_chance]).state == "same"
+    assert level(tmp_path / "c", [sure], [sure]).state == "same", "off alike"
+
+
+def test_sums_of_many_terms_may_drift(tmp_path: Path) -> None:
+    long = row(gain=1e-4, gain_error=1e-6, blocks=64, terms=49152.0, error=1e-4)
+    assert level(tmp_path / "a", [row()], [long]).state == "same"
+    assert level(tmp_path / "b", [row()], [{**long, "terms": 512.0}]).state == "different"
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:

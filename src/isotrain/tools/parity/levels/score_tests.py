@@ -257,11 +257,12 @@ def _width(module: Module, estimate: Estimate, tests: int) -> float:
     """Half of the interval."""
     if estimate.error is None or module.clusters < 2:
         return 1e30  # JSON has no infinity
-    return min(1e30, _quantile(tests, module.clusters) * estimate.error)
+    return min(1e30, quantile(tests, module.clusters) * estimate.error)
 
 
 @lru_cache(maxsize=1024)
-def _quantile(tests: int, clusters: int) -> float:
+def quantile(tests: int, clusters: int) -> float:
+    """Standard errors that one of so many intervals, each from so many clusters, reaches to each side."""
     from scipy.special import stdtrit  # half a second faster than scipy.stats
 
     return -float(stdtrit(clusters - 1, FAMILY_WISE / tests / 2))
