@@ -31,6 +31,7 @@ from isotrain.tools.probes.layer_trace import Sketch
 from isotrain.tools.probes.truth import TruthTrace, Widening, memory_of, wide_parameters
 from isotrain.trainers.launch import launch
 from support import tiny_recipe
+from traced_runs import layers_level
 
 BATCHES = [pack(jobs.SAMPLES[:2]), pack(jobs.SAMPLES[2:])]
 
@@ -177,6 +178,8 @@ def test_the_command(tiny: Path, tmp_path: Path) -> None:
             for name, entry in here.kinds[kind].items()
         }
         assert 1e-8 < max(far.values()) < 1e-5, (kind, far)
+    level = layers_level(run, run, dtype="float32")
+    assert level.state == "same" and "against float64" in level.words, level.words
     untraced = tmp_path / "untraced"
     launch(tiny_recipe(tiny, untraced, "cpu", trainer={"steps": 1}), "")
     refused = CliRunner().invoke(app, ["parity", "truth", str(untraced)])

@@ -27,6 +27,7 @@ from isotrain.errors import RecipeError
 from isotrain.models.lora import ADAPTER
 from isotrain.models.weights import shard_of
 from isotrain.observe.run_directory import write_atomically
+from isotrain.tools.probes.adamw_oracle import UpdateSample
 
 KINDS = ("activation", "gradient", "parameter gradient", "update")
 DIGESTS = ("tokens", "packing", "loss")
@@ -41,6 +42,8 @@ class _Update:
         self.sketches: dict[str, dict[str, Sketch]] = {kind: {} for kind in KINDS}
         self.weight_norms: list[float] = []
         """Of the trained parameters as the update found them."""
+        self.recomputed: list[tuple[float, float, float]] = []
+        """Of the trained parameters: how far the update is from AdamW's of their gradient, in float64."""
         self.digests = {name: hashlib.sha256() for name in DIGESTS}
         self.micro_batches = 0
         self.loss = 0.0
@@ -70,6 +73,7 @@ class LayerTrace:
         self._done = 0
         self._looking = False
         self._before: dict[str, torch.Tensor] = {}
+        self._samples: dict[str, UpdateSample] = {}
         self._handles: list[RemovableHandle] = []
 
     @contextmanager
@@ -126,16 +130,21 @@ class LayerTrace:
         if tensor.requires_grad:
             tensor.register_hook(partial(self._update.add, "gradient", name))
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in self._trained().items():
             if parameter.grad is not None:
                 self._update.add("parameter gradient", name, shard_of(parameter.grad).local)
+                state = optimizer.state.get(parameter, {})
+                self._samples[name] = UpdateSample(parameter, state, groups[id(parameter)])
             self._before[name] = _on_host(parameter)
 
     def _after_step(self, *_: Any) -> None:
         for name, parameter in self._trained().items():
             before = self._before.pop(name)
             self._update.add("update", name, _on_host(parameter) - before)
+            sample = self._samples.pop(name, None)
+            self._update.recomputed.append((0.0, 0.0, 0.0) if sample is None else sample.errors(parameter))
             self._update.weight_norms.append(float(torch.linalg.vector_norm(before, dtype=torch.float64)))
         self._done += 1
         self._write()
@@ -147,6 +156,7 @@ class LayerTrace:
     def _write(self) -> None:
         update = self._update
         tensors = {"loss": np.array([update.loss]), "weight/norm": np.array(update.weight_norms)}
+        tensors["update/recomputed"] = np.array(update.recomputed, dtype=np.float64).reshape(-1, 3)
         for kind, entries in update.sketches.items():
             sketches = list(entries.values())
             tensors[f"{kind}/sketch"] = np.array([s.numbers_KK for s in sketches]).reshape(

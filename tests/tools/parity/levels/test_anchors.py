@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from isotrain.tools.parity.levels.layers import anchors
+from isotrain.tools.parity.levels.anchors import anchors
 from isotrain.tools.parity.read.runs import read_isotrain_run
 from isotrain.tools.parity.run import RunLog, Series
 from isotrain.trainers import job

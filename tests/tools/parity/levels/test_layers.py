@@ -98,9 +98,8 @@ def test_two_devices_agree(tiny: Path, reference: Path, tmp_path: Path, fused: s
     assert max(shares) < 0.25, "honest pairs are far from the limits"
     assert (max(shares) > 0) == (fused == "on")
     kinds = [check.name for check in level.checks]
-    assert kinds == [
-        f"{kind}: error" for kind in ("activations", "loss", "gradients", "parameter gradients", "updates")
-    ]
+    order = ("weights", "activations", "loss", "gradients", "parameter gradients", "updates")
+    assert kinds == [f"{kind}: error" for kind in order]
     assert all(check.passed for check in level.checks)
     json.dumps(level.evidence, allow_nan=False)
 
@@ -126,6 +125,22 @@ def test_noise_makes_limits_of_its_own(tiny: Path, reference: Path, tmp_path: Pa
     assert plain.state == level.state == layers_level(reference, noise, dtype="float32").state == "same"
     limits, others = ([layer["limit"] for layer in one.evidence["layers"]] for one in (level, plain))
     assert np.median(np.divide(limits, others)) < 0.8
+
+
+def test_weights_that_were_loaded_otherwise_are_named(tampered: Callable[..., Level]) -> None:
+    """In whatever type the layers compute: weights are kept in float32."""
+
+    def tamper(engine: TrainingEngine) -> None:
+        with torch.no_grad():
+            engine.model.pretrained.get_parameter("model.layers.1.self_attn.q_proj.weight").mul_(1.004)
+
+    level = tampered(tamper)
+    assert level.state == "different"
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert level.words.startswith(f"the first difference is in the weights of {name} at step 1 (4.0e-03 ")
+    assert level.causes[0] == (
+        f"the weights of {name} that the step began with: how they were loaded or converted"
+    )
 
 
 def test_a_wrong_epsilon_is_named(tampered: Callable[..., Level]) -> None:

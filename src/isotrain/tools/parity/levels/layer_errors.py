@@ -30,6 +30,8 @@ _SIZE = {"float32": 64, "bfloat16": 4}
 _UPDATE_SIZE = {"float32": 1e-4, "bfloat16": 2e-3}
 _DEPTH = 64
 """Entries after which an error's variance may have doubled: roundings of layers add up as random steps do."""
+_WEIGHT = 1e-5
+"""Of a parameter's norm: the last digits of its numbers change it by less."""
 _DRIFT = 12
 _SIGN_CHANGES = 3
 """Times two over the root of a parameter's size: so much of its update a few changed signs may make."""
@@ -39,6 +41,12 @@ _FLOOR = {"float32": 1 / 8, "bfloat16": 1.0}
 # From the median of sizes to their root mean square, for normal numbers.
 _MEDIAN_TO_ROOT_MEAN_SQUARE = 1.4826
 NOT_A_NUMBER = 1e300
+
+SAME, DIFFERENT = 4.0, 8.0
+"""How many times as far from the truth as the reference a side may be, and where it is wrong. Over kernels of
+three instruction sets and other orders of summation, honest sides were at most at 2.3 (docs/parity.md)."""
+_ROUNDING = 0.25
+"""Of a number rounded once, in the distance from 1 to the next number: root mean square of its error."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,21 @@ class LayerRating:
     difference: Difference
     error: float
     limit: float
+    reference: float | None = None
+    """Against the truth: how far the reference is from it; `error` is how far the candidate is."""
 
     @property
     def passed(self) -> bool:
         return self.error <= self.limit
+
+    @property
+    def by_truth(self) -> bool:
+        return self.reference is not None
+
+    @property
+    def z(self) -> float:
+        """How many times as far from the truth as the reference is, or as rounding alone explains."""
+        return DIFFERENT * self.error / self.limit
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,8 @@ class LayerLimits:
     dtype: str
     noise: Mapping[tuple[int, str, str], Difference] = field(default_factory=dict)
     """The largest differences of runs that are known to be the same training."""
+    honest: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """By kind and name: how far two sides may be apart that are both as near the truth as they must be."""
 
     def __post_init__(self) -> None:
         if self.dtype not in _EPSILON:
@@ -108,10 +129,13 @@ class LayerLimits:
             return plain  # sizes of updates do not follow the weights
         if noise is not None and difference.name != ALL:
             plain = max(_NOISE * noise, _FLOOR[self.dtype] * plain)
+        plain = max(plain, self.honest.get((difference.kind, difference.name), 0.0))
         return plain + difference.grain + _DRIFT * difference.drift
 
     def _plain(self, difference: Difference) -> float:
         epsilon = _EPSILON[self.dtype]
+        if difference.kind == "weight":
+            return _WEIGHT
         if difference.name == ALL:
             return _UPDATE_SIZE[self.dtype] if difference.kind == "update" else _SIZE[self.dtype] * epsilon
         if difference.kind == "update":
@@ -129,9 +153,15 @@ class LayerLimits:
 def differences(step: int, reference: Update, candidate: Update, drift: float = 0.0) -> Iterator[Difference]:
     """Differences of entries that both runs have, as they were computed; sizes of all come after each kind.
 
+    First of all, the norms of the parameters that the update found.
+
     `drift` is what `drift_after` has found for the updates before.
     """
     position = 0
+    for name, (a, b) in common(reference, candidate, "update").items():
+        if a.weight_norm or b.weight_norm:
+            factor = _share(b.weight_norm, a.weight_norm)
+            yield Difference(step, "weight", name, _finite(abs(factor - 1)), factor=factor, drift=drift)
     for kind in KINDS:
         both = common(reference, candidate, kind)
         for name, (a, b) in both.items():
@@ -143,6 +173,34 @@ def differences(step: int, reference: Update, candidate: Update, drift: float = 
         elif both:
             factor = common_factor(both)
             yield Difference(step, kind, ALL, _finite(abs(factor - 1)), position, factor=factor, drift=drift)
+
+
+def against_truth(
+    step: int, reference: Update, candidate: Update, truth: Update, dtype: str
+) -> Iterator[LayerRating]:
+    """Each entry's distance from the truth beside the reference's own, of entries that all three have.
+
+    A reference may be close by chance: what one rounding in each operator before explains counts as well.
+    """
+    theirs = {difference.key: difference for difference in differences(step, truth, reference)}
+    for difference in differences(step, truth, candidate):
+        if (own := theirs.get(difference.key)) is None:
+            continue
+        expected = _ROUNDING * _EPSILON[dtype] * math.sqrt(1 + difference.position)
+        if difference.name == ALL:
+            # A common factor is no further from 1 than all entries together are from the truth.
+            expected = max(expected, _distance_of_all(truth, reference, difference.kind))
+        # What is no number explains nothing, on either side.
+        error = max(difference.error, own.error if own.error >= NOT_A_NUMBER else 0.0)
+        if own.error < NOT_A_NUMBER:
+            expected = max(expected, own.error)
+        yield LayerRating(difference, error, DIFFERENT * expected, own.error)
+
+
+def _distance_of_all(truth: Update, side: Update, kind: str) -> float:
+    pairs = [(a, b) for a, b in common(truth, side, kind).values() if a.shapes == b.shapes]
+    apart = _share(math.hypot(*(_distance(a, b) for a, b in pairs)), math.hypot(*(a.norm for a, _ in pairs)))
+    return apart if math.isfinite(apart) else 0.0
 
 
 def drift_after(reference: Update, candidate: Update) -> float:

@@ -1,7 +1,4 @@
-"""The level of forced steps: the first layer in which two runs with the same weights and data differ.
-
-Anchors are numbers of a first step that are known without a reference run: nothing has been learnt yet.
-"""
+"""The level of forced steps: the first layer in which two runs with the same weights and data differ."""
 
 from __future__ import annotations
 
@@ -12,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from isotrain.language import listed, tr
+from isotrain.tools.parity.levels.anchors import anchor_checks
 from isotrain.tools.parity.levels.layer_errors import (
     ALL,
+    DIFFERENT,
     NOT_A_NUMBER,
+    SAME,
     Difference,
     LayerLimits,
     LayerRating,
+    against_truth,
     common,
     common_factor,
     differences,
@@ -25,26 +26,24 @@ from isotrain.tools.parity.levels.layer_errors import (
 )
 from isotrain.tools.parity.levels.level import Check, Level, not_run
 from isotrain.tools.parity.levels.score_tests import score_tests
+from isotrain.tools.parity.levels.updates import wrong_updates
 from isotrain.tools.parity.read.layer_trace import KINDS, TraceEntry, Update, read_layer_trace
 from isotrain.tools.parity.run import RunLog, section
 
-# By how much rounding may move the log-prob of a whole response between two passes, in nats.
-_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
-# Advantages are whitened over the tokens of the step by these, and centred in their groups by those.
-_WHITENED = ("ppo", "reinforce++", "reinforce++-baseline")
-_CENTRED = ("grpo", "rloo")
-_WHITENED_MEAN = 1e-4
-
 LEVEL = "P1"
+TRUTH = "truth"
+"""Directory of a run that has its step in float64: `isotrain parity truth` writes it."""
 Updates = Mapping[int, Update]
 
 _PLURAL = {
+    "weight": tr("weights"),
     "loss": tr("loss"),
     "activation": tr("activations"),
     "gradient": tr("gradients"),
     "parameter gradient": tr("parameter gradients"),
     "update": tr("updates"),
 }
+assert set(KINDS) <= set(_PLURAL)
 
 _DATA = {
     "tokens": tr("data order, chat template or tokenizer"),
@@ -58,128 +57,54 @@ _LOSS_CAUSE = tr("the loss: its mask, its scale or its aggregation")
 _ALIKE, _MOST, _LEFT = 0.2, 0.8, 0.5
 # Constants that are named in a sentence; the evidence has them all.
 _NAMED = 3
-
-
-def anchors(run: RunLog) -> tuple[Check, ...]:
-    """Values that the first step must have by its definition, beside the run's; empty where nothing is known.
-
-    `value` is the distance from the known number.
-    """
-    recipe = run.recipe or {}
-    algorithm = section(recipe, "algorithm")
-    rounding = _ROUNDING.get(str(section(recipe, "model").get("dtype")))
-    if rounding is None:
-        return ()
-    name = algorithm.get("name")
-    if name == "dpo":
-        return tuple(_dpo(run, algorithm, rounding))
-    if name == "kto":
-        return tuple(_kto(run, algorithm, rounding))
-    return tuple(_online(run, recipe, algorithm, rounding))
-
-
-def _dpo(run: RunLog, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
-    """The reference is the policy before its first update: no response is preferred yet."""
-    beta = _number(algorithm.get("beta"), 0.1) or 0.1
-    match algorithm.get("loss"):
-        case "sigmoid":
-            yield from _check(run, "train/loss", math.log(2), beta * rounding / 2, "DPO: ln 2")
-        case "ipo":
-            expected = 1 / (4 * beta * beta)
-            yield from _check(run, "train/loss", expected, rounding / beta, "IPO: 1 / (4 beta^2)")
-        case _:
-            return
-    yield from _check(run, "train/margin", 0.0, beta * rounding, tr("no response is preferred yet"))
-
-
-def _kto(run: RunLog, algorithm: dict[str, Any], rounding: float) -> Iterator[Check]:
-    weight = _number(algorithm.get("desirable_weight"), 1.0)
-    if weight == _number(algorithm.get("undesirable_weight"), 1.0):
-        tolerance = weight * _number(algorithm.get("beta"), 0.1) * rounding / 4
-        yield from _check(run, "train/loss", weight / 2, tolerance, tr("KTO: half of the responses' weight"))
-    yield from _check(run, "train/kl", 0.0, rounding, tr("KTO: the policy is its reference"))
-
-
-def _online(
-    run: RunLog, recipe: dict[str, Any], algorithm: dict[str, Any], rounding: float
-) -> Iterator[Check]:
-    updated_once = algorithm.get("ppo_epochs") == 1 and algorithm.get("mini_batch_size") in (
-        None,
-        section(recipe, "data").get("batch_size"),
-    )
-    if updated_once:
-        for metric in ("actor/ppo_kl", "actor/pg_clipfrac"):
-            yield from _check(run, metric, 0.0, 0.0, tr("the only update: old and new policy are one"))
-        yield from _check(run, "actor/kl_loss", 0.0, rounding / 100, tr("the policy is its reference"))
-    yield from _check(run, "actor/reward_kl_penalty", 0.0, rounding / 100, tr("the policy is its reference"))
-    mean, name = "critic/advantages/mean", algorithm.get("name")
-    if name in _WHITENED:
-        yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("whitened over the tokens of the step"))
-    responses = _number(section(recipe, "rollout").get("n"), 1)
-    # The metric is a mean over tokens: it is that over responses where all are of one length.
-    lengths = {_first(run, f"response_length/{end}") for end in ("min", "max")}
-    if name in _CENTRED and responses > 1 and len(lengths) == 1 and None not in lengths:
-        yield from _check(run, mean, 0.0, _WHITENED_MEAN, tr("advantages of a group add up to 0"))
-
-
-def _check(run: RunLog, metric: str, expected: float, tolerance: float, why: str) -> Iterator[Check]:
-    value = _first(run, metric)
-    if value is not None:
-        distance = abs(value - expected)
-        note = tr("{why}; {found:.6g} in {run}", why=why, found=value, run=run.path.name)
-        what = tr("{metric} at step 1", metric=metric)
-        yield Check(what, distance, tolerance, bool(distance <= tolerance), note)
-
-
-def _first(run: RunLog, metric: str) -> float | None:
-    series = run.metrics.get(metric)
-    if series is None:
-        return None
-    at = (series.steps_S == 1).nonzero()[0]
-    return float(series.values_S[at[0]]) if len(at) else None
-
-
-def _number(value: Any, default: float) -> float:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    return float(value) if usable else default
-
-
-assert set(KINDS) <= set(_PLURAL)
+_MOST_WRONG = 500
 
 
 def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (), *, dtype: str) -> Level:
     """From what `observe.layer_trace` recorded in the directories of two runs.
 
     `noise` are runs of the reference with weights that were changed in their last digits: what they differ
-    by is allowed, and with them the limits are tighter than those that hold for every model.
+    by is allowed, and with them the limits are tighter than those that hold for every model. Where
+    `isotrain parity truth` has been there, each side is held against float64 in the step that it has.
     """
     a, b = read_layer_trace(reference.path), read_layer_trace(candidate.path)
     if why := _obstacle((reference.path, a), (candidate.path, b)):
         return not_run(LEVEL, why)
     if why := _other_layout((reference, a), (candidate, b)):
         return not_run(LEVEL, why)
+    truth = read_layer_trace(reference.path / TRUTH) or read_layer_trace(candidate.path / TRUTH)
+    if why := _other_truth(truth, a, b):
+        return not_run(LEVEL, why)
     known = _largest_noise(a, [read_layer_trace(path) for path in noise])
-    anchor_checks, anchor_failures = _anchor_checks(reference, candidate)
-    limits = LayerLimits(dtype, known)
-    rated = [limits.rate(first_difference) for first_difference in _all_differences(a, b)]
-    checks = (*_kind_checks(rated), *anchor_checks)
+    known_values, anchor_failures = anchor_checks(reference, candidate)
+    by_truth = {
+        rating.difference.key: rating
+        for step, update in truth.items()
+        for rating in against_truth(step, a[step], b[step], update, dtype)
+    }
+    limits = LayerLimits(dtype, known, {key[1:]: rating.limit for key, rating in by_truth.items()})
+    rated = [by_truth.get(each.key) or limits.rate(each) for each in _all_differences(a, b)]
+    checks = (*_kind_checks(rated), *known_values)
     first = next((number for number, rating in enumerate(rated) if not rating.passed), None)
-    evidence = {
+    evidence: dict[str, Any] = {
         "layers": [_as_json(rating) for rating in rated if rating.difference.kind != "data"],
         "first": None if first is None else _as_json(rated[first]),
     }
+    if by_truth:
+        evidence["against float64"] = dtype
     constants = score_tests(reference.path, candidate.path)
     if constants is not None:
         evidence["constants"] = constants.as_json()
     named = [constant.words for constant in constants.different[:_NAMED]] if constants is not None else []
+    wrong = [update.words for update in wrong_updates(a, b)]
+    evidence["wrong updates"] = wrong[:_MOST_WRONG]
+    named += wrong[:1]
     if first is not None:
         first_difference = _First(rated, first, a, b)
         words = listed([first_difference.words(), *named], "; ")
         return Level(LEVEL, "different", words, checks, (*named, *first_difference.causes()), evidence)
     if named:
-        words = tr(
-            "the layers agree up to rounding, but not their constants: {named}", named=listed(named, "; ")
-        )
+        words = tr("the layers agree up to rounding, but not all else: {named}", named=listed(named, "; "))
         return Level(LEVEL, "different", words, checks, tuple(named), evidence)
     if anchor_failures:
         words = tr(
@@ -187,6 +112,12 @@ def layers_level(reference: RunLog, candidate: RunLog, noise: Sequence[Path] = (
             failures=listed(anchor_failures, "; "),
         )
         return Level(LEVEL, "different", words, checks, (_LOSS_CAUSE,), evidence)
+    between = next((rating for rating in rated if rating.by_truth and rating.z > SAME), None)
+    if between is not None:
+        words = tr(
+            "further from float64 than the reference, and not clearly wrong: {place}", place=_place(between)
+        )
+        return Level(LEVEL, "cannot tell", words, checks, (), evidence)
     return Level(LEVEL, "same", _agreement(rated), checks, (), evidence)
 
 
@@ -210,6 +141,17 @@ def _obstacle(*runs: tuple[Path, Updates]) -> str | None:
     first = min(set(a) & set(b))
     if not any(common(a[first], b[first], kind) for kind in KINDS):
         return tr("the runs have no layer in common; are they the same model?")
+    return None
+
+
+def _other_truth(truth: Updates, a: Updates, b: Updates) -> str | None:
+    """Why a recorded truth is none of these runs' steps."""
+    for step, update in truth.items():
+        if step not in a or step not in b:
+            return tr("the truth is of step {step}, which not both runs recorded", step=step)
+        # Of a candidate with other data, those are what is to be told.
+        if all(update.digests != side[step].digests for side in (a, b)):
+            return tr("the truth is of other data than the runs; run `isotrain parity truth` again")
     return None
 
 
@@ -267,14 +209,6 @@ def _largest_noise(reference: Updates, noise: Sequence[Updates]) -> dict[tuple[i
     return largest
 
 
-def _anchor_checks(reference: RunLog, candidate: RunLog) -> tuple[tuple[Check, ...], list[str]]:
-    """Anchors of the candidate, and those that only the candidate misses."""
-    expected, checks = anchors(reference), anchors(candidate)
-    missed_by_both = {check.name for check in expected if not check.passed}
-    failed = [check for check in checks if not check.passed and check.name not in missed_by_both]
-    return checks, [listed((check.name, check.note), ": ") for check in failed]
-
-
 def _kind_checks(rated: Sequence[LayerRating]) -> Iterator[Check]:
     """The entry of each kind that comes closest to its limit."""
     for kind in dict.fromkeys(rating.difference.kind for rating in rated):
@@ -287,11 +221,25 @@ def _kind_checks(rated: Sequence[LayerRating]) -> Iterator[Check]:
             step=difference.step,
             count=len(of_kind),
         )
-        what = tr("{kind}: error", kind=_PLURAL.get(kind, kind))
-        yield Check(what, worst.error, worst.limit, worst.passed, note)
+        called = _PLURAL.get(kind, kind)
+        if worst.by_truth:
+            passed = None if SAME < worst.z <= DIFFERENT else worst.passed
+            yield Check(tr("{kind}: z against float64", kind=called), worst.z, DIFFERENT, passed, note)
+        else:
+            yield Check(tr("{kind}: error", kind=called), worst.error, worst.limit, worst.passed, note)
 
 
 def _agreement(rated: Sequence[LayerRating]) -> str:
+    against = [rating for rating in rated if rating.by_truth]
+    if against:
+        return tr(
+            "against float64, all {count} entries of step {step} are as near as the reference's; furthest "
+            "{place}",
+            count=len(against),
+            step=against[0].difference.step,
+            place=_place(max(against, key=lambda rating: rating.z)),
+        )
+    rated = [rating for rating in rated if rating.difference.kind != "weight"]
     closest = max(rated, key=lambda rating: rating.error / rating.limit)
     steps_seen = {rating.difference.step for rating in rated}
     steps, first = len(steps_seen), min(steps_seen)
@@ -323,6 +271,14 @@ def _place(rating: LayerRating) -> str:
 def _size(rating: LayerRating) -> str:
     if rating.error >= NOT_A_NUMBER:
         return tr("no numbers, or of another shape")
+    if rating.by_truth:
+        return tr(
+            "{error:.1e} from float64, z = {z:.3g}, right up to {same:g}, wrong beyond {different:g}",
+            error=rating.error,
+            z=rating.z,
+            same=SAME,
+            different=DIFFERENT,
+        )
     return tr("{error:.1e} against at most {limit:.0e}", error=rating.error, limit=rating.limit)
 
 
@@ -408,6 +364,13 @@ class _First:
 
     def _of_kind(self, difference: Difference) -> tuple[str, ...]:
         match difference.kind:
+            case "weight":
+                return (
+                    tr(
+                        "the weights of {name} that the step began with: how they were loaded or converted",
+                        name=difference.name,
+                    ),
+                )
             case "activation":
                 layer = tr(
                     "layer {name}: its weights, its constants (epsilon, scale) or its kernel",
@@ -466,4 +429,5 @@ def _explains(factor: float, entries: Mapping[str, tuple[TraceEntry, TraceEntry]
 def _as_json(rating: LayerRating) -> dict[str, Any]:
     difference = rating.difference
     place = {"step": difference.step, "kind": difference.kind, "name": difference.name}
-    return {**place, "error": rating.error, "limit": rating.limit}
+    against = {"reference": rating.reference, "z": rating.z} if rating.by_truth else {}
+    return {**place, "error": rating.error, "limit": rating.limit, **against}

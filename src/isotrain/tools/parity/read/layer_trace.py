@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _MAX_BYTES = 512 << 20
 _MAX_FILES = 10_000
 _MAX_NAME = 500
 _BUCKETS = 32
+_RECOMPUTED = "update/recomputed"
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,25 @@ class TraceEntry:
 
 
 @dataclass(frozen=True)
+class Recomputed:
+    """A parameter's update beside AdamW's of the run's own gradient, in float64."""
+
+    units: float
+    """Root mean square of the error, in roundings of the new weights."""
+    gain: float
+    gain_error: float
+    """By which share the update is too large, with its standard error."""
+
+
+@dataclass(frozen=True)
 class Update:
     """One update, on all ranks; entries are in the order in which they were computed."""
 
     digests: tuple[dict[str, str], ...]
     loss: float
     kinds: dict[str, dict[str, TraceEntry]]
+    recomputed: dict[str, Recomputed] = field(default_factory=dict)
+    """By parameter, of the rank that is furthest off; empty in traces of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class _TraceFile:
     norms: dict[str, Numbers]
     shapes: dict[str, npt.NDArray[np.int64]]
     weight_norms: Numbers
+    recomputed_P3: Numbers | None
 
 
 def read_layer_trace(run: Path) -> dict[int, Update]:
@@ -156,6 +171,7 @@ def _checked(path: Path, file: Any) -> _TraceFile:
         {kind: tensor(f"{kind}/norm", "F64", (len(names[kind]),)) for kind in KINDS},
         shapes,
         tensor("weight/norm", "F64", (len(names["update"]),)),
+        tensor(_RECOMPUTED, "F64", (len(names["update"]), 3)) if _RECOMPUTED in present else None,
     )
 
 
@@ -178,7 +194,24 @@ def _joined(files: list[_TraceFile], run: Path) -> Update:
         for kind in KINDS
     }
     # Losses are shares of one mean, so they add up.
-    return Update(tuple(file.digests for file in files), math.fsum(file.loss for file in files), kinds)
+    return Update(
+        tuple(file.digests for file in files),
+        math.fsum(file.loss for file in files),
+        kinds,
+        _recomputed(files),
+    )
+
+
+def _recomputed(files: list[_TraceFile]) -> dict[str, Recomputed]:
+    tables = [file.recomputed_P3 for file in files if file.recomputed_P3 is not None]
+    if len(tables) < len(files):
+        return {}
+    worst = {}
+    for number, name in enumerate(files[0].names["update"]):
+        # What is no number is as far off as can be.
+        rows = [[float(x) if math.isfinite(x) else math.inf for x in table[number]] for table in tables]
+        worst[name] = Recomputed(*max(rows))
+    return worst
 
 
 def _entry(files: list[_TraceFile], kind: str, number: int) -> TraceEntry:
