@@ -152,6 +152,7 @@ CASES = {
     "parity_calibration": Case(("designed", "worst"), rows=True),
     "parity_length": Case(("equivalent", "false_alarms", "different", "missed"), rows=True),
     "parity_power": Case(("calls", "without_verdict", "training_s"), minutes=20),
+    "parity_truth": Case(("honest_right", "mistakes_right"), met=True, minutes=15),
     "plan_accuracy": Case(("cases",), met=True, simulated_npu=True),
     "plan_sizes": Case(("plans",)),
     "record_overhead": Case(("plain_step_s", "recording_step_s", "record_s"), minutes=15),
